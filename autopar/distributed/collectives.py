@@ -15,6 +15,8 @@ The convention is that of Shoeybi et al., "Megatron-LM" (2019), section 3: after
 computes the same thing from the same values, so the backward of ``reduce`` is the identity and not another sum
 (that is where ``torch.distributed.nn`` differs and gives gradients ``size`` times too large).
 
+All are linear, and the backward of each is another one of them, so derivatives of any order go through them.
+
 On the meta device the collectives compute shapes and communicate nothing: a dry run needs no process group.
 
 None of these mutates its input except ``reduce_``, which is for a matmul output that nothing else has seen.
@@ -22,18 +24,24 @@ None of these mutates its input except ``reduce_``, which is for a matmul output
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from autopar.distributed import gloo_collectives
+from autopar.distributed import plain_collectives as plain
 from autopar.distributed.axis import Axis
-from autopar.distributed.derivatives import NoGraph, check_no_tangent, is_watched, keep_none, single_backward
-from autopar.distributed.digest import extremes
+from autopar.distributed.derivatives import NoGraph, any_order, check_no_tangent, is_watched, keep_none
+from autopar.distributed.plain_collectives import (
+    all_gather,
+    broadcast,
+    even_layout,
+    extremes_over,
+    run,
+    start_all_reduce,
+)
 from autopar.distributed.profiling import named_collective
-from autopar.layout import Block, Layout, even_shards
+from autopar.layout import Layout
 
 __all__ = [
     "all_gather",
@@ -54,136 +62,6 @@ __all__ = [
 ]
 
 
-def run(collective: Callable[..., Any], axis: Axis, *args: Any) -> None:
-    """Run one of ``gloo_collectives`` by what carries it; if a rank failed, the error names it and its reason."""
-    transport = axis.transport
-    try:
-        if transport is None or not transport.run(getattr(collective, "__name__", ""), *args):
-            collective(*args, group=axis.group)
-    except RuntimeError as error:
-        _explain(error, axis)
-
-
-def _explain(error: RuntimeError, axis: Axis) -> NoReturn:
-    failure = None if axis.explain is None else axis.explain(error, axis.name, axis.ranks)
-    if failure is None:
-        raise error
-    raise failure from error
-
-
-def even_layout(size: int, parts: int, dim: int = 0) -> Layout:
-    """Return the layout of ``size`` single elements sharded evenly over ``parts`` ranks along ``dim``."""
-    return Layout.of(dim, [Block("element", size, 1, even_shards(size, parts))])
-
-
-# -- plain collectives, no autograd -------------------------------------------------------------------------------
-
-
-def _all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Sum over the axis, out of place. Never in place: autograd may hand the same gradient to two branches."""
-    x = x.clone(memory_format=torch.contiguous_format)
-    _sum(x, axis)
-    return x
-
-
-def _sum(x: torch.Tensor, axis: Axis) -> None:
-    """Sum a contiguous ``x`` over the axis in place."""
-    if x.is_meta:
-        return
-    wide = axis.widened(x)
-    run(gloo_collectives.all_reduce, axis, wide)
-    if wide is not x:
-        x.copy_(wide)
-
-
-def start_all_reduce(x: torch.Tensor, axis: Axis) -> Callable[[], None]:
-    """Begin to sum a contiguous ``x`` over the axis in place, by its process group; call the result to wait for it."""
-    wide = axis.widened(x)
-    try:
-        work = dist.all_reduce(wide, group=axis.group, async_op=True)
-    except RuntimeError as error:
-        _explain(error, axis)
-
-    def wait() -> None:
-        try:
-            gloo_collectives.finish(work) if x.is_cpu else work.wait()
-        except RuntimeError as error:
-            _explain(error, axis)
-        if wide is not x:
-            x.copy_(wide)
-
-    return wait
-
-
-def all_gather(x: torch.Tensor, axis: Axis, layout: Layout, dim: int | None = None) -> torch.Tensor:
-    """All-gather shards along ``dim`` (the layout's), no autograd. Padded if uneven: gloo has no uneven all-gather."""
-    dim = layout.dim if dim is None else dim
-    sizes = [layout.local_size(rank) for rank in range(axis.size)]
-    if x.is_meta:
-        return x.new_empty(_resized(x, dim, layout.size))
-    missing = max(sizes) - x.shape[dim]
-    if missing > 0:
-        x = torch.cat([x, x.new_zeros(_resized(x, dim, missing))], dim)
-    x = x.contiguous()
-    out = x.new_empty(axis.size * x.numel())
-    run(gloo_collectives.all_gather_into_tensor, axis, out, x.view(-1))
-    shards = out.view(axis.size, *x.shape).unbind(0)
-    return layout.unshard([shard.narrow(dim, 0, size) for shard, size in zip(shards, sizes, strict=True)], dim)
-
-
-def extremes_over(axis: Axis, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the largest and the smallest of each number over an axis, without autograd."""
-    if axis.transport is None:
-        return extremes(numbers, axis.group)
-    everyone = torch.empty(axis.size * len(numbers), dtype=torch.int64)
-    run(gloo_collectives.all_gather_into_tensor, axis, everyone, torch.tensor(numbers))
-    columns = list(zip(*everyone.view(axis.size, -1).tolist(), strict=True))
-    return [max(column) for column in columns], [min(column) for column in columns]
-
-
-def _sum_shards(shard: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
-    """Add the shards of all ranks into a full tensor; where several ranks hold the same units, they add up."""
-    full = shard.new_zeros(_resized(shard, dim, layout.size))
-    layout.write(full, shard, axis.rank, dim)
-    _sum(full, axis)
-    return full
-
-
-def _resized(x: torch.Tensor, dim: int, size: int) -> list[int]:
-    shape = list(x.shape)
-    shape[dim] = size
-    return shape
-
-
-def _reduce_scatter(x: torch.Tensor, axis: Axis, dim: int, layout: Layout | None = None) -> torch.Tensor:
-    """Sum over the axis and keep this rank's part of ``dim``: an even one, or that of ``layout``, padded on the way."""
-    layout = layout or even_layout(x.shape[dim], axis.size)
-    sizes = [layout.local_size(rank) for rank in range(axis.size)]
-    if x.is_meta:
-        return x.new_empty(_resized(x, dim, sizes[axis.rank]))
-    wide = axis.widened(x[:0])
-    make = wide.new_empty if min(sizes) == max(sizes) else wide.new_zeros
-    parts = make(axis.size, *_resized(x, dim, max(sizes)))
-    for rank in range(axis.size):
-        offset = 0
-        for start, stop in layout.ranges(rank):
-            parts[rank].narrow(dim, offset, stop - start).copy_(x.narrow(dim, start, stop - start))
-            offset += stop - start
-    out = torch.empty_like(parts[0])
-    run(gloo_collectives.reduce_scatter_tensor, axis, out.view(-1), parts.view(-1))
-    out = out.to(x.dtype)
-    return out if sizes[axis.rank] == max(sizes) else out.narrow(dim, 0, sizes[axis.rank]).contiguous()
-
-
-def broadcast(x: torch.Tensor, axis: Axis, source: int = 0) -> None:
-    """Overwrite a contiguous ``x`` by that of the axis's rank ``source``, no autograd."""
-    if axis.size > 1:
-        run(gloo_collectives.broadcast, axis, x, axis.ranks[source])
-
-
-# -- autograd -----------------------------------------------------------------------------------------------------
-
-
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -193,9 +71,9 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     @named_collective("all-reduce: gradient at the entry of a sharded region")
-    @single_backward
+    @any_order(lambda ctx, grad: (reduce(grad, ctx.axis), None))
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_reduce(grad, ctx.axis), None
+        return plain.all_reduce(grad, ctx.axis), None
 
 
 class _Reduce(torch.autograd.Function):
@@ -203,10 +81,11 @@ class _Reduce(torch.autograd.Function):
     @named_collective("all-reduce: exit of a sharded region")
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         keep_none(ctx)
-        return _all_reduce(x, axis)
+        ctx.axis = axis
+        return plain.all_reduce(x, axis)
 
     @staticmethod
-    @single_backward
+    @any_order(lambda ctx, grad: (copy(grad, ctx.axis), None))
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
 
@@ -216,8 +95,9 @@ class _ReduceInPlace(_Reduce):
     @named_collective("all-reduce: exit of a sharded region")
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         keep_none(ctx)
+        ctx.axis = axis
         ctx.mark_dirty(x)
-        _sum(x, axis)
+        plain.sum_in_place(x, axis)
         return x
 
 
@@ -230,16 +110,10 @@ class _Gather(torch.autograd.Function):
         return all_gather(x, axis, layout, dim)
 
     @staticmethod
-    @single_backward
+    @any_order(lambda ctx, grad: (_owned_shard(grad, ctx.axis, ctx.layout, ctx.dim), None, None, None))
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        layout: Layout = ctx.layout
-        part = layout.shard(grad, ctx.axis.rank, ctx.dim)
-        if layout.replicated:  # of the ranks that hold the same units one gets the gradient: they are summed later
-            owned = torch.zeros_like(part)
-            for start, stop in layout.owned_local(ctx.axis.rank):
-                owned.narrow(ctx.dim, start, stop - start).copy_(part.narrow(ctx.dim, start, stop - start))
-            part = owned
-        return part, None, None, None
+        part = ctx.layout.shard(grad, ctx.axis.rank, ctx.dim)
+        return plain.owned(part, ctx.axis, ctx.layout, ctx.dim), None, None, None
 
 
 class _Scatter(torch.autograd.Function):
@@ -251,12 +125,12 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     @named_collective("all-gather: gradient at the entry of a sharded region")
-    @single_backward
+    @any_order(lambda ctx, grad: (_sum_of_shards(grad, ctx.axis, ctx.layout, ctx.dim), None, None, None))
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         layout: Layout = ctx.layout
         if not layout.replicated:
             return all_gather(grad, ctx.axis, layout, ctx.dim), None, None, None
-        return _sum_shards(grad, ctx.axis, layout, ctx.dim), None, None, None  # of replicas each has a part
+        return plain.sum_shards(grad, ctx.axis, layout, ctx.dim), None, None, None  # of replicas each has a part
 
 
 class _GatherSum(torch.autograd.Function):
@@ -271,9 +145,9 @@ class _GatherSum(torch.autograd.Function):
 
     @staticmethod
     @named_collective("reduce-scatter: gradient at the entry of a sharded region")
-    @single_backward
+    @any_order(lambda ctx, grad: (reduce_scatter(grad, ctx.axis, ctx.dim, ctx.layout), *(None,) * 4))
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        return _reduce_scatter(grad, ctx.axis, ctx.dim, ctx.layout), None, None, None, None
+        return plain.reduce_scatter(grad, ctx.axis, ctx.dim, ctx.layout), None, None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -282,11 +156,11 @@ class _ReduceScatter(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int, layout: Layout | None) -> torch.Tensor:
         keep_none(ctx)
         ctx.axis, ctx.dim, ctx.layout = axis, dim, layout or even_layout(x.shape[dim], axis.size)
-        return _reduce_scatter(x, axis, dim, ctx.layout)
+        return plain.reduce_scatter(x, axis, dim, ctx.layout)
 
     @staticmethod
     @named_collective("all-gather: gradient at the exit of a sharded region")
-    @single_backward
+    @any_order(lambda ctx, grad: (gather_sum(grad, ctx.axis, ctx.dim, ctx.layout), *(None,) * 3))
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return all_gather(grad, ctx.axis, ctx.layout, ctx.dim), None, None, None
 
@@ -306,7 +180,7 @@ class _AllToAll(torch.autograd.Function):
         return out
 
     @staticmethod
-    @single_backward
+    @any_order(lambda ctx, grad: (all_to_all(grad, ctx.axis, *ctx.splits), None, None, None))
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return _AllToAll.apply(grad, ctx.axis, *ctx.splits), None, None, None
 
@@ -320,10 +194,54 @@ class _SumReplicas(torch.autograd.Function):
 
     @staticmethod
     @named_collective("all-reduce: gradient of a weight with replicated units")
-    @single_backward
+    @any_order(lambda ctx, grad: (_sum_of_replicas(grad, ctx.axis, ctx.layout), None, None))
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         layout: Layout = ctx.layout
-        return layout.shard(_sum_shards(grad, ctx.axis, layout, layout.dim), ctx.axis.rank), None, None
+        return layout.shard(plain.sum_shards(grad, ctx.axis, layout, layout.dim), ctx.axis.rank), None, None
+
+
+class _SumOfShards(torch.autograd.Function):
+    """The backward of :class:`_Scatter` as a function, whose own backward keeps this rank's shard."""
+
+    @staticmethod
+    @named_collective("all-reduce: gradient at the entry of a sharded region")
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
+        keep_none(ctx)
+        ctx.axis, ctx.layout, ctx.dim = axis, layout, dim
+        return plain.sum_shards(x, axis, layout, dim)
+
+    @staticmethod
+    @any_order(lambda ctx, grad: (scatter(grad, ctx.axis, ctx.layout, ctx.dim), None, None, None))
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.layout.shard(grad, ctx.axis.rank, ctx.dim), None, None, None
+
+
+class _SumOfReplicas(torch.autograd.Function):
+    """The backward of :class:`_SumReplicas` as a function, whose own backward is the identity."""
+
+    @staticmethod
+    @named_collective("all-reduce: gradient of a weight with replicated units")
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, layout: Layout) -> torch.Tensor:
+        keep_none(ctx)
+        ctx.axis, ctx.layout = axis, layout
+        return layout.shard(plain.sum_shards(x, axis, layout, layout.dim), axis.rank)
+
+    @staticmethod
+    @any_order(lambda ctx, grad: (sum_replicas(grad, ctx.axis, ctx.layout), None, None))
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad, None, None
+
+
+def _owned_shard(x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
+    return plain.owned(scatter(x, axis, layout, dim), axis, layout, dim)
+
+
+def _sum_of_shards(x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
+    return _apply(_SumOfShards, x, axis, layout, dim) if layout.replicated else gather(x, axis, layout, dim)
+
+
+def _sum_of_replicas(x: torch.Tensor, axis: Axis, layout: Layout) -> torch.Tensor:
+    return _apply(_SumOfReplicas, x, axis, layout)
 
 
 def _apply(function: Any, x: torch.Tensor, axis: Axis, *args: Any) -> torch.Tensor:

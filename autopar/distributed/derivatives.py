@@ -1,8 +1,12 @@
-"""Which derivatives go through sharded layers: the first one, backward. Others are refused, never left out.
+"""Which derivatives go through sharded layers: backward, again and again. Others are refused, never left out.
+
+Collectives are linear, so the backward of each is another one, which can be differentiated in turn: that of ``copy`` is
+``reduce``, and the other way round. A function that saves memory or waits beside other work has two backwards: its own,
+and a plain one that is run with ``create_graph=True`` (:func:`any_order`).
 
 torch's own ``once_differentiable`` says that a second derivative is missing only to a ``backward()`` that walks into
-it; ``torch.autograd.grad`` goes around it and leaves the term out. Here the first backward with ``create_graph=True``
-is the error.
+it; ``torch.autograd.grad`` goes around it and leaves the term out. Where there is no second backward here, the first
+one with ``create_graph=True`` raises (:func:`single_backward`).
 """
 
 from __future__ import annotations
@@ -21,22 +25,25 @@ from autopar.tensor_tracking import TensorTracking
 
 __all__ = [
     "NoGraph",
+    "any_order",
     "check_no_tangent",
     "check_no_transform",
     "is_transformed",
     "is_watched",
     "keep_none",
+    "refuse_again",
     "single_backward",
 ]
 
 _Backward = TypeVar("_Backward", bound=Callable[..., Any])
+_Again = Callable[..., Any]
 _UNSHARDED = (
     "Leave it out, or use tensor_parallel_size: 1 and context_parallel_size: 1: replicas of the whole model can."
 )
 
 
 def keep_none(ctx: Any) -> None:
-    """Let :func:`single_backward` see in this forward's backward that no gradient came: torch makes zeros otherwise."""
+    """Let :func:`any_order` see in this forward's backward that no gradient came: torch makes zeros otherwise."""
     if type(ctx) is not NoGraph and not torch.compiler.is_compiling():  # a graph has no such gradients
         ctx.set_materialize_grads(False)
 
@@ -48,29 +55,46 @@ class NoGraph:
         pass
 
 
+def any_order(again: _Again) -> Callable[[_Backward], _Backward]:
+    """Decorate the backward of an autograd function: with ``create_graph=True`` ``again(ctx, *gradients)`` runs.
+
+    Where no gradient came, none goes on and neither runs: the graph is the same on all ranks, and so is the collective
+    that they leave out.
+
+    Args:
+        again: the same gradients, made of functions that are differentiable in what was saved and in the gradients.
+    """
+
+    def decorate(backward: _Backward) -> _Backward:
+        @functools.wraps(backward)
+        def run(ctx: Any, *gradients: Any) -> Any:
+            if all(gradient is None for gradient in gradients):
+                return (None,) * len(ctx.needs_input_grad)
+            twice = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+            return (again if twice else backward)(ctx, *gradients)
+
+        return cast("_Backward", run)
+
+    return decorate
+
+
+def refuse_again(*gradients: Any) -> Any:
+    """Raise ConfigError in the place of a backward that cannot be differentiated again."""
+    raise ConfigError(
+        "create_graph=True with context_parallel_size: its ranks exchange rows and states in the backward, and that is "
+        "not\n  differentiated again: a penalty on gradients, a Hessian or a meta-gradient would be another number "
+        "than the plain\n  model's. tensor_parallel_size goes with it, and so do replicas of the whole model."
+    )
+
+
 def single_backward(backward: _Backward) -> _Backward:
     """Decorate the backward of an autograd function whose gradients cannot be differentiated again.
-
-    Where no gradient came, none goes on and ``backward`` does not run: the graph is the same on all ranks, and so is
-    the collective that they leave out.
 
     Raises:
         ConfigError: in a backward with ``create_graph=True``; on every rank, which all run it.
     """
 
-    @functools.wraps(backward)
-    def run(ctx: Any, *gradients: Any) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise ConfigError(
-                "create_graph=True: sharded layers exchange gradients in the backward, and that is not differentiated "
-                "again: a\n  penalty on gradients, a Hessian or a meta-gradient would be another number than the "
-                f"plain model's.\n  {_UNSHARDED}"
-            )
-        if all(gradient is None for gradient in gradients):
-            return (None,) * len(ctx.needs_input_grad)
-        return backward(ctx, *gradients)
-
-    return cast("_Backward", run)
+    return any_order(refuse_again)(backward)
 
 
 def is_transformed() -> bool:

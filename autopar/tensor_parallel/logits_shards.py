@@ -148,6 +148,20 @@ class Shards(LogitsPart):
             return partial(_gradient_of_columns, self.layout, self.axis.rank, self.rows.dtype)
         return self._gradients_of_inputs
 
+    def gradients_again(self) -> Gradients:
+        """Return the same, differentiable in the gradient and in the factors."""
+        if self.head is None:
+            return partial(_columns_of, self.axis, self.layout, self.rows.dtype)
+        return self._gradients_of_inputs_again
+
+    def _gradients_of_inputs_again(self, grad: torch.Tensor, *saved: torch.Tensor) -> Sequence[torch.Tensor | None]:
+        inputs = [x.view_as(x) for x in saved]  # or a tied weight would get its other gradients here
+        local = self.of_inputs(inputs).local()
+        (part,) = _columns_of(self.axis, self.layout, local.dtype, grad)
+        wanted = [x for x in inputs if x.requires_grad]
+        found = iter(torch.autograd.grad(local, wanted, part, create_graph=True))
+        return [next(found) if x.requires_grad else None for x in inputs]
+
     def _gradients_of_inputs(self, grad: torch.Tensor, *inputs: torch.Tensor) -> Sequence[torch.Tensor | None]:
         held = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
         with torch.enable_grad():
@@ -194,6 +208,10 @@ def _gradient_of_columns(
 ) -> Sequence[torch.Tensor | None]:
     part = layout.shard(grad, rank, -1)  # [..., vocab/tp]
     return [part.to(dtype)]
+
+
+def _columns_of(axis: Axis, layout: Layout, dtype: torch.dtype, grad: torch.Tensor) -> Sequence[torch.Tensor | None]:
+    return [scatter(grad, axis, layout, -1).to(dtype)]
 
 
 def asked_shape(whole: Sequence[int], shape: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:

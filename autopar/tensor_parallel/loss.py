@@ -23,7 +23,7 @@ import torch
 from autopar.distributed import collectives
 from autopar.distributed.axis import Axis, Group, axis_of
 from autopar.distributed.collectives import even_layout
-from autopar.distributed.derivatives import keep_none, single_backward
+from autopar.distributed.derivatives import any_order, keep_none
 from autopar.errors import ConfigError
 from autopar.foreign.tensors import assert_soon
 from autopar.layout import even_shards
@@ -228,6 +228,46 @@ def _gradient(
     return out.to(logits.dtype)
 
 
+def _differentiable(
+    logits: torch.Tensor,
+    log_total: torch.Tensor,
+    targets: Targets,
+    grad: torch.Tensor,
+    label_smoothing: float,
+    vocab_size: int,
+    axis: Axis,
+) -> torch.Tensor:
+    """Return :func:`_gradient`, differentiable in the logits of all ranks and in ``grad``."""
+    x = _wide(logits)
+    total = collectives.reduce((x - log_total.unsqueeze(1)).exp().sum(1), axis)  # 1 for each token
+    log_sum = collectives.copy(log_total + total.log(), axis)  # of which each rank makes its columns
+    out = (x - log_sum.unsqueeze(1)).exp()
+    at_target = torch.zeros_like(x)
+    if logits.shape[1]:
+        at_target.scatter_(1, targets.column.unsqueeze(1), targets.mine.to(x.dtype).unsqueeze(1))
+    out = out - (1.0 - label_smoothing) * at_target - label_smoothing / vocab_size
+    out = out * collectives.copy(grad, axis).unsqueeze(1)
+    return out.masked_fill(targets.ignored.unsqueeze(1), 0.0).to(logits.dtype)
+
+
+def _cross_entropy_again(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    logits, log_total, *targets = ctx.saved_tensors
+    facts = (log_total, Targets(*targets), grad, ctx.label_smoothing, ctx.vocab_size, ctx.axis)
+    return _differentiable(logits, *facts), None, None, None, None
+
+
+def _chunked_again(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """All tokens at once: what is differentiated again is kept."""
+    log_total, column, mine, ignored, *saved = ctx.saved_tensors
+    inputs = [x.view_as(x) for x in saved]  # or a tied weight would get its other gradients here
+    ctx.shards.head.seen.went_back = True
+    local = ctx.shards.of_inputs(inputs).local()  # [tokens, vocab/tp]
+    facts = (log_total, Targets(column, mine, ignored), grad, ctx.smoothing, ctx.vocab_size, ctx.shards.axis)
+    wanted = [x for x, needed in zip(inputs, ctx.needs_input_grad[4:], strict=True) if needed]
+    found = iter(torch.autograd.grad(local, wanted, _differentiable(local, *facts), create_graph=True))
+    return None, None, None, None, *(next(found) if needed else None for needed in ctx.needs_input_grad[4:])
+
+
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """Losses ``[tokens]``, Replicate, of logits ``[tokens, vocab/tp]``, Shard(1). Keeps no copy of the logits."""
 
@@ -239,11 +279,11 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         stats = _stats_of(_wide(logits), targets, label_smoothing)
         loss, log_total = _losses_of(stats, logits.shape[1], label_smoothing, widths, axis)
         ctx.save_for_backward(logits, log_total, targets.column, targets.mine, targets.ignored)
-        ctx.label_smoothing, ctx.vocab_size = label_smoothing, sum(widths)
+        ctx.label_smoothing, ctx.vocab_size, ctx.axis = label_smoothing, sum(widths), axis
         return loss.masked_fill(targets.ignored, 0.0)
 
     @staticmethod
-    @single_backward
+    @any_order(_cross_entropy_again)
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, log_total, *targets = ctx.saved_tensors
         found = _gradient(logits, log_total, Targets(*targets), grad, ctx.label_smoothing, ctx.vocab_size)
@@ -308,7 +348,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return loss.masked_fill(targets.ignored, 0.0)
 
     @staticmethod
-    @single_backward
+    @any_order(_chunked_again)
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         log_total, column, mine, ignored, *inputs = ctx.saved_tensors
         shards, targets = ctx.shards, Targets(column, mine, ignored)

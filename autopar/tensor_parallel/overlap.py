@@ -10,24 +10,27 @@ ready the one that was made last. So the nodes are made in this order, and run i
     y = x W^T     the first layer, with a weight that autograd does not see: its input gradient
     attach        hands the gradient of y to the layer and to ``weight``
 
+A backward with ``create_graph=True`` overlaps nothing: ``wait`` sums. There the gradient of x has to depend on W, and
+that of W on x, but the layer and ``weight`` have detached ones. ``attach`` adds the difference: 0, with derivatives.
+
 Megatron-LM has one function for a layer instead, and so one all-reduce for each of q, k and v
 (core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from autopar.distributed.axis import Axis
-from autopar.distributed.collectives import start_all_reduce
-from autopar.distributed.derivatives import is_watched, keep_none, single_backward
+from autopar.distributed.collectives import copy, reduce, start_all_reduce
+from autopar.distributed.derivatives import any_order, is_watched, keep_none
 from autopar.distributed.profiling import named_collective, record
 from autopar.foreign.autograd import is_forward_mode
 
-__all__ = ["CONV1D", "LINEAR", "LateWeight", "WeightGradient", "attach", "can_overlap", "enter"]
+__all__ = ["CONV1D", "LINEAR", "Late", "LateWeight", "WeightGradient", "attach", "can_overlap", "enter"]
 
 
 _LEAST = 1 << 16
@@ -40,14 +43,33 @@ class WeightGradient(NamedTuple):
     Attributes:
         out_dim: dim of the weight that holds the output features.
         of: ``(x, grad) -> gradient``, ``grad`` being ``[tokens, out/tp]``.
+        layer: ``(x, weight) -> [tokens, out/tp]``, of which this is the gradient.
     """
 
     out_dim: int
     of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    layer: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-LINEAR = WeightGradient(0, lambda x, grad: grad.t() @ x)  # [out/tp, in]
-CONV1D = WeightGradient(1, lambda x, grad: x.t() @ grad)  # [in, out/tp]
+LINEAR = WeightGradient(0, lambda x, grad: grad.t() @ x, lambda x, weight: x @ weight.t())  # [out/tp, in]
+CONV1D = WeightGradient(1, lambda x, grad: x.t() @ grad, lambda x, weight: x @ weight)  # [in, out/tp]
+
+
+class Late(NamedTuple):
+    """A weight's gradient beside its layer.
+
+    Attributes:
+        gradient: how it follows.
+        entered: what makes the layer's input ``[tokens, in]`` of ``x``, differentiable.
+        tensor: ``[tokens, out/tp]`` without memory, the output of :class:`LateWeight`.
+        weight, x: of the layer, with their graphs.
+    """
+
+    gradient: WeightGradient
+    entered: Callable[[torch.Tensor], torch.Tensor]
+    tensor: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    x: torch.Tensor | None = None
 
 
 def can_overlap(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> bool:
@@ -73,24 +95,23 @@ def can_overlap(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> bool:
     )
 
 
-def enter(
-    x: torch.Tensor, weight: torch.Tensor, gradient: WeightGradient, axis: Axis
-) -> tuple[torch.Tensor, torch.Tensor]:
+def enter(x: torch.Tensor, weight: torch.Tensor, gradient: WeightGradient, axis: Axis) -> tuple[torch.Tensor, Late]:
     """Copy ``x``, ``[..., in]``, into a sharded region; its gradient is summed beside that of ``weight``.
 
     Returns:
-        The copy, and what :func:`attach` needs: a tensor ``[tokens, out/tp]`` without memory.
+        The copy, and what :func:`attach` needs.
     """
     pending = _Pending()
     waiting = _Wait.apply(x, axis, pending)
-    tokens = x.detach().flatten(0, -2)
-    late = LateWeight.apply(weight, tokens, len(tokens), gradient, _as_it_is)
+    tokens = _tokens(x.detach())
+    made = LateWeight.apply(weight, tokens, len(tokens), gradient, _as_it_is)
+    late = Late(gradient, lambda x: _tokens(copy(x, axis)), made, weight, x)
     return _Launch.apply(waiting, axis, pending), late
 
 
-def attach(y: torch.Tensor, late: torch.Tensor) -> torch.Tensor:
+def attach(y: torch.Tensor, late: Late) -> torch.Tensor:
     """Return ``y``, in place: the layer's output, ``[tokens, out/tp]``, no view, computed with a detached weight."""
-    return _Attach.apply(y, late)
+    return _Attach.apply(y, late.tensor, late.weight, late.x, late)
 
 
 class _Pending:
@@ -107,7 +128,7 @@ class _Wait(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @single_backward
+    @any_order(lambda ctx, grad: (reduce(grad, ctx.axis), None, None))
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         wait, ctx.pending.wait = ctx.pending.wait, None
         if wait is not None:
@@ -125,15 +146,25 @@ class _Launch(torch.autograd.Function):
 
     @staticmethod
     @named_collective("all-reduce: gradient at the entry of a sharded region")
-    @single_backward
+    @any_order(lambda ctx, grad: (grad, None, None))
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         grad = grad.clone(memory_format=torch.contiguous_format)  # autograd may hand it to two branches
         ctx.pending.wait = start_all_reduce(grad, ctx.axis)
         return grad, None, None
 
 
+def _tokens(x: torch.Tensor) -> torch.Tensor:
+    return x.flatten(0, -2)
+
+
 def _as_it_is(x: torch.Tensor) -> torch.Tensor:
     return x
+
+
+def _weight_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradient of a weight, differentiable in ``grad``."""
+    (x,) = ctx.saved_tensors
+    return ctx.gradient.of(ctx.whole(x), grad), None, None, None, None
 
 
 class LateWeight(torch.autograd.Function):
@@ -157,22 +188,39 @@ class LateWeight(torch.autograd.Function):
         return weight.new_empty(()).expand(tokens, weight.shape[gradient.out_dim])
 
     @staticmethod
-    @single_backward
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        (x,) = ctx.saved_tensors
-        return ctx.gradient.of(ctx.whole(x), grad), None, None, None, None
+    @any_order(_weight_gradient)
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _weight_gradient(ctx, grad)
+
+
+def _owed(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Return gradients of the weight and of the input that are 0 and depend on both, as the layer's own would."""
+
+    def of(weight: torch.Tensor, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        y = ctx.late.gradient.layer(ctx.late.entered(x), weight)  # [tokens, out/tp]
+        return torch.autograd.grad(y, (weight, x) if x.requires_grad else weight, grad, create_graph=True)
+
+    saved = ctx.saved_tensors
+    full = of(*(each.view_as(each) for each in saved))  # a view: not what else a tied weight is read by
+    seen = of(*(each.detach().requires_grad_(each.requires_grad) for each in saved))
+    owed = [one - other for one, other in zip(full, seen, strict=True)]
+    return owed[0], owed[1] if len(owed) > 1 else None
 
 
 class _Attach(torch.autograd.Function):
-    keeps_nothing = True  # its backward can run again, and for one of its inputs
+    keeps_nothing = True  # for its own backward, which can run again, and for one of its inputs
 
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, late: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, y: torch.Tensor, tensor: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, late: Late
+    ) -> torch.Tensor:
         keep_none(ctx)
+        ctx.late = Late(late.gradient, late.entered)
+        ctx.save_for_backward(weight, x)
         ctx.mark_dirty(y)
         return y
 
     @staticmethod
-    @single_backward
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return grad, grad
+    @any_order(lambda ctx, grad: (grad, grad, *_owed(ctx, grad), None))
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grad, grad, None, None, None

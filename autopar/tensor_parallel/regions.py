@@ -31,7 +31,7 @@ from autopar.distributed.collectives import copy
 from autopar.distributed.rng import TorchGenerators, follow_streams, seed_torch, unfollow_streams
 from autopar.foreign.tensors import version_of
 from autopar.layout import Layout
-from autopar.tensor_parallel.overlap import WeightGradient, can_overlap
+from autopar.tensor_parallel.overlap import Late, WeightGradient, can_overlap
 from autopar.tensor_parallel.overlap import enter as enter_overlapped
 from autopar.tensor_parallel.sequence_rows import Entered, can_save_rows, gather_rows
 
@@ -187,7 +187,7 @@ class Region:
 
     def enter_first(
         self, x: torch.Tensor, weight: torch.Tensor, gradient: WeightGradient
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, Late | None]:
         """Copy ``x``, ``[..., in]``, for a layer whose weight gradient can be computed while that of ``x`` is summed.
 
         Returns:

@@ -27,13 +27,13 @@ from autopar.distributed.collectives import (
     reduce_scatter,
     scatter,
 )
-from autopar.distributed.derivatives import is_watched, keep_none, single_backward
+from autopar.distributed.derivatives import any_order, is_watched, keep_none
 from autopar.distributed.profiling import named_collective
 from autopar.foreign.autograd import is_forward_mode
 from autopar.foreign.tensors import version_of
 from autopar.layout import Layout
 from autopar.swap import mixed_class
-from autopar.tensor_parallel.overlap import LateWeight, WeightGradient
+from autopar.tensor_parallel.overlap import Late, LateWeight, WeightGradient
 
 __all__ = [
     "Entered",
@@ -60,11 +60,12 @@ def gather_rows(x: torch.Tensor, axis: Axis, rows: Layout) -> torch.Tensor:
     return _unflattened(x, rows.local_size(axis.rank), lambda y: gather(y, axis, rows, 1))
 
 
-def _enter_rows(x: torch.Tensor, gathered: torch.Tensor, axis: Axis, rows: Layout) -> torch.Tensor:
+def _enter_rows(x: torch.Tensor, gathered: torch.Tensor | None, axis: Axis, rows: Layout) -> torch.Tensor:
     """Return what :func:`gather_rows` made of ``x``, for a sharded region; backward is a reduce-scatter."""
     if x.ndim != 2:
         return gather_sum(x, axis, 1, rows, gathered)
-    x, gathered = x.unflatten(0, (-1, rows.local_size(axis.rank))), gathered.unflatten(0, (-1, rows.size))
+    x = x.unflatten(0, (-1, rows.local_size(axis.rank)))
+    gathered = None if gathered is None else gathered.unflatten(0, (-1, rows.size))
     return gather_sum(x, axis, 1, rows, gathered).flatten(0, 1)
 
 
@@ -126,12 +127,12 @@ class Entered:
         """Return whether ``x`` is the sequence, unchanged."""
         return self.whole is x and version_of(x) == self.version
 
-    def late_weight(self, weight: torch.Tensor, gradient: WeightGradient) -> torch.Tensor:
-        """Return what a layer attaches to its output, ``[tokens, out/tp]`` without memory: its weight's gradient."""
+    def late_weight(self, weight: torch.Tensor, gradient: WeightGradient) -> Late:
+        """Return what a layer attaches to its output: its weight's gradient."""
         self._again.readers += 1
         tokens = self.whole.shape[:-1].numel()
-        made: torch.Tensor = LateWeight.apply(weight, self.rows.detach(), tokens, gradient, self._again.tokens)
-        return made
+        made = LateWeight.apply(weight, self.rows.detach(), tokens, gradient, self._again.tokens)
+        return Late(gradient, self._again.entered, made, weight, self.rows)
 
     def enter(self) -> torch.Tensor:
         """Return what layers of the region read: the gradient of all of them is reduce-scattered once."""
@@ -160,6 +161,10 @@ class _Again:
             self.done, self._tokens = 0, None
         return tokens
 
+    def entered(self, rows: torch.Tensor) -> torch.Tensor:
+        """Gather ``[tokens, in]`` as it enters the region, differentiable."""
+        return _enter_rows(rows, None, self.axis, self.layout).flatten(0, -2)
+
 
 @named_collective("all-gather: rows that a weight's gradient reads")
 def _gather(rows: torch.Tensor, axis: Axis, layout: Layout) -> torch.Tensor:
@@ -184,7 +189,7 @@ class _SumRows(torch.autograd.Function):
 
     @staticmethod
     @named_collective("all-reduce: gradients of parameters that work on rows of the sequence")
-    @single_backward
+    @any_order(lambda ctx, *gradients: (None, *sum_flat(gradients, ctx.axis)))
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         return None, *sum_flat(gradients, ctx.axis)
 

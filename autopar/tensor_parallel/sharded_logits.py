@@ -24,7 +24,7 @@ import torch
 from autopar.call_site import is_of_library
 from autopar.distributed.agree import meet
 from autopar.distributed.axis import Axis
-from autopar.distributed.derivatives import keep_none, single_backward
+from autopar.distributed.derivatives import any_order, keep_none, refuse_again
 from autopar.distributed.whole_on_read import WholeOnRead, without_overrides
 from autopar.foreign.tensors import tree_leaves, tree_map_only, wrapper_subclass
 from autopar.layout import Layout
@@ -75,6 +75,10 @@ class LogitsPart(ABC):
     @abstractmethod
     def gradients(self) -> Gradients:
         """Return a function of the whole logits' gradient, and of ``saved``: the gradients of ``inputs``."""
+
+    def gradients_again(self) -> Gradients:
+        """Return the same function, differentiable; here one that refuses that."""
+        return refuse_again
 
     @abstractmethod
     def gathered(self) -> torch.Tensor:
@@ -294,12 +298,12 @@ class _Wrap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: LogitsPart, *inputs: torch.Tensor) -> ShardedLogits:
         keep_none(ctx)
-        ctx.gradients = part.gradients()
+        ctx.gradients, ctx.again = part.gradients(), part.gradients_again()
         ctx.save_for_backward(*part.saved)
         return ShardedLogits(part)
 
     @staticmethod
-    @single_backward
+    @any_order(lambda ctx, grad: (None, *ctx.again(grad, *ctx.saved_tensors)))
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return None, *ctx.gradients(grad, *ctx.saved_tensors)
 
@@ -313,6 +317,6 @@ class _Gather(torch.autograd.Function):
         return logits.part.gathered()
 
     @staticmethod
-    @single_backward
+    @any_order(lambda ctx, grad: grad)
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad

@@ -139,7 +139,7 @@ def test_what_would_be_wrong_is_said_on_every_rank() -> None:
     }.items():
         with pytest.raises(RuntimeError, match=rf"{what} of logits: .* get no gradient\.\n.*gather_logits: always"):
             ask()
-    penalty = "create_graph=True: sharded layers exchange gradients in the backward"
+    penalty = "create_graph=True with context_parallel_size"
     for loss in (
         out.loss,
         out.logits.square().mean(),

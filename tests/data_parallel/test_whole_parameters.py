@@ -249,3 +249,26 @@ def test_parameters_keep_their_marks_and_frozen_ones_their_values() -> None:
         optimizer.step()
     assert seen == {(1, 1), (2, 2)}
     assert torch.equal(autopar.deparallelize(model).transformer.wte.weight, before)
+
+
+@pooled(world_size=2)
+def test_a_gradient_that_one_rank_lacks_is_zero_there() -> None:
+    """A rank whose experts nobody chose, say; a parameter that no rank has a gradient of is not stepped."""
+    plain, model = gpt2(n_layer=1), gpt2(n_layer=1)
+    reference = Own(plain.parameters(), orthogonal)
+    model, optimizer = autopar.initialize(model, {"tp": 2}, optimizer=Own(model.parameters(), orthogonal))
+    for step in range(2):
+        for each in (plain, model):
+            set_gradients(each, step)
+        for name, parameter in model.named_parameters():
+            layout = model._autopar.plan.tensors[model._autopar.plan.canonical(name)].layout
+            other = dict(plain.named_parameters())[name]
+            if name.endswith("mlp.c_fc.weight"):
+                for start, stop in layout.ranges(1):
+                    other.grad.narrow(layout.dim, start, stop - start).zero_()
+                parameter.grad = None if dist.get_rank() == 1 else parameter.grad
+            if name.endswith("attn.c_proj.weight"):
+                parameter.grad = other.grad = None
+        reference.step()
+        optimizer.step()
+    equal_bits(model, plain, "without some gradients")

@@ -1,4 +1,4 @@
-"""Derivatives through sharded layers: the first is exact, others are refused, none is left out without a word."""
+"""Derivatives through sharded layers: exact in any order, or refused; none is left out without a word."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
+from autopar.distributed.collectives import all_gather
 from autopar.errors import ConfigError
-from tests.parity import close, language_batches, whole
+from autopar.tensor_parallel import overlap
+from tests.parity import close, language_batches
 from tests.pool import pooled
-from tests.small import llama
+from tests.small import gpt2, llama
 from tests.worlds import raises_everywhere
 
 # Autograd functions that communicate nothing.
@@ -27,7 +29,7 @@ _LOCAL = {
     "autopar.dry_run.block_reads._Again",
     "autopar.foreign.probes._Double",
 }
-_TWICE = "create_graph=True: sharded layers exchange gradients in the backward, and that is not differentiated again"
+_TWICE = "create_graph=True with context_parallel_size: its ranks exchange rows and states in the backward"
 
 
 def _functions() -> dict[str, Any]:
@@ -44,13 +46,15 @@ def _functions() -> dict[str, Any]:
     return found
 
 
-def test_every_autograd_function_is_differentiated_once_and_hands_on_that_no_gradient_came() -> None:
+def test_every_autograd_function_has_a_second_backward_or_refuses_and_hands_on_that_no_gradient_came() -> None:
     found = _functions()
     assert len(found) > 20 and found.keys() >= _LOCAL
     states = {name for name in found if ".rank_states." in name}  # a message goes to the next rank in any case
     for name, function in found.items():
         backward, forward = inspect.getsource(function.backward), inspect.getsource(function.forward)
-        assert ("@single_backward" in backward) == (name not in _LOCAL), name
+        refuses = name.startswith("autopar.context_parallel.")
+        kinds = [kind for kind in ("@single_backward", "@any_order(") if kind in backward]
+        assert kinds == ([] if name in _LOCAL else ["@single_backward" if refuses else "@any_order("]), name
         assert ("keep_none(ctx)" in forward) == (name not in _LOCAL | states), name
 
 
@@ -58,33 +62,129 @@ def _sizes(**sizes: Any) -> dict[str, Any]:
     return {"model_parallelism": sizes}
 
 
-@pytest.mark.tier("test", only=("tensor_parallel_size",))
-@pytest.mark.parametrize("how", ["tensor_parallel_size", "sequence_parallel", "chunk", "always"])
-@pooled(world_size=2)
-def test_a_second_derivative_is_refused_and_training_goes_on(how: str) -> None:
-    plain, batches = llama(), language_batches(131)
-    model = copy.deepcopy(plain)
-    config = _sizes(tensor_parallel_size=2, **({how: True} if how == "sequence_parallel" else {}))
-    config |= {"chunk": {"loss": {"chunk": 3}}, "always": {"loss": {"gather_logits": "always"}}}.get(how, {})
-    model = autopar.initialize(model, config)
-    norms = [parameter for name, parameter in model.named_parameters() if "norm" in name]
-    first, *_, last = norms
+def _of_whole(model: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a parameter's gradient."""
+    state = vars(model).get("_autopar")
+    layout = None if state is None else state.plan.tensors[state.plan.canonical(name)].layout
+    return tensor.detach() if layout is None else all_gather(tensor.detach(), model.mpu.tp, layout)
+
+
+def _part_of(model: Any, name: str, drawn: torch.Generator, parameter: torch.Tensor) -> torch.Tensor:
+    """Draw a direction for a parameter, and return this rank's part of it."""
+    state = vars(model).get("_autopar")
+    due = None if state is None else state.plan.tensors[state.plan.canonical(name)]
+    whole = torch.randn(parameter.shape if due is None else due.shape, generator=drawn)
+    return whole if due is None or due.layout is None else due.layout.shard(whole, model.mpu.tp.rank)
+
+
+def _penalised(model: Any, loss: torch.Tensor, cube: bool) -> dict[str, torch.Tensor]:
+    """Return the gradients of a loss with penalties on its gradients: squares, a direction, third derivatives."""
+    named, drawn = dict(model.named_parameters()), torch.Generator().manual_seed(5)
+    gradients = torch.autograd.grad(loss, list(named.values()), create_graph=True)
+    penalty = torch.zeros(())
+    for (name, parameter), gradient in zip(named.items(), gradients, strict=True):
+        penalty = penalty + gradient.square().sum() + (gradient * _part_of(model, name, drawn, parameter)).sum()
+    if cube:
+        again = torch.autograd.grad(penalty, list(named.values()), create_graph=True)
+        penalty = penalty + sum((x.square().sum() for x in again), torch.zeros(()))
+    found = torch.autograd.grad(loss + penalty, list(named.values()))
+    return {name: _of_whole(model, name, x) for name, x in zip(named, found, strict=True)}
+
+
+HOW: dict[str, dict[str, Any]] = {
+    "tp": {},
+    "sp": {"model_parallelism": {"sequence_parallel": True}},
+    "gloo": {"model_parallelism": {"cpu_transport": "gloo"}},  # the sum of input gradients overlaps
+    "chunk": {"loss": {"chunk": 3}},
+    "always": {"loss": {"gather_logits": "always"}},
+}
+
+
+def _as_plain(kind: str, how: str, cube: bool = False) -> None:
+    plain: Any = MODELS[kind]()
+    given = HOW[how]
+    sizes = {"tensor_parallel_size": dist.get_world_size(), **given.get("model_parallelism", {})}
+    model = autopar.initialize(copy.deepcopy(plain), {**given, "model_parallelism": sizes})
+    batch = language_batches(131)[0]
     for loss_of in (lambda out: out.loss, lambda out: out.logits.float().square().mean()):
-        with raises_everywhere(ConfigError, _TWICE):
-            torch.autograd.grad(loss_of(model(**batches[0])), first, create_graph=True)
-        with raises_everywhere(ConfigError, _TWICE):
-            loss_of(model(**batches[0])).backward(create_graph=True)
-    with raises_everywhere(ConfigError, "replicas of the whole model can"):  # MAML: a step that is differentiated
-        (gradient,) = torch.autograd.grad(model(**batches[0]).loss, last, create_graph=True)
-        torch.func.functional_call(model, {"model.norm.weight": last - 0.1 * gradient}, kwargs=batches[1])
+        expected, found = (_penalised(each, loss_of(each(**batch)), cube) for each in (plain, model))
+        for name, gradient in expected.items():
+            scale = max(1.0, float(gradient.abs().max()))
+            close(found[name] / scale, gradient / scale, f"{kind} {how}: {name}")
+
+
+MODELS = {
+    "llama": lambda: llama(attn_implementation="eager", num_key_value_heads=1),
+    "gpt2": lambda: gpt2(attn_implementation="eager"),  # biases, tied embeddings, Conv1D
+}
+
+
+@pytest.mark.tier("test", only=("llama-tp",))
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("kind", MODELS)
+@pooled(world_size=2)
+def test_penalties_on_gradients_are_differentiated_as_in_the_plain_model(kind: str, how: str) -> None:
+    least, overlap._LEAST = overlap._LEAST, 1
+    try:
+        _as_plain(kind, how)
+    finally:
+        overlap._LEAST = least
+
+
+@pooled(world_size=3)
+def test_third_derivatives_over_uneven_shards() -> None:
+    for how in ("tp", "sp"):
+        _as_plain("gpt2", how, cube=True)
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_an_inner_step_is_differentiated() -> None:
+    """MAML, with torch.func.functional_call."""
+    plain, (support, query) = llama(attn_implementation="eager"), language_batches(131)
+    model = autopar.initialize(copy.deepcopy(plain), _sizes(tensor_parallel_size=2))
+    results = []
+    for each in (plain, model):
+        named = dict(each.named_parameters())
+        inner = torch.autograd.grad(each(**support).loss, list(named.values()), create_graph=True)
+        moved = {name: p - 0.5 * g for (name, p), g in zip(named.items(), inner, strict=True)}
+        torch.func.functional_call(each, moved, kwargs=query).loss.backward()
+        results.append({name: _of_whole(each, name, p.grad) for name, p in named.items() if p.grad is not None})
+    for name, gradient in results[0].items():
+        close(results[1][name], gradient, name)
+
+
+@pooled(world_size=2)
+def test_a_penalty_on_the_gradient_of_embeddings() -> None:
+    """Adversarial training and saliency: the inputs are whole, so any function of their gradient is right."""
+    plain, (batch, _) = llama(attn_implementation="eager"), language_batches(131)
+    model = autopar.initialize(copy.deepcopy(plain), _sizes(tensor_parallel_size=2))
+    results = []
+    for each in (plain, model):
+        inputs = each.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
+        loss = each(inputs_embeds=inputs, labels=batch["labels"]).loss
+        (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
+        (loss + (gradient.norm() - 1).square()).backward()
+        results.append({n: _of_whole(each, n, p.grad) for n, p in each.named_parameters() if p.grad is not None})
+    for name, gradient in results[0].items():
+        close(results[1][name], gradient, name)
+
+
+@pooled(world_size=2)
+def test_a_second_derivative_through_rows_of_context_parallelism_is_refused_and_training_goes_on() -> None:
+    plain, batches = llama(), language_batches(131)
+    model = autopar.initialize(copy.deepcopy(plain), _sizes(context_parallel_size=2))
+    with raises_everywhere(ConfigError, _TWICE, "replicas of the whole model"):
+        torch.autograd.grad(model(**batches[0]).loss, model.model.norm.weight, create_graph=True)
     model.zero_grad()
     for each in (plain, model):
         for batch in batches:
             each(**batch).loss.backward()
-    for name, gradient in whole(model, lambda parameter: parameter.grad).items():
+    autopar.average_gradients(model)
+    for name, parameter in model.named_parameters():
         expected = plain.get_parameter(name).grad
-        assert expected is not None
-        close(gradient, expected, name)
+        assert expected is not None and parameter.grad is not None
+        close(parameter.grad, expected, name)
 
 
 @pooled(world_size=2)
