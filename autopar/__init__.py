@@ -21,6 +21,7 @@ from autopar.on_demand import lazy_names
 
 if TYPE_CHECKING:
     from autopar.api import deparallelize, initialize
+    from autopar.applied.whole import full, whole
     from autopar.checkpoint.hf_weights import hf_weights
     from autopar.checkpoint.rotation import latest
     from autopar.config import ParallelConfig
@@ -58,6 +59,7 @@ __all__ = [
     "clip_grad_norm_",
     "deparallelize",
     "from_pretrained",
+    "full",
     "gather_for_metrics",
     "hf_weights",
     "initialize",
@@ -69,6 +71,7 @@ __all__ = [
     "prepare_dataloader",
     "summary",
     "verify",
+    "whole",
 ]
 
 _HOMES = {
@@ -80,6 +83,7 @@ _HOMES = {
     "clip_grad_norm_": "autopar.data_parallel.gradients",
     "deparallelize": "autopar.api",
     "from_pretrained": "autopar.pretrained",
+    "full": "autopar.applied.whole",
     "hf_weights": "autopar.checkpoint.hf_weights",
     "gather_for_metrics": "autopar.data_parallel.dataloader",
     "initialize": "autopar.api",
@@ -93,6 +97,7 @@ _HOMES = {
     "tensor_parallel": "autopar.tensor_parallel",
     "verify": "autopar.tools.verification.verify",
     "checkpoint": "autopar.checkpoint",
+    "whole": "autopar.applied.whole",
 }
 
 

@@ -33,7 +33,7 @@ ROWS = [*CORE, ["integrations"], ["tools"], ["__init__", "__main__"]]
 TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["verification"], ["cli"]]
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
-    "applied": 480,
+    "applied": 780,
     "checkpoint": 5990,
     "checks": 2140,
     "config": 910,

@@ -74,7 +74,7 @@ templates_path = ["templates"]
 REFERENCE = ("autopar", "model", "integrations", "checkpoint", "tensor_parallel", "megatron")
 CONTENTS = {
     "Start": ["docs/start", "tutorials/README", "docs/configuration", "docs/troubleshooting"],
-    "Train and run": ["docs/training", "docs/inference", "docs/launching", "docs/checkpoints"],
+    "Train and run": ["docs/training", "docs/own-code", "docs/inference", "docs/launching", "docs/checkpoints"],
     "Plan and prove": ["docs/planner", "docs/verify", "docs/limitations"],
     "More": ["docs/trainer", "docs/peft", "docs/long-sequences", "docs/sequence-parallel", "docs/coming-from"],
     "Models": ["docs/models", "docs/policies", "policies/README"],

@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+import autopar
 from autopar.tools.cli import app
 from tests.compare import same_gradients
 from tests.docs.pages import DOCS, PAGES, codes
@@ -36,6 +37,7 @@ RUN = {
     DOCS / "inference.md": 5,
     DOCS / "launching.md": 1,
     DOCS / "long-sequences.md": 1,
+    DOCS / "own-code.md": 3,
     DOCS / "peft.md": 3,
     DOCS / "planner.md": 1,
     DOCS / "policies.md": 3,
@@ -77,6 +79,14 @@ def run(page: Path, folder: Path, count: int | None = None) -> dict[str, Any]:
     for code in blocks(page)[:count]:
         exec(compile(code.replace("GPT2Config()", "GPT2Config(n_layer=2, n_embd=36)"), page.name, "exec"), namespace)
     return namespace
+
+
+@distributed(world_size=2)
+def test_own_code(tmp_path: Path) -> None:
+    names = run(DOCS / "own-code.md", tmp_path)
+    pruned = autopar.full(names["weight"])
+    assert 0.25 < float((pruned == 0).float().mean()) < 0.35
+    assert all(parameter.grad is not None for parameter in names["model"].parameters())
 
 
 @distributed(world_size=2)

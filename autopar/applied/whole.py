@@ -1,0 +1,297 @@
+"""Whole parameters on every rank: :func:`whole` for a while, :func:`full` as a differentiable tensor.
+
+A user's own code around a model (pruning, editing, drawing anew, averaging, penalties) then sees on each rank the
+tensors that it would see on one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar.applied.state import Parallelized
+from autopar.checks.process_hooks import listeners
+from autopar.data_parallel.replica_norm import ReplicaNorm
+from autopar.distributed import collectives
+from autopar.distributed.digest import extremes, sum_of_bits
+from autopar.distributed.gloo_collectives import all_reduce
+from autopar.distributed.rng import Generators, sync_generators
+from autopar.errors import ConfigError, ConsistencyError, nearest
+from autopar.foreign.modules import own_parameters
+from autopar.layout import Layout
+
+__all__ = ["full", "whole"]
+
+_Numbers = tuple[int, int]
+
+
+@dataclass
+class _Held:
+    """A parameter that is whole for a while, with what this rank has of it otherwise: nothing of another stage's."""
+
+    name: str
+    parameter: nn.Parameter
+    layout: Layout | None
+    shard: torch.Tensor
+    gradient: torch.Tensor | None
+    before: _Numbers = (0, 0)
+
+
+@contextmanager
+def whole(model: nn.Module, names: str | Iterable[str] | None = None, *, grads: bool = True) -> Iterator[nn.Module]:
+    """Hold whole parameters on every rank inside, those of other stages too; afterwards each rank has its shards again.
+
+    The ``Parameter`` objects stay. Every rank does the same to them inside, and what has changed is kept. With replicas
+    or stages random numbers inside are those of rank 0 on every rank. Every rank calls it, and none runs the model
+    inside::
+
+        with autopar.whole(model, "model.layers.3.mlp"):
+            weight = model.model.layers[3].mlp.up_proj.weight
+            weight.data[weight.abs() < weight.abs().quantile(0.3)] = 0
+
+    Args:
+        model: what ``initialize`` returned.
+        names: of parameters, or of modules of which all are meant; by default all. A rank needs memory for what is
+            whole beside its shards.
+        grads: make gradients whole, too; a gradient that some ranks lack is zero there. False hides them.
+
+    Yields:
+        The model.
+
+    Raises:
+        ConfigError: the model is not parallelized, a name is unknown, ``zero.stage`` is 3, the model runs inside, or a
+            parameter has another shape or dtype afterwards.
+        ConsistencyError: ranks have changed a parameter in different ways. All have their shards from before then.
+    """
+    state: Any = vars(model).get("_autopar")
+    if not isinstance(state, Parallelized):
+        raise ConfigError(f"whole: {type(model).__name__} is not parallelized; autopar.initialize does that")
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ConfigError("whole: with zero.stage 3 torch's FSDP holds the weights: use module.unshard()")
+    chosen = _chosen(state, names)
+    mpu, generators = state.mpu, Generators.now()
+    alone = mpu.world_size == mpu.tp.size
+    with state.failures.wait("autopar.whole", range(mpu.world_size)):
+        held = _gather(model, state, chosen, grads)
+        if not alone:
+            sync_generators(mpu.model if mpu.model.size == mpu.world_size else _world(mpu))
+    hooks = [
+        module.register_forward_pre_hook(_refuse_forward, prepend=True) for module in {model, state.inner_of(model)}
+    ]
+    changed = False
+    try:
+        yield model
+        with state.failures.wait("the end of autopar.whole", range(mpu.world_size)):
+            _compare(state, held, grads)
+        changed = True
+    finally:
+        _give_back(model, state, held, changed=changed)
+        for hook in hooks:
+            hook.remove()
+        if not alone:
+            generators.restore()
+
+
+def full(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the whole of a parameter, differentiable: for penalties and anything else that looks at all of it.
+
+    The result is the same on every tensor-parallel rank; the gradient of a rank's shard is its part of the gradient.
+    A tensor that no rank shards is returned as it is. A collective of the tensor-parallel ranks::
+
+        loss = model(**batch).loss + 0.1 * (autopar.full(model.lm_head.weight) - start).norm()
+
+    Args:
+        tensor: a parameter of a parallelized model, or its gradient.
+        of: the parameter, if ``tensor`` is something else of its shape (what ``torch.autograd.grad`` returned, a state
+            of the optimizer).
+
+    Raises:
+        ConfigError: it belongs to no parallelized model on this rank, or has not the shape of the parameter's shard.
+    """
+    asked = tensor if of is None else of
+    for model in listeners(ReplicaNorm):
+        name = next(iter(model.mine([asked])), None)
+        if name is None:
+            continue
+        due, axis = model.plan.tensors[model.plan.canonical(name)], model.mpu.tp
+        if due.layout is None:
+            return tensor
+        if tuple(tensor.shape) != due.local_shape(axis.rank):
+            raise ConfigError(
+                f"full: {list(tensor.shape)} is not the shape of this rank's shard of {name}, "
+                f"{list(due.local_shape(axis.rank))}"
+            )
+        with model.failures.wait(f"autopar.full({name})", axis.ranks):
+            summed = collectives.sum_replicas(tensor, axis, due.layout) if due.layout.replicated else tensor
+            return collectives.gather(summed, axis, due.layout, due.layout.dim)
+    if any(model.mpu.tp.size > 1 or model.mpu.pp.size > 1 for model in listeners(ReplicaNorm)):
+        raise ConfigError(
+            f"full: a tensor of shape {list(tensor.shape)} is not a parameter of a parallelized model on this rank, "
+            "nor the gradient of one.\n  Of a parameter of another stage only that stage's ranks can ask; of anything "
+            "else say whose shape it has: full(tensor, of=parameter)."
+        )
+    return tensor
+
+
+def _world(mpu: Any) -> Any:
+    from autopar.distributed.axis import Axis
+
+    return Axis("world", dist.group.WORLD, range(mpu.world_size), mpu.rank)
+
+
+def _refuse_forward(module: nn.Module, args: Any) -> None:
+    raise ConfigError(
+        f"{type(module).__name__} runs inside autopar.whole, where its layers hold whole weights and would compute "
+        "with them as with shards.\n  Leave the with statement first."
+    )
+
+
+def _chosen(state: Parallelized, names: str | Iterable[str] | None) -> list[str]:
+    """Return the canonical names of parameters that are meant, in the order of the state dict."""
+    every = {name: tensor.name for tensor in state.plan.tensors.values() for name in (tensor.name, *tensor.aliases)}
+    if names is None:
+        return list(state.plan.tensors)
+    wanted: set[str] = set()
+    for asked in [names] if isinstance(names, str) else names:
+        found = {own for name, own in every.items() if not asked or name == asked or name.startswith(f"{asked}.")}
+        if not found:
+            parents = {name.rsplit(".", n)[0] for name in every for n in range(1, name.count(".") + 1)}
+            known = [*sorted(parents), *every]
+            raise ConfigError(f"whole: no parameter or module is called '{asked}'.{nearest(asked, known)}")
+        wanted |= found
+    return [name for name in state.plan.tensors if name in wanted]
+
+
+# -- in and out --------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _gather(model: nn.Module, state: Parallelized, chosen: Sequence[str], grads: bool) -> list[_Held]:
+    elsewhere = _put_back(model, state)
+    own = {state.plan.canonical(name): parameter for name, parameter in model.named_parameters()}
+    kept = [name for name in chosen if name in own]
+    mpu = state.mpu
+    flags = torch.tensor([own[name].grad is not None for name in kept], dtype=torch.int32, device=mpu.device)
+    if mpu.tp_pp.size > 1 and kept:
+        all_reduce(flags, op=dist.ReduceOp.MAX, group=mpu.tp_pp.group)
+    held = []
+    for name, has in zip(kept, flags.tolist(), strict=True):
+        parameter, due = own[name], state.plan.tensors[name]
+        holders = state.stages.holders(name)
+        here = mpu.pp.rank in holders
+        one = _Held(name, parameter, due.layout, parameter.data, parameter.grad if here else None)
+        parameter.grad = None
+        full_shape = torch.empty(due.shape, dtype=elsewhere.get(name, parameter.dtype), device=mpu.device)
+        gradient = None
+        if has and grads:
+            mine = one.gradient if one.gradient is not None else torch.zeros_like(parameter.data)
+            gradient = _from_stage(_all(mine, due.layout, state) if here else full_shape.clone(), holders, state)
+        parameter.data = _from_stage(_all(parameter.data, due.layout, state) if here else full_shape, holders, state)
+        if gradient is not None:
+            parameter.grad = gradient.to(parameter.dtype)
+        one.before = _numbers(parameter)
+        held.append(one)
+    return held
+
+
+def _all(shard: torch.Tensor, layout: Layout | None, state: Parallelized) -> torch.Tensor:
+    if layout is None or state.mpu.tp.size == 1:
+        return shard.clone()
+    return collectives.all_gather(shard, state.mpu.tp, layout)
+
+
+def _from_stage(tensor: torch.Tensor, holders: Sequence[int], state: Parallelized) -> torch.Tensor:
+    """Broadcast a whole tensor from the first stage that holds it, if not all do."""
+    pp = state.mpu.pp
+    if pp.size > len(holders):
+        tensor = tensor.contiguous()
+        dist.broadcast(tensor.view(-1).view(torch.uint8), src=pp.ranks[min(holders)], group=pp.group)
+    return tensor
+
+
+def _numbers(parameter: nn.Parameter) -> _Numbers:
+    """Return digests of a parameter and of its gradient."""
+    return int(sum_of_bits(parameter.data)), 0 if parameter.grad is None else int(sum_of_bits(parameter.grad)) + 1
+
+
+@torch.no_grad()
+def _compare(state: Parallelized, held: list[_Held], grads: bool) -> None:
+    """Check that all ranks have changed the same in the same way; else give everything back and raise on all."""
+    mpu = state.mpu
+    shapes = [one for one in held if one.parameter.shape != state.plan.tensors[one.name].shape]
+    weights, gradients = zip(*(_numbers(one.parameter) for one in held), strict=True) if held else ((), ())
+    largest, least = extremes([len(shapes), *weights], None)
+    of_gradients = extremes([*gradients], mpu.tp_pp.group) if mpu.tp_pp.size > 1 and grads else ([], [])
+    problem: ConfigError | ConsistencyError | None = None
+    if largest[0]:
+        named = ", ".join(f"{one.name} is {list(one.parameter.shape)} now" for one in shapes[:3]) or "on another rank"
+        problem = ConfigError(f"whole: parameters may not change their shape: {named}. Nothing was changed")
+    pairs = [*zip(held, largest[1:], least[1:], strict=True)]
+    pairs += [*zip(held, *of_gradients, strict=True)] if of_gradients[0] else []
+    unlike = list(dict.fromkeys(one.name for one, high, low in pairs if high != low))
+    if unlike and problem is None:
+        problem = ConsistencyError(
+            f"whole: ranks have changed {unlike[0]} in different ways ({len(unlike)} of {len(held)} parameters). "
+            "Nothing was changed.\n  Each rank does the same inside, with the same numbers: no `if rank == 0`, and "
+            "random ones by torch's default generator or one with the same seed."
+        )
+    if problem is not None:
+        raise problem
+
+
+@torch.no_grad()
+def _give_back(model: nn.Module, state: Parallelized, held: list[_Held], *, changed: bool) -> None:
+    """Put shards back, those of what has changed if ``changed``. No communication."""
+    rank = state.mpu.tp.rank
+    for one in held:
+        parameter, here = one.parameter, state.mpu.pp.rank in state.stages.holders(one.name)
+        now, gradient = parameter.data, parameter.grad
+        before, after = one.before, _numbers(parameter) if changed else one.before
+        parameter.grad = None
+        parameter.data = one.shard
+        if not here:
+            continue
+        if after[0] != before[0]:
+            one.shard.copy_(now if one.layout is None else one.layout.shard(now, rank))
+        if after[1] == before[1]:
+            parameter.grad = one.gradient
+        elif gradient is not None:
+            parameter.grad = gradient if one.layout is None else one.layout.shard(gradient, rank)
+    _take_out(model, state)
+
+
+def _put_back(model: nn.Module, state: Parallelized) -> dict[str, torch.dtype]:
+    """Put the empty parameters of other stages into their modules; return their dtypes by name."""
+    if state.mpu.pp.size == 1 or state.pp is None:
+        return {}
+    released = state.pp.released
+    dtypes = {}
+    for module, order in released.orders:
+        for name, parameter in order.items():
+            if parameter is not None and id(parameter) in released.parameters:
+                vars(module).pop(name)
+        own_parameters(module).clear()
+        own_parameters(module).update(order)
+    for name, placeholder in released.placeholders.items():
+        dtypes[state.plan.canonical(name)] = placeholder.dtype
+    return dtypes
+
+
+def _take_out(model: nn.Module, state: Parallelized) -> None:
+    """Undo :func:`_put_back`."""
+    if state.mpu.pp.size == 1 or state.pp is None:
+        return
+    released = state.pp.released
+    paths = {id(module): path for path, module in model.named_modules()}
+    for module, order in released.orders:
+        for name, parameter in order.items():
+            if parameter is not None and id(parameter) in released.parameters:
+                del own_parameters(module)[name]
+                vars(module)[name] = released.placeholders[f"{paths[id(module)]}.{name}".lstrip(".")]
