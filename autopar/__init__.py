@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from autopar.distributed.stop_signal import StopSignal
     from autopar.foreign.patches import patches
     from autopar.pretrained import from_pretrained
+    from autopar.tensor_parallel.whole_hooks import local_hooks
     from autopar.tools.planner.memory_plan import plan_memory
     from autopar.tools.planner.metrics import metrics
     from autopar.tools.planner.summary import summary
@@ -65,6 +66,7 @@ __all__ = [
     "initialize",
     "latest",
     "lazy_init",
+    "local_hooks",
     "metrics",
     "patches",
     "plan_memory",
@@ -89,6 +91,7 @@ _HOMES = {
     "initialize": "autopar.api",
     "latest": "autopar.checkpoint.rotation",
     "lazy_init": "autopar.deferred_init.context",
+    "local_hooks": "autopar.tensor_parallel.whole_hooks",
     "metrics": "autopar.tools.planner.metrics",
     "patches": "autopar.foreign.patches",
     "plan_memory": "autopar.tools.planner.memory_plan",

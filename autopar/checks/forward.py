@@ -72,6 +72,7 @@ class ForwardCheck:
         self._forwards = {True: 0, False: 0}  # so far, in training and in evaluation
         self._drawn: dict[bool, set[str]] = {True: set(), False: set()}  # generators that the model draws from
         self._before: dict[str, str] | None = None
+        self.hooks = ""  # of the user's, which gather: where they are
         self._redrawn = 0  # forwards before which sharded weights were written into without a step
         listen(self)
 
@@ -116,6 +117,7 @@ class ForwardCheck:
         seen = {"call": f"forward of {type(model).__name__}", "training mode": str(model.training)}
         seen |= {"optimizer steps so far": str(self.steps.made), "optimizer settings": self.steps.settings}
         seen["weights that are trained"] = f"{of_text(self._samples.trained(model)):x}"[:8]
+        seen |= {"hooks that see whole tensors": self.hooks} if self.hooks else {}
         seen |= {"goes on from a cache": "yes"} if going_on else {}
         seen |= {name: _shape(value) for name, value in leaves(arguments) if not _is_opaque(value)}
         if brief:

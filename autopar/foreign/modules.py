@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 from torch import nn
+from torch.nn.modules import module as torch_modules
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.conv import _ConvNd as Convolution
 from torch.nn.modules.dropout import _DropoutNd as Dropout
@@ -19,6 +20,8 @@ __all__ = [
     "convolve",
     "forward_hooks",
     "hooks_of",
+    "hooks_of_all",
+    "hooks_with_kwargs",
     "own_buffers",
     "own_modules",
     "own_parameters",
@@ -57,6 +60,17 @@ def unsaved_buffers(module: nn.Module) -> set[str]:
 def hooks_of(module: nn.Module, kind: str) -> dict[int, Any]:
     """Return a module's hooks of a kind: ``forward``, ``forward_pre``, ``backward``, ``backward_pre``."""
     return cast("dict[int, Any]", vars(module)[f"_{kind}_hooks"])
+
+
+def hooks_with_kwargs(module: nn.Module, kind: str) -> set[int]:
+    """Return the keys of a module's hooks of a kind that are given keyword arguments too."""
+    return set(vars(module).get(f"_{kind}_hooks_with_kwargs", ()))
+
+
+def hooks_of_all(kind: str) -> tuple[dict[int, Any], set[int]]:
+    """Return the hooks of a kind on every module, and the keys of those that are given keyword arguments too."""
+    with_kwargs = vars(torch_modules).get(f"_global_{kind}_hooks_with_kwargs", ())
+    return vars(torch_modules)[f"_global_{kind}_hooks"], set(with_kwargs)
 
 
 def forward_hooks(module: nn.Module) -> Iterator[tuple[dict[int, Any], int, Any]]:

@@ -36,7 +36,7 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import sync_generators
 from autopar.errors import ConfigError, first_line
-from autopar.foreign.modules import remove_forward_hooks
+from autopar.foreign.modules import forward_hooks, remove_forward_hooks
 from autopar.layout import Layout
 from autopar.plan.plan import Plan
 from autopar.swap import bind, unbind
@@ -44,6 +44,7 @@ from autopar.tensor_parallel.attentions import gather_attentions, gather_hidden_
 from autopar.tensor_parallel.compiled_forward import CompiledCheck, checked_arguments, no_graph_of_its_own
 from autopar.tensor_parallel.given_caches import MarkCaches, ShardCaches, cache_layouts, goes_on
 from autopar.tensor_parallel.regions import Region
+from autopar.tensor_parallel.whole_hooks import WholeHooks
 
 __all__ = ["AgreedCriteria", "Hook", "agreed", "attach", "detach", "refuse_continuous_batching"]
 
@@ -121,7 +122,7 @@ def attach(
     for module in _callable_alone(model):
         tree = ModuleTree(module) if plan.tp > 1 else None
         before = BeforeForward(region, check, tree, parameters_of(module))
-        before.outermost = module is model
+        before.outermost, before.all_rows = module is model, mpu.cp.size == 1
         if check is not None or plan.tp > 1:
             before.model = module
         module.register_forward_pre_hook(before, with_kwargs=True)
@@ -143,6 +144,9 @@ def detach(model: nn.Module) -> None:
     """Undo :func:`attach`."""
     unbind(model, _OWNER)
     for module in _callable_alone(model):
+        for _, _, hook in forward_hooks(module):
+            if isinstance(hook, BeforeForward):
+                hook.whole_hooks.unwrap()
         remove_forward_hooks(module, _HOOKS)
         for name in _NAMES:
             module.__dict__.pop(name, None)
@@ -157,6 +161,7 @@ class BeforeForward(Hook, CompiledCheck):
     """Forward pre-hook: check weights, modules, and consistency over tp and cp, before the outermost model runs."""
 
     outermost = False
+    all_rows = True  # no context parallelism, under which hooks see rows
     model: nn.Module
 
     def __init__(
@@ -167,7 +172,7 @@ class BeforeForward(Hook, CompiledCheck):
         names: tuple[str, ...],
     ) -> None:
         self.region, self.check, self.tree, self.names = region, check, tree, names
-        self.users_hooks = UsersHooks()
+        self.users_hooks, self.whole_hooks = UsersHooks(), WholeHooks(region.axis)
         self.register()
 
     @no_graph_of_its_own
@@ -180,12 +185,19 @@ class BeforeForward(Hook, CompiledCheck):
             changed = checked_arguments(self, named_arguments(self.names, args, kwargs), args, kwargs)
         elif self.region.running == 0 and not compiling:
             named = named_arguments(self.names, args, kwargs)
+            if self.region.axis.size > 1 and self.all_rows:
+                self.note_hooks(self.whole_hooks.wrap(model))
             self._check(model, named, going_on=not silent and self.check is not None and goes_on(args, kwargs))
             self.region.expect_logits(kwargs.get("labels") is not None)
-            if self.outermost and self.check is not None:
+            if self.outermost and self.check is not None and not self.all_rows:
                 self.users_hooks.look(model)
         self.region.start()
         return changed
+
+    def note_hooks(self, places: str) -> None:
+        """Let the ranks compare where hooks are that gather, before they do."""
+        if self.check is not None:
+            self.check.hooks = places
 
     def run(self, arguments: Mapping[str, Any]) -> None:
         """Check a forward that is a graph."""

@@ -98,6 +98,7 @@ class RowsOfList:
         plan: which arguments of blocks are taken by rows, and which are known from the dry run.
 
     Attributes:
+        batch: sequences in the batch.
         between: whether hidden states are whole between the blocks.
         stays_whole: whether sequences are not sharded at all: the model is to return what its routers make of rows.
     """
@@ -106,12 +107,14 @@ class RowsOfList:
         self.region, self.inputs = region, plan.inputs
         self.known = _OF_BLOCKS | set(plan.given)
         self.rows: Layout | None = None
+        self.batch = 0
         self.between = self.stays_whole = False
         self.routers_whole = plan.routers_whole
 
     def note_length(self, x: torch.Tensor) -> torch.Tensor:
         """Note the length of a sequence, ``[batch, seq, hidden]``; returns it."""
         self.rows = None if self.stays_whole else rows_of(x.shape[1], self.region.axis.size)
+        self.batch = x.shape[0]
         self.region.rows_are_out = self.rows is not None
         return x
 

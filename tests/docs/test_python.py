@@ -37,7 +37,7 @@ RUN = {
     DOCS / "inference.md": 5,
     DOCS / "launching.md": 1,
     DOCS / "long-sequences.md": 1,
-    DOCS / "own-code.md": 3,
+    DOCS / "own-code.md": 4,
     DOCS / "peft.md": 3,
     DOCS / "planner.md": 1,
     DOCS / "policies.md": 3,

@@ -1,0 +1,240 @@
+"""Hooks of the user's on a sharded model see, change and train what they do on the plain one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_full_backward_hook,
+)
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import autopar
+from autopar.errors import ConsistencyError
+from tests.parity import close, language_batches, whole
+from tests.pool import pooled
+from tests.small import gpt2, llama
+from tests.worlds import raises_everywhere
+
+Seen = list[tuple[str, torch.Tensor]]
+
+
+def _first(value: Any) -> torch.Tensor:
+    while not isinstance(value, torch.Tensor):
+        value = value[0]
+    return value
+
+
+def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    return type(value)([_changed(value[0], change), *value[1:]])
+
+
+class Steering:
+    """Hooks of all kinds on some modules: they look, change by place, and train a parameter of their own."""
+
+    def __init__(self, model: nn.Module, paths: list[str], *, every: bool = False) -> None:
+        self.seen: Seen = []
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.handles = []
+        self.names = {id(module): name for name, module in model.named_modules()}
+        for path in paths:
+            module = model.get_submodule(path)
+            self.handles += [
+                module.register_forward_pre_hook(self.before),
+                module.register_forward_pre_hook(self.with_kwargs, with_kwargs=True),
+                module.register_forward_hook(self.after),
+                module.register_full_backward_pre_hook(self.backward_pre),
+                module.register_full_backward_hook(self.backward),
+            ]
+        if every:
+            self.handles += [
+                register_module_forward_hook(self.look),
+                register_module_forward_pre_hook(self.look_before),
+                register_module_full_backward_hook(self.look_back),
+            ]
+
+    def note(self, kind: str, module: nn.Module, value: torch.Tensor) -> None:
+        self.seen.append((f"{kind} {self.names.get(id(module))}", value.detach().clone()))
+
+    def place(self, x: torch.Tensor) -> torch.Tensor:
+        """A number for each feature and row, which is another one if they are counted from elsewhere."""
+        features = torch.linspace(0.5, 1.5, x.shape[-1], dtype=x.dtype)
+        if x.ndim < 3:
+            return features
+        return features * torch.linspace(0.8, 1.2, x.shape[1], dtype=x.dtype).view(-1, *[1] * (x.ndim - 2))
+
+    def before(self, module: nn.Module, args: Any) -> Any:
+        if args:
+            self.note("given", module, _first(args))
+            return _changed(args, lambda x: x * (1 + 0.1 * x.std()) if x.is_floating_point() else x)
+        return None
+
+    def with_kwargs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if "hidden_states" in kwargs:
+            self.note("given by name", module, kwargs["hidden_states"])
+            kwargs = {**kwargs, "hidden_states": kwargs["hidden_states"] * 1.1}
+        return args, kwargs
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self.note("made", module, _first(output))
+        return _changed(output, lambda x: x * self.place(x) + self.scale * x.norm(dim=-1, keepdim=True))
+
+    def backward_pre(self, module: nn.Module, gradients: Any) -> Any:
+        self.note("gradient of output", module, _first(gradients))
+        return _changed(gradients, lambda g: g * self.place(g))
+
+    def backward(self, module: nn.Module, into: Any, out: Any) -> Any:
+        if into and into[0] is not None:
+            self.note("gradient of input", module, into[0])
+            return _changed(into, lambda g: g / (1 + g.norm()))
+        return None
+
+    def look(self, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor) and output.is_floating_point() and id(module) in self.names:
+            self.note("made", module, output)
+
+    def look_before(self, module: nn.Module, args: Any) -> None:
+        if args and isinstance(args[0], torch.Tensor) and id(module) in self.names:
+            self.note("given", module, args[0])
+
+    def look_back(self, module: nn.Module, into: Any, out: Any) -> None:
+        if isinstance(out[0], torch.Tensor) and id(module) in self.names:
+            self.note("gradient of output", module, out[0])
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def as_plain(build: Callable[[], Any], paths: list[str], config: dict[str, Any], *, every: bool = False) -> None:
+    plain: Any = build()
+    model = autopar.initialize(copy.deepcopy(plain), config)
+    seen: list[Seen] = []
+    scales = []
+    for each in (plain, model):
+        hooks = Steering(each, paths, every=every)
+        for batch in language_batches(131):
+            (each(**batch, use_cache=False).loss / 2).backward()
+        hooks.remove()
+        seen.append(hooks.seen)
+        scales.append(hooks.scale.grad)
+    assert [name for name, _ in seen[0]] == [name for name, _ in seen[1]]
+    for (name, expected), (_, found) in zip(*seen, strict=True):
+        close(found, expected, name)
+    if scales[0] is not None:
+        scale = max(1.0, float(scales[0].abs()))
+        close(scales[1] / scale, scales[0] / scale, "the hook's own parameter")
+    gradients = whole(model, lambda p: p.grad)
+    for name, parameter in plain.named_parameters():
+        assert parameter.grad is not None
+        largest = max(1.0, float(parameter.grad.abs().max()))
+        close(gradients[name] / largest, parameter.grad / largest, name)
+    close(model(**language_batches(131)[0]).loss, plain(**language_batches(131)[0]).loss, "without hooks")
+
+
+PLACES = {
+    "block": ["model.layers.0"],
+    "attention": ["model.layers.0.self_attn"],
+    "mlp": ["model.layers.1.mlp"],
+    "norms": ["model.layers.1.input_layernorm", "model.norm"],
+    "q": ["model.layers.0.self_attn.q_proj"],
+    "k, v": ["model.layers.0.self_attn.k_proj", "model.layers.1.self_attn.v_proj"],
+    "o": ["model.layers.0.self_attn.o_proj"],
+    "gate": ["model.layers.0.mlp.gate_proj"],
+    "act": ["model.layers.0.mlp.act_fn"],
+    "down": ["model.layers.1.mlp.down_proj"],
+    "head": ["lm_head"],
+}
+SP = {"model_parallelism": {"tensor_parallel_size": 2, "sequence_parallel": True}}
+
+
+@pytest.mark.tier("test", only=("gate", "down"))
+@pytest.mark.parametrize("place", PLACES)
+@pooled(world_size=2)
+def test_a_hook_at_any_place_is_as_on_the_plain_model(place: str) -> None:
+    as_plain(lambda: llama(num_key_value_heads=1), PLACES[place], {"tp": 2})
+
+
+@pytest.mark.tier("test", only=("block", "gate"))
+@pytest.mark.parametrize("place", [place for place in PLACES if place != "head"])
+@pooled(world_size=2)
+def test_under_sequence_parallelism(place: str) -> None:
+    as_plain(llama, PLACES[place], SP)
+
+
+@pooled(world_size=3)
+def test_over_uneven_shards() -> None:
+    for paths in PLACES.values():
+        as_plain(llama, paths, {"tp": 3})
+    gpt2s = [["transformer.h.0.attn.c_attn"], ["transformer.h.1.mlp.c_proj", "transformer.h.1.mlp.act"]]
+    for paths in gpt2s:
+        as_plain(gpt2, paths, {"tp": 3})
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_hooks_on_all_modules() -> None:
+    as_plain(llama, [], {"tp": 2}, every=True)
+    as_plain(llama, [], SP, every=True)
+
+
+@pooled(world_size=2)
+def test_norms_of_heads() -> None:
+    def build() -> Any:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 1, "head_dim": 8, "vocab_size": 131}
+        return Qwen3ForCausalLM(Qwen3Config(num_attention_heads=5, num_key_value_heads=1, **sizes))
+
+    as_plain(build, ["model.layers.0.self_attn.q_norm", "model.layers.0.self_attn.k_norm"], {"tp": 2})
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_ranks_with_other_hooks_are_named() -> None:
+    model = autopar.initialize(llama(), {"tp": 2})
+    if dist.get_rank() == 0:
+        handle = model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
+    with raises_everywhere(ConsistencyError, "hooks that see whole tensors", "forward on model.layers.0.mlp.up_proj"):
+        model(**language_batches(131)[0])
+    if dist.get_rank() == 0:
+        handle.remove()
+    model(**language_batches(131)[0])
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_local_hooks_see_shards_and_removed_ones_nothing() -> None:
+    model = autopar.initialize(llama(), {"tp": 2})
+    layer, widths = model.model.layers[0].mlp.up_proj, []
+    handle = layer.register_forward_hook(lambda module, args, output: widths.append(output.shape[-1]))
+    model(**language_batches(131)[0])
+    autopar.local_hooks(layer)
+    model(**language_batches(131)[0])
+    handle.remove()
+    model(**language_batches(131)[0])
+    assert widths == [37, 19 - model.mpu.tp.rank]
+    copied = copy.deepcopy(model)
+    assert copied is not model
+
+
+@pooled(world_size=2)
+def test_generate_with_a_hook() -> None:
+    plain: Any = llama().eval()
+    model = autopar.initialize(copy.deepcopy(plain), {"tp": 2}).eval()
+    results = []
+    for each in (plain, model):
+        place = each.model.layers[0].mlp.act_fn
+        handle = place.register_forward_hook(lambda module, args, output: output * (output > output.mean()))
+        results.append(each.generate(torch.arange(4).view(1, 4), max_new_tokens=6, do_sample=False))
+        handle.remove()
+    assert torch.equal(*results)
