@@ -38,7 +38,7 @@ LINES = {
     "checks": 2140,
     "config": 910,
     "context_parallel": 2430,
-    "data_parallel": 2410,
+    "data_parallel": 2440,
     "deferred_init": 1100,
     "distributed": 3780,
     "dry_run": 3360,

@@ -234,6 +234,7 @@ class ParallelStep(OwnedParameters):
             return
         with self._together(self.mpu.tp.ranks):
             self.whole.scatter(shards)
+            self.whole.share_options(self.optimizer.param_groups, self.owns)
         for parameter, shard in shards.items():
             if shard is not parameter:
                 parameter.data.copy_(shard)

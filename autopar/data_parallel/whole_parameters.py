@@ -8,7 +8,8 @@ that of whole parameters, so a checkpoint holds it for any mesh.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,12 +18,14 @@ from torch import nn
 from autopar.data_parallel.zero1 import assign
 from autopar.distributed.axis import Axis, device_of
 from autopar.distributed.gloo_collectives import all_reduce, all_to_all_single
+from autopar.distributed.process import device_of_numbers
 from autopar.layout import Layout
 from autopar.plan.plan import TensorPlan
 from autopar.storage.safetensors_io import dtype_of, nbytes
 
 __all__ = ["WholeParameters"]
 
+_PLAIN = (bool, int, float, str, tuple, type(None))
 _ROUND = 64 * 1024 * 1024  # bytes of whole parameters that are exchanged at once
 
 
@@ -67,6 +70,25 @@ class WholeParameters:
     def steps_here(self, parameter: torch.Tensor) -> bool:
         """Return whether this rank steps the parameter, and keeps its state."""
         return self._owners[parameter] in (None, self.axis.rank)
+
+    def share_options(self, groups: Iterable[dict[str, Any]], owns: Callable[[torch.Tensor], bool]) -> None:
+        """Give options of groups that some ranks of the axis step to the others: a step may count in them.
+
+        Args:
+            groups: of the optimizer.
+            owns: whether this replica steps a parameter.
+        """
+        for group in groups:
+            owners = {self._owners.get(parameter) for parameter in group["params"] if owns(parameter)}
+            ranks = sorted(owner for owner in owners if owner is not None)
+            if None in owners or not 0 < len(ranks) < self.axis.size:
+                continue
+            options = {key: value for key, value in group.items() if type(value) in _PLAIN}
+            sent = [options if self.axis.rank == ranks[0] else None]
+            device = device_of_numbers(self.axis.group)
+            dist.broadcast_object_list(sent, src=self.axis.ranks[ranks[0]], group=self.axis.group, device=device)
+            if self.axis.rank not in ranks:
+                group.update(sent[0] or {})
 
     def writer(self, parameter: torch.Tensor) -> int:
         """Return the tensor-parallel rank that writes the state of a parameter: the first of those that keep it."""

@@ -272,3 +272,25 @@ def test_a_gradient_that_one_rank_lacks_is_zero_there() -> None:
         reference.step()
         optimizer.step()
     equal_bits(model, plain, "without some gradients")
+
+
+class Counting(Own):
+    """Counts the steps of a group in the group."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+        super().step()
+
+
+@pooled(world_size=4)
+def test_a_group_that_one_rank_steps_counts_on_all(tmp_path: Path) -> None:
+    model = gpt2(n_layer=1)
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    groups = [{"params": matrices[:1]}, {"params": matrices[1:]}]
+    model, optimizer = autopar.initialize(model, {"tp": 4}, optimizer=Counting(groups, orthogonal))
+    for step in range(2):
+        set_gradients(model, step)
+        optimizer.step()
+    assert [group["steps"] for group in optimizer.param_groups] == [2, 2]
+    model.save_parallelized(tmp_path / "saved", optimizer=optimizer)
