@@ -137,7 +137,7 @@ class WholeParameters:
                     if rank != self.axis.rank:
                         sent[rank].append(layout.shard(stand_in, rank).to(shard.dtype))
                 stand_in.grad, stand_in.data = None, stand_in.new_empty(0)
-            _exchange(sent, due, self.axis)
+            exchange(sent, due, self.axis)
 
     def _stand_in(self, parameter: torch.Tensor, weight: torch.Tensor) -> nn.Parameter:
         """Return the object that is stepped: the same one in each step, with what the user has set on the parameter."""
@@ -187,7 +187,7 @@ class WholeParameters:
                 for rank in range(axis.size):
                     if rank != axis.rank:
                         due[rank].append(pieces[rank])
-        _exchange(sent, due, axis)
+        exchange(sent, due, axis)
         return {parameter: _layout(self._plans[parameter]).unshard(pieces) for parameter, pieces in held.items()}
 
 
@@ -201,7 +201,7 @@ def _gradient(shard: torch.Tensor) -> torch.Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
-def _exchange(sent: Sequence[Sequence[torch.Tensor]], due: Sequence[Sequence[torch.Tensor]], axis: Axis) -> None:
+def exchange(sent: Sequence[Sequence[torch.Tensor]], due: Sequence[Sequence[torch.Tensor]], axis: Axis) -> None:
     """Send tensors to each rank, and fill those that are due from each, of any dtypes: one all-to-all of bytes."""
     assert axis.group is not None
     flat = [_bytes(each) for tensors in sent for each in tensors]
