@@ -24,7 +24,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["Block", "Layout", "Range", "UnitRanges", "aligned_shards", "even_shards", "replicated_shards"]
+__all__ = [
+    "Block",
+    "Layout",
+    "Range",
+    "UnitRanges",
+    "aligned_shards",
+    "even_shards",
+    "replica_rows",
+    "replicated_shards",
+]
 
 Range = tuple[int, int]
 """``[start, stop)``."""
@@ -41,6 +50,12 @@ def even_shards(count: int, size: int) -> UnitRanges:
     each, extra = divmod(count, size)
     starts = [rank * each + min(rank, extra) for rank in range(size + 1)]
     return tuple((starts[rank], starts[rank + 1]) for rank in range(size))
+
+
+def replica_rows(count: int, replica: int, replicas: int) -> Range:
+    """Return the rows ``[start, stop)`` that a replica has of a DTensor: equally many each, the last ones fewer."""
+    each = -(-count // replicas)
+    return min(replica * each, count), min((replica + 1) * each, count)
 
 
 def replicated_shards(count: int, size: int) -> UnitRanges:

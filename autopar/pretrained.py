@@ -20,7 +20,7 @@ from autopar.config import ParallelConfig
 from autopar.deferred_init.context import in_lazy_init, lazy_init, on_cpu
 from autopar.deferred_init.files import differs, explained, point_to
 from autopar.distributed.agree import same_on_every_rank
-from autopar.distributed.mesh import MeshSizes
+from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import AutoparError, CheckpointError, ConfigError, clip
 from autopar.foreign.transformers import from_config, has_own_adapters
 from autopar.policy.schema import Policy

@@ -11,6 +11,8 @@ from autopar.foreign.tensors import TorchDispatchMode, schema_of, storage_id, tr
 
 __all__ = ["TensorTracking", "storage_key", "tensors_in", "written_in_place"]
 
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
 
 class TensorTracking(TorchDispatchMode):
     """A dispatch mode that looks at every operation, and keeps no tensor that one returned."""
@@ -32,7 +34,15 @@ class TensorTracking(TorchDispatchMode):
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Iterate over the tensors in a nested value."""
-    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif type(value) in (tuple, list):  # of an operation; torch takes ten times as long
+        for each in value:
+            yield from tensors_in(each)
+    elif type(value) is dict:
+        yield from tensors_in([*value.values()])
+    elif not isinstance(value, _PLAIN):
+        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks import results, tables
 from benchmarks.ranks import prepare
 
-NAMES = ("step", "memory", "scaling", "planning", "pipeline", "checks", "loading", "merging")
+NAMES = ("step", "memory", "scaling", "planning", "pipeline", "checks", "loading", "merging", "curves", "optimizers")
 # What a run of all of them changes in the defaults of each, so that it takes minutes.
 SHORT: dict[str, list[str]] = {
     "step": ["--rows", "llama", "small", "--kinds", "step", "decode", "--rounds", "5", "--decode-rounds", "2"],
@@ -27,6 +27,8 @@ SHORT: dict[str, list[str]] = {
     "checks": ["--rounds", "20", "--rows", "small"],
     "loading": ["--rounds", "1", "--layers", "4"],
     "merging": ["--rounds", "2", "--gigabytes", "0.3"],
+    "curves": ["--steps", "40"],
+    "optimizers": ["--rows", "small", "--rounds", "3", "--ranks", "2"],
 }
 OUT = results.ROOT / "benchmarks" / "out"
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks optimizers --rounds 20
 
-Tensor-parallel size 2 and 4: forward, backward and ``optimizer.step()``; ``step, ms`` is the time of that alone. All
-ranks together send ``sent`` for it, and the fullest rank keeps ``state``.
+Tensor-parallel size 2, or that of ``--ranks``: forward, backward and ``optimizer.step()``; ``step, ms`` is the time of
+that alone. All ranks together send ``sent`` for it, and the fullest rank keeps ``state``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this benchmark's arguments."""
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=["llama"])
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2])
     parser.add_argument("--rounds", type=int, default=10)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chart import bar_chart
+from benchmarks.chart import bar_chart, line_chart
 from benchmarks.machine import ROOT
 from benchmarks.results import FOLDER, caption, read_all
 
@@ -16,6 +16,47 @@ Result = Mapping[str, Any]
 
 FRONT = ROOT / "README.md"
 FRONT_START, FRONT_END = "<!-- numbers: written by python -m benchmarks tables -->", "<!-- end of numbers -->"
+
+PAGE = ROOT / "docs" / "performance.md"
+SECTIONS = {
+    "curves": (
+        "Loss curves",
+        "A GPT-2 of two blocks learns the text of the tutorials. Both runs begin with the same weights, take the same "
+        "samples, and step with AdamW.",
+    ),
+    "step": (
+        "Tensor parallelism over 2 ranks",
+        "The parentheses say how many times as fast as one thread a variant is. A dash stands for a library that has "
+        "no plan for the model, or for what was not measured.",
+    ),
+    "pipeline": (
+        "Schedules of a pipeline over 2 stages",
+        "The textbook's share is m / (m + p - 1) for m micro-batches and p stages. A schedule that splits backwards "
+        "may reach more than it.",
+    ),
+    "optimizers": (
+        "Optimizers that look at whole matrices",
+        "Muon's matrices are stepped on one rank each (`owned`) or on all (`duplicated`). All ranks together send `sent` "
+        "in a step, and the fullest rank keeps `state`.",
+    ),
+    "memory": (
+        "Memory of a training step",
+        "The parts are the tensors that live when most do. `resident` is the growth of the whole process.",
+    ),
+    "loading": (
+        "Loading shards",
+        "`autopar` is `autopar.from_pretrained` on 2 ranks, `initialize` is transformers' `from_pretrained` with "
+        "`autopar.initialize` behind it.",
+    ),
+    "merging": (
+        "Merging a checkpoint",
+        "`fsync` and `sync` wait until the bytes are on the disk.",
+    ),
+    "planning": (
+        "Planning without weights",
+        "One process does the work of rank 0. This is the plan of `initialize`; `autopar plan` searches over many.",
+    ),
+}
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -67,7 +108,18 @@ def plain_table(result: Result) -> str:
     return "\n".join(parts)
 
 
-WRITERS: dict[str, Callable[[Result], str]] = {"step": step_table}
+def curves_table(result: Result) -> str:
+    """Write both losses at some steps, and the largest difference of all."""
+    rows = result["rows"]
+    every = max(len(rows) // 8, 1)
+    found = [(step, one, mesh, abs(mesh - one)) for step, one, mesh in map(dict.values, rows)]
+    lines = [[step, f"{one:.6f}", f"{mesh:.6f}", f"{apart:.1e}"] for step, one, mesh, apart in found]
+    most, at = max((apart, step) for step, _, _, apart in found)
+    table = markdown([*rows[0], "difference"], [lines[0], *lines[every - 1 :: every]])
+    return f"{table}\nThe largest difference of {len(rows)} steps is {most:.1e}, in step {at}.\n"
+
+
+WRITERS: dict[str, Callable[[Result], str]] = {"step": step_table, "curves": curves_table}
 
 
 def step_chart(result: Result) -> str:
@@ -89,7 +141,13 @@ def pipeline_chart(result: Result) -> str:
     return bar_chart("Pipeline over 2 ranks", groups, "share of the textbook's m / (m + p - 1)", 1.0)
 
 
-CHARTS: dict[str, Callable[[Result], str]] = {"step": step_chart, "pipeline": pipeline_chart}
+def curves_chart(result: Result) -> str:
+    """Draw both losses over the steps."""
+    lines = {name: [row[name] for row in result["rows"]] for name in list(result["rows"][0])[1:]}
+    return line_chart("Loss of one process, and of 4 with autopar", lines, "nats per token, over training steps")
+
+
+CHARTS: dict[str, Callable[[Result], str]] = {"step": step_chart, "pipeline": pipeline_chart, "curves": curves_chart}
 
 
 def section(result: Result, digest: str | None = None) -> str:
@@ -108,24 +166,58 @@ def report(results: Mapping[str, Result], digest: str | None = None) -> str:
 def front(results: Mapping[str, Result]) -> str:
     """Write the table of the project's README: the first model of ``step`` beside its rivals, and a merge."""
     rows = {(row["row"], row["kind"]): row for row in results["step"]["rows"]}
-    rivals = ("plain", "DTensor", "transformers", "autopar")
     first = next(iter(rows))[0]
-    lines = []
-    for kind, words in {"step": "training step, ms", "forward": "forward, ms", "decode": "decoding, tokens/s"}.items():
-        found = rows[first, kind]["variants"]
-        cells = [
-            (f"{one['tokens_per_s']:.1f}" if kind == "decode" else f"{one['ms']:.0f}")
-            + (f" ({one['speedup']:.2f} x)" if name != "plain" else "")
-            for name, one in ((name, found[name]) for name in rivals)
-        ]
-        lines.append([words, *cells])
+    shown = [kind for kind in KINDS if kind != "prefill"]
+    lines: list[list[Any]] = [[KINDS[kind], *_beside(rows[first, kind])] for kind in shown]
     merge, copy = (next(r for r in results["merging"]["rows"] if r.get("variant") == v) for v in MERGED)
     lines.append(
         [f"merge a checkpoint of {merge['written, MB']} MB, s", f"{copy['s']} (`cp -r`)", None, None, merge["s"]]
     )
     size = f"{rows[first, 'step']['parameters'] / 1e6:.0f} M parameters, 2 CPU cores"
-    heads = [size, "plain, one thread", "DTensor, tp 2", "transformers' `tp_plan`, tp 2", "**autopar, tp 2**"]
-    return markdown(heads, lines)
+    return markdown([size, *RIVALS.values()], lines)
+
+
+RIVALS = {
+    "plain": "plain, one thread",
+    "DTensor": "DTensor, tp 2",
+    "transformers": "transformers' `tp_plan`, tp 2",
+    "autopar": "**autopar, tp 2**",
+}
+KINDS = {
+    "step": "training step, ms",
+    "forward": "forward, ms",
+    "prefill": "prefill, ms",
+    "decode": "decoding, tokens/s",
+}
+
+
+def _beside(row: Mapping[str, Any]) -> list[str | None]:
+    """One cell for each rival: the time, or tokens a second, and how many times as fast as one thread that is."""
+    found = [(name, row["variants"].get(name)) for name in RIVALS]
+    return [
+        one
+        and (f"{one['tokens_per_s']:.1f}" if row["kind"] == "decode" else f"{one['ms']:.0f}")
+        + (f" ({one['speedup']:.2f} x)" if name != "plain" else "")
+        for name, one in found
+    ]
+
+
+def rivals_table(result: Result) -> str:
+    """Write what each kind of work takes beside its rivals, for all models."""
+    lines = [[f"{row['row']}, {KINDS[row['kind']]}", *_beside(row)] for row in result["rows"]]
+    return markdown(["", *RIVALS.values()], lines)
+
+
+def page(results: Mapping[str, Result], digest: str | None = None) -> str:
+    """Write the sections of docs/performance.md."""
+    parts = []
+    for name, (title, words) in SECTIONS.items():
+        if name in results:
+            chart = f"![{title}](../benchmarks/results/{name}.svg)\n\n" if name in CHARTS else ""
+            table = rivals_table if name == "step" else WRITERS.get(name, plain_table)
+            when = caption(dict(results[name]), digest)
+            parts.append(f"## {title}\n\n{words}\n\n{chart}{table(results[name])}\n{when}\n")
+    return "\n".join(parts)
 
 
 MERGED = ("merge, fsync", "cp -r, sync")
@@ -139,10 +231,11 @@ def between(text: str, start: str, end: str, generated: str) -> str:
 
 
 def update(folder: Path = FOLDER, readme: Path = README, project: Path | None = FRONT) -> str:
-    """Write charts and the parts of both READMEs from the results in a folder; returns that of the benchmarks."""
+    """Write charts and the parts of the pages from the results in a folder; returns that of the benchmarks."""
     results = read_all(folder)
     if project is not None and {"step", "merging"} <= results.keys():
         project.write_text(between(project.read_text(), FRONT_START, FRONT_END, front(results)))
+        PAGE.write_text(between(PAGE.read_text(), START, END, page(results)))
     for name, result in results.items():
         if name in CHARTS and result["rows"]:
             (folder / f"{name}.svg").write_text(CHARTS[name](result))

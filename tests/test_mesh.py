@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.distributed.mesh import MPU, MeshSizes, rank_groups
+from autopar.distributed.mesh import MPU, rank_groups
+from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.distributed.process import Accelerator
 from autopar.errors import ConfigError
 from tests.pool import pooled

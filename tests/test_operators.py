@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from autopar.dry_run.operators import ALONG, CONSTANT, EMPTY, MOVES, RANDOM, SIZES, name_of, reduced_dims
-from autopar.tensor_tracking import TensorTracking
+from autopar.dry_run.operators import ALONG, CONSTANT, EMPTY, MOVES, RANDOM, SIZES, name_of, on_meta, reduced_dims
+from autopar.tensor_tracking import TensorTracking, storage_key
 
 Call = Callable[[torch.Tensor], Any]
 
@@ -135,3 +135,9 @@ def test_what_has_only_the_shape_has_no_values() -> None:
         (reads,) = readers(lambda x, function=function, more=more: function(x, *more), x)
         assert not reads.any() and len(function(x, *more).unique()) == 1, name
     assert all(hasattr(torch.ops.aten, name) for name in (*CONSTANT, *EMPTY, *RANDOM, *SIZES, *MOVES, *ALONG))
+
+
+def test_a_view_that_says_it_is_none_stays_one_each_time() -> None:
+    x = torch.empty(4, 6, device="meta")
+    views = [on_meta(torch.ops.aten._unsafe_view.default, (x, [2, 12]), {}) for _ in range(2)]
+    assert {storage_key(view) for view in views} == {storage_key(x)}

@@ -17,8 +17,7 @@ from autopar.distributed.mesh import MPU
 from autopar.dry_run.plan_model import Plans
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan
-from autopar.policy.match import DERIVED
-from autopar.policy.schema import Policy
+from autopar.policy.schema import DERIVED, Policy
 from autopar.tensor_parallel.regions import Region
 
 if TYPE_CHECKING:

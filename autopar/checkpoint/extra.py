@@ -23,7 +23,7 @@ from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.state import State, canonical_names, listed
 from autopar.data_parallel.gradients import local_part
 from autopar.distributed.digest import sum_of_bits
-from autopar.distributed.mesh import MeshSizes
+from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import CheckpointError, clip
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.files import checksum

@@ -28,7 +28,7 @@ from typing import Any
 
 from autopar.checkpoint.shard_index import FileRecord, Part
 from autopar.checkpoint.staging import MANIFEST, leftovers
-from autopar.distributed.mesh import MeshSizes
+from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import CheckpointError, nearest
 from autopar.plan.plan import Piece, TensorPlan
 from autopar.storage.files import NAME, checksum

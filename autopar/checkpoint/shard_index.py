@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from autopar.distributed.mesh import MeshSizes
+from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.layout import Layout
 from autopar.plan.plan import TensorPlan
 from autopar.storage.files import NAME

@@ -5,21 +5,22 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from autopar.checkpoint.format import MANIFEST, Manifest, sizes_text
 from autopar.checkpoint.shard_index import FileRecord, Part
-from autopar.checkpoint.state import replica_rows
-from autopar.distributed.mesh import MPU, MeshSizes
+from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import CheckpointError
-from autopar.layout import Layout
+from autopar.layout import Layout, replica_rows
 from autopar.storage.files import Closing, file_checksum
 from autopar.storage.lazy_tensor import Joined, LazyTensor, read_shard, whole_box
 from autopar.storage.safetensors_io import SafetensorsReader, dtype_name, nbytes
 from autopar.storage.views import narrowed
+
+if TYPE_CHECKING:
+    from autopar.distributed.mesh import MPU
 
 __all__ = ["Shards", "StoredShard", "assign_verification"]
 
@@ -196,6 +197,8 @@ class Shards(Closing):
     @torch.no_grad()
     def read_shard(self, name: str, part: str, layout: Layout | None, mpu: MPU, out: torch.Tensor) -> None:
         """Read what this rank holds of a tensor by ``layout`` into ``out``; of a DTensor its own rows only."""
+        from torch.distributed.tensor import DTensor  # takes half a second, which what reads a folder alone spares
+
         lazy = self.lazy(name, part)
         if not isinstance(out, DTensor):
             read_shard(lazy, layout, mpu.tp.rank, out)
@@ -207,7 +210,7 @@ class Shards(Closing):
             lazy = Joined([narrowed(lazy, layout.dim, *wanted) for wanted in layout.ranges(mpu.tp.rank)], layout.dim)
         if lazy.shape != tuple(out.shape):
             raise ValueError(f"a tensor of shape {list(out.shape)} cannot take a shard of shape {list(lazy.shape)}")
-        lazy.read_into(local, (replica_rows(out, mpu.dp_cp.rank, mpu.dp_cp.size), *whole_box(lazy.shape[1:])))
+        lazy.read_into(local, (replica_rows(out.shape[0], mpu.dp_cp.rank, mpu.dp_cp.size), *whole_box(lazy.shape[1:])))
 
     def whole(self, name: str, part: str = "model") -> torch.Tensor:
         """Read the full tensor with checksums verified; one shard is in memory at a time beside it."""

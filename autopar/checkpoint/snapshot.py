@@ -25,11 +25,13 @@ from autopar.checkpoint.optimizer_weights import (
     step_of,
     writer_of,
 )
-from autopar.checkpoint.state import State, canonical_names, listed, local_tensors, replica_rows, state_of
+from autopar.checkpoint.state import State, canonical_names, listed, local_tensors, state_of
 from autopar.data_parallel.gradients import local_part
 from autopar.distributed.digest import sum_of_bits
-from autopar.distributed.mesh import MPU, MeshSizes
+from autopar.distributed.mesh import MPU
+from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import CheckpointError
+from autopar.layout import replica_rows
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.json_values import encode
 from autopar.storage.safetensors_io import dtype_name
@@ -201,7 +203,7 @@ def _gather_all(tensors: Mapping[str, torch.Tensor], mpu: MPU) -> dict[str, torc
 
 def _gather(tensor: DTensor, mpu: MPU) -> torch.Tensor | None:
     axis, local = mpu.dp_cp, tensor.to_local()
-    rows = [replica_rows(tensor, replica, axis.size) for replica in range(axis.size)]
+    rows = [replica_rows(tensor.shape[0], replica, axis.size) for replica in range(axis.size)]
     sent = torch.zeros((rows[0][1], *tensor.shape[1:]), dtype=tensor.dtype, device=mpu.device)  # all equally large
     sent[: local.shape[0]].copy_(local)
     parts = [torch.empty_like(sent) for _ in rows] if axis.rank == 0 else []

@@ -36,7 +36,6 @@ __all__ = [
     "listed",
     "local_tensors",
     "parameters_elsewhere",
-    "replica_rows",
     "state_of",
 ]
 
@@ -230,13 +229,6 @@ def check_fsdp_shard(name: str, tensor: torch.Tensor, replicas: int) -> None:
             f"{name} is a DTensor with placements {tuple(tensor.placements)} over a mesh of {tuple(mesh.shape)}; a "
             f"checkpoint can hold those that zero.stage 3 makes: Shard(0) over the {replicas} data-parallel replicas"
         )
-
-
-def replica_rows(tensor: torch.Tensor, replica: int, replicas: int) -> tuple[int, int]:
-    """Return the rows ``[start, stop)`` that a replica has of a DTensor: equally many each, the last ones fewer."""
-    size = tensor.shape[0]
-    each = -(-size // replicas)
-    return min(replica * each, size), min((replica + 1) * each, size)
 
 
 def config_writer(model: nn.Module) -> Callable[[Path], None]:

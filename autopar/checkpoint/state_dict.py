@@ -22,9 +22,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.call_site import calls, frames_of, warn_user
-from autopar.checkpoint.state import listed, replica_rows
+from autopar.checkpoint.state import listed
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError, ConfigError
+from autopar.layout import replica_rows
 from autopar.plan.plan import Plan, TensorPlan
 
 __all__ = [
@@ -293,7 +294,7 @@ def _shard_as(value: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     if not isinstance(own, DTensor) or isinstance(value, DTensor) or value.shape != own.shape:
         return value
     mesh = own.device_mesh
-    start, stop = replica_rows(own, mesh.get_local_rank(), mesh.size())
+    start, stop = replica_rows(own.shape[0], mesh.get_local_rank(), mesh.size())
     rows = value.detach()[start:stop].to(own.to_local().device)
     return DTensor.from_local(rows, mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride())
 

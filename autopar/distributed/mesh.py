@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,26 +35,14 @@ from autopar.distributed.axis import Axis, check_divides, device_of_group
 from autopar.distributed.broadcast_data import Dtypes, broadcast_data
 from autopar.distributed.collectives import even_layout
 from autopar.distributed.cpu_transport import choose_transport
+from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.distributed.process import TIMEOUT, start_process_group
 from autopar.distributed.rng_tracker import RandomStateTracker
 from autopar.errors import ConfigError, nearest
 
-__all__ = ["MPU", "MeshSizes", "new_pipeline_group", "rank_groups"]
+__all__ = ["MPU", "new_pipeline_group", "rank_groups"]
 
 _DIMS = ("pp", "dp", "cp", "tp")  # of the mesh, the slowest first
-
-
-class MeshSizes(NamedTuple):
-    """Sizes of the axes."""
-
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    cp: int = 1
-
-    def as_saved(self) -> MeshSizes:
-        """Return the sizes of the mesh without cp whose ranks hold the same: to weights, cp is more dp."""
-        return MeshSizes(self.tp, self.pp, self.dp * self.cp)
 
 
 def rank_groups(sizes: MeshSizes) -> dict[str, list[list[int]]]:

@@ -20,12 +20,13 @@ from torch import nn
 
 from autopar.dry_run.equal_blocks import EqualBlocks, Place
 from autopar.foreign.tensors import TreeSpec, tree_flatten, tree_unflatten, version_of
+from autopar.layout import Layout
 from autopar.swap import swap, unswap
 from autopar.tensor_tracking import storage_key
 
 __all__ = ["BlockReplay", "Form", "form_of", "tensor_of"]
 
-_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, Layout)
 
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides, dtype."""

@@ -8,6 +8,7 @@ the equality looks whether ``forward`` reads one.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections import Counter
 from collections.abc import Mapping
@@ -167,6 +168,8 @@ def _comparable(value: Any) -> Any:
         return (type(value), [_comparable(entry) for entry in value])
     if isinstance(value, dict):
         return (type(value), [(key, _comparable(entry)) for key, entry in value.items()])
+    if type(value) is functools.partial:  # an activation with its form
+        return (type(value), [_comparable(entry) for entry in (value.func, value.args, value.keywords)])
     if isinstance(value, nn.Module | types.MethodType) or _holds_modules(value):
         return _Only()
     return id(value)

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 
 from autopar.foreign.tensors import ITEM, schema_of, tree_flatten
-from autopar.tensor_tracking import TensorTracking
+from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in
 
 __all__ = [
     "ALONG",
@@ -126,7 +126,8 @@ def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return made[0] if kind is None else kind(made)
     out = func(*args, **kwargs)
     listed = [out] if isinstance(out, torch.Tensor) else list(out) if type(out) in (tuple, list) else []
-    if listed and all(type(value) is torch.Tensor and value.is_meta for value in listed):
+    given = {storage_key(x) for x in tensors_in((args, kwargs))}  # some views say that they are none: _unsafe_view
+    if listed and all(type(x) is torch.Tensor and x.is_meta and storage_key(x) not in given for x in listed):
         if len(_results) >= _LIMIT:
             _results.clear()
         specs = [(tuple(value.shape), value.stride(), value.dtype) for value in listed]

@@ -12,8 +12,7 @@ from torch import nn
 
 from autopar.layout import Layout
 from autopar.plan.plan import Plan, TensorPlan
-from autopar.policy.match import DERIVED
-from autopar.policy.schema import Policy
+from autopar.policy.schema import DERIVED, Policy
 
 __all__ = ["count", "derived_notice", "ranges", "rows", "rule_of", "summarise", "whole_share"]
 

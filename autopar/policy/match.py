@@ -26,21 +26,16 @@ from autopar.on_demand import tool
 from autopar.policy.advice import advice
 from autopar.policy.described_model import base_of, config_of, hugging_face_model
 from autopar.policy.load import load_policies, own_policies, policy_files, policy_text, read_user_policy
-from autopar.policy.schema import Policy
+from autopar.policy.schema import DERIVED, Policy
 
 __all__ = [
     "DERIVE",
-    "DERIVED",
     "find_policy",
     "given_policy",
     "loss_kind",
     "policies_of",
     "supported_model_types",
 ]
-
-
-DERIVED = "derived"
-"""Name of a policy that was derived because none lists the model type."""
 
 
 def supported_model_types() -> dict[str, str]:

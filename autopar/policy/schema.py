@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from autopar.policy.yaml_reader import Where
 
 __all__ = [
+    "DERIVED",
     "HIDDEN",
     "INFERRED",
     "KINDS",
@@ -28,6 +29,8 @@ __all__ = [
     "UnitSpec",
 ]
 
+DERIVED = "derived"
+"""Name of a policy that was derived because none lists the model type."""
 INFERRED = "inferred"
 HIDDEN = "hidden"
 SUPPORTED = ">=5.20,<6"

@@ -20,7 +20,7 @@ from autopar.checkpoint.state import listed
 from autopar.deferred_init.context import lazy_init
 from autopar.deferred_init.files import explained
 from autopar.deferred_init.sources import sources_of
-from autopar.distributed.mesh import MeshSizes
+from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import AutoparError, CheckpointError, nearest
 from autopar.foreign.modules import own_buffers, unsaved_buffers
 from autopar.plan.make_plan import make_plan

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from benchmarks import tables
-from benchmarks.chart import bar_chart, tick_step
+from benchmarks.chart import bar_chart, line_chart, tick_step
 from benchmarks.pipeline import efficiency
 from benchmarks.rounds import Taken, Turns, Variant, interleave, quantile, ratio, summary
 
@@ -109,3 +109,19 @@ def test_the_generated_part_replaces_only_itself() -> None:
     after = tables.between(before, tables.START, tables.END, "new\n")
     assert after == f"# Head\n\n{tables.START}\n\nnew\n\n{tables.END}\n\ntail\n"
     assert tables.between(after, tables.START, tables.END, "new\n") == after
+
+
+def test_curves_tell_their_largest_difference() -> None:
+    rows = [{"step": step, "one": 3.0, "two": 3.0 + (step == 2) / 8} for step in range(1, 17)]
+    text = tables.curves_table({"rows": rows})
+    assert "| 1 | 3.000000 | 3.000000 | 0.0e+00 |\n| 2 | 3.000000 | 3.125000 | 1.2e-01 |\n| 4 |" in text
+    assert text.endswith("The largest difference of 16 steps is 1.2e-01, in step 2.\n")
+
+
+def test_lines_go_through_their_values() -> None:
+    root = ET.fromstring(line_chart("a < b", {"x": [4.0, 2.0], "y": [4.0, 2.0]}, "s"))
+    under, over = root.iter("{http://www.w3.org/2000/svg}polyline")
+    (_, first), (_, second) = (map(float, point.split(",")) for point in under.attrib["points"].split())
+    assert over.attrib["points"] == under.attrib["points"]
+    assert float(over.attrib["stroke-width"]) < float(under.attrib["stroke-width"])
+    assert second - first == pytest.approx((330 - first) / 2)

@@ -13,7 +13,7 @@ from autopar.checkpoint.format import Manifest
 from autopar.checkpoint.rotation import check_keep_last, is_checkpoint, next_order, rotate, series
 from autopar.checkpoint.shard_index import FileRecord, Part
 from autopar.checkpoint.staging import Staging
-from autopar.distributed.mesh import MeshSizes
+from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import CheckpointError
 from autopar.plan.plan import TensorPlan
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from autopar.checkpoint.shards import StoredShard, assign_verification
-from autopar.distributed.mesh import MeshSizes
+from autopar.distributed.mesh_sizes import MeshSizes
 
 MESHES = [MeshSizes(*sizes) for sizes in ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (2, 1, 3), (3, 2, 2))]
 

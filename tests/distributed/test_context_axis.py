@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from autopar.checks import step as step_check
-from autopar.distributed.mesh import MPU, MeshSizes, rank_groups
+from autopar.distributed.mesh import MPU, rank_groups
+from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import ConfigError, ConsistencyError
 from tests.parity import all_close, close, language_batches, whole
 from tests.pool import pooled

@@ -17,7 +17,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from benchmarks import tables
-from benchmarks.results import FOLDER, read_all
+from benchmarks.results import FOLDER, STALE, read_all
 from tests.docs.pages import README, codes
 from tests.small import gpt2
 from tests.worlds import distributed
@@ -85,3 +85,12 @@ def test_the_loop_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_numbers_are_those_of_the_results() -> None:
     _, _, rest = README.read_text().partition(tables.FRONT_START)
     assert rest.partition(tables.FRONT_END)[0].strip() == tables.front(read_all(FOLDER)).strip()
+
+
+def test_the_page_on_performance_has_the_tables_of_the_results() -> None:
+    _, _, rest = tables.PAGE.read_text().partition(tables.START)
+    note = f" **{STALE}**"  # which the next change of the code makes true
+    assert (
+        rest.partition(tables.END)[0].replace(note, "").strip()
+        == tables.page(read_all(FOLDER)).replace(note, "").strip()
+    )

@@ -177,3 +177,11 @@ def test_nothing_in_the_picture_overlaps_or_lies_outside(pp: int) -> None:
     for box in root.iter("{http://www.w3.org/2000/svg}rect"):
         x, y, wide, high = (float(box.get(name, 0)) for name in ("x", "y", "width", "height"))
         assert x + wide <= width + 0.5 and y + high <= height + 0.5
+
+
+def test_blocks_with_rows_are_counted_once_and_nothing_lies_between_them() -> None:
+    planned = PlannedModel(model(num_hidden_layers=5), sequence=SEQUENCE, precision="fp32")
+    count = planned.count(Rows(2, 1, True), BATCH)
+    *equal, last = (unit.operations for unit in count.elements.values())
+    assert all(operations is equal[0] for operations in equal)
+    assert last == equal[0] and not count.fronts

@@ -18,7 +18,7 @@ from autopar.checkpoint.offline.output import copy_small_files, output_folder, p
 from autopar.checkpoint.shard_index import FileRecord, Part, shard_name
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.staging import Staging
-from autopar.distributed.mesh import MeshSizes
+from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import CheckpointError
 from autopar.layout import Block, Layout, replicated_shards
 from autopar.plan.matching import rows_of

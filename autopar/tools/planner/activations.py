@@ -248,7 +248,9 @@ class _Count(BlockReplay):
         return _Kept(form_of(output), output.requires_grad, self._unit, before, own, self._first_inside)
 
     def make(self, kept: _Kept, block: nn.Module, arguments: list[torch.Tensor]) -> Any:
+        operations, self._storages.operations = self._storages.operations, None  # that it is made is no work
         made = tensor_of(kept.form).requires_grad_(kept.requires_grad)
+        self._storages.operations = operations
         if self._unit is None:
             now = [self._saved.number(x) for x in arguments]
             known = dict(zip(kept.before, now, strict=True))

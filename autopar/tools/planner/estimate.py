@@ -61,6 +61,7 @@ class Estimator:
     given: ParallelConfig | None = None
 
     def __post_init__(self) -> None:
+        self._stages = functools.cache(self._stage_plan)
         self._costs = functools.cache(self._stage_costs)
         self._peaks = functools.cache(self._activation_peaks)
         self._moments = functools.cache(self._rank_states)
@@ -130,7 +131,7 @@ class Estimator:
             return self.given
         return Candidate(1, pp, 1, schedule, 1, 2 * pp, zero, False).config(self.model.precision)
 
-    def _stages(self, pp: int, schedule: str) -> StagePlan:
+    def _stage_plan(self, pp: int, schedule: str) -> StagePlan:
         return self.model.stages(self._config(pp, schedule))
 
     def _rank_bytes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -91,7 +92,7 @@ class PlannedModel:
         self.model, self.inner = model, inner
         self.sequence, self.precision, self.optimizer = sequence, precision, optimizer
         self._chunk, self._method, self._dry_run = loss_chunk, method, dry_run
-        self._shard: tuple[Rows, _Shard] | None = None
+        self._shard_of = functools.cache(self._made_shard)
         self.plans = ModelPlans(model, inner, self.prefix, self.policy)
         self._states: dict[tuple[int, bool], ModelStates] = {}
         self._counts: dict[tuple[Rows, int], ForwardCount] = {}
@@ -164,12 +165,6 @@ class PlannedModel:
             ) from error
         finally:
             region.finish()
-
-    def _shard_of(self, rows: Rows) -> _Shard:
-        """The shard of a rank; the last one that was asked for is kept."""
-        if self._shard is None or self._shard[0] != rows:
-            self._shard = (rows, self._made_shard(rows))
-        return self._shard[1]
 
     def _made_shard(self, rows: Rows) -> _Shard:
         """Make the shard of one rank, in training mode and with the attention of the run."""

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from autopar.dry_run.plan_model import uncollected
 from autopar.errors import AutoparError, ConfigError, first_line
 from autopar.tools.planner.candidate import Candidate, Estimate, RankMemory
 from autopar.tools.planner.estimate import Estimator
@@ -123,6 +124,7 @@ class Found:
     tried: int = 0
 
 
+@uncollected()
 def search(estimator: Estimator, space: Space, count: int = 5) -> Found:
     """Search a space for the ``count`` fastest candidates that fit the GPU.
 
@@ -156,6 +158,7 @@ def search(estimator: Estimator, space: Space, count: int = 5) -> Found:
     return found
 
 
+@uncollected()
 def rehearsed(estimator: Estimator, found: Found) -> None:
     """Try the shards and the stages of the best candidates, as ``initialize`` does; what fails there is refused."""
     holds: dict[tuple[int, int, bool, str], str] = {}
