@@ -36,8 +36,8 @@ SECTIONS = {
     ),
     "optimizers": (
         "Optimizers that look at whole matrices",
-        "Muon's matrices are stepped on one rank each (`owned`) or on all (`duplicated`). All ranks together send `sent` "
-        "in a step, and the fullest rank keeps `state`.",
+        "Muon's matrices are stepped on one rank each (`owned`) or on all (`duplicated`). All ranks together send "
+        "`sent` in a step, and the fullest rank keeps `state`.",
     ),
     "memory": (
         "Memory of a training step",
