@@ -9,9 +9,10 @@ import torch
 
 from autopar.foreign.tensors import TorchDispatchMode, schema_of, storage_id, tree_leaves
 
-__all__ = ["TensorTracking", "storage_key", "tensors_in", "written_in_place"]
+__all__ = ["PLAIN", "TensorTracking", "storage_key", "tensors_in", "written_in_place"]
 
-_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""Types of values that are known by themselves: no tensor is in them."""
 
 
 class TensorTracking(TorchDispatchMode):
@@ -41,7 +42,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(each)
     elif type(value) is dict:
         yield from tensors_in([*value.values()])
-    elif not isinstance(value, _PLAIN):
+    elif not isinstance(value, PLAIN):
         yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 

@@ -22,11 +22,11 @@ from autopar.dry_run.equal_blocks import EqualBlocks, Place
 from autopar.foreign.tensors import TreeSpec, tree_flatten, tree_unflatten, version_of
 from autopar.layout import Layout
 from autopar.swap import swap, unswap
-from autopar.tensor_tracking import storage_key
+from autopar.tensor_tracking import PLAIN, storage_key
 
 __all__ = ["BlockReplay", "Form", "form_of", "tensor_of"]
 
-_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, Layout)
+_PLAIN = (*PLAIN, Layout)
 
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides, dtype."""

@@ -12,8 +12,8 @@ from typing import Any, Self
 
 import torch
 
-from autopar.foreign.tensors import ITEM, schema_of, tree_flatten
-from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in
+from autopar.foreign.tensors import ITEM, schema_of
+from autopar.tensor_tracking import PLAIN, TensorTracking, storage_key, tensors_in
 
 __all__ = [
     "ALONG",
@@ -144,22 +144,24 @@ def _is_functional(func: Any) -> bool:
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The key of the result's form; None if it could depend on something else."""
-    leaves, structure = tree_flatten((args, kwargs))
-    parts: list[Any] = [func, structure, torch.get_default_dtype()]
-    some = False
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            if not leaf.is_meta:
-                return None
-            some = True
-            parts.append((tuple(leaf.shape), leaf.stride(), leaf.dtype))
-        elif leaf is None or isinstance(
-            leaf, bool | int | float | str | torch.dtype | torch.device | torch.layout | torch.memory_format
-        ):
-            parts.append((type(leaf), leaf))  # 1, 1.0 and True make other dtypes
-        else:
-            return None
-    return tuple(parts) if some else None
+    try:
+        form = _form((*args, *kwargs.items()))
+    except TypeError:
+        return None
+    return (func, form, torch.get_default_dtype()) if any(True for _ in tensors_in((args, kwargs))) else None
+
+
+def _form(value: Any) -> Any:
+    """The form of an argument. Raises ``TypeError`` where a result could depend on more."""
+    if isinstance(value, torch.Tensor):
+        if not value.is_meta:
+            raise TypeError
+        return value.shape, value.stride(), value.dtype
+    if type(value) in (tuple, list):
+        return type(value), *map(_form, value)
+    if isinstance(value, PLAIN):
+        return type(value), value  # 1, 1.0 and True make other dtypes
+    raise TypeError
 
 
 class ValuelessTracking(TensorTracking):
