@@ -44,7 +44,7 @@ LINES = {
     "dry_run": 3370,
     "foreign": 930,
     "integrations": 1790,
-    "pipeline_parallel": 3800,
+    "pipeline_parallel": 3830,
     "plan": 2700,
     "policy": 1650,
     "storage": 1490,

@@ -220,3 +220,33 @@ def test_full_of_gradients_and_of_what_has_their_shape() -> None:
     with pytest.raises(ConfigError, match=r"is not the shape of this rank's shard of model\.layers.0.mlp.up_proj"):
         autopar.full(torch.zeros(2, 2), of=weight)
     assert autopar.full(model.model.norm.weight) is model.model.norm.weight
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=4)
+def test_a_penalty_through_stages_counts_each_parameter_once() -> None:
+    def penalty(parameters: dict[str, nn.Parameter]) -> Any:
+        return sum(0.1 * autopar.full(p).norm() for p in parameters.values())
+
+    batch = language_batches(131)[0]
+    for build in (gpt2, lambda: gpt2(n_layer=4)):  # tied embeddings, on the first stage and on the last
+        plain: Any = build()
+        loss = plain(**batch).loss + penalty(dict(plain.named_parameters()))
+        loss.backward()
+        for config in ({"tp": 2, "pp": 2}, {"pp": 2}, {"tp": 4}):
+            model = autopar.initialize(build(), {**config, "pipeline": {"num_microbatches": 2}})
+            out = model.execute_pipeline(batch, penalty=penalty, broadcast_loss=True)
+            close(out.loss, loss.detach(), f"loss {config}")
+            if model.mpu.pp.size == 1:
+                gradients = whole(model, lambda p: p.grad)
+            else:
+                with autopar.whole(model):
+                    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            for name, parameter in plain.named_parameters():
+                assert parameter.grad is not None
+                close(gradients[name], parameter.grad, f"{name} {config}")
+            model.eval()
+            evaluated = model.execute_pipeline(batch, penalty=penalty, broadcast_loss=True).loss
+            close(evaluated, loss.detach(), "evaluated")
+            with pytest.raises(ConfigError, match="penalty= must return one number, not a tensor of"):
+                model.execute_pipeline(batch, penalty=lambda own: next(iter(own.values())).flatten())

@@ -103,7 +103,8 @@ def full(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
     """Return the whole of a parameter, differentiable: for penalties and anything else that looks at all of it.
 
     The result is the same on every tensor-parallel rank; the gradient of a rank's shard is its part of the gradient.
-    A tensor that no rank shards is returned as it is. A collective of the tensor-parallel ranks::
+    A tensor that no rank shards, or a parameter of a plain model, is returned as it is. A collective of the
+    tensor-parallel ranks::
 
         loss = model(**batch).loss + 0.1 * (autopar.full(model.lm_head.weight) - start).norm()
 
@@ -131,7 +132,9 @@ def full(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
         with model.failures.wait(f"autopar.full({name})", axis.ranks):
             summed = collectives.sum_replicas(tensor, axis, due.layout) if due.layout.replicated else tensor
             return collectives.gather(summed, axis, due.layout, due.layout.dim)
-    if any(model.mpu.tp.size > 1 or model.mpu.pp.size > 1 for model in listeners(ReplicaNorm)):
+    of_plain_model = isinstance(asked, nn.Parameter) and asked.numel() > 0
+    parallel = any(model.mpu.tp.size > 1 or model.mpu.pp.size > 1 for model in listeners(ReplicaNorm))
+    if parallel and not of_plain_model:
         raise ConfigError(
             f"full: a tensor of shape {list(tensor.shape)} is not a parameter of a parallelized model on this rank, "
             "nor the gradient of one.\n  Of a parameter of another stage only that stage's ranks can ask; of anything "

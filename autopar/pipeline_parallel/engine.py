@@ -39,7 +39,9 @@ class Step:
         scale: applied to what is differentiated (fp16 loss scaling).
         shares: how much the loss of each counts in that of the replica's batch.
         call: what is called with a micro-batch; None: the model.
+        penalty: of parameters, added to the loss of the batch.
         losses, outputs: per micro-batch, filled on the last stage.
+        penalties: of this stage's parameters.
         unavailable: entries that the outputs lack there.
     """
 
@@ -51,6 +53,8 @@ class Step:
     backward: bool = True
     shares: list[float] = field(default_factory=list)
     call: Callable[..., Any] | None = None
+    penalty: Callable[[dict[str, nn.Parameter]], Any] | None = None
+    penalties: torch.Tensor | None = None
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     unavailable: tuple[str, ...] = ()

@@ -89,6 +89,7 @@ def execute_pipeline(
     broadcast_loss: bool = False,
     forward_only: bool | None = None,
     count: Callable[[dict[str, Any]], Any] | None = None,
+    penalty: Callable[[dict[str, nn.Parameter]], Any] | None = None,
 ) -> PipelineOutput:
     """Run forward and backward of one batch, in micro-batches, through all stages; gradients accumulate.
 
@@ -99,12 +100,13 @@ def execute_pipeline(
         criterion: ``(outputs, inputs) -> loss`` of one micro-batch, a mean; by default ``outputs.loss``, or the only
             number in a tuple or dict of outputs.
         optimizer: what will step; only its ``scale_loss`` is used, if it has one.
-        return_loss: whether to return the loss.
-        return_outputs: whether to return the model's outputs, put together from all micro-batches.
+        return_loss, return_outputs: return the loss; the model's outputs, put together from all micro-batches.
         broadcast_loss: return the loss on every stage and not on the last one only.
-        forward_only: no backward; by default in evaluation mode and where gradients are switched off.
+        forward_only: no backward; by default in evaluation mode and under ``no_grad``.
         count: ``inputs -> number`` that the ``criterion`` of a micro-batch is a mean over, if not its labels:
             ``lambda inputs: class_weights[inputs["labels"]].sum()``. It runs on every rank.
+        penalty: ``parameters -> number``, added to the loss of the batch. Each stage calls it with its own parameters,
+            by name: ``lambda own: sum(autopar.full(p).norm() for p in own.values())``.
 
     Returns:
         :class:`PipelineOutput`. The loss and all gradients are those of the whole batch at once, with
@@ -116,17 +118,15 @@ def execute_pipeline(
 
     Raises:
         StopIteration: the iterator has ended, on all ranks of this replica.
-        ConsistencyError: the stages of one replica got different batches (whole on the first step of a mode, later a
-            sample of each tensor) or stepped optimizers behind other calls, or the iterator has ended on some of them,
-            or on some replicas.
+        ConsistencyError: the stages of one replica got different batches (a sample of each tensor is compared) or
+            stepped optimizers behind other calls, or the iterator has ended on some of them, or on some replicas.
         ConfigError: ``data`` is neither a batch nor an iterator, the outputs hold no loss to train with, the model's
             own loss is not a mean over ``labels`` and there are several micro-batches, or ``criterion`` reads weights
             of blocks or returns no tensor, or ``count`` comes without one.
         PipelineError: another stage, tensor-parallel rank or replica failed, ended, or did not deliver within
             ``pipeline.timeout``; names it.
 
-    After an error in the middle of a step, gradients of earlier calls are as they were for weights on several stages;
-    others hold a part of this call's too. Use ``zero_grad`` before going on.
+    After an error in the middle of a step use ``zero_grad``: some gradients hold a part of this call's.
     """
     pipeline = pipeline_of(self)
     backward = (self.training and torch.is_grad_enabled()) if forward_only is None else not forward_only
@@ -135,6 +135,6 @@ def execute_pipeline(
         pipeline.released.follow(self)
         step = pipeline.read_step(data, criterion, count, backward=backward, wants_loss=backward or return_loss)
         step.scale = getattr(optimizer, "scale_loss", None)
-        step.keep_outputs = return_outputs
+        step.keep_outputs, step.penalty = return_outputs, penalty
         pipeline.run(self, step)
         return pipeline.result(step, return_loss, broadcast_loss)

@@ -15,6 +15,7 @@ from autopar.adapters import tuner_layers
 from autopar.config.pipeline import PipelineConfig
 from autopar.data_parallel.grad_sync import TiedWeights, average_over_replicas, held_alike
 from autopar.distributed.failures import FailureLog
+from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.pipeline_parallel.batch_checks import Report, read_batch
@@ -202,6 +203,7 @@ class Pipeline:
         actions = self.actions(step.backward, len(step.microbatches))
         if not step.backward:
             self.engine.run(actions, step)
+            self._penalise(model, step)
             return
         state = vars(model)["_autopar"]
         ours = state.step is not None and state.step.model is model
@@ -209,6 +211,7 @@ class Pipeline:
             summing = "summing the gradients of weights that several stages hold"
             with self.tied.apart():
                 self.engine.run(actions, step)
+                self._penalise(model, step)
                 with self.failures.blame(summing, self.mpu.pp.ranks):
                     self.tied.sum(held_alike(model, state.plan, self.mpu))
             if self.averages:
@@ -217,12 +220,36 @@ class Pipeline:
                     average_over_replicas(model, state.plan, self.plan, self.mpu)
         self.unaveraged = not self.averages and self.mpu.dp_cp.size > 1
 
+    def _penalise(self, model: nn.Module, step: Step) -> None:
+        """Add the penalty of this stage's parameters, each of which is one stage's, and its gradients."""
+        if step.penalty is None:
+            return
+        plan, place = vars(model)["_autopar"].plan, self.mpu.pp.rank
+        own = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if min(self.plan.holders(plan.canonical(name))) == place
+        }
+        with torch.set_grad_enabled(step.backward):
+            value = step.penalty(own) if own else 0.0
+        if isinstance(value, torch.Tensor) and (value.numel() != 1 or not value.is_floating_point()):
+            raise ConfigError(f"execute_pipeline: penalty= must return one number, not a tensor of {list(value.shape)}")
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            (value if step.scale is None else step.scale(value)).backward()
+        step.penalties = torch.as_tensor(value, dtype=torch.float32, device=self.mpu.device).detach().reshape(())
+
     def result(self, step: Step, return_loss: bool, broadcast_loss: bool) -> PipelineOutput:
         """Put the results of a step's micro-batches together. Collective with ``broadcast_loss``."""
         result = PipelineOutput()
         if return_loss and step.losses:
             counted = [step.losses[m] * share for m, share in enumerate(step.shares) if share]
             result.loss = torch.stack(counted).sum() if counted else step.losses[0]
+        if return_loss and step.penalties is not None:
+            total = step.penalties.clone()
+            if self.mpu.pp.size > 1:
+                with self.failures.blame("adding up the penalties of all stages", self.mpu.pp.ranks):
+                    all_reduce(total, group=self.mpu.pp.group)
+            result.loss = None if result.loss is None else result.loss + total.to(result.loss.dtype)
         if return_loss and broadcast_loss and self.plan.stages > 1:
             result.loss = self.share_loss(result.loss)
         if step.outputs:
