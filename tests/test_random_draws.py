@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import autopar
 from autopar.tools.verification.recording import recording_of
 from tests.parity import close, language_batches, whole
 from tests.pool import pooled
@@ -33,6 +34,7 @@ def test_dropout_on_replicated_activations_is_equal_and_on_sharded_ones_differs(
             block.attn.c_attn.bias.fill_(0.1)
     seen: dict[str, torch.Tensor] = {}
     block = model.transformer.h[0]
+    autopar.local_hooks(block.attn.c_proj)
     block.attn.c_proj.register_forward_pre_hook(lambda _, args: seen.update(inside=args[0]))
     block.attn.resid_dropout.register_forward_hook(lambda _, args, out: seen.update(after=out))
     model.transformer.drop.register_forward_hook(lambda _, args, out: seen.update(before=out))

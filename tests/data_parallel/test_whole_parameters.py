@@ -119,7 +119,6 @@ def train(
     return model, plain, optimizer
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_training_with_replicas_stages_rows_and_zero_1() -> None:
     for config in (

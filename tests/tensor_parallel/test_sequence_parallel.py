@@ -87,6 +87,7 @@ def test_rows_between_the_regions_and_whole_sequences_in_them() -> None:
     seen: dict[str, list[int]] = {}
     names = ("transformer.drop", "transformer.h.0.ln_1", "transformer.h.0.attn.c_proj", "transformer.h.1.ln_2")
     for name in (*names, "transformer.h.1.mlp.c_fc", "transformer.ln_f"):
+        autopar.local_hooks(model.get_submodule(name))
         model.get_submodule(name).register_forward_hook(
             lambda _, args, out, name=name: seen.update({name: [args[0].shape[1], out.shape[1]]})
         )
@@ -251,6 +252,7 @@ def test_each_rank_draws_its_own_mask_for_its_rows_and_recomputes_it() -> None:
         masks: dict[str, torch.Tensor] = {}
         model.transformer.drop.register_forward_hook(lambda _, a, out, m=masks: m.update(before=(out == 0).float()))
         dropout = model.transformer.h[0].attn.resid_dropout
+        autopar.local_hooks(dropout)
         dropout.register_forward_hook(lambda _, a, out, m=masks: m.update(rows=(out == 0).float()))
         torch.manual_seed(3)
         model(ids, labels=ids).loss.backward()
