@@ -188,6 +188,7 @@ class ParallelStep(OwnedParameters):
                 "be averaged, unscaled nor clipped. Call backward first, then step() without a closure."
             )
         self.update()
+        self._gathered = {}  # of a step that raised
         with self._together(range(self.mpu.world_size)):
             overflow = self._agree()
             multiplier = 1.0 if overflow else self._multiplier()

@@ -123,7 +123,8 @@ class _WholeHook:
     def __call__(self, module: nn.Module, *values: Any) -> Any:
         """Call the hook as torch would on one process."""
         shards = self.known.get(id(module))
-        if shards is None or _LOCAL in vars(module):
+        failed = self.kind == "forward" and values[-1] is None  # called in spite of an error, maybe on one rank
+        if shards is None or failed or _LOCAL in vars(module):
             return self.hook(module, *values)
         given, made = _Seen(shards.given, shards.rows, self.axis), _Seen(shards.made, shards.rows, self.axis)
         if self.kind == "forward":

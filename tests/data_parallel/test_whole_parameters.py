@@ -293,3 +293,34 @@ def test_a_group_that_one_rank_steps_counts_on_all(tmp_path: Path) -> None:
         optimizer.step()
     assert [group["steps"] for group in optimizer.param_groups] == [2, 2]
     model.save_parallelized(tmp_path / "saved", optimizer=optimizer)
+
+
+@pooled(world_size=2)
+def test_after_a_step_that_raised_the_next_one_is_right() -> None:
+    plain, model = gpt2(n_layer=1), gpt2(n_layer=1)
+    raises = [False]
+
+    def update(state: dict[str, Any], p: nn.Parameter, g: torch.Tensor) -> torch.Tensor:
+        if raises[0]:
+            raise KeyError("in the middle")
+        return orthogonal(state, p, g)
+
+    reference = Own(plain.parameters(), orthogonal)
+    model, optimizer = autopar.initialize(model, {"tp": 2}, optimizer=Own(model.parameters(), update))
+    for step in range(3):
+        set_gradients(plain, step)
+        reference.step()
+        set_gradients(model, step)
+        if step == 1:
+            raises[0] = True
+            kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+            count = {p: state["step"] for p, state in optimizer.state.items()}
+            with pytest.raises(KeyError):
+                optimizer.step()
+            raises[0] = False
+            changed = [name for name, p in model.named_parameters() if not torch.equal(p, kept[name])]
+            assert not [name for name in changed if model.get_parameter(name) in optimizer._autopar.whole]
+            for p, state in optimizer.state.items():
+                state["step"] = count[p]
+        optimizer.step()
+    equal_bits(model, plain, "after an error")
