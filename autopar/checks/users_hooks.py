@@ -53,9 +53,10 @@ class UsersHooks:
                 self._told.add(key)
                 warn_user(
                     f"the hook {_described(function)} on {name} sees the rows of the sequence that this rank computes, "
-                    "not all of them: context_parallel_size shards\n  the sequence there. Position 5 is not row 5, and "
-                    "what it changes or trains is changed in these rows only. Hooks on the whole model see the\n  "
-                    "whole sequence; so do all of them with tensor_parallel_size, and output_hidden_states=True."
+                    "not all of them: context_parallel_size shards\n  the sequence there. (With tensor_parallel_size "
+                    "too, features inside of attention and MLP.) Position 5 is not row 5, and what it changes or "
+                    "trains is changed in these\n  rows only. Hooks on the whole model see the whole sequence; so do "
+                    "all of them without context parallelism, and output_hidden_states=True."
                 )
 
 
