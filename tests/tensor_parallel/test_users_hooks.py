@@ -41,9 +41,9 @@ def test_each_is_told_once_under_context_parallelism() -> None:
     line = inspect.getsourcelines(steer)[1]
     assert told(model, 9) == [
         f"the hook steer ({__file__}:{line}) on model.layers.1.mlp sees the rows of the sequence that this rank "
-        "computes, not all of them: context_parallel_size shards\n  the sequence there. (With tensor_parallel_size too, "
-        "features inside of attention and MLP.) Position 5 is not row 5, and what it changes or trains is changed in "
-        "these\n  rows only. Hooks on the whole model see the whole sequence; so do all of them without context "
+        "computes, not all of them: context_parallel_size shards\n  the sequence there. (With tensor_parallel_size "
+        "too, features inside of attention and MLP.) Position 5 is not row 5, and what it changes or trains is changed "
+        "in these\n  rows only. Hooks on the whole model see the whole sequence; so do all of them without context "
         "parallelism, and output_hidden_states=True."
     ]
     model.model.norm.register_forward_hook(lambda *_: None)  # behind the blocks
