@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from autopar.errors import ConfigError, ConsistencyError
@@ -108,7 +109,9 @@ def test_some_of_it_and_without_gradients() -> None:
     model(**language_batches(131)[0]).loss.backward()
     block = model.transformer.h[1].mlp
     shard, gradient = list(block.c_fc.weight.shape), block.c_fc.weight.grad
-    with autopar.whole(model, "transformer.h.1.mlp", grads=False):
+    wrapped = DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group())
+    with autopar.whole(wrapped, "transformer.h.1.mlp", grads=False) as inside:
+        assert inside is model
         assert list(block.c_fc.weight.shape) != shard and block.c_fc.weight.grad is None
         assert list(model.transformer.h[0].mlp.c_fc.weight.shape) == shard
     assert list(block.c_fc.weight.shape) == shard and block.c_fc.weight.grad is gradient

@@ -57,22 +57,23 @@ def whole(model: nn.Module, names: str | Iterable[str] | None = None, *, grads: 
             weight.data[weight.abs() < weight.abs().quantile(0.3)] = 0
 
     Args:
-        model: what ``initialize`` returned.
+        model: what ``initialize`` returned, or a wrapper such as ``DistributedDataParallel`` around it.
         names: of parameters, or of modules of which all are meant; by default all. A rank needs memory for what is
             whole beside its shards.
         grads: make gradients whole, too; a gradient that some ranks lack is zero there. False hides them.
 
     Yields:
-        The model.
+        The model that ``initialize`` returned.
 
     Raises:
         ConfigError: the model is not parallelized, a name is unknown, ``zero.stage`` is 3, the model runs inside, or a
             parameter has another shape or dtype afterwards.
         ConsistencyError: ranks have changed a parameter in different ways. All have their shards from before then.
     """
-    state: Any = vars(model).get("_autopar")
-    if not isinstance(state, Parallelized):
+    root = next((module for module in model.modules() if "_autopar" in vars(module)), None)  # through wrappers
+    if root is None:
         raise ConfigError(f"whole: {type(model).__name__} is not parallelized; autopar.initialize does that")
+    model, state = root, vars(root)["_autopar"]
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ConfigError("whole: with zero.stage 3 torch's FSDP holds the weights: use module.unshard()")
     chosen = _chosen(state, names)
