@@ -35,7 +35,7 @@ TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["verification"], ["c
 LINES = {
     "applied": 780,
     "checkpoint": 5990,
-    "checks": 2140,
+    "checks": 2170,
     "config": 910,
     "context_parallel": 2430,
     "data_parallel": 2440,
@@ -48,7 +48,7 @@ LINES = {
     "plan": 2700,
     "policy": 1650,
     "storage": 1490,
-    "tensor_parallel": 5220,
+    "tensor_parallel": 5260,
     "tools": 11120,
 }
 LOADED = 140  # modules that initialize loads; fewer is better

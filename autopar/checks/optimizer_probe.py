@@ -218,8 +218,13 @@ def _compared(run: Callable[..., _Run | None]) -> Behaviour | None:
         update = torch.cat([part.update for part in found], dim)
         keeps = keeps or any(_numbers_apart(whole.numbers, part.numbers) for part in found)
         in_parts = max(in_parts, whole.differs(found[0], update))
-    beside = run([(0, rows, 0, columns), (0, rows // 2, 0, columns // 2)])
-    return None if beside is None else Behaviour(in_parts, whole.differs(beside), keeps=keeps)
+    try:
+        beside = run([(0, rows, 0, columns), (0, rows // 2, 0, columns // 2)])
+    except Exception:  # one around another, whose copy has the first parameter alone: what is known counts
+        beside = None
+    if beside is None:
+        return Behaviour(in_parts, 0.0, keeps=keeps) if in_parts or keeps else None
+    return Behaviour(in_parts, whole.differs(beside), keeps=keeps)
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -315,8 +320,8 @@ def _fresh(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Para
     made = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(p): parameters[0] for each in optimizer.param_groups for p in each["params"]}
     for value in vars(optimizer).values():
-        if isinstance(value, Optimizer):  # one inside, which it wraps
-            memo[id(value.state)] = defaultdict(dict)
+        if isinstance(value, Optimizer):  # one inside, which it wraps; deepcopy would leave its own attributes out
+            memo[id(value)] = _copied(value, memo)
     attributes = {
         name: OrderedDict() if name.startswith("_optimizer_") else copy.deepcopy(value, memo)
         for name, value in vars(optimizer).items()
@@ -324,6 +329,18 @@ def _fresh(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Para
     }
     copied = {**copy.deepcopy(settings, memo), "params": parameters}
     vars(made).update(attributes, state=defaultdict(dict), param_groups=[copied])
+    return made
+
+
+def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """Return a copy of an optimizer that has not stepped, with the parameters that ``memo`` has."""
+    made: Optimizer = object.__new__(type(optimizer))
+    attributes = {
+        name: OrderedDict() if name.startswith("_optimizer_") else copy.deepcopy(value, memo)
+        for name, value in vars(optimizer).items()
+        if name not in ("step", "state")  # a scheduler's wrapper of the real one's step
+    }
+    vars(made).update(attributes, state=defaultdict(dict))
     return made
 
 

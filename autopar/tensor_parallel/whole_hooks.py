@@ -19,6 +19,7 @@ from torch import nn
 from autopar.call_site import is_of_library
 from autopar.distributed import collectives, plain_collectives
 from autopar.distributed.axis import Axis
+from autopar.errors import ConfigError
 from autopar.foreign.modules import hooks_of, hooks_of_all, hooks_with_kwargs, own_parameters
 from autopar.layout import Layout
 from autopar.plan.plan import ModulePlan
@@ -48,6 +49,7 @@ class _Shards(NamedTuple):
         path, module: of it.
         given, made: layouts of the features that its forward is given, and that it makes; None: they are whole.
         rows: which rows of the sequence its block computes with now.
+        heads: tensors of four dims have heads as a dim of their own.
     """
 
     path: str
@@ -55,6 +57,7 @@ class _Shards(NamedTuple):
     given: Layout | None = None
     made: Layout | None = None
     rows: Any = None  # a RowsOfList
+    heads: bool = False
 
 
 class WholeHooks:
@@ -126,7 +129,7 @@ class _WholeHook:
         failed = self.kind == "forward" and values[-1] is None  # called in spite of an error, maybe on one rank
         if shards is None or failed or _LOCAL in vars(module):
             return self.hook(module, *values)
-        given, made = _Seen(shards.given, shards.rows, self.axis), _Seen(shards.made, shards.rows, self.axis)
+        given, made = _Seen(shards.given, shards, self.axis), _Seen(shards.made, shards, self.axis)
         if self.kind == "forward":
             *inputs, output = values
             return made.cut(self.hook(module, *given.whole(inputs), made.whole(output)))
@@ -142,29 +145,34 @@ class _WholeHook:
 class _Seen:
     """Makes what a module is given, or makes, whole, and cuts what a hook returns as that was cut."""
 
-    def __init__(self, layout: Layout | None, rows: Any, axis: Axis) -> None:
-        self.layout, self.axis = layout, axis
+    def __init__(self, layout: Layout | None, shards: _Shards, axis: Axis) -> None:
+        self.layout, self.axis, self.heads, self.path = layout, axis, shards.heads, shards.path
+        rows = shards.rows
         self.rows: Layout | None = None if rows is None else rows.rows
-        self.batch = 0 if rows is None else rows.batch
+        self.batch = 1 if rows is None else max(rows.batch, 1)
         self._cuts: dict[torch.Size, tuple[int, Layout]] = {}  # shape of the whole -> how it is sharded
         self._kept: list[torch.Tensor] = []  # given as they are
 
     def whole(self, value: Any, *, gradient: bool = False) -> Any:
-        """Return it with whole tensors; gathered gradients are not differentiable."""
-        return _mapped(lambda x: self._gather(x, gradient), value)
+        """Return it with its first tensor whole: hidden states, beside which others are. Gradients have no gradient."""
+        first = next(_tensors(value), None)
+        found = None if first is None else self._sharded(first)
+        if first is None or found is None:
+            return value
+        full = self._gather(first, *found, gradient)
+        return _mapped(lambda x: full if x is first else self._as_it_is(x), value)
 
     def cut(self, value: Any, *, gradient: bool = False) -> Any:
         """Return it with this rank's parts of tensors that have the shape of one that was gathered."""
         return _mapped(lambda x: self._own(x, gradient), value)
 
-    def _gather(self, x: torch.Tensor, gradient: bool) -> torch.Tensor:
-        flat = self.rows is not None and x.ndim == 2 and len(x) == self.batch * self.rows.local_size(self.axis.rank)
+    def _as_it_is(self, x: torch.Tensor) -> torch.Tensor:
+        self._kept.append(x)
+        return x
+
+    def _gather(self, x: torch.Tensor, dim: int, layout: Layout, gradient: bool) -> torch.Tensor:
+        flat = layout is self.rows and x.ndim == 2
         y = x.unflatten(0, (self.batch, -1)) if flat else x
-        found = self._sharded(y)
-        if found is None:
-            self._kept.append(x)
-            return x
-        dim, layout = found
         if not gradient:
             full = collectives.gather(y, self.axis, layout, dim)
         elif layout.replicated:  # each of several ranks has a part
@@ -172,7 +180,7 @@ class _Seen:
         else:
             full = plain_collectives.all_gather(y, self.axis, layout, dim)
         full = full.flatten(0, 1) if flat else full
-        self._cuts[full.shape] = found
+        self._cuts[full.shape] = dim, layout
         return full
 
     def _own(self, x: torch.Tensor, gradient: bool) -> torch.Tensor:
@@ -189,20 +197,41 @@ class _Seen:
         return part.flatten(0, 1) if flat else part
 
     def _sharded(self, x: torch.Tensor) -> tuple[int, Layout] | None:
-        """Return the dim along which a tensor is sharded, and how: features, heads or rows; None if it is whole."""
-        rank = self.axis.rank
-        if not x.is_floating_point() or x.ndim < 2:
-            return None
-        if self.layout is not None:
-            if x.shape[-1] == self.layout.local_size(rank):
-                return x.ndim - 1, self.layout
+        """Return the dim along which a tensor is sharded, and how: features, heads or rows; None if it is whole.
+
+        Sizes say so. Where those of the ranks differ, one may match by chance, so it has to on all of them.
+        """
+        ways: list[tuple[int, int, Layout]] = []  # dim, size there, layout
+        if self.layout is not None and self.heads and x.ndim == 4:  # [batch, heads/tp, seq, d], or seq before heads
             heads = _heads(self.layout)
-            dim = next((dim for dim in (1, 2) if x.ndim == 4 and x.shape[dim] == heads.local_size(rank)), None)
-            if dim is not None:
-                return dim, heads
-        if self.rows is not None and x.ndim == 3 and x.shape[1] == self.rows.local_size(rank):
-            return 1, self.rows
-        return None
+            ways += [(dim, x.shape[dim], heads) for dim in (1, 2)]
+        elif self.layout is not None:
+            ways.append((x.ndim - 1, x.shape[-1], self.layout))
+        if self.rows is not None and x.ndim == 3:
+            ways.append((1, x.shape[1], self.rows))
+        if self.rows is not None and x.ndim == 2 and len(x) % self.batch == 0:
+            ways.append((1, len(x) // self.batch, self.rows))
+        fit = [int(size == layout.local_size(self.axis.rank)) for _, size, layout in ways]
+        if any(len({layout.local_size(rank) for rank in range(self.axis.size)}) > 1 for _, _, layout in ways):
+            _, fit = plain_collectives.extremes_over(self.axis, fit)
+        found = [(dim, layout) for (dim, _, layout), fits in zip(ways, fit, strict=True) if fits]
+        if len(found) > 1 and found[0][1] is found[1][1]:
+            raise ConfigError(
+                f"a hook on {self.path} would get whole heads, but {list(x.shape)} has as many positions as heads on "
+                "this rank, and which\n  are which cannot be told. Use another length, a hook on q_proj or k_proj, or "
+                "autopar.local_hooks(module)."
+            )
+        return found[0] if found else None
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of numbers in tuples, lists and dicts, with two dims or more."""
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point() and value.ndim > 1:
+            yield value
+    elif type(value) in (tuple, list, dict):
+        for each in value.values() if type(value) is dict else value:
+            yield from _tensors(each)
 
 
 def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
@@ -240,7 +269,7 @@ def _shards_of(model: nn.Module) -> Iterator[_Shards]:
         for name, beside in model.get_submodule(above).named_children():
             norm = "norm" in name and name[0] == own[0] and "autopar" in vars(beside)  # q_norm beside q_proj
             if norm or type(beside).__module__ in _ACTIVATIONS:
-                found.setdefault(id(beside), _Shards(f"{above}.{name}".strip("."), beside, layout, layout))
+                found.setdefault(id(beside), _Shards(f"{above}.{name}".strip("."), beside, layout, layout, heads=norm))
     for path, block in model.named_modules():
         rows = getattr(block, "rows_list", None)
         for name, module in block.named_modules(prefix=path) if rows is not None else ():

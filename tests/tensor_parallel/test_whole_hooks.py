@@ -15,10 +15,10 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
     register_module_full_backward_hook,
 )
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, T5Config, T5ForConditionalGeneration
 
 import autopar
-from autopar.errors import ConsistencyError
+from autopar.errors import ConfigError, ConsistencyError
 from tests.parity import close, language_batches, whole
 from tests.pool import pooled
 from tests.small import gpt2, llama
@@ -190,12 +190,48 @@ def test_hooks_on_all_modules() -> None:
 
 @pooled(world_size=2)
 def test_norms_of_heads() -> None:
-    def build() -> Any:
+    def build(heads: int, kv_heads: int) -> Any:
         torch.manual_seed(0)
         sizes = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 1, "head_dim": 8, "vocab_size": 131}
-        return Qwen3ForCausalLM(Qwen3Config(num_attention_heads=5, num_key_value_heads=1, **sizes))
+        return Qwen3ForCausalLM(Qwen3Config(num_attention_heads=heads, num_key_value_heads=kv_heads, **sizes))
 
-    as_plain(build, ["model.layers.0.self_attn.q_norm", "model.layers.0.self_attn.k_norm"], {"tp": 2})
+    norms = ["model.layers.0.self_attn.q_norm", "model.layers.0.self_attn.k_norm"]
+    for heads, kv_heads in ((5, 1), (4, 2), (6, 3)):  # one KV head on both ranks, one on each, two and one
+        as_plain(lambda heads=heads, kv_heads=kv_heads: build(heads, kv_heads), norms, {"tp": 2})
+    model = autopar.initialize(build(4, 2), {"tp": 2})
+    model.get_submodule(norms[0]).register_forward_hook(lambda *_: None)
+    with raises_everywhere(ConfigError, "has as many positions as heads on this rank", "autopar.local_hooks(module)"):
+        model(torch.arange(2).view(1, 2))
+
+
+@pooled(world_size=2)
+def test_a_tensor_that_has_the_length_of_rows_on_one_rank_is_left_alone() -> None:
+    """The states of an encoder of 4 tokens, beside a decoder of 7, of which the ranks have 4 and 3; or of 8."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 24, "d_kv": 8, "d_ff": 37, "num_layers": 1, "num_heads": 3, "vocab_size": 131}
+    plain = T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)).eval()
+    model = autopar.initialize(copy.deepcopy(plain), SP).eval()
+    for length in (7, 8):
+        batch = {"input_ids": torch.arange(8).view(2, 4), "decoder_input_ids": torch.arange(2 * length).view(2, -1)}
+        found: list[list[Any]] = []
+        for each in (plain, model):
+            shapes: list[Any] = []
+            handle = each.decoder.block[0].register_forward_pre_hook(
+                lambda m, args, kwargs, s=shapes: s.append([list(x.shape) for x in _floats((args, kwargs))]),
+                with_kwargs=True,
+            )
+            logits = each(**batch, use_cache=False).logits.detach() + 0
+            handle.remove()
+            found.append([shapes, logits])
+        assert found[0][0][0][0] == found[1][0][0][0] == [2, length, 24]
+        assert [2, 4, 24] in found[1][0][0], "the encoder's states as they are"
+        close(found[1][1], found[0][1], "logits")
+
+
+def _floats(value: Any) -> list[torch.Tensor]:
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+    here = [value] if isinstance(value, torch.Tensor) and value.is_floating_point() else []
+    return here + [x for each in values for x in _floats(each)]
 
 
 @pytest.mark.tier("test")
