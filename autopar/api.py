@@ -90,14 +90,7 @@ def initialize(
     given = (model, config, policy, optimizer, lr_scheduler, mistaken)
     call = same_on_every_rank(lambda: check_call(*given), Call.fingerprint)
     # 2. The mesh: process groups of all axes.
-    sizes = call.config
-    mpu = MPU(
-        sizes.tensor_parallel_size,
-        sizes.pipeline_parallel_size,
-        sizes.transport,
-        sizes.context_parallel_size,
-        sizes.reduce_dtype,
-    )
+    mpu = MPU.of(call.config)
     try:  # 3. What each rank will hold, tried without data. The model is untouched so far.
         plans, weights = make_plans(model, call, mpu, optimizer)
     except Exception:

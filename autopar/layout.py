@@ -18,7 +18,7 @@ rank holds. ``shard`` concatenates those ranges, ``unshard`` writes them back, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -145,6 +145,16 @@ class Layout:
                 offset += block.size
             table.append(tuple(ranges))
         return tuple(table)
+
+    def repeated(self, times: int) -> Layout:
+        """Return the layout over ``times`` as many ranks, of which each run of ``axis_size`` ones holds all of it."""
+        return Layout(self.dim, tuple(replace(block, ranges=block.ranges * times) for block in self.blocks))
+
+    def of_first(self, ranks: int) -> Layout:
+        """Return the layout over the first ``ranks`` alone: what :meth:`repeated` repeats."""
+        if ranks == self.axis_size:
+            return self
+        return Layout(self.dim, tuple(replace(block, ranges=block.ranges[:ranks]) for block in self.blocks))
 
     def ranges(self, rank: int) -> tuple[Range, ...]:
         """Return the ``[start, stop)`` ranges of the stored dim that ``rank`` holds, in the order of its shard."""

@@ -197,15 +197,15 @@ def test_a_ready_config_is_held_to_the_same():
         ParallelConfig(pipeline_parallel_size="2")
 
 
-def test_whole_experts_go_to_all_tensor_parallel_ranks_or_none():
-    for expert in (1, 4):
+def test_whole_experts_go_to_tensor_parallel_ranks_of_some_replicas():
+    for expert in (1, 4, 8):
         config = {"model_parallelism": {"tensor_parallel_size": 4, "expert_parallel_size": expert}}
         assert ParallelConfig.parse(config).expert_parallel_size == expert
     off = {"model_parallelism": {"enable": False, "tensor_parallel_size": 4, "expert_parallel_size": 4}}
     assert ParallelConfig.parse(off).expert_parallel_size == 1
     message = (
-        "expert_parallel_size=2 must be 1 or tensor_parallel_size=4: "
-        "whole experts are distributed over the tensor-parallel ranks"
+        "expert_parallel_size=2 must be 1 or a multiple of tensor_parallel_size=4: "
+        "the ranks that hold a model's other layers, and replicas of them, hold its experts"
     )
     for wrong in (
         {"model_parallelism": {"tensor_parallel_size": 4, "expert_parallel_size": 2}},
@@ -217,9 +217,15 @@ def test_whole_experts_go_to_all_tensor_parallel_ranks_or_none():
     with pytest.raises(ConfigError) as info:
         ParallelConfig.parse({"model_parallelism": {"tensor_parallel_size": 3, "expert_parallel_size": 2}}, 4)
     assert [problem.split(" ")[0] for problem in info.value.problems] == [
-        "expert_parallel_size=2",
         "tensor_parallel_size=3",
+        "expert_parallel_size=2",
     ]
+    with pytest.raises(ConfigError) as info:
+        ParallelConfig.parse({"tp": 2, "ep": 8}, 12)
+    assert str(info.value) == (
+        "expert_parallel_size=8 must be 1 or a multiple of tensor_parallel_size=2 that divides 2 x 6 replicas = 12: "
+        "1, 2, 4, 6, 12 fit here"
+    )
     with pytest.raises(ConfigError, match="expert_parallel_size must be at least 1, not 0"):
         ParallelConfig.parse({"model_parallelism": {"expert_parallel_size": 0}})
 

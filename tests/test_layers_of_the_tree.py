@@ -33,22 +33,22 @@ ROWS = [*CORE, ["integrations"], ["tools"], ["__init__", "__main__"]]
 TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["verification"], ["cli"]]
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
-    "applied": 780,
-    "checkpoint": 5990,
-    "checks": 2170,
-    "config": 910,
+    "applied": 800,
+    "checkpoint": 6060,
+    "checks": 2190,
+    "config": 940,
     "context_parallel": 2430,
-    "data_parallel": 2440,
+    "data_parallel": 2560,
     "deferred_init": 1100,
-    "distributed": 3800,
+    "distributed": 3880,
     "dry_run": 3370,
-    "foreign": 930,
+    "foreign": 945,
     "integrations": 1790,
     "pipeline_parallel": 3830,
-    "plan": 2700,
+    "plan": 2760,
     "policy": 1650,
     "storage": 1490,
-    "tensor_parallel": 5260,
+    "tensor_parallel": 5350,
     "tools": 11120,
 }
 LOADED = 140  # modules that initialize loads; fewer is better

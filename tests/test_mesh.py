@@ -28,6 +28,32 @@ def test_rank_order_is_tp_then_dp_then_pp():
     assert groups["embedding"][0] == [0, 12]
 
 
+def test_experts_lie_on_tp_and_the_innermost_replicas():
+    groups = rank_groups(MeshSizes(tp=2, pp=2, dp=4, cp=2), experts=4)
+    assert groups["ep"][:3] == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13]]
+    assert groups["edp"][:3] == [[0, 8], [1, 9], [2, 10]]
+    assert groups["edp_cp"][0] == [0, 2, 8, 10]  # ranks with the same experts: over rows of sequences, too
+    assert groups["ep_pp"][0] == [0, 1, 4, 5, 16, 17, 20, 21]
+    for axis in ("ep", "edp", "edp_cp", "ep_pp", "dp", "dp_cp", "model"):
+        assert sorted(rank for group in groups[axis] for rank in group) == list(range(32)), axis
+    assert rank_groups(MeshSizes(tp=2, dp=4), experts=2)["ep"] == rank_groups(MeshSizes(tp=2, dp=4))["tp"]
+    assert rank_groups(MeshSizes(tp=2, dp=2))["ep"] == [[0], [1], [2], [3]]
+
+
+@pooled(world_size=8)
+def test_ranks_of_experts_under_megatrons_names_and_places_of_shards():
+    mpu = MPU(tensor_parallel_size=2, expert_parallel_size=4, context_parallel_size=2)
+    assert mpu.get_expert_model_parallel_world_size() == 4 and mpu.get_expert_data_parallel_world_size() == 1
+    assert mpu.get_expert_parallel_rank() == mpu.ep.rank == mpu.shards.rank
+    assert mpu.places()[mpu.rank] == (mpu.shards.rank, mpu.pp.rank, mpu.copies.rank)
+    assert mpu.saved_sizes == MeshSizes(4, 1, 2) and mpu.shards_mesh.size() == 4
+    mpu.destroy()
+    mpu = MPU(tensor_parallel_size=2)
+    assert mpu.shards is mpu.tp and mpu.copies is mpu.dp_cp and mpu.ep.size == 1 and mpu.edp is mpu.dp
+    assert mpu.places()[mpu.rank] == (mpu.tp.rank, 0, mpu.dp.rank)
+    mpu.destroy()
+
+
 @pooled(world_size=8)
 def test_two_four_then_four_two_then_two_four():
     before = len(dist.distributed_c10d._world.pg_map)

@@ -60,7 +60,7 @@ def open_failure_log(model: nn.Module, state: Parallelized, given: Given) -> Non
     """First: what fails from here on is told to the other ranks."""
     mpu, config = state.mpu, state.config
     mpu.failures = state.failures = FailureLog(mpu, config.pipeline.timeout)
-    for axis in (mpu.tp, mpu.cp, mpu.tp_cp):
+    for axis in (mpu.tp, mpu.cp, mpu.tp_cp, mpu.ep):
         axis.explain, axis.read_timeout = state.failures.failure_of_layer, config.loss_read_timeout
     publish_uncaught(state.failures, shards_named(model))
 
@@ -78,7 +78,7 @@ def shard_layers(model: nn.Module, state: Parallelized, given: Given) -> None:
         from autopar.dry_run.tensor_parallel import FirstForward
 
         given.first_forward = FirstForward(inner, state.plan)  # of a copy, while the module is whole
-    state.region = tensor_parallel.apply(model, state.plan, state.mpu)
+    state.region = tensor_parallel.apply(model, state.plan, state.mpu, state.config.expert_dispatch)
     state.undo.append(lambda model, own: tensor_parallel.undo(model, own.inner_of(model), own.plan, own.mpu))
 
 

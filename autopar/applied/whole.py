@@ -20,12 +20,15 @@ from autopar.applied.state import Parallelized
 from autopar.checks.process_hooks import listeners
 from autopar.data_parallel.replica_norm import ReplicaNorm
 from autopar.distributed import collectives
+from autopar.distributed.axis import Axis
 from autopar.distributed.digest import extremes, sum_of_bits
 from autopar.distributed.gloo_collectives import all_reduce
+from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import Generators, sync_generators
 from autopar.errors import ConfigError, ConsistencyError, nearest
 from autopar.foreign.modules import own_parameters
 from autopar.layout import Layout
+from autopar.plan.plan import Plan, TensorPlan
 
 __all__ = ["full", "whole"]
 
@@ -78,7 +81,7 @@ def whole(model: nn.Module, names: str | Iterable[str] | None = None, *, grads: 
         raise ConfigError("whole: with zero.stage 3 torch's FSDP holds the weights: use module.unshard()")
     chosen = _chosen(state, names)
     mpu, generators = state.mpu, Generators.now()
-    alone = mpu.world_size == mpu.tp.size
+    alone = mpu.world_size == mpu.shards.size
     with state.failures.wait("autopar.whole", range(mpu.world_size)):
         held = _gather(model, state, chosen, grads)
         if not alone:
@@ -122,8 +125,9 @@ def full(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
         name = next(iter(model.mine([asked])), None)
         if name is None:
             continue
-        due, axis = model.plan.tensors[model.plan.canonical(name)], model.mpu.tp
-        if due.layout is None:
+        due = model.plan.tensors[model.plan.canonical(name)]
+        axis, layout = _sharding(due, model.plan, model.mpu)
+        if layout is None:
             return tensor
         if tuple(tensor.shape) != due.local_shape(axis.rank):
             raise ConfigError(
@@ -131,10 +135,10 @@ def full(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
                 f"{list(due.local_shape(axis.rank))}"
             )
         with model.failures.wait(f"autopar.full({name})", axis.ranks):
-            summed = collectives.sum_replicas(tensor, axis, due.layout) if due.layout.replicated else tensor
-            return collectives.gather(summed, axis, due.layout, due.layout.dim)
+            summed = collectives.sum_replicas(tensor, axis, layout) if layout.replicated else tensor
+            return collectives.gather(summed, axis, layout, layout.dim)
     of_plain_model = isinstance(asked, nn.Parameter) and asked.numel() > 0
-    parallel = any(model.mpu.tp.size > 1 or model.mpu.pp.size > 1 for model in listeners(ReplicaNorm))
+    parallel = any(model.mpu.shards.size > 1 or model.mpu.pp.size > 1 for model in listeners(ReplicaNorm))
     if parallel and not of_plain_model:
         raise ConfigError(
             f"full: a tensor of shape {list(tensor.shape)} is not a parameter of a parallelized model on this rank, "
@@ -144,9 +148,13 @@ def full(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
     return tensor
 
 
-def _world(mpu: Any) -> Any:
-    from autopar.distributed.axis import Axis
+def _sharding(due: TensorPlan, plan: Plan, mpu: MPU) -> tuple[Axis, Layout | None]:
+    """Return the axis over which a tensor is sharded, and its layout there."""
+    axis = mpu.shards if due.name in plan.experts else mpu.tp
+    return axis, None if due.layout is None else due.layout.of_first(axis.size)
 
+
+def _world(mpu: Any) -> Any:
     return Axis("world", dist.group.WORLD, range(mpu.world_size), mpu.rank)
 
 
@@ -183,8 +191,8 @@ def _gather(model: nn.Module, state: Parallelized, chosen: Sequence[str], grads:
     kept = [name for name in chosen if name in own]
     mpu = state.mpu
     flags = torch.tensor([own[name].grad is not None for name in kept], dtype=torch.int32, device=mpu.device)
-    if mpu.tp_pp.size > 1 and kept:
-        all_reduce(flags, op=dist.ReduceOp.MAX, group=mpu.tp_pp.group)
+    if mpu.shards_pp.size > 1 and kept:
+        all_reduce(flags, op=dist.ReduceOp.MAX, group=mpu.shards_pp.group)
     held = []
     for name, has in zip(kept, flags.tolist(), strict=True):
         parameter, due = own[name], state.plan.tensors[name]
@@ -196,8 +204,8 @@ def _gather(model: nn.Module, state: Parallelized, chosen: Sequence[str], grads:
         gradient = None
         if has and grads:
             mine = one.gradient if one.gradient is not None else torch.zeros_like(parameter.data)
-            gradient = _from_stage(_all(mine, due.layout, state) if here else full_shape.clone(), holders, state)
-        parameter.data = _from_stage(_all(parameter.data, due.layout, state) if here else full_shape, holders, state)
+            gradient = _from_stage(_all(mine, due, state) if here else full_shape.clone(), holders, state)
+        parameter.data = _from_stage(_all(parameter.data, due, state) if here else full_shape, holders, state)
         if gradient is not None:
             parameter.grad = gradient.to(parameter.dtype)
         one.before = _numbers(parameter)
@@ -205,10 +213,11 @@ def _gather(model: nn.Module, state: Parallelized, chosen: Sequence[str], grads:
     return held
 
 
-def _all(shard: torch.Tensor, layout: Layout | None, state: Parallelized) -> torch.Tensor:
-    if layout is None or state.mpu.tp.size == 1:
+def _all(shard: torch.Tensor, due: TensorPlan, state: Parallelized) -> torch.Tensor:
+    axis, layout = _sharding(due, state.plan, state.mpu)
+    if layout is None or axis.size == 1:
         return shard.clone()
-    return collectives.all_gather(shard, state.mpu.tp, layout)
+    return collectives.all_gather(shard, axis, layout)
 
 
 def _from_stage(tensor: torch.Tensor, holders: Sequence[int], state: Parallelized) -> torch.Tensor:
@@ -253,7 +262,7 @@ def _compare(state: Parallelized, held: list[_Held], grads: bool) -> None:
 @torch.no_grad()
 def _give_back(model: nn.Module, state: Parallelized, held: list[_Held], *, changed: bool) -> None:
     """Put shards back, those of what has changed if ``changed``. No communication."""
-    rank = state.mpu.tp.rank
+    rank = state.mpu.shards.rank
     for one in held:
         parameter, here = one.parameter, state.mpu.pp.rank in state.stages.holders(one.name)
         now, gradient = parameter.data, parameter.grad

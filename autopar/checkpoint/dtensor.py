@@ -55,7 +55,7 @@ def to_dtensor_state_dict(model: nn.Module, *, aliases: bool = False) -> dict[st
         CheckpointError: if the model is not parallelized, or no longer the one that was.
     """
     state = state_of(model)
-    mesh, rank = state.mpu.mesh["tp"], state.mpu.tp.rank
+    mesh, rank = state.mpu.shards_mesh, state.mpu.shards.rank
     result: dict[str, DTensor] = {}
     for name, tensor in local_tensors(model).items():
         plan = state.plan.tensors[name]

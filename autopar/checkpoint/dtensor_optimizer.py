@@ -106,10 +106,10 @@ def load_dtensor_state_dict(model: nn.Module, optimizer: Optimizer, state: Mappi
 
 def _state_entries(optimizer: Optimizer, model: nn.Module, state: State) -> dict[str, Any]:
     """Return ``state.{parameter}.{key}`` -> this rank's state. Raises CheckpointError for statistics of shards."""
-    taken = take(optimizer, model, state.plan, state.mpu.tp.rank)
+    taken = take(optimizer, model, state.plan, state.mpu.shards.rank)
     if taken.metadata["other"]:
         raise CheckpointError(f"{type(optimizer).__name__} keeps state that belongs to no parameter.\n{_INSTEAD}")
-    mesh, rank = state.mpu.mesh["tp"], state.mpu.tp.rank
+    mesh, rank = state.mpu.shards_mesh, state.mpu.shards.rank
     entries: dict[str, Any] = {}
     for name, tensor in taken.tensors.items():
         parameter, _, key = name.partition("::")

@@ -23,7 +23,6 @@ from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.state import State, canonical_names, listed
 from autopar.data_parallel.gradients import local_part
 from autopar.distributed.digest import sum_of_bits
-from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import CheckpointError, clip
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.files import checksum
@@ -141,22 +140,22 @@ def _leaves(value: Json, where: str) -> Iterator[tuple[str, str]]:
 
 
 def unlike(
-    digests: Sequence[Mapping[str, tuple[str, int]]], plan: Plan, sizes: MeshSizes, fsdp: bool
+    digests: Sequence[Mapping[str, tuple[str, int]]], plan: Plan, places: Sequence[tuple[int, int, int]], fsdp: bool
 ) -> dict[str, tuple[int, int]]:
     """Return the tensors whose digests differ on ranks that hold the same shard, with two such ranks.
 
     Args:
         digests: name -> dtype and digest, of each rank of the world in order.
-        sizes: as saved: replicas are what holds the same weights.
+        places: of each of these ranks (:meth:`MPU.places`).
         fsdp: the replicas hold different rows.
     """
     first: dict[Any, tuple[int, int]] = {}
     different: dict[str, tuple[int, int]] = {}
     for rank, theirs in enumerate(digests):
-        tp, dp = rank % sizes.tp, rank // sizes.tp % sizes.dp
+        shard_rank, _, copy = places[rank]
         for name, (dtype, digest) in theirs.items():
             layout = plan.tensors[name].layout
-            shard = (name, dtype, None if layout is None else layout.ranges(tp), dp if fsdp else None)
+            shard = (name, dtype, None if layout is None else layout.ranges(shard_rank), copy if fsdp else None)
             other, expected = first.setdefault(shard, (rank, digest))
             if digest != expected:
                 different.setdefault(name, (other, rank))
@@ -193,7 +192,7 @@ def check_extra(ranks: Sequence[Mapping[str, Any]], state: State, fsdp: bool) ->
     for where in dict.fromkeys(where for rank in ranks for where in rank["shards"]):
         theirs = [rank["shards"].get(where, {}) for rank in ranks]
         _check_complete(where, theirs, state)
-        drifted = unlike(theirs, state.plan, state.mpu.sizes.as_saved(), fsdp)
+        drifted = unlike(theirs, state.plan, state.mpu.places(), fsdp)
         if drifted:
             name, (one, other) = next(iter(drifted.items()))
             raise CheckpointError(
@@ -204,10 +203,10 @@ def check_extra(ranks: Sequence[Mapping[str, Any]], state: State, fsdp: bool) ->
 
 
 def _check_complete(where: str, ranks: Sequence[Mapping[str, tuple[str, int]]], state: State) -> None:
-    sizes = state.mpu.sizes.as_saved()
+    stages = [stage for _, stage, _ in state.mpu.places()]
     for name in dict.fromkeys(name for rank in ranks for name in rank):
-        holders = state.holders.get(name, range(sizes.pp))
-        due = [rank for rank in range(len(ranks)) if rank // (sizes.tp * sizes.dp) in holders]
+        holders = state.holders.get(name, range(state.mpu.pp.size))
+        due = [rank for rank in range(len(ranks)) if stages[rank] in holders]
         kinds = {ranks[rank].get(name, ("", 0))[0] for rank in due}
         if len(kinds) > 1:
             have = next(rank for rank in due if name in ranks[rank])

@@ -37,6 +37,7 @@ __all__ = ["MANIFEST", "PARTS", "SHARDED_EXTRA", "Manifest", "parse_size", "size
 
 FORMAT_VERSION = 2
 WITH_JOINED = 3  # of manifests with tensors that are merged into one, which a reader of version 2 would misread
+WITH_EXPERTS = 5  # of manifests with experts over more ranks than other layers, which an earlier reader would miss
 WITH_SHARDS = 4  # of manifests with shards among the user's own data, of which an earlier reader would give whole ones
 SHARDED_EXTRA = "sharded_extra"  # in ``training``: dictionaries of shards in ``extra``
 PARTS = ("model", "optimizer", "extra")
@@ -44,9 +45,10 @@ _END = re.compile(rf',\n "{NAME}": "([0-9a-f]{{16}})"\n}}\n'.encode())
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
-def sizes_text(sizes: MeshSizes) -> str:
+def sizes_text(manifest: Manifest) -> str:
     """Return the sizes that the shards depend on, as users write them."""
-    return f"tensor_parallel_size={sizes.tp}, pipeline_parallel_size={sizes.pp}"
+    experts = f"expert_parallel_size={manifest.sizes.tp}, " if manifest.experts > 1 else ""
+    return f"tensor_parallel_size={manifest.tp}, {experts}pipeline_parallel_size={manifest.sizes.pp}"
 
 
 def parse_size(size: int | str) -> int:
@@ -80,7 +82,8 @@ class Manifest:
 
     Attributes:
         save_id: random token of the save; each shard file carries it too.
-        sizes: of the mesh, without cp: dp counts all ranks that held the same (:meth:`MeshSizes.as_saved`).
+        sizes: of the mesh, without cp: tp counts the ranks that together held a stage, dp those that held the same
+            (:attr:`MPU.saved_sizes`).
         model_type: of the model that was saved.
         policy: of the model that was saved.
         hf_prefix: where the Hugging Face model sits in the root model, ``""`` or ``"model."``.
@@ -92,6 +95,7 @@ class Manifest:
         order: counts the saves of a series (``step-100``, ``step-200``); 0 if it is not known.
         follows: the ``order`` of the save that this one goes on from; 0 if it is not known.
         cp: context-parallel size of the mesh.
+        tp: tensor-parallel size of the mesh, if experts were sharded over more ranks; else 0.
     """
 
     save_id: str
@@ -107,6 +111,22 @@ class Manifest:
     order: int = 0
     follows: int = 0
     cp: int = 1
+    tp: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tp", self.tp or self.sizes.tp)
+
+    @property
+    def experts(self) -> int:
+        """How many times as many ranks held the experts as the other layers."""
+        return self.sizes.tp // self.tp
+
+    def writer(self, record: FileRecord) -> int:
+        """Return the global rank that wrote a file."""
+        replica, context = divmod(record.dp or 0, self.cp)
+        inner, tp = divmod(record.tp, self.tp)
+        replica += record.pp * (self.sizes.dp // self.cp)
+        return ((replica * self.experts + inner) * self.cp + context) * self.tp + tp
 
     @property
     def tensors(self) -> Mapping[str, TensorPlan]:
@@ -141,11 +161,13 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
-        tp, pp, dp, _ = self.sizes
-        mesh = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "data_parallel_size": dp}
+        _, pp, dp, _ = self.sizes
+        mesh = {"tensor_parallel_size": self.tp, "pipeline_parallel_size": pp, "data_parallel_size": dp * self.experts}
+        mesh |= {"expert_parallel_size": self.sizes.tp} if self.experts > 1 else {}
         version = WITH_JOINED if any(self._joined()) else FORMAT_VERSION
+        version = WITH_SHARDS if SHARDED_EXTRA in self.training else version
         return {
-            "format_version": WITH_SHARDS if SHARDED_EXTRA in self.training else version,
+            "format_version": WITH_EXPERTS if self.experts > 1 else version,
             "save_id": self.save_id,
             "order": self.order,
             "follows": self.follows,
@@ -169,9 +191,11 @@ class Manifest:
     def from_json(cls, data: Mapping[str, Any]) -> Manifest:
         """Inverse of :meth:`to_json`. Raises ``KeyError``, ``TypeError``, ``AttributeError`` or ``ValueError``."""
         mesh = data["mesh"]
-        sizes = MeshSizes(
-            *(int(mesh[f"{axis}_parallel_size"]) for axis in ("tensor", "pipeline", "data"))  # tp, pp, dp
-        )
+        tp, pp, dp = (int(mesh[f"{axis}_parallel_size"]) for axis in ("tensor", "pipeline", "data"))
+        shards = int(mesh.get("expert_parallel_size", tp))
+        if min(tp, shards) < 1 or shards % tp or dp % (shards // tp):
+            raise ValueError(f"expert_parallel_size {shards} does not fit tensor_parallel_size {tp} and {dp} replicas")
+        sizes = MeshSizes(shards, pp, dp * tp // shards)
         parts = {str(name): Part.from_json(str(name), entry) for name, entry in data["parts"].items()}
         buffers = {str(name) for name in data["buffers"]}
         manifest = cls(
@@ -188,6 +212,7 @@ class Manifest:
             order=int(data.get("order", 0)),
             follows=int(data.get("follows", 0)),
             cp=int(mesh.get("context_parallel_size", 1)),
+            tp=tp,
         )
         manifest.check()
         return manifest
@@ -238,10 +263,10 @@ class Manifest:
             version = data["format_version"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{path} is no manifest of a checkpoint: {_reason(error)}") from error
-        if version not in range(FORMAT_VERSION, WITH_SHARDS + 1):
+        if version not in range(FORMAT_VERSION, WITH_EXPERTS + 1):
             raise CheckpointError(
                 f"{path} has format_version {version!r}; this version of autopar reads {FORMAT_VERSION} to "
-                f"{WITH_SHARDS}"
+                f"{WITH_EXPERTS}"
             )
         end = list(_END.finditer(text))
         if not end or end[-1].end() != len(text) or checksum(text[: end[-1].start()]) != end[-1][1].decode():

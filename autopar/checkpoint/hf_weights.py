@@ -145,10 +145,11 @@ class WholeWeights:
         holders = self.state.holders.get(name, range(mpu.pp.size))
         if len(holders) < mpu.pp.size:
             if shard is None:
-                shard = torch.empty(plan.local_shape(mpu.tp.rank), dtype=self.dtypes[name], device=mpu.device)
+                shard = torch.empty(plan.local_shape(mpu.shards.rank), dtype=self.dtypes[name], device=mpu.device)
             shard = shard.contiguous()
             dist.broadcast(shard.view(-1).view(torch.uint8), src=mpu.pp.ranks[min(holders)], group=mpu.pp.group)
         assert shard is not None
-        if plan.layout is not None and mpu.tp.size > 1:
-            return all_gather(shard, mpu.tp, plan.layout)
+        if plan.layout is not None and self.state.plan.shards > 1:
+            axis = mpu.shards if name in self.state.plan.experts else mpu.tp
+            return all_gather(shard, axis, plan.layout.of_first(axis.size))
         return shard.clone() if held is not None else shard

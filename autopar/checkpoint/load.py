@@ -132,7 +132,7 @@ class _Loader:
                 optimizer,
                 model,
                 plan,
-                self.state.mpu.tp.rank,
+                self.state.mpu.shards.rank,
                 saved["optimizer"],
                 self.weights.states,
                 owns=lambda name: keeps_state(optimizer, parameters[name]),
@@ -142,7 +142,7 @@ class _Loader:
     def verify(self) -> None:
         """Read the shards assigned to this rank and compare their checksums."""
         mpu = self.state.mpu
-        self.shards.verify_share(self._parts(), mpu.sizes.as_saved(), mpu.rank)
+        self.shards.verify_share(self._parts(), mpu.saved_sizes, mpu.rank)
 
     def fill(self) -> None:
         """Read this rank's ranges into their places."""

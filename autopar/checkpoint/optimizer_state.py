@@ -121,14 +121,14 @@ def take(optimizer: Optimizer, model: nn.Module, plan: Plan, tp_rank: int) -> Op
                     "  Save without this optimizer, or use one whose state has the parameters' shapes."
                 )
             else:
-                saved, entry = _describe(key, value, due, tp_rank, plan.tp, title)
+                saved, entry = _describe(key, value, due, tp_rank, plan.shards, title)
                 if saved.name in tensors:
                     raise CheckpointError(f"{title} has two states that would be called {saved.name}")
                 tensors[saved.name], plans[saved.name] = value.detach(), saved
             entries.setdefault(name, {})[key] = entry
     metadata = {
         "class": title,
-        "tp": plan.tp,
+        "tp": plan.shards,
         "groups": [
             {"options": _options(group), "params": [name for name, _ in named]}
             for group, named in zip(optimizer.param_groups, groups, strict=True)

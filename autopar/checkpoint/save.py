@@ -108,7 +108,7 @@ def prepare_alike(
     def compare(ranks: list[dict[str, Any]]) -> None:
         check_same_call([rank.get("call", rank) for rank in ranks])  # one of them may load
         ((_, local),) = prepared
-        check_replicas([rank["digests"] for rank in ranks], state.plan, state.mpu.sizes.as_saved(), local.fsdp)
+        check_replicas([rank["digests"] for rank in ranks], state.plan, state.mpu.places(), local.fsdp)
         if local.extra is not None:
             check_extra([rank["extra"] for rank in ranks], state, local.fsdp)
 
@@ -198,7 +198,7 @@ def _write(local: Snapshot, state: State, folder: Path, save_id: str) -> dict[st
     for part, tensors in local.tensors.items():
         if not tensors and (mpu.dp_cp.rank != 0 or part == "extra"):
             continue
-        dp = mpu.dp_cp.rank if part == "optimizer" and local.by_replica else None
+        dp = mpu.copies.rank if part == "optimizer" and local.by_replica else None
         if not folder.is_dir() and mpu.rank == 0:
             raise CheckpointError(f"{folder} was removed by another program while this save was writing into it")
         if not folder.is_dir():
@@ -206,7 +206,7 @@ def _write(local: Snapshot, state: State, folder: Path, save_id: str) -> dict[st
                 f"{folder.parent} is not the same folder on all ranks: rank {mpu.rank} does not see rank 0's files "
                 "there\n  Save to a file system that all nodes share."
             )
-        record = write_shard(folder, save_id, part, (mpu.tp.rank, mpu.pp.rank, dp), tensors)
+        record = write_shard(folder, save_id, part, (mpu.shards.rank, mpu.pp.rank, dp), tensors)
         written[part] = record.to_json()
     return {**local.report, "files": written}
 
@@ -255,8 +255,9 @@ def _manifest(state: State, save_id: str, reports: list[dict[str, Any]], along: 
         training["random_states"] = [report["random"] for report in reports]
     manifest = Manifest(
         save_id=save_id,
-        sizes=state.mpu.sizes.as_saved(),
+        sizes=state.mpu.saved_sizes,
         cp=state.mpu.sizes.cp,
+        tp=state.plan.tp,
         model_type=state.plan.model_type,
         policy=state.plan.policy,
         hf_prefix=state.hf_prefix,

@@ -66,7 +66,8 @@ class FileRecord:
 class Part:
     """The tensors of one part and the files that they lie in.
 
-    A replicated tensor lies in one file; a sharded one lies in one file of each tensor-parallel rank.
+    A replicated tensor lies in one file; a sharded one lies in one file of each rank that holds shards, or of one of
+    those ranks that hold the same shard.
 
     Attributes:
         name: ``model``, ``optimizer`` or ``extra``; the beginning of its files' names.
@@ -89,8 +90,14 @@ class Part:
 
     def holder(self, name: str, tp: int) -> str:
         """Return the file with the shard of rank ``tp``; of a replicated tensor, its only file."""
-        holders = self.holders[name]
-        return holders[tp] if self.tensors[name].layout is not None else next(iter(holders.values()))
+        holders, layout = self.holders[name], self.tensors[name].layout
+        if layout is None:
+            return next(iter(holders.values()))
+        return (
+            holders[tp]
+            if tp in holders
+            else next(file for rank, file in holders.items() if layout.ranges(rank) == layout.ranges(tp))
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -122,12 +129,13 @@ class Part:
                 count[tensor] += 1
         for name, plan in self.tensors.items():
             dtype_of(plan.dtype)
-            due = 1 if plan.layout is None else sizes.tp
             held = self.holders.get(name, {})
-            if count[name] != due or (plan.layout is not None and len(held) != sizes.tp):
-                raise ValueError(f"{name} should lie in {due} files and lies in {count[name]}")
             if plan.layout is not None:
                 _check_layout(plan.layout, sizes.tp)
+            due = 1 if plan.layout is None else len({plan.layout.ranges(rank) for rank in range(sizes.tp)})
+            found = len({plan.layout.ranges(rank) for rank in held}) if plan.layout is not None else len(held)
+            if found != due or len(held) != count[name]:
+                raise ValueError(f"{name} should lie in {due} files and lies in {count[name]}")
 
 
 @lru_cache(maxsize=4096)

@@ -73,12 +73,12 @@ class Shards(Closing):
         if not missing:
             return
         record = files[missing[0]]
-        rank = (record.pp * manifest.sizes.dp + (record.dp or 0)) * manifest.sizes.tp + record.tp
+        rank = manifest.writer(record)
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise CheckpointError(
             f"{self.folder} is incomplete: {len(files) - len(missing)} of {len(files)} shards found, "
             f"{missing[0]} is missing{more}.\n"
-            f"  It was saved with {sizes_text(manifest.sizes)} ({self.folder / MANIFEST}).\n"
+            f"  It was saved with {sizes_text(manifest)} ({self.folder / MANIFEST}).\n"
             f"  Copy the file from the node that ran rank {rank}, or save again."
         )
 
@@ -201,13 +201,15 @@ class Shards(Closing):
 
         lazy = self.lazy(name, part)
         if not isinstance(out, DTensor):
-            read_shard(lazy, layout, mpu.tp.rank, out)
+            read_shard(lazy, layout, mpu.shards.rank, out)
             return
         local = out.to_local()
         if local.numel() == 0:
             return
         if layout is not None:
-            lazy = Joined([narrowed(lazy, layout.dim, *wanted) for wanted in layout.ranges(mpu.tp.rank)], layout.dim)
+            lazy = Joined(
+                [narrowed(lazy, layout.dim, *wanted) for wanted in layout.ranges(mpu.shards.rank)], layout.dim
+            )
         if lazy.shape != tuple(out.shape):
             raise ValueError(f"a tensor of shape {list(out.shape)} cannot take a shard of shape {list(lazy.shape)}")
         lazy.read_into(local, (replica_rows(out.shape[0], mpu.dp_cp.rank, mpu.dp_cp.size), *whole_box(lazy.shape[1:])))
@@ -220,6 +222,8 @@ class Shards(Closing):
             return self._shard(there, name, 0)
         full: torch.Tensor | None = None
         for tp in reversed(range(self.manifest.sizes.tp)):  # where several hold a unit, the lowest rank's copy remains
+            if not plan.layout.owned(tp) and (tp or plan.layout.size):
+                continue
             shard = self._shard(there, name, tp)
             if full is None:
                 full = torch.empty(plan.shape, dtype=shard.dtype, device="cpu")

@@ -29,7 +29,6 @@ from autopar.checkpoint.state import State, canonical_names, listed, local_tenso
 from autopar.data_parallel.gradients import local_part
 from autopar.distributed.digest import sum_of_bits
 from autopar.distributed.mesh import MPU
-from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import CheckpointError
 from autopar.layout import replica_rows
 from autopar.plan.plan import Plan, TensorPlan
@@ -92,7 +91,7 @@ def snapshot(
         "model": {
             name: tensor
             for name, tensor in local.items()
-            if (mpu.dp_cp.rank == 0 or isinstance(tensor, DTensor))
+            if (state.replica_of(name) == 0 or isinstance(tensor, DTensor))
             and (mpu.tp.rank == 0 or plan.tensors[name].layout is not None)
             and state.writes(name)
         }
@@ -131,7 +130,7 @@ def _optimizer_tensors(
 ) -> tuple[dict[str, torch.Tensor], dict[str, TensorPlan], Any]:
     """Return the optimizer's tensors that this rank writes, how they are sharded, and its metadata."""
     plan, mpu = state.plan, state.mpu
-    taken = take(optimizer, model, plan, mpu.tp.rank)
+    taken = take(optimizer, model, plan, mpu.shards.rank)
     parameters = parameters_by_name(model, plan)
     held = {name: (tensor, taken.plans[name]) for name, tensor in taken.tensors.items()}
     for name, weight in saved_master_weights(optimizer, plan).items():
@@ -143,8 +142,9 @@ def _optimizer_tensors(
     for name, (tensor, due) in held.items():
         parameter, _, key = name.partition("::")
         writer = writer_of(optimizer, parameters[parameter])
-        here = due.layout is not None or mpu.tp.rank == writer or key.endswith(f"@tp{mpu.tp.rank}")
-        replica = owns(optimizer, parameters[parameter]) if by_replica else mpu.dp_cp.rank == 0
+        place = mpu.shards.rank if parameter in plan.experts else mpu.tp.rank
+        here = due.layout is not None or place == writer or key.endswith(f"@tp{mpu.shards.rank}")
+        replica = owns(optimizer, parameters[parameter]) if by_replica else state.replica_of(parameter) == 0
         if here and state.writes(parameter) and (replica or isinstance(tensor, DTensor)):
             tensors[name], plans[name] = tensor, due
     return tensors, plans, taken.metadata
@@ -176,7 +176,7 @@ def _extra_tensors(
     plans = {name: TensorPlan(name, tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items()}
     for name, tensor, due in extra.tensors(state.plan) if extra is not None else ():
         here = (due.layout is not None or mpu.tp.rank == 0) and state.writes(name)
-        if here and (mpu.dp_cp.rank == 0 or isinstance(tensor, DTensor)):
+        if here and (state.replica_of(name) == 0 or isinstance(tensor, DTensor)):
             tensors[due.name], plans[due.name] = tensor, due
     return tensors, plans
 
@@ -239,18 +239,20 @@ def digest_parameters(model: nn.Module, plan: Plan) -> dict[str, tuple[str, int]
     return found
 
 
-def check_replicas(digests: Sequence[Mapping[str, tuple[str, int]]], plan: Plan, sizes: MeshSizes, fsdp: bool) -> None:
+def check_replicas(
+    digests: Sequence[Mapping[str, tuple[str, int]]], plan: Plan, places: Sequence[tuple[int, int, int]], fsdp: bool
+) -> None:
     """Check that ranks which hold the same weights have the same digests. Dtypes that differ are another error's.
 
     Args:
         digests: what :func:`digest_parameters` gave on each rank of the world, in order.
-        sizes: as saved: replicas are what holds the same weights.
+        places: of each of these ranks (:meth:`MPU.places`).
         fsdp: the replicas hold different rows.
 
     Raises:
         CheckpointError: names the tensors, and two ranks that disagree.
     """
-    different = unlike(digests, plan, sizes, fsdp)
+    different = unlike(digests, plan, places, fsdp)
     if different:
         name, (one, other) = next(iter(different.items()))
         raise CheckpointError(

@@ -144,6 +144,10 @@ class State:
         """Prefix of the Hugging Face model's names in the root model's state dict."""
         return f"{self.hf_path}." if self.hf_path else ""
 
+    def replica_of(self, name: str) -> int:
+        """Return the place of this rank among those that hold the same shard of a tensor; the first one writes it."""
+        return (self.mpu.copies if name in self.plan.experts else self.mpu.dp_cp).rank
+
     def writes(self, name: str) -> bool:
         """Tell whether this stage writes a tensor that it holds; the first of those that hold it does."""
         return min(self.holders.get(name, (self.mpu.pp.rank,))) == self.mpu.pp.rank
@@ -183,7 +187,7 @@ def local_tensors(model: nn.Module, *, fsdp: bool = False) -> dict[str, torch.Te
         CheckpointError: if they are not those of the plan: names, shapes, ties that no longer hold, DTensors.
     """
     state = state_of(model)
-    plan, tp = state.plan, state.mpu.tp.rank
+    plan, tp = state.plan, state.mpu.shards.rank
     canonical = canonical_names(plan)
     found: dict[str, torch.Tensor] = {}
     foreign = []

@@ -86,12 +86,14 @@ class ModelShard(_Shared):
 
     def is_part(self, model: nn.Module) -> bool:
         """Tell whether ``model`` holds less than all weights on this rank."""
-        return self.plan.tp > 1 or self.mpu.pp.size > 1 or _over_replicas(model)
+        return self.plan.shards > 1 or self.mpu.pp.size > 1 or _over_replicas(model)
 
     def ranks(self, model: nn.Module) -> dict[str, list[int]]:
         """Return the axes over which its weights are sharded: rank and size on each."""
         mpu = self.mpu
         axes = {"tensor-parallel rank": mpu.tp, "pipeline rank": mpu.pp}
+        if self.plan.experts:
+            axes["expert-parallel rank"] = mpu.ep
         axes = {name: axis for name, axis in axes.items() if axis.size > 1}
         if _over_replicas(model):
             axes["data-parallel rank"] = mpu.dp_cp
@@ -200,7 +202,7 @@ class MarkPartial(_Shared):
                     f"{package}'s {function}: this rank holds only its part of {shard.name}: that of "
                     f"{describe_ranks(ranks)}.\n{use_instead()}"
                 )
-            if shard.plan.tp > 1 and module.startswith("torch.distributed.checkpoint") and function in _DCP:
+            if shard.plan.shards > 1 and module.startswith("torch.distributed.checkpoint") and function in _DCP:
                 mark.warn(_of_dcp())
         metadata[_MARK] = mark
         if prefix:
@@ -231,7 +233,7 @@ class ShardOnLoad(_Shared):
                 del state[prefix + name]  # another stage's
                 continue
             whole = is_whole and due.layout is not None and tuple(value.shape) == due.shape
-            local = due.layout.shard(value.detach(), shard.mpu.tp.rank) if whole and due.layout else value
+            local = due.layout.shard(value.detach(), shard.mpu.shards.rank) if whole and due.layout else value
             state[prefix + name] = _shard_as(local, own[name])
 
 
@@ -254,7 +256,7 @@ def _check(
     part: Mapping[str, list[int]] | None,
 ) -> bool:
     """Tell whether the tensors are whole. Raises CheckpointError if they are mixed, or another rank's."""
-    rank = shard.mpu.tp.rank
+    rank = shard.mpu.shards.rank
     whole: list[str] = []
     local: list[str] = []
     neither: list[str] = []
@@ -311,7 +313,7 @@ def fqn_modifiers(self: nn.Module) -> dict[str, str]:
         ConfigError: they are asked for whole tensors, which they would make of one rank's shards.
     """
     shard = shard_of(self)
-    if shard is None or shard.plan.tp == 1:
+    if shard is None or shard.plan.shards == 1:
         return {}
     for frame, function in frames_of("torch.distributed.checkpoint.state_dict"):
         if function not in _FUNCTIONS:

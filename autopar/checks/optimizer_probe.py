@@ -59,7 +59,16 @@ _OF_TORCH = {*vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))])), "step", "_o
 _known: dict[tuple[type, str], Behaviour | None] = {}
 
 
-def stepping(optimizer: Optimizer, group: dict[str, Any], *, tp: int, stages: int, zero: int, whole: str = "") -> str:
+def stepping(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    *,
+    tp: int,
+    stages: int,
+    zero: int,
+    whole: str = "",
+    experts: int = 1,
+) -> str:
     """Return how a rank has to step the sharded parameters of a group, for steps as those of one process.
 
     ``parts``: its shards. ``owned``: whole ones, each on one of the tensor-parallel ranks. ``duplicated``: whole ones,
@@ -69,6 +78,7 @@ def stepping(optimizer: Optimizer, group: dict[str, Any], *, tp: int, stages: in
         tp, stages: sizes of the axes.
         zero: stage.
         whole: ``owned`` or ``duplicated``, for optimizers that look at whole matrices; empty: they are refused.
+        experts: ranks over which experts are sharded, where these are more than ``tp``.
 
     Raises:
         ConfigError: no way is right.
@@ -77,18 +87,25 @@ def stepping(optimizer: Optimizer, group: dict[str, Any], *, tp: int, stages: in
     if found is None:
         return "parts"
     name = type(optimizer).__name__
+    sharded = f"tensor_parallel_size={tp}" if tp >= experts else f"expert_parallel_size={experts}"
+    alone = max(tp, experts) == 1
     if found.beside > 0:
-        _refuse_beside(name, found, tp if not whole or zero == 3 else 1, stages, zero)
-    if tp == 1 or not (found.in_parts or found.beside or found.draws or found.keeps):
+        _refuse_beside(name, found, "" if alone or (whole and zero != 3) else sharded, stages, zero)
+    if found.draws and experts > tp:
+        raise ConfigError(
+            f"{name} draws random numbers, others on each replica, and with {sharded} the ranks of several replicas "
+            "step one model's experts.\n  Use an optimizer that draws none."
+        )
+    if alone or not (found.in_parts or found.beside or found.draws or found.keeps):
         return "parts"
     if found.in_parts > 0 and (not whole or zero == 3):
-        raise ConfigError(_whole_text(name, found, tp, zero))
+        raise ConfigError(_whole_text(name, found, sharded, zero))
     if not whole or zero == 3:
         return "parts"
     return "duplicated" if found.beside or found.draws else whole
 
 
-def _whole_text(name: str, found: Behaviour, tp: int, zero: int) -> str:
+def _whole_text(name: str, found: Behaviour, sharded: str, zero: int) -> str:
     instead = (
         "Use zero.stage 1, where a rank steps whole matrices; an"
         if zero == 3
@@ -97,20 +114,18 @@ def _whole_text(name: str, found: Behaviour, tp: int, zero: int) -> str:
     return (
         f"{name} looks at whole matrices: the update of a matrix in two parts differs by "
         f"{100 * found.in_parts:.2g} % from that of the whole one.\n"
-        f"  With tensor_parallel_size={tp} a rank has parts, and its steps would be others than on one process.\n"
+        f"  With {sharded} a rank has parts, and its steps would be others than on one process.\n"
         f"  {instead} optimizer that works element by element (AdamW, SGD, Adagrad ...)."
     )
 
 
-def _refuse_beside(name: str, found: Behaviour, tp: int, stages: int, zero: int) -> None:
+def _refuse_beside(name: str, found: Behaviour, sharded: str, stages: int, zero: int) -> None:
     spread = (
-        [f"tensor_parallel_size={tp}"] * (tp > 1)
-        + [f"pipeline_parallel_size={stages}"] * (stages > 1)
-        + ["zero.stage=1"] * (zero == 1)
+        [sharded] * bool(sharded) + [f"pipeline_parallel_size={stages}"] * (stages > 1) + ["zero.stage=1"] * (zero == 1)
     )
     if spread:
         given = " With tensor_parallel_size alone, give it to autopar.initialize(..., optimizer=optimizer)." * (
-            stages == 1 and tp > 1
+            stages == 1 and bool(sharded)
         )
         raise ConfigError(
             f"{name} takes statistics over all parameters: the update of one differs by {100 * found.beside:.2g} % "
@@ -120,12 +135,14 @@ def _refuse_beside(name: str, found: Behaviour, tp: int, stages: int, zero: int)
         )
 
 
-def refuse_unlike(optimizer: Optimizer, held: Iterable[nn.Parameter], *, tp: int, stages: int) -> None:
+def refuse_unlike(
+    optimizer: Optimizer, held: Iterable[nn.Parameter], *, tp: int, stages: int, experts: int = 1
+) -> None:
     """Raise where an optimizer that ``initialize`` was not given makes other steps than one process.
 
     Args:
         held: parameters of the model; param groups without any are not looked at.
-        tp, stages: sizes of the axes.
+        tp, stages, experts: sizes of the axes.
 
     Raises:
         ConfigError: a param group's settings make steps that are not element by element, with ``tp`` above 1, or that
@@ -134,7 +151,7 @@ def refuse_unlike(optimizer: Optimizer, held: Iterable[nn.Parameter], *, tp: int
     ids = {id(parameter) for parameter in held}
     for group in optimizer.param_groups:
         if any(id(parameter) in ids for parameter in group["params"]):
-            stepping(optimizer, group, tp=tp, stages=stages, zero=0)
+            stepping(optimizer, group, tp=tp, stages=stages, zero=0, experts=experts)
 
 
 def warn_of_fp16(optimizer: Optimizer, held: Iterable[nn.Parameter]) -> None:

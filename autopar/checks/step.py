@@ -83,7 +83,8 @@ class StepCheck:
 
     Args:
         inner: the Hugging Face model in ``model``.
-        alike: ``id(parameter)`` -> the tensor-parallel ranks that hold the same shard.
+        alike: ``id(parameter)`` -> those of the ranks that hold a stage's shards that hold the same one.
+        experts: names of parameters that are sharded over replicas, too.
         compare: compare over the data-parallel replicas; False only counts steps.
         whole_every: steps between two comparisons of all gradients and weights; 0: in the first steps only.
 
@@ -103,6 +104,7 @@ class StepCheck:
         *,
         compare: bool,
         whole_every: int = 0,
+        experts: frozenset[str] = frozenset(),
     ) -> None:
         self.mpu, self.failures, self.made, self.whole_every = mpu, failures, 0, whole_every
         self.settings = ""
@@ -110,7 +112,9 @@ class StepCheck:
         self._input: int | None = None  # digest of what the last training forward was given, in the first steps
         self._same: list[int | None] = []  # those of these steps, where all replicas were given the same
         self._model = weakref.ref(model)
-        self._sharded = {key for key, ranks in alike.items() if len(ranks) == 1}
+        tp, own = mpu.tp.size, mpu.shards.rank // mpu.tp.size
+        self._sharded = {key for key, ranks in alike.items() if sum(rank // tp == own for rank in ranks) == 1}
+        self._experts = experts
         self._names: set[str] | None = None  # of those in a model that is copied, until its parameters are there
         self._free, self._own = FreeWeights(), _Progress(_OWN, [], [], 0)
         self._progress: weakref.WeakKeyDictionary[Optimizer, _Progress] = weakref.WeakKeyDictionary()
@@ -186,7 +190,8 @@ class StepCheck:
             held = [p for _, p in progress.held if not isinstance(p, DTensor)]
             if "_autopar" in vars(model):
                 refuse_whole_state(optimizer, progress.held, vars(model)["_autopar"].plan)
-            refuse_unlike(optimizer, held, tp=self.mpu.tp.size, stages=self.mpu.pp.size)
+            mpu = self.mpu
+            refuse_unlike(optimizer, held, tp=mpu.tp.size, stages=mpu.pp.size, experts=mpu.shards.size)
             if self.mpu.is_master:
                 warn_of_fp16(optimizer, held)
         if self._compare:
@@ -329,6 +334,8 @@ class StepCheck:
         first, second = (ours, others) if self.mpu.rank == pair[0] else (others, ours)
         place = f"  Ranks {pair[0]} and {pair[1]}, step {step + 1} of {update}"
         replicas = f"{self.mpu.dp_cp.size} {self._replicas}"
+        if rank not in self.mpu.copies.ranks:  # it holds other experts
+            ours = {name: two for name, two in ours.items() if name not in self._experts}
         weights = {name: (first[name][1], second[name][1]) for name in ours if name in others}
         weights = {name: two for name, two in weights.items() if two[0] != two[1]}
         gradients = ((name, ours[name][0], others[name][0]) for name in ours if name in others)

@@ -11,7 +11,7 @@ raises.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from autopar.call_site import calls
 from autopar.checks.process_hooks import forget, listen
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.foreign.groups import meshes_of_fsdp
+from autopar.foreign.groups import left_out_of_ddp, meshes_of_fsdp
 from autopar.foreign.transformers import forget_own_adapters
 
 __all__ = ["WrapperCheck", "group_call", "in_trainer", "refuse_flat"]
@@ -45,14 +45,25 @@ def _mesh_of(mpu: MPU) -> str:
 
 
 class WrapperCheck:
-    """Check wrappers of ``model`` as long as it lives and is parallel, where ranks hold different shards."""
+    """Check wrappers of ``model`` as long as it lives and is parallel, where ranks hold different shards.
 
-    def __init__(self, model: nn.Module, mpu: MPU) -> None:
-        self.mpu = mpu
+    Args:
+        experts: parameters that replicas hold different ones of.
+        leaves_them: is called with a ``DistributedDataParallel`` around the model, which leaves these out.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mpu: MPU,
+        experts: Container[nn.Parameter] | None = None,
+        leaves_them: Callable[[DistributedDataParallel], None] = lambda _: None,
+    ) -> None:
+        self.mpu, self._experts, self._leaves_them = mpu, experts, leaves_them
         self._model = weakref.ref(model)
         self._checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._handle: Any = None
-        if mpu.model.size > 1:
+        if mpu.model.size > 1 or experts is not None:
             listen(self)
             self._handle = model.register_forward_pre_hook(self._on_forward)
         self._kind = type(model)
@@ -70,12 +81,27 @@ class WrapperCheck:
         if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
             if submodule is not None and self._is_ours(submodule.modules()):
                 _check_group(type(module).__name__, module.process_group, self.mpu)
+                if self._experts is not None:
+                    self._leave_to_us(module, submodule, self._experts)
                 if isinstance(module, FullyShardedDataParallel):
                     vars(module)["clip_grad_norm_"] = refuse_flat
         elif isinstance(submodule, nn.SyncBatchNorm) and self._is_ours([module]):
             _check_group("SyncBatchNorm", submodule.process_group, self.mpu)
         elif name == "base_layer" and submodule is not None and is_adapted(module) and self._is_ours([submodule]):
             self._refuse_adapters()
+
+    def _leave_to_us(self, wrapper: Any, inside: nn.Module, experts: Container[nn.Parameter]) -> None:
+        """Check that a wrapper leaves the experts out, which other replicas hold others of."""
+        names = {name for name, parameter in inside.named_parameters() if parameter in experts}
+        if names and not (isinstance(wrapper, DistributedDataParallel) and names <= left_out_of_ddp(wrapper)):
+            raise ConfigError(
+                f"{type(wrapper).__name__} would average experts over all replicas: with expert_parallel_size="
+                f"{self.mpu.ep.size} above tensor_parallel_size={self.mpu.tp.size}\n  replicas hold different ones, "
+                f"{min(names)} for instance. Wrap DistributedDataParallel around what\n  autopar.initialize returned "
+                "itself, which has told it to leave them out."
+            )
+        if isinstance(wrapper, DistributedDataParallel):
+            self._leaves_them(wrapper)
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         model = self._model()
@@ -87,6 +113,9 @@ class WrapperCheck:
         if parameters and isinstance(group, dist.ProcessGroup):
             _check_group(type(optimizer).__name__, group, self.mpu, averages=False)
         _check_meshes({parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}, self.mpu)
+        for parameter in parameters if self._experts is not None else ():
+            if isinstance(parameter, DTensor):
+                raise ConfigError(_SHARDED.format(ep=self.mpu.ep.size, tp=self.mpu.tp.size))
         self._checked.add(optimizer)
 
     def _on_forward(self, model: nn.Module, *_: Any) -> None:
@@ -114,6 +143,12 @@ class WrapperCheck:
             "model.load_adapter(dir, 'default') if they are in files;\n  or put them in before: "
             "autopar.initialize(peft.get_peft_model(plain_model, peft_config), config)."
         )
+
+
+_SHARDED = (
+    "fully_shard would shard experts over all replicas: with expert_parallel_size={ep} above tensor_parallel_size={tp} "
+    "replicas hold\n  different ones. Use DistributedDataParallel, autopar.average_gradients, or zero: {{stage: 1}}."
+)
 
 
 def refuse_flat(*_: Any, **__: Any) -> Any:

@@ -38,8 +38,10 @@ class ParallelConfig:
     Attributes:
         tensor_parallel_size: ranks over which the layers of one model replica are sharded.
         pipeline_parallel_size: stages into which the blocks of one model replica are split.
-        expert_parallel_size: 1, or the tensor-parallel size: then its ranks hold whole experts of a mixture, and tokens
-            travel to them, instead of a part of each expert.
+        expert_parallel_size: 1: tensor-parallel ranks hold a part of each expert. A multiple of their number: so many
+            ranks, those of several replicas, hold whole experts of a mixture, and tokens travel to them.
+        expert_dispatch: how tokens travel: ``all_to_all``, each to the ranks of the experts that it has chosen, or
+            ``all_reduce``: all of them to all ranks, whose outputs are summed.
         context_parallel_size: ranks that share the sequences of a batch.
         context_parallel_method: how attention sees whole sequences: ``ulysses`` (each rank has all positions of some
             heads), ``gather`` (each rank gathers keys and values), or ``auto``.
@@ -93,6 +95,7 @@ class ParallelConfig:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     expert_parallel_size: int = 1
+    expert_dispatch: str = "all_to_all"
     context_parallel_size: int = 1
     context_parallel_method: str = "auto"
     sequence_parallel: bool = False
@@ -249,6 +252,12 @@ def _contradictions(values: Mapping[str, Any]) -> list[str]:
             f"zero.stage=3 does not go with pipeline_parallel_size={values['pipeline_parallel_size']}: weights would "
             "be collected for each micro-batch. Use zero.stage 1."
         )
+    if values["zero_stage"] == 3 and values["expert_parallel_size"] > values["tensor_parallel_size"]:
+        problems.append(
+            f"zero.stage=3 does not go with expert_parallel_size={values['expert_parallel_size']} above "
+            f"tensor_parallel_size={values['tensor_parallel_size']}: replicas hold different experts already. Use "
+            "zero.stage 1."
+        )
     if values["loss_chunk"] and values["loss_gather_logits"] == "always":
         chunk = values["loss_chunk"]
         problems.append(f"loss.chunk={chunk} makes no whole logits, which loss.gather_logits=always would gather")
@@ -274,14 +283,25 @@ def _unfit(values: Mapping[str, Any], world_size: int | None) -> list[str]:
     """List what keeps ``initialize`` from these sizes in a world of that size, if that is known."""
     tp, cp, pp, ep = (values[f"{kind}_parallel_size"] for kind in ("tensor", "context", "pipeline", "expert"))
     problems = []
-    if ep not in (1, tp):
-        problems.append(
-            f"expert_parallel_size={ep} must be 1 or tensor_parallel_size={tp}: whole experts are distributed over the "
-            "tensor-parallel ranks"
-        )
-    if world_size is not None and world_size % (tp * cp * pp):
-        problems.append(_does_not_divide(tp, cp, pp, world_size))
+    divides = world_size is None or world_size % (tp * cp * pp) == 0
+    if not divides:
+        problems.append(_does_not_divide(tp, cp, pp, world_size or 0))
+    replicas = world_size // (tp * cp * pp) if world_size is not None and divides else None
+    if ep != 1 and (ep % tp or (replicas is not None and replicas % (ep // tp))):
+        problems.append(_misfit_of_experts(ep, tp, replicas))
     return problems
+
+
+def _misfit_of_experts(ep: int, tp: int, replicas: int | None) -> str:
+    """Say which expert-parallel sizes fit; ``replicas``: None if the world is not known."""
+    rule = f"expert_parallel_size={ep} must be 1 or a multiple of tensor_parallel_size={tp}"
+    if replicas is None:
+        return f"{rule}: the ranks that hold a model's other layers, and replicas of them, hold its experts"
+    fitting = sorted({1, *(tp * inner for inner in range(1, replicas + 1) if replicas % inner == 0)})
+    return (
+        f"{rule} that divides {tp} x {replicas} replicas = {tp * replicas}: {', '.join(map(str, fitting))} "
+        f"{'fit' if len(fitting) > 1 else 'fits'} here"
+    )
 
 
 def _does_not_divide(tp: int, cp: int, pp: int, world_size: int) -> str:

@@ -21,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from autopar.checks.step import StepCheck
 from autopar.checks.wrappers import WrapperCheck
 from autopar.config import ParallelConfig
+from autopar.data_parallel.experts import ExpertGradients
 from autopar.data_parallel.grad_sync import held_alike
 from autopar.data_parallel.gradients import counted_here
 from autopar.data_parallel.optimizer_state import keep_stage, rebind, shard_state, stepped_whole
@@ -60,10 +61,12 @@ class DataParallel:
         self.model, self.inner, self.plan, self.mpu, self.config = model, inner, plan, mpu, config
         self.failures = failures
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.wrappers = WrapperCheck(model, mpu)  # reports first what it finds in a step
+        self.experts = ExpertGradients(model, plan, mpu, failures) if plan.experts else None
+        told = () if self.experts is None else (self.experts.parameters, self.experts.inside)
+        self.wrappers = WrapperCheck(model, mpu, *told)  # reports first what it finds in a step
         compare = config.consistency_check and config.zero_stage != 3
         self.steps = StepCheck(model, inner, mpu, failures, held_alike(model, plan, mpu), compare=compare,
-                               whole_every=config.parameters_every)  # fmt: skip
+                               whole_every=config.parameters_every, experts=plan.experts)  # fmt: skip
         self.norm = ReplicaNorm(model, plan, mpu, failures, scaled=config.precision == "fp16")
         self.step: ParallelStep | None = None
 
@@ -77,7 +80,7 @@ class DataParallel:
         model, inner, plan, mpu, config = self.model, self.inner, self.plan, self.mpu, self.config
         if optimizer is not None:
             keep_stage(optimizer, model)
-            shard_state(optimizer, self.names, plan, mpu.tp.rank, stepped_whole(optimizer, config))
+            shard_state(optimizer, self.names, plan, mpu.shards.rank, stepped_whole(optimizer, config))
         if config.zero_stage == 3:
             blocks = [] if isinstance(inner, PreTrainedModel) else blocks
             fully_shard(model, inner, mpu, DTYPES.get(config.precision), config.zero_cpu_offload, blocks)
@@ -93,6 +96,8 @@ class DataParallel:
         """Remove all of it, and put the fp32 weights back into the model; with ZeRO-1 a collective of the dp axis."""
         self.steps.remove()
         self.wrappers.remove()
+        if self.experts is not None:
+            self.experts.remove(self.model)
         self.norm.remove()
         if self.step is not None and self.step.model is self.model:  # a copied model is not what the optimizer steps
             self.step.give_back_weights()

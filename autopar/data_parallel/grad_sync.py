@@ -30,14 +30,14 @@ __all__ = [
 ]
 
 Alike = Mapping[int, tuple[int, ...]]
-"""``id(parameter)`` -> the tensor-parallel ranks that hold the same shard of it."""
+"""``id(parameter)`` -> those of the ranks that hold a stage's shards that hold the same one of it."""
 
 _BUCKET = 32 * 1024 * 1024  # bytes that travel at once
 
 
 def held_alike(model: nn.Module, plan: Plan, mpu: MPU) -> Alike:
-    """Return ``id(parameter)`` -> the tensor-parallel ranks that hold the same shard of it, for all parameters."""
-    rank, size = mpu.tp.rank, mpu.tp.size
+    """Return ``id(parameter)`` -> the ranks of ``mpu.shards`` that hold the same shard, for all parameters."""
+    rank, size = mpu.shards.rank, mpu.shards.size
     layouts = {name: tensor.layout for tensor in plan.tensors.values() for name in (tensor.name, *tensor.aliases)}
     alike: dict[int, tuple[int, ...]] = {}
     for name, parameter in model.named_parameters():
@@ -71,18 +71,18 @@ def average_over_replicas(model: nn.Module, plan: Plan, stages: StagePlan, mpu: 
     A parameter without gradient on one replica counts as zero there. DTensors (FSDP) are averaged already. A gradient
     that several ranks of a replica hold gets the same bits on all of them.
     """
-    axis = mpu.dp_cp
-    if axis.size == 1:
-        return
-    by_holders: dict[tuple[int, ...], list[nn.Parameter]] = {}  # in the stages' order on all holders
     own = dict(model.named_parameters())
-    for name in [*stages.tensors, *(name for name in own if name not in stages.tensors)]:
-        if name in own and not isinstance(own[name], DTensor):
-            holders = stages.holders(name) if name in stages.tensors else ()
-            by_holders.setdefault(holders if len(holders) > 1 else (), []).append(own[name])
-    runs = runs_of([by_holders[key] for key in sorted(by_holders)], held_alike(model, plan, mpu))
     names = {id(parameter): name for name, parameter in own.items()}
-    sum_gradients(runs, axis.group, 1 / axis.size, names, axis.reduce_dtype)
+    for axis, experts in ((mpu.dp_cp, False), (mpu.copies, True)):
+        if axis.size == 1 or (experts and not plan.experts):
+            continue
+        by_holders: dict[tuple[int, ...], list[nn.Parameter]] = {}  # in the stages' order on all holders
+        for name in [*stages.tensors, *(name for name in own if name not in stages.tensors)]:
+            if name in own and not isinstance(own[name], DTensor) and (name in plan.experts) is experts:
+                holders = stages.holders(name) if name in stages.tensors else ()
+                by_holders.setdefault(holders if len(holders) > 1 else (), []).append(own[name])
+        runs = runs_of([by_holders[key] for key in sorted(by_holders)], held_alike(model, plan, mpu))
+        sum_gradients(runs, axis.group, 1 / axis.size, names, axis.reduce_dtype)
 
 
 @torch.no_grad()

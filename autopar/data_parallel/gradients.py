@@ -86,7 +86,7 @@ def tensor_norm(
             parts += _parts(tensor, plan.tensors[canonical].layout, mpu)
     held = list(held)
     sharded = any(isinstance(parameter, DTensor) for parameter in held)  # FSDP2 over dp x cp
-    replica = mpu.tp if of_stage else mpu.tp_pp
+    replica = mpu.shards if of_stage else mpu.shards_pp
     return _combine(parts, p, (replica, mpu.dp_cp) if sharded else (replica,), mpu.device, held)
 
 
@@ -139,10 +139,10 @@ def _parts(gradient: torch.Tensor, layout: Layout | None, mpu: MPU) -> list[torc
     """Return the parts of a local gradient that this rank counts."""
     local = local_part(gradient)
     if layout is None:
-        return [local] if mpu.tp.rank == 0 else []
+        return [local] if mpu.shards.rank == 0 else []
     if not layout.replicated:
         return [local]
-    ranges = layout.owned_local(mpu.tp.rank)
+    ranges = layout.owned_local(mpu.shards.rank)
     if isinstance(gradient, DTensor) and layout.dim == 0:  # FSDP gives each replica a run of as many rows, rounded up
         first = mpu.dp_cp.rank * -(-gradient.shape[0] // mpu.dp_cp.size)
         rows = [(max(start - first, 0), min(stop - first, local.shape[0])) for start, stop in ranges]

@@ -31,8 +31,9 @@ from autopar.data_parallel.precision import (
     to_fp32,
     to_half,
 )
-from autopar.data_parallel.whole_parameters import WholeParameters
+from autopar.data_parallel.whole_parameters import WholeParameters, sharded_over
 from autopar.data_parallel.zero1 import OwnedParameters
+from autopar.distributed.axis import Axis
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
@@ -72,8 +73,9 @@ class ParallelStep(OwnedParameters):
     ) -> None:
         self.plan, self.mpu, self.counted, self._failures, self._config = plan, mpu, counted, failures, config
         self._canonical = {alias: tensor.name for tensor in plan.tensors.values() for alias in tensor.aliases}
-        self.whole = WholeParameters(mpu.tp)
-        super().__init__(optimizer, model, mpu.dp_cp, sharded=config.zero_stage == 1)
+        self.whole = WholeParameters()
+        sharded = config.zero_stage == 1 and mpu.dp_cp.size > 1
+        super().__init__(optimizer, model, self._replicas, sharded=sharded)
         self.max_norm = config.gradient_clipping
         self.scale = LossScale(config) if config.precision == "fp16" else None
         self.masters = MasterWeights() if config.precision != "fp32" and config.zero_stage != 3 else None
@@ -108,13 +110,16 @@ class ParallelStep(OwnedParameters):
         for group in self.optimizer.param_groups:
             new = {p: self._plan_of(self.names[p]) for p in group["params"] if p not in known}
             sharded = {p: plan for p, plan in new.items() if plan is not None and plan.layout is not None}
-            whole = bool(sharded) and self.mpu.tp.size > 1
-            how = stepping_of(self.optimizer, group, self._config) if whole else "parts"
-            if how == "parts":
-                continue
-            for replica in range(self.axis.size) if self.sharded else (0,):
-                mine = {p: plan for p, plan in sharded.items() if self.owner(p) in (None, replica)}
-                self.whole.add(mine, replica, duplicated=how == "duplicated")
+            for axis, replicas, theirs in sharded_over(sharded, self.plan, self.mpu):
+                how = stepping_of(self.optimizer, group, self._config) if theirs else "parts"
+                if how == "parts":
+                    continue
+                for replica in range(replicas.size) if self.sharded else (0,):
+                    mine = {p: plan for p, plan in theirs.items() if self.owner(p) in (None, replica)}
+                    self.whole.add(mine, axis, replica, duplicated=how == "duplicated")
+
+    def _replicas(self, name: str) -> Axis:
+        return self.mpu.copies if self._canonical.get(name, name) in self.plan.experts else self.mpu.dp_cp
 
     def size_of(self, parameter: torch.Tensor, name: str) -> int:
         """Return the elements of a parameter on all ranks, so that its shards have one owner."""
@@ -137,7 +142,8 @@ class ParallelStep(OwnedParameters):
             ConfigError: another rank owns the parameter.
         """
         if not self.owns(parameter):
-            raise ConfigError(f"dp rank {self.owner(parameter)} owns {self.names[parameter]}, not {self.axis.rank}")
+            owner, rank = self.owner(parameter), self.axis_of(parameter).rank
+            raise ConfigError(f"dp rank {owner} owns {self.names[parameter]}, not {rank}")
         return None if self.masters is None else self.masters.of(parameter)
 
     # -- what users call -------------------------------------------------------------------------------------------
@@ -215,7 +221,7 @@ class ParallelStep(OwnedParameters):
         running.write_back()
         self._scatter()
         if self.sharded and not self.step_was_skipped:
-            with self._together(self.axis.ranks):
+            with self._together(self.mpu.dp_cp.ranks):
                 self.broadcast()
         if self.scale is not None:
             self._update_scale(self.scale)
@@ -225,7 +231,7 @@ class ParallelStep(OwnedParameters):
         """Return what this rank steps whole."""
         if not self._gathered:
             return {}
-        with self._together(self.mpu.tp.ranks):
+        with self._together(self.mpu.shards.ranks):
             return self.whole.gather(self._gathered)
 
     def _scatter(self) -> None:
@@ -233,7 +239,7 @@ class ParallelStep(OwnedParameters):
         shards, self._gathered = self._gathered, {}
         if not shards:
             return
-        with self._together(self.mpu.tp.ranks):
+        with self._together(self.mpu.shards.ranks):
             self.whole.scatter(shards)
             self.whole.share_options(self.optimizer.param_groups, self.owns)
         for parameter, shard in shards.items():

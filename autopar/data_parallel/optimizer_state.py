@@ -68,12 +68,14 @@ def stepping_of(optimizer: Any, group: dict[str, Any], config: ParallelConfig) -
         ConfigError: no way is right.
     """
     tp, stages = config.tensor_parallel_size, config.pipeline_parallel_size
-    return stepping(optimizer, group, tp=tp, stages=stages, zero=config.zero_stage, whole=config.optimizer_whole)
+    zero, whole, experts = config.zero_stage, config.optimizer_whole, config.expert_parallel_size
+    return stepping(optimizer, group, tp=tp, stages=stages, zero=zero, whole=whole, experts=experts)
 
 
 def stepped_whole(optimizer: Any, config: ParallelConfig) -> set[int]:
     """Return ``id`` of the parameters of groups whose sharded ones are stepped whole, and have state of whole ones."""
-    groups = optimizer.param_groups if config.tensor_parallel_size > 1 else ()
+    sharded = max(config.tensor_parallel_size, config.expert_parallel_size) > 1
+    groups = optimizer.param_groups if sharded else ()
     whole = [group for group in groups if group["params"] and stepping_of(optimizer, group, config) != "parts"]
     return {id(parameter) for group in whole for parameter in group["params"]}
 

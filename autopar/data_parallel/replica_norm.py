@@ -38,7 +38,7 @@ class ReplicaNorm:
         self.plan, self.mpu, self.failures, self.scaled = plan, mpu, failures, scaled
         self._model = weakref.ref(model)
         self._counted: frozenset[str] | None = None
-        if mpu.model.size > 1:
+        if mpu.model.size > 1 or mpu.shards.size > 1:
             hold(self)  # torch's clippers, accelerate and DeepSpeed ask for it
             listen(self)
 
@@ -83,7 +83,7 @@ class ReplicaNorm:
             raise ConfigError(f"norm_type must be above 0, not {norm_type}")
         if any(is_flat_parameter(parameter) for _, parameter in self._named()):
             refuse_flat()
-        with self.failures.wait("the norm of the gradients", self.mpu.tp_pp.ranks):
+        with self.failures.wait("the norm of the gradients", self.mpu.shards_pp.ranks):
             held = dict(self._named())
             if single:
                 counted = frozenset(map(self.plan.canonical, tensors))
@@ -99,11 +99,12 @@ class ReplicaNorm:
             ConsistencyError: on all of them, if not.
         """
         value = factor.item()
-        with self.failures.wait("torch.nn.utils.clip_grads_with_norm_", self.mpu.model.ranks):
-            largest, smallest = extremes([of_text(repr(value))], self.mpu.model.group)
+        axis = self.mpu.shards_pp if self.plan.experts else self.mpu.model
+        with self.failures.wait("torch.nn.utils.clip_grads_with_norm_", axis.ranks):
+            largest, smallest = extremes([of_text(repr(value))], axis.group)
         if largest != smallest:
             raise ConsistencyError(
-                f"clip_grads_with_norm_ was given another norm on each of the ranks {list(self.mpu.model.ranks)}: this "
+                f"clip_grads_with_norm_ was given another norm on each of the ranks {list(axis.ranks)}: this "
                 f"one would scale by {value:g}.\n  They hold one model, and would drift apart. "
                 "torch.nn.utils.get_total_norm of all gradients is the same on every rank;\n"
                 "  autopar.clip_grad_norm_(model, max_norm) does both."
@@ -112,8 +113,9 @@ class ReplicaNorm:
     def agree(self, found: dict[torch.device, torch.Tensor], parameters: Iterable[torch.Tensor]) -> None:
         """Make an overflow that one rank of the replica found that of all; a collective of it."""
         sharded = any(isinstance(parameter, DTensor) for parameter in parameters)  # FSDP2 over dp x cp
+        beside = [self.mpu.dp_cp] if sharded else [self.mpu.shards] if self.plan.experts else []
         with self.failures.wait("torch.amp.GradScaler", self.mpu.model.ranks):
-            for axis in (self.mpu.model, self.mpu.dp_cp) if sharded else (self.mpu.model,):
+            for axis in (self.mpu.model, *beside):
                 agree_on_found(found, axis, self.mpu.device)
 
     def mine(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:

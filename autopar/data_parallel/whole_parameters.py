@@ -7,8 +7,10 @@ that of whole parameters, so a checkpoint holds it for any mesh.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,29 +20,26 @@ from torch import nn
 from autopar.data_parallel.zero1 import assign
 from autopar.distributed.axis import Axis, device_of
 from autopar.distributed.gloo_collectives import all_reduce, all_to_all_single
+from autopar.distributed.mesh import MPU
 from autopar.distributed.process import device_of_numbers
 from autopar.layout import Layout
-from autopar.plan.plan import TensorPlan
+from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.safetensors_io import dtype_of, nbytes
 
-__all__ = ["WholeParameters"]
+__all__ = ["WholeParameters", "sharded_over"]
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
 _ROUND = 64 * 1024 * 1024  # bytes of whole parameters that are exchanged at once
 
 
 class WholeParameters:
-    """The sharded parameters that are stepped whole, and the tensor-parallel ranks that step them.
+    """The sharded parameters that are stepped whole, and the ranks that step them."""
 
-    Args:
-        axis: over which they are sharded.
-    """
-
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
-        self._plans: dict[torch.Tensor, TensorPlan] = {}
+    def __init__(self) -> None:
+        self._axes: dict[torch.Tensor, Axis] = {}
+        self._plans: dict[torch.Tensor, TensorPlan] = {}  # with layouts over their axes
         self._owners: dict[torch.Tensor, int | None] = {}  # None: every rank
-        self._loads: dict[int, list[int]] = {}
+        self._loads: dict[tuple[Axis, int], list[int]] = {}
         self._stand_ins: dict[torch.Tensor, nn.Parameter] = {}
 
     def __contains__(self, parameter: object) -> bool:
@@ -49,49 +48,53 @@ class WholeParameters:
     def __len__(self) -> int:
         return len(self._plans)
 
-    def add(self, parameters: Mapping[torch.Tensor, TensorPlan], replica: int, *, duplicated: bool) -> None:
+    def add(self, parameters: Mapping[torch.Tensor, TensorPlan], axis: Axis, replica: int, *, duplicated: bool) -> None:
         """Add parameters. The same on every rank of the axis.
 
         Args:
             parameters: with the plans of whole ones.
-            replica: the data-parallel rank that steps them; matrices are dealt over its tensor-parallel ranks.
+            axis: over which they are sharded.
+            replica: which of the axes that hold the same steps them; matrices are dealt over its ranks.
             duplicated: every rank steps them.
         """
-        self._plans.update(parameters)
+        self._axes.update(dict.fromkeys(parameters, axis))
+        for parameter, plan in parameters.items():
+            self._plans[parameter] = replace(plan, layout=_layout(plan).of_first(axis.size))
         if duplicated:
             self._owners.update(dict.fromkeys(parameters))
             return
-        loads = self._loads.setdefault(replica, [0] * self.axis.size)
+        loads = self._loads.setdefault((axis, replica), [0] * axis.size)
         sizes = [math.prod(plan.shape) for plan in parameters.values()]
-        for parameter, size, owner in zip(parameters, sizes, assign(sizes, self.axis.size, loads), strict=True):
+        for parameter, size, owner in zip(parameters, sizes, assign(sizes, axis.size, loads), strict=True):
             self._owners[parameter] = owner
             loads[owner] += size
 
     def steps_here(self, parameter: torch.Tensor) -> bool:
         """Return whether this rank steps the parameter, and keeps its state."""
-        return self._owners[parameter] in (None, self.axis.rank)
+        return self._owners[parameter] in (None, self._axes[parameter].rank)
 
     def share_options(self, groups: Iterable[dict[str, Any]], owns: Callable[[torch.Tensor], bool]) -> None:
-        """Give options of groups that some ranks of the axis step to the others: a step may count in them.
+        """Give options of groups that some ranks of an axis step to the others: a step may count in them.
 
         Args:
             groups: of the optimizer.
             owns: whether this replica steps a parameter.
         """
-        for group in groups:
-            owners = {self._owners.get(parameter) for parameter in group["params"] if owns(parameter)}
+        for group, axis in itertools.product(groups, dict.fromkeys(self._axes.values())):
+            of_others = {p for p, its in self._axes.items() if its is not axis}
+            owners = {self._owners.get(p) for p in group["params"] if owns(p) and p not in of_others}
             ranks = sorted(owner for owner in owners if owner is not None)
-            if None in owners or not 0 < len(ranks) < self.axis.size:
+            if None in owners or not 0 < len(ranks) < axis.size:
                 continue
             options = {key: value for key, value in group.items() if type(value) in _PLAIN}
-            sent = [options if self.axis.rank == ranks[0] else None]
-            device = device_of_numbers(self.axis.group)
-            dist.broadcast_object_list(sent, src=self.axis.ranks[ranks[0]], group=self.axis.group, device=device)
-            if self.axis.rank not in ranks:
+            sent = [options if axis.rank == ranks[0] else None]
+            device = device_of_numbers(axis.group)
+            dist.broadcast_object_list(sent, src=axis.ranks[ranks[0]], group=axis.group, device=device)
+            if axis.rank not in ranks:
                 group.update(sent[0] or {})
 
     def writer(self, parameter: torch.Tensor) -> int:
-        """Return the tensor-parallel rank that writes the state of a parameter: the first of those that keep it."""
+        """Return the rank that writes the state of a parameter: the first of those of its axis that keep it."""
         return self._owners.get(parameter) or 0
 
     def shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
@@ -100,20 +103,22 @@ class WholeParameters:
 
     @torch.no_grad()
     def gather(self, shards: Mapping[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        """Return the whole of each parameter that this rank steps, with its gradient. A collective of the axis.
+        """Return the whole of each parameter that this rank steps, with its gradient. A collective of the axes.
 
         A gradient that some ranks lack is zero there; one that all lack is None.
 
         Args:
             shards: parameter -> its shard (itself, or its fp32 weight) with the shard's gradient.
         """
-        has = self._agree([shard.grad is not None for shard in shards.values()])
         whole: dict[torch.Tensor, torch.Tensor] = {}
-        with_gradient = dict(zip(shards, has, strict=True))
-        for part in self._rounds(shards):
-            weights = self._collect(part)
+        with_gradient: dict[torch.Tensor, bool] = {}
+        for axis, theirs in self._by_axis(shards).items():
+            has = _agree([shard.grad is not None for shard in theirs.values()], axis)
+            with_gradient.update(zip(theirs, has, strict=True))
+        for axis, part in self._rounds(shards):
+            weights = self._collect(part, axis)
             graded = {p: _gradient(shard) for p, shard in part.items() if with_gradient[p]}
-            gradients = self._collect(graded)
+            gradients = self._collect(graded, axis)
             for parameter, weight in weights.items():
                 stand_in = whole[parameter] = self._stand_in(parameter, weight)
                 stand_in.grad = gradients.get(parameter)
@@ -121,23 +126,23 @@ class WholeParameters:
 
     @torch.no_grad()
     def scatter(self, shards: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Write what was stepped into the shards, on every rank, and free the whole ones. A collective of the axis."""
-        for part in self._rounds(shards):
-            sent: list[list[torch.Tensor]] = [[] for _ in range(self.axis.size)]
-            due: list[list[torch.Tensor]] = [[] for _ in range(self.axis.size)]
+        """Write what was stepped into the shards, on every rank, and free the whole ones. A collective of the axes."""
+        for axis, part in self._rounds(shards):
+            sent: list[list[torch.Tensor]] = [[] for _ in range(axis.size)]
+            due: list[list[torch.Tensor]] = [[] for _ in range(axis.size)]
             for parameter, shard in part.items():
                 owner = self._owners[parameter]
-                if owner not in (None, self.axis.rank):
+                if owner not in (None, axis.rank):
                     due[owner].append(shard)
                     continue
                 layout = _layout(self._plans[parameter])
                 stand_in = self._stand_ins[parameter]
-                shard.copy_(layout.shard(stand_in, self.axis.rank))
-                for rank in range(self.axis.size) if owner is not None else ():
-                    if rank != self.axis.rank:
+                shard.copy_(layout.shard(stand_in, axis.rank))
+                for rank in range(axis.size) if owner is not None else ():
+                    if rank != axis.rank:
                         sent[rank].append(layout.shard(stand_in, rank).to(shard.dtype))
                 stand_in.grad, stand_in.data = None, stand_in.new_empty(0)
-            exchange(sent, due, self.axis)
+            exchange(sent, due, axis)
 
     def _stand_in(self, parameter: torch.Tensor, weight: torch.Tensor) -> nn.Parameter:
         """Return the object that is stepped: the same one in each step, with what the user has set on the parameter."""
@@ -148,30 +153,31 @@ class WholeParameters:
         stand_in.grad, stand_in.data = None, weight
         return stand_in
 
-    def _agree(self, has: Sequence[bool]) -> list[bool]:
-        """Return which flags are set on some rank."""
-        flags = torch.tensor(has, dtype=torch.int32, device=device_of(self.axis))
-        if len(has):
-            all_reduce(flags, op=dist.ReduceOp.MAX, group=self.axis.group)
-        return [bool(flag) for flag in flags.tolist()]
-
-    def _rounds(self, shards: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
-        """Yield the shards in runs of bounded size, the same ones on every rank."""
-        run: dict[torch.Tensor, torch.Tensor] = {}
-        size = 0
+    def _by_axis(self, shards: Mapping[torch.Tensor, torch.Tensor]) -> dict[Axis, dict[torch.Tensor, torch.Tensor]]:
+        found: dict[Axis, dict[torch.Tensor, torch.Tensor]] = {}
         for parameter, shard in shards.items():
-            plan = self._plans[parameter]
-            size += nbytes(dtype_of(plan.dtype), plan.shape)
-            run[parameter] = shard
-            if size >= _ROUND:
-                yield run
-                run, size = {}, 0
-        if run:
-            yield run
+            found.setdefault(self._axes[parameter], {})[parameter] = shard
+        return found
 
-    def _collect(self, shards: Mapping[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+    def _rounds(
+        self, shards: Mapping[torch.Tensor, torch.Tensor]
+    ) -> Iterator[tuple[Axis, dict[torch.Tensor, torch.Tensor]]]:
+        """Yield the shards in runs of bounded size, the same ones on every rank of the axis that comes with them."""
+        for axis, theirs in self._by_axis(shards).items():
+            run: dict[torch.Tensor, torch.Tensor] = {}
+            size = 0
+            for parameter, shard in theirs.items():
+                plan = self._plans[parameter]
+                size += nbytes(dtype_of(plan.dtype), plan.shape)
+                run[parameter] = shard
+                if size >= _ROUND:
+                    yield axis, run
+                    run, size = {}, 0
+            if run:
+                yield axis, run
+
+    def _collect(self, shards: Mapping[torch.Tensor, torch.Tensor], axis: Axis) -> dict[torch.Tensor, torch.Tensor]:
         """Gather shards where their parameters are stepped; return the whole ones of this rank."""
-        axis = self.axis
         sent: list[list[torch.Tensor]] = [[] for _ in range(axis.size)]
         due: list[list[torch.Tensor]] = [[] for _ in range(axis.size)]
         held: dict[torch.Tensor, list[torch.Tensor]] = {}
@@ -189,6 +195,22 @@ class WholeParameters:
                         due[rank].append(pieces[rank])
         exchange(sent, due, axis)
         return {parameter: _layout(self._plans[parameter]).unshard(pieces) for parameter, pieces in held.items()}
+
+
+def sharded_over(
+    parameters: Mapping[torch.Tensor, TensorPlan], plan: Plan, mpu: MPU
+) -> Iterator[tuple[Axis, Axis, dict[torch.Tensor, TensorPlan]]]:
+    """Yield each axis over which some parameters are sharded, the ranks that hold the same, and these parameters."""
+    for axis, replicas, experts in ((mpu.tp, mpu.dp_cp, False), (mpu.shards, mpu.copies, True)):
+        if axis.size > 1:
+            yield axis, replicas, {p: its for p, its in parameters.items() if (its.name in plan.experts) is experts}
+
+
+def _agree(has: Sequence[bool], axis: Axis) -> list[bool]:
+    """Return which flags are set on some rank."""
+    flags = torch.tensor(has, dtype=torch.int32, device=device_of(axis))
+    all_reduce(flags, op=dist.ReduceOp.MAX, group=axis.group)
+    return [bool(flag) for flag in flags.tolist()]
 
 
 def _layout(plan: TensorPlan) -> Layout:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,19 +20,19 @@ class OwnedParameters:
     """The parameters of an optimizer, each with the replica that owns it: keeps its state and its fp32 weight.
 
     Args:
-        axis: over which ownership is distributed.
+        axis: the ranks over which ownership of a parameter is distributed, by its name: those that hold the same.
         sharded: False: every replica owns every parameter.
 
     Attributes:
         names: parameter -> name in the model.
     """
 
-    def __init__(self, optimizer: Any, model: nn.Module, axis: Axis, *, sharded: bool) -> None:
-        self.optimizer, self.model, self.axis = optimizer, model, axis
-        self.sharded = sharded and axis.size > 1
+    def __init__(self, optimizer: Any, model: nn.Module, axis: Callable[[str], Axis], *, sharded: bool) -> None:
+        self.optimizer, self.model, self._axis = optimizer, model, axis
+        self.sharded = sharded
         self.names: dict[torch.Tensor, str] = {}
         self._owners: dict[torch.Tensor, int] = {}
-        self._loads = [0] * axis.size
+        self._loads: dict[Axis, list[int]] = {}
         self.update()
 
     def update(self) -> None:
@@ -47,30 +47,44 @@ class OwnedParameters:
                     f"a parameter of shape {list(parameter.shape)} in {type(self.optimizer).__name__} is not one of "
                     f"{type(self.model).__name__}: was it made or replaced after autopar.initialize?"
                 )
-        sizes = [self.size_of(parameter, names[parameter]) for parameter in new]
-        for parameter, size, owner in zip(new, sizes, assign(sizes, self.axis.size, self._loads), strict=True):
-            self._owners[parameter], self.names[parameter] = owner, names[parameter]
-            self._loads[owner] += size
+        self.names.update((parameter, names[parameter]) for parameter in new)
+        for axis, theirs in self._by_axis(new).items():
+            loads = self._loads.setdefault(axis, [0] * axis.size)
+            sizes = [self.size_of(parameter, self.names[parameter]) for parameter in theirs]
+            for parameter, size, owner in zip(theirs, sizes, assign(sizes, axis.size, loads), strict=True):
+                self._owners[parameter] = owner
+                loads[owner] += size
+
+    def axis_of(self, parameter: torch.Tensor) -> Axis:
+        """Return the ranks that hold the same of a parameter."""
+        return self._axis(self.names[parameter])
+
+    def _by_axis(self, parameters: Iterable[torch.Tensor]) -> dict[Axis, list[torch.Tensor]]:
+        found: dict[Axis, list[torch.Tensor]] = {}
+        for parameter in parameters:
+            found.setdefault(self.axis_of(parameter), []).append(parameter)
+        return found
 
     def size_of(self, parameter: torch.Tensor, name: str) -> int:
         """Return by how many elements an owner is loaded."""
         return parameter.numel()
 
     def owner(self, parameter: torch.Tensor) -> int | None:
-        """Return the dp rank that owns ``parameter``; None if every replica does (no ZeRO-1)."""
+        """Return the rank of its axis that owns ``parameter``; None if every replica does (no ZeRO-1)."""
         if parameter not in self._owners:  # of a group that was added since the last step
             self.update()
-        return self._owners[parameter] if self.sharded else None
+        return self._owners[parameter] if self.sharded and self.axis_of(parameter).size > 1 else None
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Return whether this rank owns ``parameter``."""
-        return self.owner(parameter) in (None, self.axis.rank)
+        return self.owner(parameter) in (None, self.axis_of(parameter).rank)
 
     def broadcast(self) -> None:
-        """Broadcast each parameter that is trained from its owner, in place. A collective of the axis."""
+        """Broadcast each parameter that is trained from its owner, in place. A collective of each axis."""
         if self.sharded:
-            trained = [parameter for parameter in self._owners if parameter.requires_grad]
-            broadcast_from_owners([p.data for p in trained], [self._owners[p] for p in trained], self.axis)
+            for axis, theirs in self._by_axis(p for p in self._owners if p.requires_grad).items():
+                if axis.size > 1:
+                    broadcast_from_owners([p.data for p in theirs], [self._owners[p] for p in theirs], axis)
 
 
 def assign(sizes: Sequence[int], ranks: int, loads: Sequence[int] = ()) -> list[int]:

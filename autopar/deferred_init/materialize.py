@@ -97,7 +97,7 @@ class Materializer:
             if full.is_floating_point() and full.isnan().any():
                 unfilled.append(pending.name)
             if held_here(pending.name):
-                kept = full if pending.layout is None else pending.layout.shard(full, mpu.tp.rank)
+                kept = full if pending.layout is None else pending.layout.shard(full, mpu.shards.rank)
                 pending.shard = kept.to(mpu.device)
             replace_storage(pending.parameter, torch.empty(pending.shape, dtype=full.dtype, device="meta"))
 
@@ -120,12 +120,12 @@ class Materializer:
                 return pending.shard
             assert pending.source is not None
             if mpu.device.type == "cpu" and pending.parameter.dtype == pending.source.dtype:
-                mapped = map_shard(pending.source, pending.layout, mpu.tp.rank)
+                mapped = map_shard(pending.source, pending.layout, mpu.shards.rank)
                 if mapped is not None:
                     return mapped
             shard = torch.empty(pending.parameter.shape, dtype=pending.parameter.dtype, device=mpu.device)
             with on_cpu():  # for temporary tensors
-                read_shard(pending.source, pending.layout, mpu.tp.rank, shard)
+                read_shard(pending.source, pending.layout, mpu.shards.rank, shard)
             return shard
 
         files = {file: None for pending in left if pending.source is not None for file in pending.source.files()}

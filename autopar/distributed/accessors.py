@@ -25,6 +25,9 @@ _AXES = {  # in a name -> the axis, and its ranks in words
     "pipeline_parallel": ("pp", "the stages of a replica"),
     "pipeline_model_parallel": ("pp", "the stages of a replica"),
     "pipe_parallel": ("pp", "the stages of a replica"),
+    "expert_parallel": ("ep", "the ranks that hold the experts of one layer"),
+    "expert_model_parallel": ("ep", "the ranks that hold the experts of one layer"),
+    "expert_data_parallel": ("edp", "the ranks that hold the same experts, and read other data"),
     "model_parallel": ("tp_pp", "the ranks that hold each shard of the model once (tp x pp)"),
 }
 _VALUES: dict[str, tuple[Callable[[Axis], Any], str]] = {  # in a name -> what of the axis it is, and that in words

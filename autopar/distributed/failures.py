@@ -177,8 +177,10 @@ class FailureLog:
 
     def failure_of_layer(self, error: RuntimeError, axis: str, ranks: Sequence[int]) -> PipelineError | None:
         """Return :meth:`failure_of` a layer's collective, unless a call around it will say more."""
-        names = {"tp": "tensor-parallel", "cp": "context-parallel", "dp": "data-parallel", "pp": "pipeline-parallel"}
-        return None if self._in_deadline else self.failure_of(error, f"a {names.get(axis, axis)} collective", ranks)
+        names = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline", "ep": "expert"}
+        kind = f"{names[axis]}-parallel" if axis in names else axis
+        article = "an" if kind[0] in "aeiou" else "a"
+        return None if self._in_deadline else self.failure_of(error, f"{article} {kind} collective", ranks)
 
     @contextlib.contextmanager
     def blame(self, collective: str, ranks: Sequence[int]) -> Iterator[None]:

@@ -14,6 +14,12 @@ Axes are joined where ranks have something alike::
     model: [0, 1, 2, 3, 8, ...] ...   the same batch: all ranks of one replica (tp x cp x pp)
     tp_pp: [0, 1, 8, 9] ...           together one copy of the weights: norms
 
+Experts of a mixture may be sharded over more ranks than the other layers: over the innermost replicas, too. With 8
+ranks, tp 2 and an expert-parallel size of 4::
+
+    ep: [0, 1, 2, 3] [4, 5, 6, 7]     ranks that hold different experts of the same layers
+    edp: [0, 4] [1, 5] [2, 6] ...     ranks that hold the same experts and get other sequences
+
 An MPU has no module-level state: two of them, with two shapes, may exist in one process.
 """
 
@@ -42,19 +48,25 @@ from autopar.errors import ConfigError, nearest
 
 __all__ = ["MPU", "new_pipeline_group", "rank_groups"]
 
-_DIMS = ("pp", "dp", "cp", "tp")  # of the mesh, the slowest first
+_AXES = ("pp", "dp", "cp", "tp")  # of the mesh, the slowest first
+_DIMS = ("pp", "edp", "inner", "cp", "tp")  # the same, with dp in two
 
 
-def rank_groups(sizes: MeshSizes) -> dict[str, list[list[int]]]:
+def rank_groups(sizes: MeshSizes, experts: int = 1) -> dict[str, list[list[int]]]:
     """Return the global ranks of every group of every axis; each axis partitions the world. Pure arithmetic.
 
     Joined axes vary what they name: ``dp_cp``, ``tp_cp``, ``tp_pp``, and ``model``, one whole model replica (tp x cp x
     pp). ``embedding`` groups the first and last stage, which both hold tied embeddings.
+
+    Args:
+        experts: the expert-parallel size. Above tp, ``ep`` joins tp and the innermost replicas, ``edp`` the others.
     """
-    ranks = np.arange(math.prod(sizes)).reshape(sizes.pp, sizes.dp, sizes.cp, sizes.tp)
+    inner = max(experts // sizes.tp, 1)
+    ranks = np.arange(math.prod(sizes)).reshape(sizes.pp, sizes.dp // inner, inner, sizes.cp, sizes.tp)
+    joined = {"dp": ("edp", "inner"), "ep": ("inner", "tp") if experts > 1 else ()}
 
     def groups_of(*varied: str) -> list[list[int]]:
-        dims = [_DIMS.index(name) for name in varied]
+        dims = [_DIMS.index(dim) for name in varied for dim in joined.get(name, (name,))]
         fixed = [dim for dim in range(ranks.ndim) if dim not in dims]
         size = math.prod(ranks.shape[dim] for dim in dims)
         groups: list[list[int]] = ranks.transpose(*fixed, *dims).reshape(-1, size).tolist()
@@ -64,6 +76,8 @@ def rank_groups(sizes: MeshSizes) -> dict[str, list[list[int]]]:
     groups["model"] = groups_of("pp", "cp", "tp")
     groups |= {name: groups_of(*name.split("_")) for name in ("cp", "dp_cp")}
     groups |= {"tp_cp": groups_of("cp", "tp"), "tp_pp": groups_of("pp", "tp")}
+    groups |= {"ep": groups_of("ep"), "edp": groups_of("edp")}
+    groups |= {"edp_cp": groups_of("edp", "cp"), "ep_pp": groups_of("pp", "inner", "tp")}
     groups["embedding"] = [[stages[0], stages[-1]] if sizes.pp > 1 else stages for stages in groups["pp"]]
     return groups
 
@@ -80,6 +94,8 @@ class MPU(MeshAccessors):
             the ranks of one machine share), or ``auto``.
         context_parallel_size: ranks that share the sequences of a batch.
         reduce_dtype: in which tensors of half precision are summed: ``same``, their own dtype, or ``fp32``.
+        expert_parallel_size: ranks over which the experts of mixtures are sharded by number: 1, or a multiple of the
+            tensor-parallel size.
 
     Attributes:
         tp: the axis (:class:`~autopar.distributed.axis.Axis`) of the ranks that hold the other shards of its layers.
@@ -90,6 +106,11 @@ class MPU(MeshAccessors):
         tp_cp: of the ranks of a stage that get the same batch; ``tp`` itself where cp is 1.
         model: of all ranks that get the same batch, one model replica.
         tp_pp: of ranks that together hold each shard once; ``model`` itself where cp is 1.
+        ep: of the ranks that hold the other experts of its layers; this rank alone where that size is 1.
+        edp: of the ranks that hold the same experts and read other data; ``dp`` itself unless ep is above tp.
+        shards: of the ranks that together hold the weights of a stage: ``ep`` where it is above tp, else ``tp``.
+        copies: of the ranks that hold the same shards as this one, experts among them.
+        shards_pp: of the ranks that together hold the weights of all stages.
         sizes: ``MeshSizes(tp, pp, dp, cp)``.
         device: where this rank computes: its GPU under nccl, another accelerator under its own backend, else the CPU.
         failures: the failure log of the model that the mesh is of; None of one that was made by hand.
@@ -107,13 +128,15 @@ class MPU(MeshAccessors):
         cpu_transport: str = "auto",
         context_parallel_size: int = 1,
         reduce_dtype: str = "same",
+        expert_parallel_size: int = 1,
     ) -> None:
-        tp, pp, cp = tensor_parallel_size, pipeline_parallel_size, context_parallel_size
+        tp, pp, cp, ep = tensor_parallel_size, pipeline_parallel_size, context_parallel_size, expert_parallel_size
         config = ParallelConfig(
-            tp, pp, cpu_transport=cpu_transport, context_parallel_size=cp, reduce_dtype=reduce_dtype
+            tp, pp, ep, cpu_transport=cpu_transport, context_parallel_size=cp, reduce_dtype=reduce_dtype
         )
         start_process_group()
         world = dist.get_world_size()
+        ParallelConfig.parse(config, world)
         self.sizes = MeshSizes(tp, pp, config.data_parallel_size(world), cp)
         self.rank = dist.get_rank()
         self.world_size = world
@@ -123,9 +146,10 @@ class MPU(MeshAccessors):
         self._owned: list[dist.ProcessGroup] = []
         self._mesh: DeviceMesh | None = None
         self._joint_mesh: DeviceMesh | None = None
+        self._shards_mesh: DeviceMesh | None = None
         self._alive = True
         made: dict[tuple[int, ...], Any] = {}
-        groups = rank_groups(self.sizes)
+        groups = rank_groups(self.sizes, ep)
         axes = {name: self._make_axis(name, groups[name], made) for name in groups}
         for axis in filter(None, axes.values()):  # stages in the middle have no embedding
             axis.reduce_dtype = torch.float32 if reduce_dtype == "fp32" else None
@@ -134,6 +158,11 @@ class MPU(MeshAccessors):
         self.dp_cp, self.tp_cp, self.tp_pp = self.dp, self.tp, self.model
         if cp > 1:
             self.dp_cp, self.tp_cp, self.tp_pp = (axes[name] for name in ("dp_cp", "tp_cp", "tp_pp"))
+        self.ep, self.edp = axes["ep"], self.dp
+        self.shards, self.copies, self.shards_pp = self.tp, self.dp_cp, self.tp_pp
+        if ep > tp:
+            self.edp, self.copies, self.shards_pp = (axes[name] for name in ("edp", "edp_cp", "ep_pp"))
+            self.shards = self.ep
         self._embedding = axes["embedding"]
         # Objects and errors travel over gloo, whatever the tensors use.
         if self.device.type != "cpu":
@@ -146,6 +175,18 @@ class MPU(MeshAccessors):
         except ConfigError:
             self.destroy()
             raise
+
+    @classmethod
+    def of(cls, config: ParallelConfig) -> MPU:
+        """Make the mesh that a configuration asks for."""
+        return cls(
+            config.tensor_parallel_size,
+            config.pipeline_parallel_size,
+            config.transport,
+            config.context_parallel_size,
+            config.reduce_dtype,
+            config.expert_parallel_size,
+        )
 
     def _make_axis(self, name: str, groups: list[list[int]], made: dict[tuple[int, ...], Any]) -> Any:
         mine: Axis | None = None
@@ -167,6 +208,7 @@ class MPU(MeshAccessors):
         tp, pp, dp, cp = self.sizes
         ranks = f"tp {self.tp.rank}/{tp}, pp {self.pp.rank}/{pp}, dp {self.dp.rank}/{dp}"
         ranks += f", cp {self.cp.rank}/{cp}" if cp > 1 else ""
+        ranks += f", ep {self.ep.rank}/{self.ep.size}" if self.ep.size > 1 else ""
         return f"MPU(rank {self.rank} of {self.world_size}: {ranks})"
 
     @property
@@ -181,7 +223,7 @@ class MPU(MeshAccessors):
             axes = [self.pp, self.dp, self.cp, self.tp]
             ranks = torch.arange(self.world_size, dtype=torch.int).view(*(axis.size for axis in axes))
             groups = [axis.group for axis in axes if axis.group is not None]
-            self._mesh = DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=_DIMS)
+            self._mesh = DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=_AXES)
         return self._mesh
 
     @property
@@ -194,6 +236,31 @@ class MPU(MeshAccessors):
             self._joint_mesh = DeviceMesh.from_group(self.dp_cp.group, self.device.type, mesh_dim_names=("dp_cp",))
         return self._joint_mesh
 
+    @property
+    def shards_mesh(self) -> DeviceMesh:
+        """Return the ranks that together hold a stage's weights as a one-dimensional ``DeviceMesh``."""
+        if self.shards is self.tp:
+            return self.mesh["tp"]
+        if self._shards_mesh is None:
+            assert self.shards.group is not None
+            self._shards_mesh = DeviceMesh.from_group(self.shards.group, self.device.type, mesh_dim_names=("ep",))
+        return self._shards_mesh
+
+    @property
+    def saved_sizes(self) -> MeshSizes:
+        """Return the sizes of a mesh, without cp and ep, whose tensor-parallel ranks hold the same as these shards.
+
+        To weights cp is more dp, and experts over n ranks are n tensor-parallel ranks that hold the rest several times.
+        """
+        return MeshSizes(self.shards.size, self.pp.size, self.copies.size)
+
+    def places(self) -> list[tuple[int, int, int]]:
+        """Return of each rank of the world its shard (in ``shards``), its stage, and which copy of the shard it is."""
+        groups = rank_groups(self.sizes, self.ep.size)
+        names = ("ep" if self.shards is self.ep else "tp", "pp", "edp_cp")
+        place = [{rank: at for group in groups[name] for at, rank in enumerate(group)} for name in names]
+        return [(place[0][rank], place[1][rank], place[2][rank]) for rank in range(self.world_size)]
+
     def destroy(self) -> None:
         """Destroy the process groups that this MPU made; the default group is left alone. Every rank calls it."""
         if self._alive:
@@ -203,7 +270,7 @@ class MPU(MeshAccessors):
             for group in self._owned:
                 dist.destroy_process_group(group)
             self._owned.clear()
-            self._mesh = self._joint_mesh = None
+            self._mesh = self._joint_mesh = self._shards_mesh = None
             self._alive = False
 
     # -- Megatron-LM's and OSLO's names; more are in autopar.distributed.accessors ------------------------------------

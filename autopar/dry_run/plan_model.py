@@ -73,16 +73,14 @@ class ModelPlans:
         self.model, self.inner, self.prefix, self.policy = model, inner, prefix, policy
         self._kept: dict[Any, Any] = {}
 
-    def tensors(self, tp: int, *, by_expert: bool = False) -> Plan:
-        """Plan a tensor-parallel size; with ``by_expert`` ranks hold whole experts."""
-        return self._once(
-            ("tensors", tp, by_expert), lambda: make_plan(self.model, self.policy, tp, by_expert=by_expert)
-        )
+    def tensors(self, tp: int, *, experts: int = 1) -> Plan:
+        """Plan a tensor-parallel size; ``experts``: ranks that hold whole experts."""
+        return self._once(("tensors", tp, experts), lambda: make_plan(self.model, self.policy, tp, experts=experts))
 
-    def tried(self, tp: int, *, by_expert: bool = False) -> bool:
+    def tried(self, tp: int, *, experts: int = 1) -> bool:
         """Run the shards without data; False if no inputs for that are known."""
-        plan = self.tensors(tp, by_expert=by_expert)
-        return self._once(("tried", tp, by_expert), lambda: check_plan(self.inner, self.prefix, plan))
+        plan = self.tensors(tp, experts=experts)
+        return self._once(("tried", tp, experts), lambda: check_plan(self.inner, self.prefix, plan))
 
     def stages(
         self,
@@ -121,12 +119,12 @@ class ModelPlans:
         key = ("rows", cp, by_heads)
         return self._once(key, lambda: plan_rows(self.inner, self.policy, self.prefix, cp, by_heads=by_heads))
 
-    def sequence(self, tp: int, stages: StagePlan, *, by_expert: bool = False) -> SequencePlan:
+    def sequence(self, tp: int, stages: StagePlan, *, experts: int = 1) -> SequencePlan:
         """Find what runs over rows of the sequence between sharded regions."""
         from autopar.dry_run.sequence_parallel import plan_sequence
 
-        plan = self.tensors(tp, by_expert=by_expert)
-        key = ("sequence", tp, by_expert, stages.bounds)
+        plan = self.tensors(tp, experts=experts)
+        key = ("sequence", tp, experts, stages.bounds)
         return self._once(key, lambda: plan_sequence(self.inner, self.prefix, plan, stages))
 
     def _reads(self, *, dry_run: bool) -> Reads | None:
@@ -179,10 +177,10 @@ def plan_model(plans: ModelPlans, config: ParallelConfig, check: Callable[[Plan]
         ConfigError, UnsupportedModelError, PolicyError: the first of these that does not fit.
     """
     tp, cp, pipeline = config.tensor_parallel_size, config.context_parallel_size, config.pipeline
-    by_expert = config.expert_parallel_size > 1
-    tensors = plans.tensors(tp, by_expert=by_expert)
+    experts = config.expert_parallel_size
+    tensors = plans.tensors(tp, experts=experts)
     check(tensors)
-    tried = plans.tried(tp, by_expert=by_expert) or not isinstance(plans.inner, PreTrainedModel)
+    tried = plans.tried(tp, experts=experts) or not isinstance(plans.inner, PreTrainedModel)
     stages = plans.stages(
         config.pipeline_parallel_size, pipeline.chunks, pipeline.layers_per_stage, folded=pipeline.folded
     )
@@ -192,7 +190,7 @@ def plan_model(plans: ModelPlans, config: ParallelConfig, check: Callable[[Plan]
         from autopar.dry_run.context_parallel import check_beside_sequence
 
         check_beside_sequence(plans.inner, rows, cp)
-    sequence = plans.sequence(tp, stages, by_expert=by_expert) if sharded else None
+    sequence = plans.sequence(tp, stages, experts=experts) if sharded else None
     return Plans(tensors, stages, rows, sequence, tried)
 
 

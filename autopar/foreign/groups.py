@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +22,8 @@ __all__ = [
     "default_store",
     "has_timeout",
     "is_flat_parameter",
+    "leave_out_of_ddp",
+    "left_out_of_ddp",
     "meshes_of_fsdp",
     "set_timeout",
 ]
@@ -51,6 +53,21 @@ def has_timeout(backend: Any) -> bool:
 def is_flat_parameter(parameter: torch.Tensor) -> bool:
     """Return whether FSDP1 has put several parameters into this one."""
     return bool(getattr(parameter, "_fsdp_flattened", False))
+
+
+_LEFT_OUT = "_ddp_params_and_buffers_to_ignore"
+
+
+def leave_out_of_ddp(model: nn.Module, names: Iterable[str]) -> None:
+    """Let a ``DistributedDataParallel`` that is made of ``model`` later leave these parameters alone; none: not any."""
+    vars(model).pop(_LEFT_OUT, None)
+    if listed := list(names):
+        vars(model)[_LEFT_OUT] = listed
+
+
+def left_out_of_ddp(wrapper: nn.Module) -> set[str]:
+    """Return the parameters that a ``DistributedDataParallel`` leaves alone, by their names in what it wraps."""
+    return set(getattr(wrapper, "parameters_to_ignore", ()))
 
 
 def meshes_of_fsdp(module: nn.Module) -> set[Any]:

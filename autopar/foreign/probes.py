@@ -6,6 +6,7 @@ reads, and says what would stop working.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from autopar.foreign import autograd, groups, modules, tensors, transformers
@@ -198,7 +200,8 @@ def _private_of_models() -> bool:
 
 def _groups() -> bool:
     named = (groups.default_group, groups.default_store, groups.PrefixStore)
-    return all(map(callable, named)) and not groups.is_flat_parameter(torch.ones(1))
+    left_out = "_ddp_params_and_buffers_to_ignore" in inspect.getsource(DistributedDataParallel.__init__)
+    return all(map(callable, named)) and not groups.is_flat_parameter(torch.ones(1)) and left_out
 
 
 PROBES: dict[str, Probe] = {

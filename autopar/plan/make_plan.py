@@ -24,11 +24,11 @@ from autopar.policy.schema import Policy
 __all__ = ["make_plan"]
 
 
-def make_plan(root: nn.Module, policy: Policy, tp: int, *, by_expert: bool = False) -> Plan:
+def make_plan(root: nn.Module, policy: Policy, tp: int, *, experts: int = 1) -> Plan:
     """Return what each of ``tp`` ranks will hold of ``root``. Works on the meta device and in one process.
 
     Args:
-        by_expert: shard mixtures of experts by expert instead of sharding each.
+        experts: ranks over which mixtures are sharded by expert, a multiple of ``tp``; 1: each expert is sharded.
 
     Raises:
         PolicyError: the policy does not describe this model (file and line).
@@ -44,8 +44,8 @@ def make_plan(root: nn.Module, policy: Policy, tp: int, *, by_expert: bool = Fal
     modules: dict[str, ModulePlan] = {}
     layouts = _Layouts()
     expert_attributes: list[AttributePlan] = []
-    if by_expert:
-        matches, expert_attributes = shard_by_expert(matches)
+    if experts > 1:
+        matches, expert_attributes = shard_by_expert(matches, experts)
     for bare in (False, True):  # a bare parameter that is tied to one which a layer's rule shards follows that rule
         for match in matches:
             if isinstance(match.module, nn.Module) is not bare:
@@ -65,15 +65,21 @@ def make_plan(root: nn.Module, policy: Policy, tp: int, *, by_expert: bool = Fal
     _watch_parents(modules)
     _check_ties(root, layouts, modules, {match.path for match in matches if not isinstance(match.module, nn.Module)})
     _check_coverage(model, prefix, layouts, policy)
-    experts = {attribute.path for attribute in expert_attributes}
-    attributes = [attribute for attribute in attributes if attribute.path not in experts]
+    mixtures = {attribute.path for attribute in expert_attributes}
+    attributes = [attribute for attribute in attributes if attribute.path not in mixtures]
+    if tp == 1 and experts > 1:  # all other modules stay as they are
+        modules, attributes = {path: plan for path, plan in modules.items() if path in mixtures}, []
+    by_id, over_replicas = layouts.over(tp, max(tp, experts))
+    tensors = plan_tensors(root, prefix, model, by_id, layouts.places())
     return Plan(
         tp=tp,
         model_type=model_type_of(model),
         policy=policy.name,
-        tensors=plan_tensors(root, prefix, model, layouts.by_id(), layouts.places()),
+        tensors=tensors,
         modules=modules,
         attributes=tuple(_distinct([*attributes, *expert_attributes])),
+        shards=max(tp, experts),
+        experts=frozenset(n for n, p in root.state_dict(keep_vars=True).items() if id(p) in over_replicas),
     )
 
 
@@ -140,6 +146,15 @@ class _Layouts:
 
     def by_id(self) -> Mapping[int, Layout | None]:
         return {key: layout for key, (layout, _, _) in self._known.items()}
+
+    def over(self, tp: int, ranks: int) -> tuple[Mapping[int, Layout | None], set[int]]:
+        """Return layouts over ``ranks``, and the tensors that are sharded over all: others over each ``tp`` of them."""
+        found = self.by_id()
+        wide = {key for key, layout in found.items() if layout is not None and layout.axis_size > tp}
+        spread = {
+            key: None if layout is None else layout.repeated(ranks // layout.axis_size) for key, layout in found.items()
+        }
+        return (found if ranks == tp else spread), wide
 
     def places(self) -> Mapping[int, str]:
         """Return ``file:line`` of the rule of each tensor."""

@@ -109,7 +109,7 @@ class TensorPlan:
         name: canonical name in the state dict (of tied entries, the one that ``save_pretrained`` keeps).
         shape: shape of the whole tensor.
         dtype: as safetensors and torch spell it: ``float32``.
-        layout: how it is sharded over tp; None if it is replicated.
+        layout: how it is sharded over :attr:`Plan.shards` ranks; None if it is replicated.
         aliases: other state-dict names of the same tensor.
         saved_as: the name under which ``save_pretrained`` of the plain model writes it; None if it does not.
         pieces: what it writes instead, if that is several parts of this tensor, or several tensors joined, of which
@@ -129,7 +129,7 @@ class TensorPlan:
     where: str = field(default="", compare=False)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Return the shape on tp rank ``rank``."""
+        """Return the shape on rank ``rank`` of those that hold the shards."""
         return self.shape if self.layout is None else self.layout.local_shape(self.shape, rank)
 
     def saved_names(self) -> tuple[str, ...]:
@@ -225,7 +225,8 @@ class ModulePlan:
 class AttributePlan:
     """An attribute that ``forward`` reads and that differs by rank: ``values[rank]``.
 
-    ``name`` may be ``config.x``: then the module gets its own copy of the config.
+    ``name`` may be ``config.x``: then the module gets its own copy of the config. Values of experts are
+    those of the ranks of :attr:`Plan.shards`.
     """
 
     path: str
@@ -246,6 +247,9 @@ class Plan:
         tensors: state-dict name -> :class:`TensorPlan`, in state-dict order, canonical names only.
         modules: path -> :class:`ModulePlan`, only of modules that change.
         attributes: that differ by rank.
+        shards: ranks over which tensors are laid out: tp, or more where experts are sharded over replicas, too. Rank
+            ``r`` of them holds of all other tensors the shard of tp rank ``r % tp``.
+        experts: names of the tensors that are sharded over replicas, too.
     """
 
     tp: int
@@ -254,8 +258,11 @@ class Plan:
     tensors: Mapping[str, TensorPlan]
     modules: Mapping[str, ModulePlan]
     attributes: tuple[AttributePlan, ...] = ()
+    shards: int = 0
+    experts: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "shards", self.shards or self.tp)
         object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
         object.__setattr__(self, "modules", MappingProxyType(dict(self.modules)))
 

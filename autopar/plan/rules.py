@@ -15,6 +15,7 @@ from autopar.foreign.modules import BatchNorm, own_buffers, own_parameters
 from autopar.layout import Layout
 from autopar.plan.matching import RuleMatch, join
 from autopar.plan.plan import AttributePlan, ModulePlan
+from autopar.plan.units import UnitTable
 from autopar.policy.schema import HIDDEN, Part, Rule
 
 __all__ = ["TensorRule", "shard_by_expert", "tensor_rules_of"]
@@ -250,8 +251,11 @@ def _weight_and_dim(match: RuleMatch) -> tuple[nn.Parameter, int]:
 _ARGUMENTS = 3  # hidden states, indices of the chosen experts, their weights
 
 
-def shard_by_expert(matches: list[RuleMatch]) -> tuple[list[RuleMatch], list[AttributePlan]]:
+def shard_by_expert(matches: list[RuleMatch], ranks: int) -> tuple[list[RuleMatch], list[AttributePlan]]:
     """Return the matches with each region that names ``by_expert`` sharded so, and the attributes that change.
+
+    Args:
+        ranks: over which experts are sharded.
 
     Raises:
         ConfigError: the model has no such region, or one whose forward does not take the choice of experts.
@@ -261,8 +265,12 @@ def shard_by_expert(matches: list[RuleMatch]) -> tuple[list[RuleMatch], list[Att
         raise ConfigError("expert_parallel_size: this model has no experts that can be sharded by expert")
     result: list[RuleMatch] = []
     attributes: list[AttributePlan] = []
-    for match in matches:
-        holder = match.path.rpartition(".")[0]
+    tables: dict[int, UnitTable] = {}
+    for found in matches:
+        match, holder = found, found.path.rpartition(".")[0]
+        if match.path in regions or holder in regions:
+            table = tables.setdefault(id(match.scope.table), match.scope.table.of_experts(ranks))
+            match = replace(match, scope=replace(match.scope, table=table))
         if match.path in regions:
             attributes.append(_check(match))
             rule = replace(match.rule, kind="experts", parts=(Part(str(match.rule.by_expert)),))

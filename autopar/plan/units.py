@@ -27,6 +27,7 @@ class UnitTable:
         size: ranks over which units are sharded.
         may_be_empty: units of which a rank may hold none (the vocabulary).
         root: the model, for counts that are attributes of its modules (``blocks.0.attn.n_head``).
+        axis: the key of ``size`` in the config, for messages.
     """
 
     def __init__(
@@ -37,14 +38,23 @@ class UnitTable:
         size: int,
         may_be_empty: frozenset[str],
         root: nn.Module | None = None,
+        axis: str = "tensor_parallel_size",
     ) -> None:
         self.specs = {HIDDEN: UnitSpec(HIDDEN, INFERRED, Where("policies/README.md", "hidden")), **specs}
         self.config, self.root = config, root
         self.model = model
-        self.size = size
+        self.size, self.axis = size, axis
         self.may_be_empty = may_be_empty | {HIDDEN}
         self._ranges: dict[tuple[str, int, int, int | None], UnitRanges] = {}
         self.used: dict[tuple[str, int, int | None], tuple[str, Where]] = {}  # -> where it was first sharded
+
+    def of_experts(self, size: int) -> UnitTable:
+        """Return the same units over ``size`` ranks that hold whole experts."""
+        if size == self.size:
+            return self
+        return UnitTable(
+            self.specs, self.config, self.model, size, self.may_be_empty, self.root, "expert_parallel_size"
+        )
 
     def count(self, unit: str, block: nn.Module | None = None) -> int | None:
         """Return how many units there are; None if the policy leaves it to the parameter."""
@@ -198,7 +208,7 @@ class UnitTable:
         counted = "counted on the parameter" if spec.count == INFERRED else f"{spec.count}={count}"
         fits = next((n for n in range(size - 1, 0, -1) if self._fits(n, block)), 1)
         return ConfigError(
-            f"tensor_parallel_size={size} does not fit {self.model}: {error}.\n"
+            f"{self.axis}={size} does not fit {self.model}: {error}.\n"
             f"  '{unit}' is {counted} ({spec.where}), sharded by {what} ({where}).\n"
             f"  Largest size that fits this model: {fits}."
         )

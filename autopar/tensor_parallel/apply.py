@@ -22,14 +22,14 @@ __all__ = ["apply", "attach", "keep_logits_sharded", "mark_parameters", "undo"]
 _MODELS = itertools.count(1)  # every rank makes the same ones, in the same order
 
 
-def apply(model: nn.Module, plan: Plan, mpu: MPU) -> Region:
+def apply(model: nn.Module, plan: Plan, mpu: MPU, dispatch: str) -> Region:
     """Swap the layers of ``model`` and shard its parameters, in place; no communication. At tp 1 nothing changes."""
     region = Region(mpu.tp)
     region.model = str(next(_MODELS))
-    if plan.tp > 1:
+    if plan.shards > 1:
         from autopar.tensor_parallel import parallelize
 
-        parallelize.apply(model, plan, mpu.tp, region)
+        parallelize.apply(model, plan, mpu.tp, region, mpu.shards, dispatch)
     region.find_dropout(model)
     return region
 
@@ -89,10 +89,10 @@ def mark_parameters(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -
 
 def undo(model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU) -> None:
     """Give back plain layers with full weights and gradients, without hooks and methods. Collective over tp."""
-    if plan.tp > 1:
+    if plan.shards > 1:
         from autopar.tensor_parallel import adapters, parallelize
 
-        parallelize.undo(model, plan, mpu.tp)
+        parallelize.undo(model, plan)
         adapters.detach(model)
     hooks.detach(inner)
     parameter_marks.unmark(model)

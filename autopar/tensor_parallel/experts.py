@@ -1,9 +1,17 @@
-"""Expert parallelism: tokens go to the ranks that hold the experts they chose, and back, by all-to-all.
+"""Expert parallelism: tokens go to the ranks that hold the experts they chose, and back.
 
-Lepikhin et al., "GShard" (2020), section 3; Megatron-LM, core/transformer/moe/token_dispatcher.py. Every tp rank holds
-the same tokens, so each takes an equal part of them, sends every (token, chosen expert) pair to the expert's rank, and
-gets the weighted output back; then the parts are gathered. The experts' own forward computes: it sees
-one chosen expert per row, counted from this rank's first one.
+Lepikhin et al., "GShard" (2020), section 3; Megatron-LM, core/transformer/moe/token_dispatcher.py. Experts lie on the
+tp ranks of a replica, or on those of several replicas. Every tp rank of one replica holds the same tokens, so each
+takes an equal part of them. By ``all_to_all`` it sends every (token, chosen expert) pair to the expert's rank, and gets
+the output back, which it weights. By ``all_reduce`` all tokens go to all ranks, which compute those pairs that
+chose their experts; an all-gather and a reduce-scatter, in which no rank waits for what another one's tokens chose.
+Then the parts are gathered. The experts' own forward computes: it sees one chosen expert per row, counted from this
+rank's first one.
+
+[Note: gradients over replicas] Tokens of several replicas meet in one expert, so its gradient is the sum over their
+losses, where that of any other weight is the mean over replicas. The gradient that comes to the expert's output is
+divided by the number of these replicas, and what goes on to the tokens is multiplied by it again: a weight of an expert
+then has the mean over them, and replicas that hold the same experts are averaged over like those of other weights.
 """
 
 from __future__ import annotations
@@ -12,54 +20,98 @@ from typing import Any
 
 import torch
 
-from autopar.distributed.collectives import all_to_all, even_layout, gather, scatter
+from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import all_gather, all_to_all, even_layout, gather, gather_sum, reduce_scatter
+from autopar.distributed.collectives import scatter as own_part
 from autopar.distributed.gloo_collectives import all_to_all_single
-from autopar.layout import even_shards
+from autopar.layout import Block, Layout, even_shards
 from autopar.tensor_parallel.region_modules import RegionModule
 
 __all__ = ["ExpertParallel"]
 
 
 class ExpertParallel(RegionModule):
-    """Experts, of which this rank holds some: ``[tokens, hidden] -> [tokens, hidden]``. Parameters Shard(0)."""
+    """Experts, of which this rank holds some: ``[tokens, hidden] -> [tokens, hidden]``. Parameters Shard(0).
+
+    Attributes:
+        tp: the ranks over which experts are sharded.
+        beside: the tensor-parallel ranks of this replica, which hold the same tokens.
+        dispatch: ``all_to_all`` or ``all_reduce``.
+    """
+
+    beside: Axis
+    dispatch: str
 
     def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> Any:
         """Compute the output; ``chosen``, ``weights``: ``[tokens, k]``, the experts of each token and their weights."""
-        axis, experts = self.tp, self.autopar.layout
-        assert experts is not None
         if hidden.is_meta and not torch.is_grad_enabled():  # a dry run: the routes depend on data
             return torch.empty_like(hidden)
-        tokens, k = chosen.shape
-        layout = even_layout(tokens, axis.size)
-        x = scatter(hidden.reshape(tokens, -1), axis, layout, 0)  # [tokens/tp, hidden]
-        w = scatter(weights, axis, layout, 0).reshape(-1)  # [tokens/tp * k]
-        ids = layout.shard(chosen, axis.rank, 0).reshape(-1)
-        ends = torch.tensor([experts.ranges(rank)[-1][1] for rank in range(axis.size)], device=ids.device)
-        starts = torch.tensor([experts.ranges(rank)[0][0] for rank in range(axis.size)], device=ids.device)
-        owner = torch.bucketize(ids, ends, right=True)
-        known = ids < experts.size  # a router may say "none" with an index behind the last
-        owner = torch.where(known, owner, axis.rank)
-        w = w.masked_fill(~known, 0)
+        tokens = chosen.shape[0]
+        layout = even_layout(tokens, self.beside.size)
+        x = own_part(hidden.reshape(tokens, -1), self.beside, layout, 0)  # [tokens/tp, hidden]
+        w = own_part(weights, self.beside, layout, 0)  # [tokens/tp, k]
+        ids = layout.shard(chosen, self.beside.rank, 0)  # [tokens/tp, k]
+        y = (self._by_all_to_all if self.dispatch == "all_to_all" else self._by_all_reduce)(x, w, ids)
+        return gather(y, self.beside, layout, 0).view_as(hidden)
+
+    def _by_all_to_all(self, x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        axis, k = self.tp, ids.shape[1]
+        owner, local, known = self._placed(ids.reshape(-1))
+        w = w.reshape(-1).masked_fill(~known, 0)
         order = torch.argsort(owner, stable=True)
         out_splits, in_splits = _splits(owner, axis)
         rows = all_to_all(x[order // k], axis, out_splits, in_splits)  # [received, hidden]
-        local = torch.where(known, ids - starts[owner], 0)[order]
-        local = all_to_all(local, axis, out_splits, in_splits)
-        y = self._compute(super().forward, rows, local)
+        y = self._compute(rows, all_to_all(local[order], axis, out_splits, in_splits))
         back = all_to_all(y, axis, in_splits, out_splits)  # [tokens/tp * k, hidden], in the order of sending
         weighted = back * w[order].unsqueeze(-1)  # here, so that only rows are sent
-        y = torch.zeros_like(x).index_add(0, order // k, weighted.to(x.dtype))
-        return gather(y, axis, layout, 0).view_as(hidden)
+        return torch.zeros_like(x).index_add(0, order // k, weighted.to(x.dtype))
 
-    def _compute(self, forward: Any, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    def _by_all_reduce(self, x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        axis, k = self.tp, ids.shape[1]
+        layout = _layout_of_tokens(x, axis)
+        x, w = gather_sum(x, axis, 0, layout), gather_sum(w, axis, 0, layout)  # [all tokens, hidden], [all tokens, k]
+        owner, local, known = self._placed(all_gather(ids, axis, layout, 0).reshape(-1))
+        if x.is_meta:  # even routes
+            mine = torch.empty(-(-len(owner) // axis.size), dtype=torch.long, device="meta")
+        else:
+            mine = torch.nonzero((owner == axis.rank) & known).squeeze(1)  # pairs of a token and an expert of this rank
+        y = self._compute(x[mine // k], local[mine])
+        weighted = y * w.reshape(-1)[mine].unsqueeze(-1)
+        return reduce_scatter(torch.zeros_like(x).index_add(0, mine // k, weighted.to(x.dtype)), axis, 0, layout)
+
+    def _placed(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the rank of each expert, its number there, and whether there is such an expert."""
+        axis, experts = self.tp, self.autopar.layout
+        assert experts is not None
+        starts, ends = zip(*(experts.ranges(rank)[0] for rank in range(axis.size)), strict=True)
+        owner = torch.bucketize(ids, torch.tensor(ends, device=ids.device), right=True)
+        known = ids < experts.size  # a router may say "none" with an index behind the last
+        owner = torch.where(known, owner, axis.rank)
+        return owner, torch.where(known, ids - torch.tensor(starts, device=ids.device)[owner], 0), known
+
+    def _compute(self, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        replicas = self.tp.size // self.beside.size  # [Note: gradients over replicas]
+        rows = _ScaledGradient.apply(rows, float(replicas)) if replicas > 1 else rows
         if rows.shape[0]:
-            y: torch.Tensor = forward(rows, local.unsqueeze(-1), torch.ones_like(rows[:, :1]))
-            return y
-        # No token for this rank: the output is empty, and the parameters are part of the graph.
-        return rows + sum(p.sum() for p in self._parameters.values() if p is not None) * 0  # type: ignore[attr-defined]
+            y: torch.Tensor = super().forward(rows, local.unsqueeze(-1), torch.ones_like(rows[:, :1]))
+        else:  # no token for this rank: the output is empty, and the parameters are part of the graph
+            own = self._parameters.values()  # type: ignore[attr-defined]
+            y = rows + sum(p.sum() for p in own if p is not None) * 0
+        return _ScaledGradient.apply(y, 1 / replicas) if replicas > 1 else y
 
 
-def _splits(owner: torch.Tensor, axis: Any) -> tuple[list[int], list[int]]:
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def _splits(owner: torch.Tensor, axis: Axis) -> tuple[list[int], list[int]]:
     """Return how many rows come from each rank, and go to it; where a planner counts without data: even routes."""
     if owner.is_meta:
         even = [stop - start for start, stop in even_shards(owner.numel(), axis.size)]
@@ -68,7 +120,19 @@ def _splits(owner: torch.Tensor, axis: Any) -> tuple[list[int], list[int]]:
     return _exchange_counts(sent, axis).tolist(), sent.tolist()
 
 
-def _exchange_counts(sent: torch.Tensor, axis: Any) -> torch.Tensor:
+def _exchange_counts(sent: torch.Tensor, axis: Axis) -> torch.Tensor:
     received = torch.empty_like(sent)
+    assert axis.group is not None
     all_to_all_single(received, sent, group=axis.group)
     return received
+
+
+def _layout_of_tokens(x: torch.Tensor, axis: Axis) -> Layout:
+    """Lay the tokens of all ranks side by side; each may have another number of them."""
+    counts = [x.shape[0]] * axis.size
+    if not x.is_meta:
+        own = torch.tensor([x.shape[0]], device=x.device)
+        counts = all_gather(own, axis, even_layout(axis.size, axis.size)).tolist()
+    ends = [sum(counts[: rank + 1]) for rank in range(axis.size)]
+    ranges = tuple((end - count, end) for end, count in zip(ends, counts, strict=True))
+    return Layout.of(0, [Block("tokens", ends[-1], 1, ranges)])

@@ -54,44 +54,57 @@ def _extra_repr(self: Any) -> str:
             whole = list(tensor.shape)
             whole[layout.dim] = layout.size
             sizes.append(f"{name} {list(tensor.shape)} of {whole}")
-    here = f"tp {axis.rank}/{axis.size}: {', '.join(sizes)}" if sizes else ""
+    here = f"{axis.name} {axis.rank}/{axis.size}: {', '.join(sizes)}" if sizes else ""
     return "; ".join(part for part in (type(self).extra_repr(self), here) if part)
 
 
 _SIZES = {"column": ("out_features", "nf", "out_channels"), "row": ("in_features", "nx", "in_channels")}
 
 
-def apply(model: nn.Module, plan: Plan, axis: Axis, region: Region) -> None:
+def apply(
+    model: nn.Module, plan: Plan, axis: Axis, region: Region, shards: Axis | None = None, dispatch: str = "all_to_all"
+) -> None:
     """Shard ``model`` for ``axis.rank``, in place; no communication.
 
     Parameter objects keep their identity: ``param.data`` (and ``param.grad``) become the shard, ``id(param)`` stays,
     so an optimizer made before goes on working.
+
+    Args:
+        shards: the ranks over which experts are sharded, where these are more than those of ``axis``; None: of a dry
+            run, which sends nothing.
+        dispatch: how tokens travel to experts.
     """
-    if plan.tp == 1:
+    if plan.shards == 1:
         return
+    if shards is None:
+        shards = axis if plan.shards == axis.size else Axis("ep", None, range(plan.shards), axis.rank)
     modules = dict(model.named_modules())
     done: set[int] = set()
     for path, module_plan in plan.modules.items():
         module = modules[path]
         drop_plain_forward(module)
         _swap(module, module_plan, axis, region)
+        if module_plan.rule == "experts":
+            module.tp, module.beside, module.dispatch = shards, axis, dispatch
+        rank = module.tp.rank
         for name, layout in vars(module)["autopar_layouts"].items():
             parameter = own_parameters(module).get(name)
             if parameter is not None and id(parameter) not in done:  # tied weights are sharded once
                 done.add(id(parameter))
                 gradient, parameter.grad = parameter.grad, None
-                parameter.data = layout.shard(parameter.data, axis.rank)
-                parameter.grad = None if gradient is None else layout.shard(gradient, axis.rank)
+                parameter.data = layout.shard(parameter.data, rank)
+                parameter.grad = None if gradient is None else layout.shard(gradient, rank)
             buffer = own_buffers(module).get(name)
             if buffer is not None:
-                own_buffers(module)[name] = layout.shard(buffer, axis.rank)
-        resize(module, module_plan, axis.rank)
+                own_buffers(module)[name] = layout.shard(buffer, rank)
+        resize(module, module_plan, rank)
         show_sizes(module)
     for path, module_plan in plan.modules.items():
         if module_plan.rule == "region":
             _keep_runnable(modules[path])
     for attribute in plan.attributes:
-        _set(modules[attribute.path], attribute, attribute.values[axis.rank])
+        of_experts = len(attribute.values) > axis.size
+        _set(modules[attribute.path], attribute, attribute.values[(shards if of_experts else axis).rank])
 
 
 def _swap(module: nn.Module, plan: ModulePlan, axis: Axis, region: Region) -> None:
@@ -158,15 +171,16 @@ def _keep_runnable(experts: nn.Module) -> None:
         set_value(view_of_config(experts), EXPERTS, "eager")
 
 
-def undo(model: nn.Module, plan: Plan, axis: Axis) -> None:
+def undo(model: nn.Module, plan: Plan) -> None:
     """Give back the plain model with full weights on every rank: the inverse of :func:`apply`. A collective of tp."""
-    if plan.tp == 1:
+    if plan.shards == 1:
         return
     hide_sizes(model)
     modules = dict(model.named_modules())
     done: set[int] = set()
     for path, module_plan in plan.modules.items():
         module = modules[path]
+        axis: Axis = module.tp
         for name, layout in vars(module)["autopar_layouts"].items():
             parameter, buffer = own_parameters(module).get(name), own_buffers(module).get(name)
             if parameter is not None and id(parameter) not in done:
@@ -178,7 +192,7 @@ def undo(model: nn.Module, plan: Plan, axis: Axis) -> None:
                 own_buffers(module)[name] = all_gather(buffer, axis, layout)
         resize(module, module_plan, None)
         module.__class__ = plain_class(module)
-        for name in ("tp", "region", "autopar", "autopar_layouts", "chunk", WARNED):
+        for name in ("tp", "region", "autopar", "autopar_layouts", "beside", "dispatch", "chunk", WARNED):
             module.__dict__.pop(name, None)
     for attribute in plan.attributes:
         module = modules[attribute.path]

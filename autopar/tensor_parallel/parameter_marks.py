@@ -2,7 +2,8 @@
 
 ``tensor_model_parallel`` (counts on every rank; otherwise on the first one only), ``partition_dim``, and
 ``partition_stride``, the number of blocks that lie side by side (two for ``gate | up``). ``shared`` and
-``ds_pipe_replicated``: an earlier pipeline stage holds and counts it, too.
+``ds_pipe_replicated``: an earlier pipeline stage holds and counts it, too. ``allreduce`` is False of experts that are
+sharded over replicas, too: Megatron-LM's sign that the data-parallel group does not hold them alike.
 
 The first of the ranks that hold a KV head counts it. One flag cannot describe a weight that is held twice only in part
 (a fused ``q | k | v`` with fewer KV heads than ranks): it counts on every rank. DeepSpeed's norms are given what counts
@@ -24,7 +25,7 @@ from autopar.plan.stages import StagePlan
 
 __all__ = ["mark", "mark_shard", "unmark"]
 
-_NAMES = ("tensor_model_parallel", "partition_dim", "partition_stride", "shared", "ds_pipe_replicated")
+_NAMES = ("tensor_model_parallel", "partition_dim", "partition_stride", "shared", "ds_pipe_replicated", "allreduce")
 
 
 def mark(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
@@ -35,8 +36,10 @@ def mark(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
             continue
         layout = due[name].layout
         if plan.tp > 1:
-            counts = layout is not None and _counts(layout, mpu.tp.rank)
+            counts = layout is not None and _counts(layout, (mpu.shards if name in plan.experts else mpu.tp).rank)
             mark_shard(parameter, -1 if layout is None else layout.dim, len(layout.blocks) if layout else 1, counts)
+        if name in plan.experts:
+            parameter.allreduce = False  # type: ignore[attr-defined]
         if name in stages.tensors and min(stages.holders(name), default=mpu.pp.rank) < mpu.pp.rank:
             parameter.shared = parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
 

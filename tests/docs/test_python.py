@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from typer.testing import CliRunner
 
 import autopar
@@ -34,6 +34,7 @@ from tests.worlds import distributed
 RUN = {
     DOCS / "coming-from.md": 6,
     DOCS / "checkpoints.md": 2,
+    DOCS / "experts.md": 1,
     DOCS / "inference.md": 5,
     DOCS / "launching.md": 1,
     DOCS / "long-sequences.md": 1,
@@ -69,13 +70,13 @@ class Sequences(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
-def run(page: Path, folder: Path, count: int | None = None) -> dict[str, Any]:
+def run(page: Path, folder: Path, count: int | None = None, **given: Any) -> dict[str, Any]:
     """The names that are there when the blocks of a page (the first ones) have run; a small model is called "gpt2"."""
     os.chdir(folder)
     if dist.get_rank() == 0:
         gpt2().save_pretrained("gpt2")
     dist.barrier()
-    namespace: dict[str, Any] = {"dataset": Sequences()}
+    namespace: dict[str, Any] = {"dataset": Sequences(), **given}
     for code in blocks(page)[:count]:
         exec(compile(code.replace("GPT2Config()", "GPT2Config(n_layer=2, n_embd=36)"), page.name, "exec"), namespace)
     return namespace
@@ -96,6 +97,14 @@ def test_launching(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-2", "step-4"]
     again = run(DOCS / "launching.md", tmp_path)  # there is nothing left to do
     assert again["extra"] == {"step": 4}
+
+
+@distributed(world_size=2)
+def test_experts(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = MixtralForCausalLM(MixtralConfig(num_hidden_layers=1, vocab_size=131, num_local_experts=4, **sizes))
+    names = run(DOCS / "experts.md", tmp_path, model=model)
+    assert names["model"].mpu.ep.size == 2 and names["model"].model.layers[0].mlp.experts.num_experts == 2
 
 
 @distributed(world_size=2)

@@ -51,11 +51,11 @@ def test_a_mixture_with_its_load_balancing_loss_on_two() -> None:
 
 def test_as_many_experts_as_ranks_at_least() -> None:
     model = mixtral()
-    plan = make_plan(model, find_policy(model), 2, by_expert=True)
+    plan = make_plan(model, find_policy(model), 2, experts=2)
     layout = plan.tensors["model.layers.0.mlp.experts.down_proj"].layout
     assert layout is not None and (layout.dim, layout.ranges(1)) == (0, ((3, 5),))
     with pytest.raises(ConfigError, match=r"^tensor_parallel_size=6 does not fit MixtralForCausalLM: 5 experts "):
-        make_plan(model, find_policy(model), 6, by_expert=True)
+        make_plan(model, find_policy(model), 6, experts=6)
 
 
 class Chosen(nn.Module):
@@ -116,13 +116,13 @@ def test_fewer_tokens_than_ranks() -> None:
 def test_models_whose_experts_cannot_be_sharded_by_expert() -> None:
     plain = llama()
     with pytest.raises(ConfigError) as info:
-        make_plan(plain, find_policy(plain), 2, by_expert=True)
+        make_plan(plain, find_policy(plain), 2, experts=2)
     assert str(info.value) == "expert_parallel_size: this model has no experts that can be sharded by expert"
     rules = {**MIXTURE_RULES, "experts": {"region": "ffn", "by_expert": "experts"}}
     policy = toy_policy({"ffn": "ffn", "experts": "3"}, rules)
     assert checked_plan(toy(Mixture), policy)
     with pytest.raises(ConfigError) as info:
-        make_plan(toy(Mixture), read_user_policy(policy), 2, by_expert=True)
+        make_plan(toy(Mixture), read_user_policy(policy), 2, experts=2)
     assert str(info.value) == (
         "expert_parallel_size: layers.0.experts (Experts) chooses its experts inside, it cannot be sharded by "
         "expert. Leave it out: each expert is sharded instead."
@@ -133,5 +133,5 @@ def test_models_whose_experts_cannot_be_sharded_by_expert() -> None:
 def test_the_size_of_the_config_reaches_the_plan() -> None:
     with pytest.raises(ConfigError, match="this model has no experts"):
         autopar.initialize(llama(), by_expert(2))
-    with pytest.raises(ConfigError, match=r"expert_parallel_size=4 must be 1 or tensor_parallel_size=2"):
+    with pytest.raises(ConfigError, match=r"that divides 2 x 1 replicas = 2: 1, 2 fit here$"):
         autopar.initialize(mixtral(), {"model_parallelism": {"tensor_parallel_size": 2, "expert_parallel_size": 4}})

@@ -98,7 +98,7 @@ def reshard_checkpoint(
                         return shards.whole(key, part)
 
                     written[name] = write_part(staging, name, plans, read, (tp, pp), where)
-            manifest = replace(old, save_id=staging.id, sizes=MeshSizes(tp, pp, 1), cp=1, parts=written,
+            manifest = replace(old, save_id=staging.id, sizes=MeshSizes(tp, pp, 1), cp=1, tp=0, parts=written,
                                training=training, versions=versions(), along={})  # fmt: skip
             return write_manifest(staging, manifest, folder)
 

@@ -171,7 +171,8 @@ class ParallelTrainerMixin(StepMixin, EvaluationMixin, CheckpointMixin):
         if self.autopar_ready and given is None:
             state = self.model._autopar
             check_optimizer(made, None, self.model, state.config)
-            refuse_unlike(made, self.model.parameters(), tp=self.mpu.tp.size, stages=self.mpu.pp.size)
+            tp, stages, experts = self.mpu.tp.size, self.mpu.pp.size, self.mpu.shards.size
+            refuse_unlike(made, self.model.parameters(), tp=tp, stages=stages, experts=experts)
         return made
 
     # -- what the trainer counts --------------------------------------------------------------------------------------

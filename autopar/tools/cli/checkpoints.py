@@ -162,10 +162,13 @@ def _file(path: Path, record: FileRecord) -> dict[str, Any]:
 
 
 def _mesh(manifest: Manifest) -> dict[str, int]:
-    """The sizes with which it was saved, cp only where there were several."""
-    tp, pp, replicas, _ = manifest.sizes
-    sizes = {"tensor": tp, "pipeline": pp, "data": replicas // manifest.cp, "context": manifest.cp}
-    return {f"{axis}_parallel_size": size for axis, size in sizes.items() if axis != "context" or size > 1}
+    """The sizes with which it was saved, cp only where there were several, ep where it was above tp."""
+    shards, pp, copies, _ = manifest.sizes
+    replicas = copies * manifest.experts // manifest.cp
+    sizes = {"tensor": manifest.tp, "pipeline": pp, "data": replicas}
+    sizes |= {"context": manifest.cp} if manifest.cp > 1 else {}
+    sizes |= {"expert": shards} if manifest.experts > 1 else {}
+    return {f"{axis}_parallel_size": size for axis, size in sizes.items()}
 
 
 def _summary(manifest: Manifest, files: list[dict[str, Any]]) -> dict[str, Any]:

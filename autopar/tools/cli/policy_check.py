@@ -50,7 +50,7 @@ def resolve_policy(
         AutoparError: as :func:`autopar.initialize`, with the same text.
     """
     plans = _plans(model, policy)
-    plan, stages = plans.tensors(tp, by_expert=by_expert), plans.stages(pp)
+    plan, stages = plans.tensors(tp, experts=tp if by_expert else 1), plans.stages(pp)
     report = {**_empty_report(model, tp, pp), "policy": _named(plans.policy), "stages": _stage_report(stages)}
     report["notice"] = derived_notice(model, plan, plans.policy)
     return {**report, **_holdings(model, plan, stages, tp, pp)}
@@ -85,7 +85,7 @@ def check_policy(
     try:
         plans = _plans(model, policy)
         report["policy"] = _named(plans.policy)
-        plan = plans.tensors(tp, by_expert=by_expert)
+        plan = plans.tensors(tp, experts=tp if by_expert else 1)
         report["notice"] = derived_notice(model, plan, plans.policy)
     except AutoparError as error:
         report["errors"].append(str(error))
@@ -93,7 +93,7 @@ def check_policy(
     tries: list[tuple[str, Callable[[], Any], bool]] = [("dry_run", lambda: _dry_run(plans, tp, by_expert), True)]
     tries.append(("stages", lambda: _stage_report(plans.stages(pp)), True))
     if sequence_parallel or (long_sequences and tp > 1):
-        sequence = functools.partial(plans.sequence, tp, by_expert=by_expert)
+        sequence = functools.partial(plans.sequence, tp, experts=tp if by_expert else 1)
         tries.append(("sequence_parallel", lambda: sequence(plans.stages(pp)) and "ok", sequence_parallel))
     if cp > 1 or long_sequences:
         tries.append(("context_parallel", lambda: plans.rows(cp if cp > 1 else _CP) and "ok", cp > 1))
@@ -110,7 +110,7 @@ def check_policy(
 
 
 def _dry_run(plans: ModelPlans, tp: int, by_expert: bool) -> str:
-    return "ok" if plans.tried(tp, by_expert=by_expert) else _why_not_run(plans.inner, tp)
+    return "ok" if plans.tried(tp, experts=tp if by_expert else 1) else _why_not_run(plans.inner, tp)
 
 
 def _empty_report(model: nn.Module, tp: int, pp: int) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class PlannedModel:
 
     def plan(self, tp: int, by_expert: bool = False) -> Plan:
         """Return the plan for a tensor-parallel size, experts sharded or whole. Raises what ``make_plan`` does."""
-        return self.plans.tensors(tp, by_expert=by_expert)
+        return self.plans.tensors(tp, experts=tp if by_expert else 1)
 
     @property
     def has_experts(self) -> bool:
@@ -142,7 +142,7 @@ class PlannedModel:
 
     def rehearse(self, config: ParallelConfig) -> None:
         """Try the shards and the stages, as ``initialize`` does. Raises what is wrong with them."""
-        self.plans.tried(config.tensor_parallel_size, by_expert=config.expert_parallel_size > 1)
+        self.plans.tried(config.tensor_parallel_size, experts=config.expert_parallel_size)
         pipeline, ranks = config.pipeline, config.pipeline_parallel_size
         if ranks > 1:
             self.plans.stages(ranks, pipeline.chunks, pipeline.layers_per_stage, folded=pipeline.folded)
@@ -190,7 +190,7 @@ class PlannedModel:
             config.use_cache = False
         ends = set[str]()
         if rows.sequence_parallel:
-            sequence = self.plans.sequence(rows.tp, self._one_stage, by_expert=rows.by_expert)
+            sequence = self.plans.sequence(rows.tp, self._one_stage, experts=rows.tp if rows.by_expert else 1)
             sequence_parallel.apply(shard, sequence, region)
             ends = {paths[-1] for paths in sequence.lists}
         if rows.cp > 1:

@@ -1,0 +1,248 @@
+"""expert_parallel_size above tensor_parallel_size: experts of several replicas; one process with the whole batch."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.nn.parallel import DistributedDataParallel
+from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import autopar
+from autopar.errors import ConfigError
+from tests.pool import pooled
+
+_SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+_MORE = {"vocab_size": 31, "initializer_range": 0.2, "intermediate_size": 24, "num_experts_per_tok": 2}
+
+
+def precise(model: PreTrainedModel) -> PreTrainedModel:
+    """In fp64, so that rounding is no matter of steps; of the implementations only ``eager`` has it."""
+    model.set_experts_implementation("eager")
+    return model.double()
+
+
+def mixtral(experts: int = 6, **fields: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return precise(MixtralForCausalLM(MixtralConfig(num_local_experts=experts, **_SIZES, **_MORE, **fields)))
+
+
+def qwen3(experts: int = 5, **fields: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"head_dim": 8, "moe_intermediate_size": 8, "decoder_sparse_step": 1}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(num_experts=experts, **sizes, **_SIZES, **_MORE, **fields))
+
+
+def batches(step: int, replicas: int, *, even: bool = False) -> list[list[torch.Tensor]]:
+    """Two micro-batches for each replica; each replica's have another length."""
+    drawn = torch.Generator().manual_seed(step)
+    lengths = [(8, 8) if even else (7 + 2 * replica, 5 + replica) for replica in range(replicas)]
+    return [[torch.randint(0, 31, (2, length), generator=drawn) for length in both] for both in lengths]
+
+
+def reference(plain: Any, optimizer: Any, data: list[list[torch.Tensor]]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return the loss of all replicas' batches on one process, and leave its gradients."""
+    optimizer.zero_grad()
+    total = 0.0
+    for own in data:
+        for ids in own:
+            loss = plain(input_ids=ids, labels=ids).loss / (2 * len(data))
+            loss.backward()
+            total += loss.item()
+    return total, {name: p.grad for name, p in plain.named_parameters()}
+
+
+def train(model: Any, own: list[torch.Tensor]) -> float:
+    """Run this replica's two micro-batches as a user does; return the mean loss."""
+    if model.mpu.pp.size > 1:
+        loss = model.execute_pipeline({"input_ids": torch.cat(own), "labels": torch.cat(own)}).loss
+        return 0.0 if loss is None else float(loss)
+    total = 0.0
+    for ids in own:
+        loss = model(input_ids=ids, labels=ids).loss / 2
+        loss.backward()
+        total += loss.item()
+    autopar.average_gradients(model)
+    return total
+
+
+def close(mine: torch.Tensor, other: torch.Tensor, tolerance: float = 1e-5) -> bool:
+    return bool((mine - other).norm() <= tolerance * other.norm().clamp(min=1e-6))
+
+
+def compare(make: Any, config: dict[str, Any], *, optimizer: Any = torch.optim.AdamW, even: bool = False) -> Any:
+    """Train three steps here and on one process; compare losses, norms, every gradient, and weights at the end."""
+    plain = make()
+    model, steps = copy.deepcopy(plain), {"lr": 1e-2}
+    other = optimizer(plain.parameters(), **steps)
+    model, own = autopar.initialize(model, config, optimizer=optimizer(model.parameters(), **steps))
+    mpu = model.mpu
+    for step in range(3):
+        data = batches(step, mpu.dp.size, even=even)
+        expected, gradients = reference(plain, other, data)
+        own.zero_grad()
+        loss = torch.tensor(train(model, data[mpu.dp.rank]))
+        if mpu.dp.size > 1 and mpu.pp.size == 1:
+            dist.all_reduce(loss, group=mpu.dp.group)
+            assert abs(loss.item() / mpu.dp.size - expected) < 1e-5
+        norm, due = autopar.clip_grad_norm_(model, 1e9), torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+        assert abs(norm - due) < 1e-5 * due
+        with autopar.whole(model):
+            for name, parameter in model.named_parameters():
+                assert close(parameter.grad, gradients[name]), (step, name)
+        own.step()
+        other.step()
+    with autopar.whole(model):
+        assert all(close(p, dict(plain.named_parameters())[n], 1e-5) for n, p in model.named_parameters())
+    return model, own, plain
+
+
+@pytest.mark.tier("test", only=("all_to_all",))
+@pytest.mark.parametrize("dispatch", ["all_to_all", "all_reduce"])
+@pooled(world_size=2)
+def test_two_replicas_hold_half_of_the_experts_each(dispatch: str) -> None:
+    config = {"ep": 2, "model_parallelism": {"expert_dispatch": dispatch}}
+    model, _, plain = compare(lambda: mixtral(5), config)
+    experts = model.model.layers[0].mlp.experts
+    own = 3 if model.mpu.ep.rank == 0 else 2
+    assert experts.num_experts == own and experts.gate_up_proj.shape[0] == own
+    assert experts.down_proj.allreduce is False and not hasattr(model.lm_head.weight, "allreduce")
+    assert "ep 0/2" in repr(experts) or "ep 1/2" in repr(experts)
+    assert type(model.model.layers[0].self_attn.q_proj) is torch.nn.Linear  # tp is 1
+    autopar.deparallelize(model)
+    assert all(close(p, dict(plain.named_parameters())[n]) for n, p in model.named_parameters())
+    assert experts.num_experts == 5 and type(experts).__name__ == "MixtralExperts"
+
+
+_FOUR = {
+    "tp 2 x dp 2": {"tp": 2, "ep": 4},
+    "six experts on four replicas": {"ep": 4},
+    "edp 2": {"ep": 2},
+    "pp 2": {"ep": 2, "pp": 2, "pipeline": {"num_microbatches": 2}},
+    "cp 2": {"ep": 2, "cp": 2},
+    "all_reduce, tp 2 x dp 2": {"tp": 2, "ep": 4, "model_parallelism": {"expert_dispatch": "all_reduce"}},
+    "whole experts on tp": {"tp": 2, "ep": 2, "model_parallelism": {"expert_dispatch": "all_reduce"}},
+    "sequence": {"tp": 2, "ep": 4, "model_parallelism": {"sequence_parallel": True}},
+    "ZeRO-1, clipping": {"ep": 2, "zero": {"stage": 1}, "gradient_clipping": 1e9},
+    "ZeRO-1, tp 2": {"tp": 2, "ep": 4, "zero": {"stage": 1}},
+    "recomputed": {"ep": 2, "activation_checkpointing": {"enable": True}},
+}
+
+
+@pytest.mark.parametrize("mesh", _FOUR)
+@pooled(world_size=4)
+def test_meshes_of_four(mesh: str) -> None:
+    compare(mixtral, _FOUR[mesh], even="pp" in mesh or "cp" in mesh)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+@pooled(world_size=4)
+def test_each_implementation_of_experts(implementation: str) -> None:
+    def make() -> Any:
+        model = qwen3()
+        model.set_experts_implementation(implementation)
+        return model
+
+    compare(make, {"tp": 2, "ep": 4}, optimizer=torch.optim.SGD)
+
+
+@pytest.mark.parametrize("whole", ["owned", "duplicated"])
+@pooled(world_size=4)
+def test_an_optimizer_of_whole_matrices(whole: str) -> None:
+    config = {"tp": 2, "ep": 4, "optimizer": {"whole": whole}, "zero": {"stage": 1}}
+    compare(mixtral, config, optimizer=torch.optim.Adafactor)
+
+
+@pooled(world_size=4)
+def test_an_optimizer_that_draws_random_numbers_is_refused() -> None:
+    class Noisy(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.add_(torch.randn_like(parameter), alpha=1e-3)
+
+    model = mixtral()
+    with pytest.raises(ConfigError) as info:
+        autopar.initialize(model, {"ep": 2}, optimizer=Noisy(model.parameters(), lr=0.1))
+    assert str(info.value) == (
+        "Noisy draws random numbers, others on each replica, and with expert_parallel_size=2 the ranks of several "
+        "replicas step one model's experts.\n  Use an optimizer that draws none."
+    )
+
+
+@pytest.mark.tier("test", only=("sizes0",))
+@pytest.mark.parametrize("sizes", [{"ep": 2}, {"tp": 2, "ep": 4}])
+@pooled(world_size=4)
+def test_distributed_data_parallel_leaves_experts_to_us(sizes: dict[str, int]) -> None:
+    plain = mixtral()
+    model = autopar.initialize(copy.deepcopy(plain), sizes)
+    wrapped = DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group())
+    own, other = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (wrapped, plain))
+    for step in range(3):
+        data = batches(step, model.mpu.dp.size)
+        reference(plain, other, data)
+        first, second = data[model.mpu.dp.rank]
+        own.zero_grad()
+        with wrapped.no_sync():
+            (wrapped(input_ids=first, labels=first).loss / 2).backward()
+        (wrapped(input_ids=second, labels=second).loss / 2).backward()
+        norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (wrapped, plain)]
+        assert abs(norms[0] - norms[1]) < 1e-5
+        own.step()
+        other.step()
+    with autopar.whole(model):
+        assert all(close(p, dict(plain.named_parameters())[n]) for n, p in model.named_parameters())
+    outer = torch.nn.ModuleDict({"inside": model})
+    with pytest.raises(ConfigError) as info:
+        DistributedDataParallel(outer, process_group=model.mpu.get_data_parallel_group())
+    ep, tp = model.mpu.ep.size, model.mpu.tp.size
+    assert str(info.value) == (
+        "DistributedDataParallel would average experts over all replicas: with expert_parallel_size="
+        f"{ep} above tensor_parallel_size={tp}\n  replicas hold different ones, inside.model.layers.0.mlp.experts."
+        "down_proj for instance. Wrap DistributedDataParallel around what\n  autopar.initialize returned itself, which "
+        "has told it to leave them out."
+    )
+
+
+@pooled(world_size=4)
+def test_checkpoints_of_any_mesh(tmp_path: Path) -> None:
+    """Save ep 4 = tp 2 x dp 2, go on at ep 2 and at ep 1, each beside the run that goes on without a break."""
+    first, own, plain = compare(mixtral, {"tp": 2, "ep": 4, "zero": {"stage": 1}})
+    first.save_parallelized(tmp_path / "ep4", optimizer=own)
+    first.save_parallelized(tmp_path / "merged", merge_checkpoints=True)
+    other = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    if dist.get_rank() == 0:
+        plain.save_pretrained(tmp_path / "plain")
+        merged, due = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "plain"))
+        assert merged.keys() == due.keys() and all(close(merged[name], due[name]) for name in due)
+    one = copy.deepcopy(plain)
+    alone, resumed = autopar.initialize(one, {}, optimizer=torch.optim.AdamW(one.parameters(), lr=1e-2))
+    alone.from_parallelized(tmp_path / "ep4", optimizer=resumed)
+    for name, parameter in alone.named_parameters():
+        for key, value in resumed.state[parameter].items():
+            other.state.setdefault(dict(plain.named_parameters())[name], {})[key] = value.clone()
+    config: dict[str, Any]
+    for config in ({"ep": 2}, {"ep": 2, "pp": 2, "pipeline": {"num_microbatches": 2}}, {"tp": 4, "ep": 4}, {"tp": 2}):
+        model = mixtral()
+        model, steps = autopar.initialize(model, config, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))
+        model.from_parallelized(tmp_path / "ep4", optimizer=steps)
+        with autopar.whole(model):
+            assert all(torch.equal(p, dict(alone.named_parameters())[n]) for n, p in model.named_parameters())
+        going_on = copy.deepcopy(plain)
+        its = torch.optim.AdamW(going_on.parameters(), lr=1e-2)
+        its.load_state_dict(copy.deepcopy(other.state_dict()))
+        data = batches(7, model.mpu.dp.size, even=True)
+        reference(going_on, its, data)
+        train(model, data[model.mpu.dp.rank])
+        its.step()
+        steps.step()
+        with autopar.whole(model):
+            assert all(close(p, dict(going_on.named_parameters())[n], 1e-5) for n, p in model.named_parameters())
+        model.save_parallelized(tmp_path / "again", optimizer=steps)
+        autopar.deparallelize(model)
