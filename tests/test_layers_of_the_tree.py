@@ -38,7 +38,7 @@ LINES = {
     "checks": 2190,
     "config": 940,
     "context_parallel": 2430,
-    "data_parallel": 2560,
+    "data_parallel": 2710,
     "deferred_init": 1100,
     "distributed": 3880,
     "dry_run": 3370,

@@ -85,6 +85,7 @@ class StepCheck:
         inner: the Hugging Face model in ``model``.
         alike: ``id(parameter)`` -> those of the ranks that hold a stage's shards that hold the same one.
         experts: names of parameters that are sharded over replicas, too.
+        routers_apart: each replica balances the routers of its own tokens, which is worth a warning.
         compare: compare over the data-parallel replicas; False only counts steps.
         whole_every: steps between two comparisons of all gradients and weights; 0: in the first steps only.
 
@@ -105,6 +106,7 @@ class StepCheck:
         compare: bool,
         whole_every: int = 0,
         experts: frozenset[str] = frozenset(),
+        routers_apart: bool = True,
     ) -> None:
         self.mpu, self.failures, self.made, self.whole_every = mpu, failures, 0, whole_every
         self.settings = ""
@@ -118,7 +120,7 @@ class StepCheck:
         self._names: set[str] | None = None  # of those in a model that is copied, until its parameters are there
         self._free, self._own = FreeWeights(), _Progress(_OWN, [], [], 0)
         self._progress: weakref.WeakKeyDictionary[Optimizer, _Progress] = weakref.WeakKeyDictionary()
-        self._count, self._told_of_routers, self._told_of_own_updates = 0, False, False
+        self._count, self._told_of_routers, self._told_of_own_updates = 0, not routers_apart, False
         self._replicas = "data-parallel replicas" if mpu.cp.size == 1 else "ranks with the same weights (dp x cp)"
         self._compare = compare and mpu.dp_cp.size > 1
         self._input_hook: Any = None

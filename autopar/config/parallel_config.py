@@ -65,6 +65,8 @@ class ParallelConfig:
         loss_chunk: tokens whose logits exist at a time in the loss of a language model; 0: all of them.
         loss_gather_logits: when ranks gather the logits of a forward that trains: ``on_read``, or ``always``.
         loss_read_timeout: seconds that a rank which reads such logits waits for the others to read them, too.
+        loss_router_aux: of which tokens the auxiliary loss of a mixture's routers is: ``global``, those of all replicas
+            and of all rows, or ``replica``, of each one's own.
         cpu_checkpointing: keep the inputs of the recomputed blocks in the CPU's memory.
         zero_stage: 0; 1: the optimizer's state is sharded over data parallel; 3: weights and gradients too (FSDP2).
         zero_cpu_offload: with stage 3, keep the shards in the CPU's memory.
@@ -112,6 +114,7 @@ class ParallelConfig:
     loss_chunk: int = 0
     loss_gather_logits: str = "on_read"
     loss_read_timeout: float = 20.0
+    loss_router_aux: str = "global"
     cpu_checkpointing: bool = False
     zero_stage: int = 0
     zero_cpu_offload: bool = False

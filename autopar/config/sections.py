@@ -52,7 +52,7 @@ SECTIONS: dict[str, dict[str, type]] = {
         "hysteresis": int,
     },
     "consistency_check": {"enable": bool, "inputs": str, "parameters": str},
-    "loss": {"chunk": int, "gather_logits": str, "read_timeout": float},
+    "loss": {"chunk": int, "gather_logits": str, "read_timeout": float, "router_aux": str},
     "pipeline": {
         "schedule": str,
         "microbatch_size": int,
@@ -87,6 +87,8 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "compile_mode": _MODES,
     "loss.gather_logits": ("on_read", "always"),
     "loss_gather_logits": ("on_read", "always"),
+    "loss.router_aux": ("global", "replica"),
+    "loss_router_aux": ("global", "replica"),
 }
 _FROM_ZERO = ("loss.chunk", "loss_chunk")
 
@@ -111,6 +113,7 @@ FIELDS = {
     ("consistency_check", "enable"): "consistency_check",
     ("loss", "chunk"): "loss_chunk",
     ("loss", "gather_logits"): "loss_gather_logits",
+    ("loss", "router_aux"): "loss_router_aux",
     ("loss", "read_timeout"): "loss_read_timeout",
 }
 

@@ -27,6 +27,7 @@ from autopar.data_parallel.gradients import counted_here
 from autopar.data_parallel.optimizer_state import keep_stage, rebind, shard_state, stepped_whole
 from autopar.data_parallel.precision import DTYPES
 from autopar.data_parallel.replica_norm import ReplicaNorm
+from autopar.data_parallel.router_loss import RouterLoss
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
@@ -64,9 +65,12 @@ class DataParallel:
         self.experts = ExpertGradients(model, plan, mpu, failures) if plan.experts else None
         told = () if self.experts is None else (self.experts.parameters, self.experts.inside)
         self.wrappers = WrapperCheck(model, mpu, *told)  # reports first what it finds in a step
+        balanced = config.loss_router_aux == "global" and mpu.dp_cp.size > 1
+        self.routers = RouterLoss.of(inner, mpu, failures) if balanced else None
         compare = config.consistency_check and config.zero_stage != 3
         self.steps = StepCheck(model, inner, mpu, failures, held_alike(model, plan, mpu), compare=compare,
-                               whole_every=config.parameters_every, experts=plan.experts)  # fmt: skip
+                               whole_every=config.parameters_every, experts=plan.experts,
+                               routers_apart=balanced and not self.routers)  # fmt: skip
         self.norm = ReplicaNorm(model, plan, mpu, failures, scaled=config.precision == "fp16")
         self.step: ParallelStep | None = None
 
@@ -99,6 +103,8 @@ class DataParallel:
         if self.experts is not None:
             self.experts.remove(self.model)
         self.norm.remove()
+        if self.routers is not None:
+            self.routers.remove()
         if self.step is not None and self.step.model is self.model:  # a copied model is not what the optimizer steps
             self.step.give_back_weights()
             self.step.remove()

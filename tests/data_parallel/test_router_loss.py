@@ -1,52 +1,127 @@
-"""The auxiliary loss of a mixture's routers over replicas: told, once, where it is on."""
+"""The auxiliary loss of a mixture's routers over replicas: that of the whole batch, where the model's is known."""
 
 from __future__ import annotations
 
+import copy
+import importlib
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import DogeConfig, DogeForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import autopar
+from autopar.data_parallel.router_loss import balancing_module, is_switch_loss
 from autopar.errors import ShardWarning
 from tests.parity import randomise
 from tests.pool import pooled
 
-IDS = torch.arange(16).view(2, 8)
+_SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+_PATCH = "transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func"
 
 
 def mixtral(**changes: Any) -> Any:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = MixtralConfig(vocab_size=131, **sizes, num_hidden_layers=2, num_local_experts=4, **changes)
-    return randomise(MixtralForCausalLM(config)).train()
+    fields = {"output_router_logits": True, "router_aux_loss_coef": 0.1, **changes}
+    model = MixtralForCausalLM(
+        MixtralConfig(vocab_size=131, **_SIZES, num_hidden_layers=2, num_local_experts=4, **fields)
+    )
+    model.set_experts_implementation("eager")
+    return randomise(model).double().train()
 
 
-def told(model: Any, **given: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            model(IDS, labels=IDS, **given).loss.backward()
-    return [str(each.message) for each in found if issubclass(each.category, ShardWarning)]
+def batch(step: int, replicas: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 131, (2 * replicas, 8), generator=torch.Generator().manual_seed(step))
+    mask = torch.ones_like(ids)
+    mask[0, 5:], mask[-1, 3:] = 0, 0
+    return {"input_ids": ids, "labels": ids, "attention_mask": mask}
 
 
-@pytest.mark.tier("all")
+def worst(model: Any, plain: Any) -> float:
+    """Return how far gradients are apart."""
+    with autopar.whole(model):
+        pairs = [(p.grad, other.grad) for p, other in zip(model.parameters(), plain.parameters(), strict=True)]
+        return max(float((mine - other).norm() / other.norm()) for mine, other in pairs)
+
+
+@pytest.mark.tier("test", only=("sizes0",))
+@pytest.mark.parametrize("sizes", [{}, {"ep": 2}, {"cp": 2}, {"tp": 2}])
 @pooled(world_size=2)
-def test_it_is_told_where_replicas_or_rows_have_one_each() -> None:
-    for size in ({}, {"context_parallel_size": 2}):
-        for by_config in (True, False):
-            model = autopar.initialize(mixtral(output_router_logits=by_config), {"model_parallelism": size})
-            found = told(model) if by_config else told(model, output_router_logits=True)
-            assert found == [
-                "MixtralForCausalLM adds its routers' auxiliary loss (output_router_logits=True), which is no mean "
-                "over samples: each of 2 ranks\n  balances the tokens of its own, so gradients of routers are others "
-                "than on one process with all of them. A larger batch on each rank comes\n  closer; tensor parallelism "
-                "changes nothing. output_router_logits=False leaves the loss out."
-            ]
-            model.mpu.destroy()
-    for config, size in (({}, {}), ({"output_router_logits": True}, {"tensor_parallel_size": 2})):
-        model = autopar.initialize(mixtral(**config), {"model_parallelism": size})
-        assert told(model) == []
+def test_it_is_that_of_one_process_with_all_batches(sizes: dict[str, int]) -> None:
+    plain = mixtral()
+    model = autopar.initialize(copy.deepcopy(plain), sizes)
+    replicas, own = model.mpu.dp.size, slice(2 * model.mpu.dp.rank, 2 * model.mpu.dp.rank + 2)
+    for step in range(2):  # accumulated, as one process does
+        whole = batch(step, replicas)
+        expected = plain(**whole)
+        expected.loss.backward()
+        out = model(**{name: x[own] for name, x in whole.items()})
+        out.loss.backward()
+        assert abs(float(out.aux_loss.detach() - expected.aux_loss.detach())) < 1e-6
+    autopar.average_gradients(model)
+    assert worst(model, plain) < 1e-6
+    model.eval()
+    theirs = model(**whole)
+    assert float(theirs.aux_loss) == pytest.approx(float(plain.eval()(**whole).aux_loss), abs=1e-6)  # of its own tokens
+    autopar.deparallelize(model)
+    assert _PATCH not in {patch.name for patch in autopar.patches()}
+
+
+@pooled(world_size=2)
+def test_that_of_each_replica_is_another_one() -> None:
+    plain = mixtral()
+    model = autopar.initialize(copy.deepcopy(plain), {"loss": {"router_aux": "replica"}})
+    whole, own = batch(0, 2), slice(2 * model.mpu.dp.rank, 2 * model.mpu.dp.rank + 2)
+    plain(**whole).loss.backward()
+    model(**{name: x[own] for name, x in whole.items()}).loss.backward()
+    autopar.average_gradients(model)
+    assert worst(model, plain) > 1e-2
+    assert autopar.patches() == []
+    model.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_two_models_share_a_patch_until_both_are_gone() -> None:
+    first, second = (autopar.initialize(mixtral(), {}) for _ in range(2))
+    assert [patch.name for patch in autopar.patches() if patch.name == _PATCH] == [_PATCH]
+    autopar.deparallelize(first)
+    assert _PATCH in {patch.name for patch in autopar.patches()}
+    assert float(first(**batch(0, 1)).aux_loss) > 0  # a plain model again, whose loss is its own
+    autopar.deparallelize(second)
+    assert autopar.patches() == []
+
+
+def test_which_losses_are_known() -> None:
+    names = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe", "jetmoe", "nllb_moe", "doge")
+    known = {name: importlib.import_module(f"transformers.models.{name}.modeling_{name}") for name in names}
+    found = {name for name, module in known.items() if is_switch_loss(module.load_balancing_loss_func)}
+    assert found == {*known} - {"doge"}
+    assert balancing_module(mixtral()) is known["mixtral"]
+    assert balancing_module(torch.nn.Linear(1, 1)) is None
+
+
+def doge() -> Any:
+    """A mixture whose routers' loss is another one."""
+    torch.manual_seed(0)
+    experts = {"is_moe": True, "num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    return randomise(DogeForCausalLM(DogeConfig(vocab_size=131, num_hidden_layers=1, **_SIZES, **experts))).train()
+
+
+@pooled(world_size=2)
+def test_it_is_told_where_replicas_have_one_each() -> None:
+    for make, sizes, expected in ((doge, {}, 1), (mixtral, {}, 0), (doge, {"tp": 2}, 0)):
+        model = autopar.initialize(make(), sizes)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for step in range(2):
+                model(**batch(step, 1)).loss.backward()
+        told = [str(each.message) for each in found if issubclass(each.category, ShardWarning)]
+        assert len(told) == expected
+        assert not told or told == [
+            "DogeForCausalLM adds its routers' auxiliary loss (output_router_logits=True), which is no mean over "
+            "samples: each of 2 ranks\n  balances the tokens of its own, so gradients of routers are others than on "
+            "one process with all of them. A larger batch on each rank comes\n  closer; tensor parallelism changes "
+            "nothing. output_router_logits=False leaves the loss out."
+        ]
         model.mpu.destroy()

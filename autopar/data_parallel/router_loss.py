@@ -1,0 +1,145 @@
+"""The auxiliary loss of a mixture's routers, of the whole batch: replicas and ranks of rows balance it together.
+
+Fedus et al., "Switch Transformers" (2021), equations 4 to 6: the experts' shares of choices, times their mean
+probabilities. This product of two means differs from the mean of such products, so losses of replicas do not add up to
+that of their batches. The 2 x experts sums in it do: they are summed over the ranks that hold the same weights before
+the product is made. Gradients are averaged over these ranks afterwards, so that each rank's own part counts as often.
+
+transformers' models call ``load_balancing_loss_func`` of their own module. It is patched there; a function that
+computes something else on a sample is left as it is.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.distributed.derivatives import is_transformed
+from autopar.distributed.failures import FailureLog
+from autopar.distributed.gloo_collectives import all_reduce
+from autopar.distributed.mesh import MPU
+from autopar.foreign.patches import hold, patch_name, patches, release
+
+__all__ = ["RouterLoss", "balancing_module", "is_switch_loss"]
+
+_NAME = "load_balancing_loss_func"
+_balancing: contextvars.ContextVar[RouterLoss | None] = contextvars.ContextVar("balancing", default=None)
+
+
+class RouterLoss:
+    """The auxiliary loss of one model over the ranks that hold the same weights. Every rank makes it."""
+
+    def __init__(self, model: nn.Module, module: ModuleType, mpu: MPU, failures: FailureLog) -> None:
+        self.axis, self.failures = mpu.dp_cp, failures
+        self._before: contextvars.Token[RouterLoss | None] | None = None
+        hold(self)
+        if all(patch.name != f"{module.__name__}.{_NAME}" for patch in patches()):
+            patch_name(module, _NAME, _loss)
+        self._handles = [
+            model.register_forward_pre_hook(self._enter),
+            model.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    @classmethod
+    def of(cls, model: nn.Module, mpu: MPU, failures: FailureLog) -> RouterLoss | None:
+        """Return that of ``model``; None if its class makes no such loss, or another one."""
+        module = balancing_module(model)
+        return None if module is None else cls(model, module, mpu, failures)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RouterLoss:
+        return self
+
+    def _enter(self, model: nn.Module, _: Any) -> None:
+        trains = model.training and torch.is_grad_enabled() and not is_transformed()
+        self._before = _balancing.set(self if trains else None)
+
+    def _leave(self, *_: Any) -> None:
+        if self._before is not None:
+            _balancing.reset(self._before)
+            self._before = None
+
+    def over_ranks(
+        self, logits: tuple[torch.Tensor, ...], experts: int, k: int, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the loss of the batches of all ranks, the same on each. A collective of the axis."""
+        chosen, probability, rows = _sums(logits, experts, k, mask)
+        own = torch.cat([chosen, probability.detach(), rows.view(1)])
+        total = own.clone()
+        with self.failures.wait("the routers' auxiliary loss over replicas", self.axis.ranks):
+            all_reduce(total, group=self.axis.group)
+        chosen, others, rows = total[:experts], total[experts:-1], total[-1]
+        probability = probability * self.axis.size
+        probability = others + (probability - probability.detach())
+        return _product(chosen, probability, rows)
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        release(self)
+
+
+def _loss(plain: Any, logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Any = None) -> Any:
+    """The body of ``load_balancing_loss_func``."""
+    over = _balancing.get()
+    if over is None or not isinstance(logits, tuple) or num_experts is None:
+        return plain(logits, num_experts, top_k, attention_mask)
+    return over.over_ranks(logits, num_experts, top_k, attention_mask)
+
+
+def _sums(
+    logits: tuple[torch.Tensor, ...], experts: int, k: int, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return over all layers' tokens how often each expert was chosen, its probabilities, and the number of tokens.
+
+    Args:
+        logits: of each layer, ``[tokens, experts]``.
+        k: experts of each token.
+        mask: ``[batch, seq]``: 0 for tokens that do not count.
+    """
+    device = logits[0].device
+    weight = None if mask is None else mask.reshape(-1).to(device, torch.float32)
+    chosen, rows = torch.zeros(experts, device=device), torch.zeros((), device=device)
+    probability = torch.zeros(experts, device=device)
+    for layer in logits:
+        p = torch.softmax(layer.to(device), dim=-1)
+        w = torch.ones(len(p), device=device) if weight is None else weight
+        ids = torch.topk(p.detach(), k, dim=-1).indices
+        chosen = chosen.index_add(0, ids.reshape(-1), w.repeat_interleave(k))
+        probability = probability + (p.float() * w.unsqueeze(-1)).sum(0)
+        rows = rows + w.sum()
+    return chosen, probability, rows
+
+
+def _product(chosen: torch.Tensor, probability: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return len(chosen) * torch.sum(chosen / rows * (probability / rows))
+
+
+def balancing_module(model: nn.Module) -> ModuleType | None:
+    """Return the module of transformers whose function makes the auxiliary loss of ``model``, if it is this one."""
+    for kind in type(model).__mro__:
+        module = sys.modules.get(kind.__module__)
+        function = getattr(module, _NAME, None)
+        if module is not None and function is not None:
+            return module if is_switch_loss(getattr(function, "__wrapped__", function)) else None
+    return None
+
+
+def is_switch_loss(function: Callable[..., Any]) -> bool:
+    """Return whether a function computes what :class:`RouterLoss` does, on a sample with a mask and one without."""
+    drawn = torch.Generator().manual_seed(0)
+    logits = tuple(torch.randn(6, 4, generator=drawn) for _ in range(2))
+    for mask in (None, torch.tensor([[1, 1, 0], [1, 0, 1]])):
+        try:
+            found = function(logits, 4, 2, mask)
+        except Exception:  # it takes something else
+            return False
+        if not isinstance(found, torch.Tensor) or not torch.allclose(found, _product(*_sums(logits, 4, 2, mask))):
+            return False
+    return True
