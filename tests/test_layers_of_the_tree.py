@@ -35,7 +35,7 @@ TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["verification"], ["c
 LINES = {
     "applied": 800,
     "checkpoint": 6060,
-    "checks": 2190,
+    "checks": 2250,
     "config": 940,
     "context_parallel": 2430,
     "data_parallel": 2710,
@@ -43,7 +43,7 @@ LINES = {
     "distributed": 3880,
     "dry_run": 3370,
     "foreign": 945,
-    "integrations": 1790,
+    "integrations": 1800,
     "pipeline_parallel": 3830,
     "plan": 2760,
     "policy": 1650,

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from autopar.checks.experts import SharedExperts
 from autopar.checks.step import StepCheck
 from autopar.checks.wrappers import WrapperCheck
 from autopar.config import ParallelConfig
@@ -63,14 +64,15 @@ class DataParallel:
         self.failures = failures
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.experts = ExpertGradients(model, plan, mpu, failures) if plan.experts else None
+        self.shared = SharedExperts(inner, mpu, failures) if plan.experts else None
         told = () if self.experts is None else (self.experts.parameters, self.experts.inside)
         self.wrappers = WrapperCheck(model, mpu, *told)  # reports first what it finds in a step
-        balanced = config.loss_router_aux == "global" and mpu.dp_cp.size > 1
-        self.routers = RouterLoss.of(inner, mpu, failures) if balanced else None
+        several, apart = mpu.dp_cp.size > 1, config.loss_router_aux == "replica"
+        self.routers = RouterLoss.of(inner, mpu, failures, apart=apart) if several else None
         compare = config.consistency_check and config.zero_stage != 3
         self.steps = StepCheck(model, inner, mpu, failures, held_alike(model, plan, mpu), compare=compare,
                                whole_every=config.parameters_every, experts=plan.experts,
-                               routers_apart=balanced and not self.routers)  # fmt: skip
+                               routers_apart=self.routers is None and not apart)  # fmt: skip
         self.norm = ReplicaNorm(model, plan, mpu, failures, scaled=config.precision == "fp16")
         self.step: ParallelStep | None = None
 
@@ -100,8 +102,9 @@ class DataParallel:
         """Remove all of it, and put the fp32 weights back into the model; with ZeRO-1 a collective of the dp axis."""
         self.steps.remove()
         self.wrappers.remove()
-        if self.experts is not None:
+        if self.experts is not None and self.shared is not None:
             self.experts.remove(self.model)
+            self.shared.remove()
         self.norm.remove()
         if self.routers is not None:
             self.routers.remove()

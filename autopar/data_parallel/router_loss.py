@@ -11,9 +11,10 @@ computes something else on a sample is left as it is.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -33,10 +34,15 @@ _balancing: contextvars.ContextVar[RouterLoss | None] = contextvars.ContextVar("
 
 
 class RouterLoss:
-    """The auxiliary loss of one model over the ranks that hold the same weights. Every rank makes it."""
+    """The auxiliary loss of one model over the ranks that hold the same weights. Every rank makes it.
 
-    def __init__(self, model: nn.Module, module: ModuleType, mpu: MPU, failures: FailureLog) -> None:
-        self.axis, self.failures = mpu.dp_cp, failures
+    Args:
+        apart: each replica balances its own tokens.
+    """
+
+    def __init__(self, model: nn.Module, module: ModuleType, mpu: MPU, failures: FailureLog, *, apart: bool) -> None:
+        self.axis, self.failures, self.apart = mpu.dp_cp, failures, apart
+        self._factor, self._always = 1.0, False
         self._before: contextvars.Token[RouterLoss | None] | None = None
         hold(self)
         if all(patch.name != f"{module.__name__}.{_NAME}" for patch in patches()):
@@ -47,17 +53,17 @@ class RouterLoss:
         ]
 
     @classmethod
-    def of(cls, model: nn.Module, mpu: MPU, failures: FailureLog) -> RouterLoss | None:
+    def of(cls, model: nn.Module, mpu: MPU, failures: FailureLog, *, apart: bool) -> RouterLoss | None:
         """Return that of ``model``; None if its class makes no such loss, or another one."""
         module = balancing_module(model)
-        return None if module is None else cls(model, module, mpu, failures)
+        return None if module is None else cls(model, module, mpu, failures, apart=apart)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RouterLoss:
         return self
 
     def _enter(self, model: nn.Module, _: Any) -> None:
         trains = model.training and torch.is_grad_enabled() and not is_transformed()
-        self._before = _balancing.set(self if trains else None)
+        self._before = _balancing.set(self if trains or self._always else None)
 
     def _leave(self, *_: Any) -> None:
         if self._before is not None:
@@ -78,6 +84,15 @@ class RouterLoss:
         probability = others + (probability - probability.detach())
         return _product(chosen, probability, rows)
 
+    @contextlib.contextmanager
+    def share_of_sum(self, shares: int) -> Iterator[None]:
+        """Make it a share of the loss inside, of which there are so many; in evaluation, too, which all ranks run."""
+        self._factor, self._always = 1 / shares, True
+        try:
+            yield
+        finally:
+            self._factor, self._always = 1.0, False
+
     def remove(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
@@ -90,7 +105,9 @@ def _loss(plain: Any, logits: Any, num_experts: int | None = None, top_k: int = 
     over = _balancing.get()
     if over is None or not isinstance(logits, tuple) or num_experts is None:
         return plain(logits, num_experts, top_k, attention_mask)
-    return over.over_ranks(logits, num_experts, top_k, attention_mask)
+    if over.apart:
+        return plain(logits, num_experts, top_k, attention_mask) * over._factor
+    return over.over_ranks(logits, num_experts, top_k, attention_mask) * over._factor
 
 
 def _sums(

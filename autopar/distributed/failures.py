@@ -201,6 +201,11 @@ class FailureLog:
         with self.deadline(), self.blame(collective, ranks):
             yield
 
+    @property
+    def in_deadline(self) -> bool:
+        """Whether collectives are limited to ``timeout`` already."""
+        return self._in_deadline
+
     @contextlib.contextmanager
     def deadline(self) -> Iterator[None]:
         """Limit collectives inside to ``timeout`` seconds instead of torch's own timeout, and publish errors.

@@ -83,10 +83,13 @@ def agreed(criteria: Sequence[Any], failures: FailureLog) -> StoppingCriteriaLis
 
 def refuse_continuous_batching(self: Any, *_: Any, **__: Any) -> NoReturn:
     """Refuse what transformers' ``generate_batch`` and its managers begin with."""
-    size = self._autopar_failures.mpu.model.size
+    mpu = self._autopar_failures.mpu
+    size, what = (
+        (mpu.model.size, "a model replica") if mpu.model.size > 1 else (mpu.ep.size, "an expert-parallel group")
+    )
     raise ConfigError(
         f"continuous batching (generate_batch, paged attention) of {type(self).__name__}: each of the {size} ranks of "
-        "a model replica would\n  choose by itself which requests run next, and they compute one model together.\n"
+        f"{what} would\n  choose by itself which requests run next, and they compute one model together.\n"
         "  Use model.generate(**tokenizer(prompts, padding=True, padding_side='left', return_tensors='pt')) on all of "
         "them; of TRL\n  leave use_transformers_paged (use_transformers_continuous_batching) out. Replicas without "
         "tensor, context and\n  pipeline parallelism have it."
@@ -132,9 +135,9 @@ def attach(
                 module.register_forward_pre_hook(ShardCaches(mpu, cache_layouts(module)), with_kwargs=True)
                 module.register_forward_hook(MarkCaches())
             bind(module, _OWNER, resize_token_embeddings=_refuse_resize)
-            if mpu.model.size > 1 and callable(getattr(module, "generate", None)):
+            if (mpu.model.size > 1 or plan.experts) and callable(getattr(module, "generate", None)):
                 bind(module, _OWNER, generate=_generate, _get_stopping_criteria=_get_stopping_criteria)
-            if mpu.model.size > 1 and callable(getattr(module, "init_continuous_batching", None)):
+            if (mpu.model.size > 1 or plan.experts) and callable(getattr(module, "init_continuous_batching", None)):
                 bind(module, _OWNER, init_continuous_batching=refuse_continuous_batching)
         module._autopar_failures = failures  # type: ignore[assignment]
         module._autopar_check = check  # type: ignore[assignment]
@@ -256,12 +259,15 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """``generate`` that samples alike on all ranks of a model replica, from the first one's random state.
 
     A ``TextStreamer`` prints on the first rank of the replica only; what gives the text to a program does so on all.
+    Replicas that share experts go on until the last of them has come to its end.
     """
     failures: FailureLog = self._autopar_failures
     check: ForwardCheck | None = self._autopar_check
     mpu = failures.mpu
     if mpu.model.rank != 0 and _prints(kwargs.get("streamer")):
         kwargs["streamer"] = None
+    if mpu.shards.size > mpu.tp.size:
+        kwargs["synced_gpus"] = True
     with failures.deadline(), failures.blame("a collective in generate", mpu.model.ranks):
         if check is not None and mpu.pp.size == 1:
             check.check_call("generate")

@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import importlib
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import DogeConfig, DogeForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import DogeConfig, DogeForCausalLM, MixtralConfig, MixtralForCausalLM, TrainingArguments
 
 import autopar
 from autopar.data_parallel.router_loss import balancing_module, is_switch_loss
 from autopar.errors import ShardWarning
+from autopar.integrations import ParallelTrainer
+from tests.integrations.runs import launched
 from tests.parity import randomise
 from tests.pool import pooled
 
@@ -77,7 +80,6 @@ def test_that_of_each_replica_is_another_one() -> None:
     model(**{name: x[own] for name, x in whole.items()}).loss.backward()
     autopar.average_gradients(model)
     assert worst(model, plain) > 1e-2
-    assert autopar.patches() == []
     model.mpu.destroy()
 
 
@@ -90,6 +92,38 @@ def test_two_models_share_a_patch_until_both_are_gone() -> None:
     assert float(first(**batch(0, 1)).aux_loss) > 0  # a plain model again, whose loss is its own
     autopar.deparallelize(second)
     assert autopar.patches() == []
+
+
+@pooled(world_size=2)
+def test_the_trainer_adds_it_once(tmp_path: Path) -> None:
+    """Its loss is a share of a sum over replicas, which it multiplies by their number."""
+    plain = mixtral()
+    data = [{"input_ids": ids, "labels": ids} for ids in batch(0, 2)["input_ids"]]
+    sizes = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "max_steps": 3, "max_grad_norm": 0}
+    steps = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "logging_steps": 1}
+    quiet: dict[str, Any] = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+    model = autopar.initialize(copy.deepcopy(plain), {"ep": 2})
+    with launched():
+        args = TrainingArguments(str(tmp_path), **sizes, **steps, **quiet)
+        trainer = ParallelTrainer(model=model, args=args, train_dataset=data, eval_dataset=data)
+        before = trainer.evaluate()["eval_loss"]
+        trainer.train()
+    ids = torch.stack([each["input_ids"] for each in data])
+    losses, optimizer = [], torch.optim.SGD(plain.parameters(), lr=0.1)
+    assert before == pytest.approx(plain.eval()(input_ids=ids, labels=ids).loss.item(), abs=1e-6)
+    plain.train()
+    for _ in range(3):
+        loss = plain(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == pytest.approx(losses, abs=1e-5)
+    with autopar.whole(model):
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        assert all(torch.allclose(mine, other, atol=1e-6) for mine, other in pairs)
+    model.mpu.destroy()
 
 
 def test_which_losses_are_known() -> None:

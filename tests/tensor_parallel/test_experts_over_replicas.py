@@ -14,8 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import autopar
-from autopar.errors import ConfigError
+from autopar.errors import ConfigError, ConsistencyError, PipelineError
 from tests.pool import pooled
+from tests.timeouts import hurry, say, wait_for
+from tests.worlds import distributed
 
 _SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
 _MORE = {"vocab_size": 31, "initializer_range": 0.2, "intermediate_size": 24, "num_experts_per_tok": 2}
@@ -246,3 +248,62 @@ def test_checkpoints_of_any_mesh(tmp_path: Path) -> None:
             assert all(close(p, dict(going_on.named_parameters())[n], 1e-5) for n, p in model.named_parameters())
         model.save_parallelized(tmp_path / "again", optimizer=steps)
         autopar.deparallelize(model)
+
+
+@pytest.mark.parametrize("sizes", [{"ep": 4}, {"tp": 2, "ep": 4}, {"ep": 2, "pp": 2}])
+@pooled(world_size=4)
+def test_generate_goes_on_until_the_last_replica_has_ended(sizes: dict[str, int]) -> None:
+    plain = mixtral().eval()
+    model = autopar.initialize(copy.deepcopy(plain), sizes).eval()
+    replica = model.mpu.dp.rank
+    ids = torch.randint(0, 31, (2, 4 + replica), generator=torch.Generator().manual_seed(replica))
+    for settings in ({"max_new_tokens": 2 + 3 * replica}, {"max_new_tokens": 6, "eos_token_id": 3 + replica}):
+        expected = plain.generate(ids, do_sample=False, pad_token_id=0, **settings)
+        found = model.generate(ids, do_sample=False, pad_token_id=0, **settings)
+        assert torch.equal(found, expected), settings
+    model.mpu.destroy()
+
+
+@distributed(world_size=2)  # its time-out breaks the connections of the world
+def test_replicas_that_do_different_things_are_named() -> None:
+    model = autopar.initialize(mixtral(), {"ep": 2})
+    ids, first = torch.ones(1, 4, dtype=torch.long), dist.get_rank() == 0
+    with pytest.raises(ConsistencyError) as different, torch.set_grad_enabled(first):
+        model.train(first)(input_ids=ids)
+    assert str(different.value) == (
+        "replicas share the experts of MixtralForCausalLM, and do different things with it: rank 0 trains with "
+        "gradients,\n  rank 1 evaluates without gradients. Tokens of all of ranks [0, 1] meet in each layer: train and "
+        "evaluate\n  on all of them at the same time, with as many batches each."
+    )
+    hurry(model)
+    if first:
+        with pytest.raises(PipelineError, match=r"(?s)the forward of replicas that share experts.*rank 1"):
+            model.train()(input_ids=ids)
+        say("told")
+    wait_for("told", [0])  # rank 1 has no batch left
+
+
+@pooled(world_size=4)
+def test_a_model_that_no_process_holds_whole(tmp_path: Path) -> None:
+    """Shards are read from the folder of Hugging Face, and what is not there is drawn."""
+    plain = mixtral()
+    if dist.get_rank() == 0:
+        plain.save_pretrained(tmp_path / "plain")
+    dist.barrier()
+    model = autopar.from_pretrained(MixtralForCausalLM, tmp_path / "plain", {"tp": 2, "ep": 4})
+    assert model.model.layers[0].mlp.experts.down_proj.shape[0] < 6
+    with autopar.whole(model):
+        assert all(torch.equal(p, dict(plain.named_parameters())[n]) for n, p in model.named_parameters())
+    names = {name: tensor.shape for name, tensor in autopar.hf_weights(model)}
+    assert len(names) == len(plain.state_dict()) + 2 * (3 * 6 - 2)  # each expert of two layers by itself
+    model.mpu.destroy()
+    torch.manual_seed(0)
+    with autopar.lazy_init():
+        deferred = MixtralForCausalLM(plain.config)
+    drawn = autopar.initialize(deferred, {"ep": 4})
+    torch.manual_seed(0)
+    with autopar.lazy_init():
+        deferred = MixtralForCausalLM(plain.config)
+    due = dict(autopar.initialize(deferred, {}).named_parameters())
+    with autopar.whole(drawn):
+        assert all(torch.equal(p, due[n]) for n, p in drawn.named_parameters())

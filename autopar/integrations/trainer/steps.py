@@ -44,7 +44,11 @@ class ParallelBase(Trainer):
         """Compute the loss as the trainer does; and remember whether it is divided by the items of all replicas."""
         given = args[1] if len(args) > 1 else kwargs.get("num_items_in_batch")
         self.autopar_counted = given is not None
-        return super().compute_loss(model, inputs, *args, **kwargs)
+        routers, replicas = self.model._autopar.dp.routers, self.model.mpu.dp.size
+        if routers is None or self.autopar_alone or not self.autopar_counted:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        with routers.share_of_sum(replicas):  # as the loss around it is
+            return super().compute_loss(model, inputs, *args, **kwargs)
 
     def has_own_loss(self) -> bool:
         """Return whether ``compute_loss`` is not that of transformers' trainer, but of a class that derives from it."""
