@@ -234,7 +234,7 @@ class NeedsAllRows:
                 return states.behind(super().__call__(*args, **kwargs))  # type: ignore[misc]
         args, kwargs = self._gather((args, kwargs), state, number, layout, where)
         with _uncut(state), contextlib.nullcontext() if state.tracking is None else state.tracking.paused():
-            if where.heads is None or not where.heads.fits(self):  # type: ignore[arg-type]
+            if where.heads is None or not state.by_heads or not where.heads.fits(self):  # type: ignore[arg-type]
                 out = super().__call__(*args, **kwargs)  # type: ignore[misc]
             else:
                 args, kwargs = where.heads.slice_inputs(type(self), args, kwargs, state.axis)

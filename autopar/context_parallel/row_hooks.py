@@ -1,0 +1,312 @@
+"""Hooks of the user's where the ranks of the context-parallel axis share sequences: they get all rows, in their order.
+
+Three kinds of places are in a forward over rows:
+
+* Tensors hold this rank's rows: in blocks, and behind them up to the head. They are gathered for a hook, and what it
+  returns is cut. The gradient in front of and behind it is that of own rows, as large as an average over the ranks
+  needs it (:mod:`~autopar.context_parallel.rows`): inside of the hook it is the whole one, on every rank.
+* Tensors are whole, and each rank has a part of their gradient: in front of the blocks, between an encoder and a
+  decoder, in a module that needs all rows. The gradient of what a hook returns is averaged over the ranks behind it.
+* The forward is not cut: hooks are called as they are.
+
+Sizes say whether a tensor holds rows: they have to on all ranks. A tensor in a block that has neither own rows nor all
+of them is refused: tokens of one expert, a window.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from autopar.context_parallel.lazy_rows import LazyRows
+from autopar.context_parallel.rows import entered
+from autopar.context_parallel.state import RowState
+from autopar.distributed import collectives, plain_collectives
+from autopar.distributed.axis import Axis
+from autopar.distributed.derivatives import keep_none
+from autopar.distributed.digest import of_values
+from autopar.distributed.whole_on_read import WholeOnRead
+from autopar.errors import ConfigError
+from autopar.foreign.tensors import version_of
+from autopar.layout import Layout
+from autopar.plan.blocks import lies_in
+from autopar.tensor_parallel.seen_values import Seen, mapped, tensors_of
+
+__all__ = ["RowHooks"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a module is in a model over rows.
+
+    Attributes:
+        path: of the module.
+        number: of its list of blocks; None outside of blocks.
+        whole: whether it lies in a module that needs all rows.
+        crosses: whether it lies in attention to another sequence.
+    """
+
+    path: str
+    number: int | None = None
+    whole: bool = False
+    crosses: bool = False
+
+
+class RowHooks:
+    """Says for each module of a model over rows what its hooks are to see.
+
+    Args:
+        model: whose forward may be the outermost one; ``prefix``: its path in the names of the plan.
+    """
+
+    def __init__(self, state: RowState, model: nn.Module, prefix: str) -> None:
+        self.state, self.model, self.prefix = state, model, prefix
+
+    def places(self) -> Iterator[tuple[str, nn.Module, Callable[[bool, bool], Seen | None]]]:
+        """Yield all modules but the model itself, whose inputs and outputs are whole."""
+        plan = self.state.plan
+        alone = [path for path, where in plan.whole.items() if where.states is None]
+        for below, module in self.model.named_modules():
+            path = f"{self.prefix}.{below}".strip(".")
+            lists = enumerate(plan.lists)
+            number = next((n for n, blocks in lists if any(lies_in(path, block) for block in blocks)), None)
+            place = Place(
+                path,
+                number,
+                whole=any(lies_in(path, each) for each in alone),
+                crosses=any(lies_in(path, each) for each, crossed in plan.crosses.items() if crossed),
+            )
+            if below:
+                yield below, module, functools.partial(self._seen, place)
+
+    def begin(self, hooked: list[str]) -> None:
+        """Let modules that are sharded by heads compute all of them, where a hook is inside of one."""
+        by_heads = [path for path, where in self.state.plan.whole.items() if where.heads is not None]
+        paths = {f"{self.prefix}.{path}".strip(".") for path in hooked} if by_heads else set()
+        self.state.by_heads = not any(path != each and lies_in(path, each) for path in paths for each in by_heads)
+
+    def _seen(self, place: Place, gradients: bool, made: bool) -> Seen | None:
+        state = self.state
+        if gradients:
+            alike = made and place.path == state.plan.head  # logits, which are whole for whoever reads them
+            return GradientsOfRows(state, place, alike=alike) if state.lengths() else None
+        if not state.cutting:
+            return SeenRows(state, place, None) if state.needs_all_rows else None
+        number = place.number if place.number is not None else max(state.inside, default=None)
+        layout = None if number is None else state.layout(number)
+        if place.number is not None and layout is None:
+            return None  # too few rows to be cut
+        return SeenRows(state, place, layout)
+
+
+class SeenRows(Seen):
+    """What a hook sees of one call of a module.
+
+    Args:
+        layout: of the rows that the module may have; None if its tensors are whole.
+    """
+
+    def __init__(self, state: RowState, place: Place, layout: Layout | None) -> None:
+        super().__init__()
+        self.state, self.axis, self.place, self.layout = state, state.axis, place, layout
+        self._originals: list[tuple[torch.Tensor, int]] = []  # whole ones that a hook gets as they are
+        self._own: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}  # id of the whole -> whole, version, own
+        self._ways: dict[tuple[torch.Size, bool], _Way] = {}  # shape of a whole, whether of numbers -> where rows are
+
+    def is_written(self) -> bool:
+        """Return whether the hook wrote into what it got."""
+        return self.loses_writes() or any(version_of(x) != version for x, version in self._originals)
+
+    def whole(self, value: Any, *, gradient: bool = False) -> Any:
+        """Return it with all rows: of hidden states, which come first, and of what is beside them."""
+        first = next(tensors_of(value), None)
+        return mapped(lambda x: self._whole(x, first=x is first), value)
+
+    def cut(self, value: Any, *, gradient: bool = False) -> Any:
+        """Return it with this rank's rows."""
+        return mapped(self._cut, value)
+
+    def _whole(self, x: torch.Tensor, *, first: bool) -> torch.Tensor:
+        layout = self.layout
+        if isinstance(x, LazyRows):
+            return self._as_it_is(x.whole())
+        known = x if first or layout is None else self.state.whole_of(x)
+        if known is not x and layout is not None:  # positions, rotary angles
+            self._own[id(known)] = (known, version_of(known), x)
+            dim = next(dim for dim, size in enumerate(x.shape) if size != known.shape[dim])
+            self._ways.setdefault((known.shape, known.is_floating_point()), _Way(dim, False, layout))
+            return self.note(known)
+        if layout is None or (not first and len(self.state.plan.lists) > 1):  # it may be another sequence
+            return self._as_it_is(x)
+        way = self._way(x, layout)
+        if way is None:
+            if first and self.place.number is not None and not self._is_whole(x, layout):
+                raise ConfigError(_refusal(self.place.path, x, layout, self.axis))
+            return self._as_it_is(x)
+        full = _all_rows(x.whole() if isinstance(x, WholeOnRead) else x, way, self.axis)  # sharded by vocabulary, too
+        self._ways[full.shape, full.is_floating_point()] = way
+        return self.note(full)
+
+    def _way(self, x: torch.Tensor, layout: Layout) -> _Way | None:
+        """Return where own rows lie; None if they do not."""
+        batch = self.state.batches.get(self._number, 0)
+        way = _found(x, [layout], batch, self.axis, self.place.path)
+        if way is not None and self.place.crosses:  # rows differ from rank to rank, another sequence does not
+            (most,), (least,) = plain_collectives.extremes_over(self.axis, [of_values({"x": x.detach()})])
+            return None if most == least else way
+        return way
+
+    @property
+    def _number(self) -> int:
+        return len(self.state.plan.lists) - 1 if self.place.number is None else self.place.number
+
+    def _is_whole(self, x: torch.Tensor, layout: Layout) -> bool:
+        flat = x.ndim == 2 and len(x) == self.state.batches.get(self._number, 0) * layout.size
+        return self.place.crosses or layout.size in x.shape[1:] or flat
+
+    def _as_it_is(self, x: torch.Tensor) -> torch.Tensor:
+        self._originals.append((x, version_of(x)))
+        return x
+
+    def _cut(self, x: torch.Tensor) -> torch.Tensor:
+        known, version, own = self._own.get(id(x), (None, 0, x))
+        if known is x and version_of(x) == version:
+            return own
+        original = any(x is each for each, _ in self._originals)
+        if original and any(x is each and version_of(x) == version for each, version in self._originals):
+            return x
+        way = None if original else self._ways.get((x.shape, x.is_floating_point()))
+        if way is None:
+            averaged: torch.Tensor = entered(x, self.axis)
+            return averaged
+        return _own_rows(x, way, self.axis)
+
+
+class GradientsOfRows(Seen):
+    """What a backward hook sees of gradients: the forward has ended, so their lengths say which rows they are of.
+
+    Args:
+        alike: whether they are whole, and the same on all ranks.
+    """
+
+    def __init__(self, state: RowState, place: Place, *, alike: bool) -> None:
+        super().__init__()
+        self.state, self.axis, self.place, self.alike = state, state.axis, place, alike
+        self._ways: dict[torch.Size, _Way] = {}
+
+    def whole(self, value: Any, *, gradient: bool = False) -> Any:
+        """Return it with the whole gradients."""
+        return value if self.alike else mapped(self._whole, value)
+
+    def cut(self, value: Any, *, gradient: bool = False) -> Any:
+        """Return it with the gradients of own rows, as large as an average over the ranks needs them."""
+        return mapped(self._cut, value)
+
+    def _whole(self, x: torch.Tensor) -> torch.Tensor:
+        lengths = [] if self.place.whole else self.state.lengths()
+        layouts = [layout for layout in map(self.state.rows_of, lengths) if layout is not None]
+        number = len(self.state.plan.lists) - 1 if self.place.number is None else self.place.number
+        way = _found(x, layouts, self.state.batches.get(number, 0), self.axis, self.place.path)
+        if way is None:
+            if self.place.number is not None and not self.place.whole and not set(x.shape[1:]) & set(lengths):
+                raise ConfigError(_refusal(self.place.path, x, layouts[-1], self.axis))
+            return plain_collectives.all_reduce(x, self.axis) / self.axis.size
+        y = x.unflatten(0, (-1, way.layout.local_size(self.axis.rank))) if way.flat else x
+        full = plain_collectives.all_gather(y, self.axis, way.layout, way.dim) / self.axis.size
+        full = full.flatten(0, 1) if way.flat else full
+        self._ways[full.shape] = way
+        return self.note(full)
+
+    def _cut(self, x: torch.Tensor) -> torch.Tensor:
+        way = self._ways.get(x.shape)
+        if way is None:
+            return x
+        y = x.unflatten(0, (-1, way.layout.size)) if way.flat else x
+        own = way.layout.shard(y, self.axis.rank, way.dim) * self.axis.size
+        return own.flatten(0, 1) if way.flat else own
+
+
+class _Way(NamedTuple):
+    """Where a tensor holds rows.
+
+    Attributes:
+        flat: whether the batch lies in the same dim, in front of them; ``dim`` is counted without that.
+    """
+
+    dim: int
+    flat: bool
+    layout: Layout
+
+
+def _found(x: torch.Tensor, layouts: list[Layout], batch: int, axis: Axis, path: str) -> _Way | None:
+    """Return where ``x`` holds own rows of one of the layouts, on all ranks.
+
+    Raises:
+        ConfigError: two dims may be rows.
+    """
+    if x.ndim == 2:  # [batch * rows, features]
+        sizes = [(1, len(x) // batch)] if batch and len(x) % batch == 0 else []
+    else:  # [batch, rows, features], [batch, rows, heads, d] or [batch, heads, rows, d]
+        sizes = [(dim, x.shape[dim]) for dim in range(1, min(x.ndim - 1, 3))]
+    ways = [(_Way(dim, x.ndim == 2, layout), size) for layout in layouts for dim, size in sizes]
+    fit = [int(size == way.layout.local_size(axis.rank)) for way, size in ways]
+    uneven = any(len({layout.local_size(rank) for rank in range(axis.size)}) > 1 for layout in layouts)
+    if ways and (uneven or len(layouts) > 1):
+        _, fit = plain_collectives.extremes_over(axis, fit)
+    found = [way for (way, _), fits in zip(ways, fit, strict=True) if fits]
+    if len(found) > 1:
+        raise ConfigError(
+            f"a hook on {path} would get all rows of the sequence, but {list(x.shape)} has as many heads as rows on "
+            f"this rank, and which\n  are which cannot be told: dims {' and '.join(str(way.dim) for way in found)}. "
+            "Use another length, a hook on q_proj or k_proj, or autopar.local_hooks(module)."
+        )
+    return found[0] if found else None
+
+
+def _all_rows(x: torch.Tensor, way: _Way, axis: Axis) -> torch.Tensor:
+    """Gather rows, in their order: in front of it the gradient is that of own rows, behind it the whole one."""
+    y = _scaled(x.unflatten(0, (-1, way.layout.local_size(axis.rank))) if way.flat else x, axis.size)
+    full = collectives.gather(y, axis, way.layout, way.dim)
+    return full.flatten(0, 1) if way.flat else full
+
+
+def _own_rows(x: torch.Tensor, way: _Way, axis: Axis) -> torch.Tensor:
+    """Keep own rows: in front of it the gradient is the whole one, behind it that of own rows."""
+    y = _scaled(x.unflatten(0, (-1, way.layout.size)) if way.flat else x, 1 / axis.size)
+    own = collectives.scatter(y, axis, way.layout, way.dim)
+    return own.flatten(0, 1) if way.flat else own
+
+
+def _scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    made: torch.Tensor = _Scaled.apply(x, factor)
+    return made
+
+
+class _Scaled(torch.autograd.Function):
+    """The same tensor, ``[...]``, with ``factor`` times the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        keep_none(ctx)
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        return None if grad is None else grad * ctx.factor, None
+
+
+def _refusal(path: str, x: torch.Tensor, layout: Layout, axis: Axis) -> str:
+    return (
+        f"context_parallel_size={axis.size}: a hook on {path} would get all {layout.size} rows of the sequence, but "
+        f"{list(x.shape)} has neither these\n  nor the {layout.local_size(axis.rank)} rows of this rank, so it cannot "
+        "be made whole. Put the hook on the module around it, or see this rank's part:\n  "
+        "autopar.local_hooks(module)."
+    )
