@@ -47,13 +47,13 @@ class Place:
     Attributes:
         path: of the module.
         number: of its list of blocks; None outside of blocks.
-        whole: whether it lies in a module that needs all rows.
+        whole: path of the module that needs all rows in which it lies.
         crosses: whether it lies in attention to another sequence.
     """
 
     path: str
     number: int | None = None
-    whole: bool = False
+    whole: str = ""
     crosses: bool = False
 
 
@@ -70,7 +70,6 @@ class RowHooks:
     def places(self) -> Iterator[tuple[str, nn.Module, Callable[[bool, bool], Seen | None]]]:
         """Yield all modules but the model itself, whose inputs and outputs are whole."""
         plan = self.state.plan
-        alone = [path for path, where in plan.whole.items() if where.states is None]
         for below, module in self.model.named_modules():
             path = f"{self.prefix}.{below}".strip(".")
             lists = enumerate(plan.lists)
@@ -78,17 +77,29 @@ class RowHooks:
             place = Place(
                 path,
                 number,
-                whole=any(lies_in(path, each) for each in alone),
+                whole=next((each for each in plan.whole if lies_in(path, each)), ""),
                 crosses=any(lies_in(path, each) for each, crossed in plan.crosses.items() if crossed),
             )
             if below:
                 yield below, module, functools.partial(self._seen, place)
 
-    def begin(self, hooked: list[str]) -> None:
-        """Let modules that are sharded by heads compute all of them, where a hook is inside of one."""
-        by_heads = [path for path, where in self.state.plan.whole.items() if where.heads is not None]
-        paths = {f"{self.prefix}.{path}".strip(".") for path in hooked} if by_heads else set()
-        self.state.by_heads = not any(path != each and lies_in(path, each) for path in paths for each in by_heads)
+    def begin(self, hooked: list[tuple[str, str]]) -> None:
+        """Let modules run with all rows, or all heads, where hooks of these kinds at these paths need that.
+
+        A module that hands on states, around a hook: one rank computes what is in front of another's rows while that
+        one waits for it, and cannot gather there. Modules that share heads: all of them have all, since one may make a
+        table that others read. Embeddings: rows of them do not go through autograd functions, as a backward hook is.
+        """
+        plan = self.state.plan
+        paths = {(kind, f"{self.prefix}.{path}".strip(".")) for kind, path in hooked}
+        around = {each for each in plan.whole for _, path in paths if path != each and lies_in(path, each)}
+        if any(plan.whole[each].heads is not None for each in around):
+            around |= {each for each, where in plan.whole.items() if where.heads is not None}
+        blocks = [block for blocks in plan.lists for block in blocks]
+        backward = [path for kind, path in paths if kind.startswith("backward")]
+        if plan.own and not all(any(lies_in(path, block) for block in blocks) for path in backward):
+            around |= set(plan.own)
+        self.state.hooked = frozenset(around)
 
     def _seen(self, place: Place, gradients: bool, made: bool) -> Seen | None:
         state = self.state
@@ -208,13 +219,17 @@ class GradientsOfRows(Seen):
         return mapped(self._cut, value)
 
     def _whole(self, x: torch.Tensor) -> torch.Tensor:
-        lengths = [] if self.place.whole else self.state.lengths()
+        if not x.is_floating_point():  # of what has no gradient
+            return x
+        place, plan = self.place, self.state.plan
+        whole = bool(place.whole) and (plan.whole[place.whole].states is None or place.whole in self.state.hooked)
+        lengths = [] if whole else self.state.lengths()
         layouts = [layout for layout in map(self.state.rows_of, lengths) if layout is not None]
-        number = len(self.state.plan.lists) - 1 if self.place.number is None else self.place.number
-        way = _found(x, layouts, self.state.batches.get(number, 0), self.axis, self.place.path)
+        number = len(plan.lists) - 1 if place.number is None else place.number
+        way = _found(x, layouts, self.state.batches.get(number, 0), self.axis, place.path)
         if way is None:
-            if self.place.number is not None and not self.place.whole and not set(x.shape[1:]) & set(lengths):
-                raise ConfigError(_refusal(self.place.path, x, layouts[-1], self.axis))
+            if place.number is not None and not whole and not set(x.shape[1:]) & set(lengths):
+                raise ConfigError(_refusal(place.path, x, layouts[-1], self.axis))
             return plain_collectives.all_reduce(x, self.axis) / self.axis.size
         y = x.unflatten(0, (-1, way.layout.local_size(self.axis.rank))) if way.flat else x
         full = plain_collectives.all_gather(y, self.axis, way.layout, way.dim) / self.axis.size

@@ -100,7 +100,7 @@ class Snapshot(NamedTuple):
     batches: dict[int, int]
     layouts: dict[int, Layout]
     narrowed: dict[int, tuple[torch.Tensor, torch.Tensor]]
-    by_heads: bool
+    hooked: frozenset[str]
 
 
 class RowState:
@@ -113,7 +113,7 @@ class RowState:
     Attributes:
         cutting: whether blocks get rows; False in a forward with a cache, and inside a module that needs all rows.
         keeping: whether rows stay on their ranks behind the last block, up to the logits.
-        by_heads: whether modules that need all rows compute some heads each, where they can.
+        hooked: paths of modules that have all rows and heads, since hooks of the user's are there.
         gathers_logits: whether logits are gathered in every forward.
         resuming: whether a block is recomputed that knows its rows.
         watch: of a rehearsal: answers instead of attention.
@@ -129,7 +129,7 @@ class RowState:
     def __init__(self, axis: Axis, method: str, plan: RowPlan) -> None:
         self.axis, self.method, self.plan = axis, method, plan
         self.cutting = self.keeping = self.was_cut = self.resuming = False
-        self.gathers_logits, self.by_heads = False, True
+        self.gathers_logits, self.hooked = False, frozenset[str]()
         self.running = self.forwards = 0
         self.watch: Callable[..., torch.Tensor] | None = None
         self.tracking: Any = None
@@ -192,10 +192,10 @@ class RowState:
     def snapshot(self) -> Snapshot:
         """Return what tells this forward from others."""
         positions = {key: pair for key, pair in self._narrowed.items() if not pair[0].is_floating_point()}
-        return Snapshot(self.cutting, self.keeping, dict(self.batches), dict(self._layouts), positions, self.by_heads)
+        return Snapshot(self.cutting, self.keeping, dict(self.batches), dict(self._layouts), positions, self.hooked)
 
     def _resume(self, forward: Snapshot) -> None:
-        self.cutting, self.keeping, self.batches, layouts, self._narrowed, self.by_heads = forward
+        self.cutting, self.keeping, self.batches, layouts, self._narrowed, self.hooked = forward
         self._layouts = dict(layouts)
 
     def check_recomputed(self) -> None:

@@ -71,18 +71,18 @@ class WholeHooks:
         if self._known is None:
             self._find(model)
         assert self._known is not None
-        places, hooked = list[str](), list[str]()
+        places, hooked = list[str](), list[tuple[str, str]]()
         for hooks, kind, shards in compress(self._places, self._dicts):
             if _LOCAL not in vars(shards.module):
                 self._wrap(hooks, hooks_with_kwargs(shards.module, kind), kind, {id(shards.module): shards})
-                hooked += [shards.path for hook in hooks.values() if isinstance(hook, _WholeHook)]
+                hooked += [(kind, shards.path) for hook in hooks.values() if isinstance(hook, _WholeHook)]
                 places += [f"{kind} on {shards.path}" for hook in hooks.values() if isinstance(hook, _WholeHook)]
         for kind in _KINDS:
             hooks, with_kwargs = hooks_of_all(kind)
             if hooks:
                 self._wrap(hooks, with_kwargs, kind, self._known)
                 found = [f"{kind} on all modules" for hook in hooks.values() if isinstance(hook, _WholeHook)]
-                hooked += [shards.path for shards in self._known.values()] if found else []
+                hooked += [(kind, shards.path) for shards in self._known.values()] if found else []
                 places += found
         if self.over_rows is not None:
             self.over_rows.begin(hooked)
