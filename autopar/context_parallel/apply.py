@@ -126,6 +126,8 @@ class BeforeRows:
                 "output_attentions=True: with context_parallel_size="
                 f"{state.axis.size} no rank has a map of rows by rows. Leave it out, or use the plain model for maps."
             )
+        if not cached and state.refused:
+            raise ConfigError(state.refused)
         keep = kwargs.get("logits_to_keep", 0)
         every = isinstance(keep, int) and keep == 0 and self.outermost
         state.region.expect_logits(kwargs.get("labels") is not None)

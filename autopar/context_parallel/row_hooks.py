@@ -36,8 +36,10 @@ from autopar.foreign.tensors import version_of
 from autopar.layout import Layout
 from autopar.plan.blocks import lies_in
 from autopar.tensor_parallel.seen_values import Seen, mapped, tensors_of
+from autopar.tensor_parallel.sequence_parallel import argument_names
+from autopar.tensor_parallel.whole_hooks import described
 
-__all__ = ["RowHooks"]
+__all__ = ["RowHooks", "is_experts"]
 
 
 @dataclass(frozen=True)
@@ -66,32 +68,41 @@ class RowHooks:
 
     def __init__(self, state: RowState, model: nn.Module, prefix: str) -> None:
         self.state, self.model, self.prefix = state, model, prefix
+        self._in_experts: dict[str, str] = {}  # path of a module -> that of the experts around it
 
-    def places(self) -> Iterator[tuple[str, nn.Module, Callable[[bool, bool], Seen | None]]]:
+    def places(self) -> Iterator[tuple[str, nn.Module, Callable[[Any, bool, bool], Seen | None]]]:
         """Yield all modules but the model itself, whose inputs and outputs are whole."""
         plan = self.state.plan
+        experts = [below for below, module in self.model.named_modules() if is_experts(module)]
         for below, module in self.model.named_modules():
-            path = f"{self.prefix}.{below}".strip(".")
+            path = self._path(below)
             lists = enumerate(plan.lists)
             number = next((n for n, blocks in lists if any(lies_in(path, block) for block in blocks)), None)
-            place = Place(
-                path,
-                number,
-                whole=next((each for each in plan.whole if lies_in(path, each)), ""),
-                crosses=any(lies_in(path, each) for each, crossed in plan.crosses.items() if crossed),
-            )
+            whole = next((each for each in plan.whole if lies_in(path, each)), "")
+            crosses = any(lies_in(path, each) for each, crossed in plan.crosses.items() if crossed)
+            around = next((each for each in experts if below != each and lies_in(below, each)), None)
+            if around is not None and number is not None and not whole:
+                self._in_experts[below] = around
             if below:
-                yield below, module, functools.partial(self._seen, place)
+                yield below, module, functools.partial(self._seen, Place(path, number, whole, crosses))
 
-    def begin(self, hooked: list[tuple[str, str]]) -> None:
-        """Let modules run with all rows, or all heads, where hooks of these kinds at these paths need that.
+    def begin(self, hooked: list[tuple[str, str, Any]]) -> None:
+        """Let modules run with all rows, or all heads, where hooks need that: their kind, path, and themselves.
 
         A module that hands on states, around a hook: one rank computes what is in front of another's rows while that
         one waits for it, and cannot gather there. Modules that share heads: all of them have all, since one may make a
         table that others read. Embeddings: rows of them do not go through autograd functions, as a backward hook is.
+        Nothing can be done inside of experts, each of which is given other tokens on each rank, or none: a forward over
+        rows is refused.
         """
-        plan = self.state.plan
-        paths = {(kind, f"{self.prefix}.{path}".strip(".")) for kind, path in hooked}
+        state, plan = self.state, self.state.plan
+        state.hooked, state.refused = frozenset(), ""
+        if not hooked:
+            return
+        inside = next(((hook, path) for _, path, hook in hooked if path in self._in_experts), None)
+        if inside is not None:
+            state.refused = _in_experts(*inside, self._in_experts[inside[1]], state.axis.size)
+        paths = {(kind, self._path(path)) for kind, path, _ in hooked}
         around = {each for each in plan.whole for _, path in paths if path != each and lies_in(path, each)}
         if any(plan.whole[each].heads is not None for each in around):
             around |= {each for each, where in plan.whole.items() if where.heads is not None}
@@ -99,20 +110,32 @@ class RowHooks:
         backward = [path for kind, path in paths if kind.startswith("backward")]
         if plan.own and not all(any(lies_in(path, block) for block in blocks) for path in backward):
             around |= set(plan.own)
-        self.state.hooked = frozenset(around)
+        state.hooked = frozenset(around)
 
-    def _seen(self, place: Place, gradients: bool, made: bool) -> Seen | None:
+    def _path(self, below: str) -> str:
+        return f"{self.prefix}.{below}".strip(".")
+
+    def _seen(self, place: Place, hook: Any, gradients: bool, made: bool) -> Seen | None:
         state = self.state
         if gradients:
             alike = made and place.path == state.plan.head  # logits, which are whole for whoever reads them
-            return GradientsOfRows(state, place, alike=alike) if state.lengths() else None
+            return GradientsOfRows(state, place, hook, alike=alike) if state.lengths() else None
         if not state.cutting:
-            return SeenRows(state, place, None) if state.needs_all_rows else None
-        number = place.number if place.number is not None else max(state.inside, default=None)
+            return SeenRows(state, place, hook, None) if state.needs_all_rows else None
+        number = place.number
+        if number is None:
+            at_head = state.keeping and place.path == state.plan.head
+            number = len(state.plan.lists) - 1 if at_head else max(state.inside, default=None)
         layout = None if number is None else state.layout(number)
         if place.number is not None and layout is None:
             return None  # too few rows to be cut
-        return SeenRows(state, place, layout)
+        return SeenRows(state, place, hook, layout)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether a module takes each token to the experts that were chosen for it."""
+    names = argument_names(module) if not isinstance(module, nn.ModuleList | nn.ModuleDict) else ()
+    return names[:1] == ("hidden_states",) and {"top_k_index", "top_k_weights"} <= set(names)
 
 
 class SeenRows(Seen):
@@ -122,9 +145,9 @@ class SeenRows(Seen):
         layout: of the rows that the module may have; None if its tensors are whole.
     """
 
-    def __init__(self, state: RowState, place: Place, layout: Layout | None) -> None:
+    def __init__(self, state: RowState, place: Place, hook: Any, layout: Layout | None) -> None:
         super().__init__()
-        self.state, self.axis, self.place, self.layout = state, state.axis, place, layout
+        self.state, self.axis, self.place, self.hook, self.layout = state, state.axis, place, hook, layout
         self._originals: list[tuple[torch.Tensor, int]] = []  # whole ones that a hook gets as they are
         self._own: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}  # id of the whole -> whole, version, own
         self._ways: dict[tuple[torch.Size, bool], _Way] = {}  # shape of a whole, whether of numbers -> where rows are
@@ -157,7 +180,7 @@ class SeenRows(Seen):
         way = self._way(x, layout)
         if way is None:
             if first and self.place.number is not None and not self._is_whole(x, layout):
-                raise ConfigError(_refusal(self.place.path, x, layout, self.axis))
+                raise ConfigError(_refusal(self.hook, self.place.path, x, layout, self.axis))
             return self._as_it_is(x)
         full = _all_rows(x.whole() if isinstance(x, WholeOnRead) else x, way, self.axis)  # sharded by vocabulary, too
         self._ways[full.shape, full.is_floating_point()] = way
@@ -166,7 +189,7 @@ class SeenRows(Seen):
     def _way(self, x: torch.Tensor, layout: Layout) -> _Way | None:
         """Return where own rows lie; None if they do not."""
         batch = self.state.batches.get(self._number, 0)
-        way = _found(x, [layout], batch, self.axis, self.place.path)
+        way = _found(x, [layout], batch, self.axis, f"{described(self.hook)} on {self.place.path}")
         if way is not None and self.place.crosses:  # rows differ from rank to rank, another sequence does not
             (most,), (least,) = plain_collectives.extremes_over(self.axis, [of_values({"x": x.detach()})])
             return None if most == least else way
@@ -205,9 +228,9 @@ class GradientsOfRows(Seen):
         alike: whether they are whole, and the same on all ranks.
     """
 
-    def __init__(self, state: RowState, place: Place, *, alike: bool) -> None:
+    def __init__(self, state: RowState, place: Place, hook: Any, *, alike: bool) -> None:
         super().__init__()
-        self.state, self.axis, self.place, self.alike = state, state.axis, place, alike
+        self.state, self.axis, self.place, self.hook, self.alike = state, state.axis, place, hook, alike
         self._ways: dict[torch.Size, _Way] = {}
 
     def whole(self, value: Any, *, gradient: bool = False) -> Any:
@@ -226,10 +249,12 @@ class GradientsOfRows(Seen):
         lengths = [] if whole else self.state.lengths()
         layouts = [layout for layout in map(self.state.rows_of, lengths) if layout is not None]
         number = len(plan.lists) - 1 if place.number is None else place.number
-        way = _found(x, layouts, self.state.batches.get(number, 0), self.axis, place.path)
+        way = _found(
+            x, layouts, self.state.batches.get(number, 0), self.axis, f"{described(self.hook)} on {place.path}"
+        )
         if way is None:
             if place.number is not None and not whole and not set(x.shape[1:]) & set(lengths):
-                raise ConfigError(_refusal(place.path, x, layouts[-1], self.axis))
+                raise ConfigError(_refusal(self.hook, place.path, x, layouts[-1], self.axis))
             return plain_collectives.all_reduce(x, self.axis) / self.axis.size
         y = x.unflatten(0, (-1, way.layout.local_size(self.axis.rank))) if way.flat else x
         full = plain_collectives.all_gather(y, self.axis, way.layout, way.dim) / self.axis.size
@@ -258,7 +283,7 @@ class _Way(NamedTuple):
     layout: Layout
 
 
-def _found(x: torch.Tensor, layouts: list[Layout], batch: int, axis: Axis, path: str) -> _Way | None:
+def _found(x: torch.Tensor, layouts: list[Layout], batch: int, axis: Axis, where: str) -> _Way | None:
     """Return where ``x`` holds own rows of one of the layouts, on all ranks.
 
     Raises:
@@ -276,7 +301,7 @@ def _found(x: torch.Tensor, layouts: list[Layout], batch: int, axis: Axis, path:
     found = [way for (way, _), fits in zip(ways, fit, strict=True) if fits]
     if len(found) > 1:
         raise ConfigError(
-            f"a hook on {path} would get all rows of the sequence, but {list(x.shape)} has as many heads as rows on "
+            f"the hook {where} would get all rows of the sequence, but {list(x.shape)} has as many heads as rows on "
             f"this rank, and which\n  are which cannot be told: dims {' and '.join(str(way.dim) for way in found)}. "
             "Use another length, a hook on q_proj or k_proj, or autopar.local_hooks(module)."
         )
@@ -318,10 +343,22 @@ class _Scaled(torch.autograd.Function):
         return None if grad is None else grad * ctx.factor, None
 
 
-def _refusal(path: str, x: torch.Tensor, layout: Layout, axis: Axis) -> str:
+def _refusal(hook: Any, path: str, x: torch.Tensor, layout: Layout, axis: Axis) -> str:
     return (
-        f"context_parallel_size={axis.size}: a hook on {path} would get all {layout.size} rows of the sequence, but "
-        f"{list(x.shape)} has neither these\n  nor the {layout.local_size(axis.rank)} rows of this rank, so it cannot "
-        "be made whole. Put the hook on the module around it, or see this rank's part:\n  "
-        "autopar.local_hooks(module)."
+        f"context_parallel_size={axis.size}: the hook {described(hook)} on {path} would get all {layout.size} rows of "
+        f"the sequence, but\n  {list(x.shape)} has neither these nor the {layout.local_size(axis.rank)} rows of this "
+        f"rank, and cannot be made whole. {_WORKS}"
     )
+
+
+def _in_experts(hook: Any, path: str, experts: str, ranks: int) -> str:
+    return (
+        f"context_parallel_size={ranks}: the hook {described(hook)} on {path} is inside of {experts}, where each rank "
+        "has the tokens\n  of its own rows that were sent to one expert, which differ in number, and not all rows of "
+        f"the sequence. {_WORKS}"
+    )
+
+
+_WORKS = (
+    "Put the hook on the module around it,\n  or let hooks there see this rank's part: autopar.local_hooks(module)."
+)

@@ -114,6 +114,7 @@ class RowState:
         cutting: whether blocks get rows; False in a forward with a cache, and inside a module that needs all rows.
         keeping: whether rows stay on their ranks behind the last block, up to the logits.
         hooked: paths of modules that have all rows and heads, since hooks of the user's are there.
+        refused: why hooks of the user's cannot see all rows; empty if they can.
         gathers_logits: whether logits are gathered in every forward.
         resuming: whether a block is recomputed that knows its rows.
         watch: of a rehearsal: answers instead of attention.
@@ -129,7 +130,7 @@ class RowState:
     def __init__(self, axis: Axis, method: str, plan: RowPlan) -> None:
         self.axis, self.method, self.plan = axis, method, plan
         self.cutting = self.keeping = self.was_cut = self.resuming = False
-        self.gathers_logits, self.hooked = False, frozenset[str]()
+        self.gathers_logits, self.hooked, self.refused = False, frozenset[str](), ""
         self.running = self.forwards = 0
         self.watch: Callable[..., torch.Tensor] | None = None
         self.tracking: Any = None

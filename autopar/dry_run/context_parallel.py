@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from autopar.context_parallel.apply import apply
 from autopar.context_parallel.heads import Heads, heads_of
 from autopar.context_parallel.own_rows import may_own_rows
+from autopar.context_parallel.row_hooks import is_experts
 from autopar.context_parallel.state import OwnModule, RowPlan, RowState, WholeModule
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
@@ -242,7 +243,7 @@ class _Search:
         count = _follow(model, stack, {path for each in self.plan.lists for path in each})
         self.copied, self.calls = model, calls_of(model, self.plan.whole)
         for module in model.modules():
-            if _is_experts(module):
+            if is_experts(module):
                 module.forward = _Experts(tracking)
         try:
             with torch.no_grad(), warnings.catch_warnings(), tracking:
@@ -324,12 +325,6 @@ class _Watch:
             made = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
         marked: torch.Tensor = tracking.mark_rows(made)
         return marked
-
-
-def _is_experts(module: nn.Module) -> bool:
-    """Return whether a module takes each token to the experts that were chosen for it."""
-    names = inspect.signature(type(module).forward).parameters
-    return {"top_k_index", "top_k_weights"} <= set(names) and next(iter(list(names)[1:]), "") == "hidden_states"
 
 
 class _Experts:

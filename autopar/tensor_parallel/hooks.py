@@ -184,7 +184,7 @@ class BeforeForward(Hook, CompiledCheck):
         elif self.region.running == 0 and not compiling:
             named = named_arguments(self.names, args, kwargs)
             if self.whole_hooks.may_gather:
-                self.note_hooks(self.whole_hooks.wrap(model))
+                self.note_hooks(self._or_report(lambda: self.whole_hooks.wrap(model)))
             self._check(model, named, going_on=not silent and self.check is not None and goes_on(args, kwargs))
             self.region.expect_logits(kwargs.get("labels") is not None)
         self.region.start()

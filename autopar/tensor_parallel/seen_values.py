@@ -95,7 +95,7 @@ class Shards(NamedTuple):
     made: Layout | None = None
     rows: Any = None  # a RowsOfList
     heads: bool = False
-    over_rows: Callable[[bool, bool], Seen | None] | None = None  # of gradients? of what it makes?
+    over_rows: Callable[[Any, bool, bool], Seen | None] | None = None  # by hook, of gradients? of outputs?
 
 
 class SeenShards(Seen):

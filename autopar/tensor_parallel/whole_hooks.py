@@ -24,7 +24,7 @@ from autopar.foreign.modules import hooks_of, hooks_of_all, hooks_with_kwargs, o
 from autopar.plan.plan import ModulePlan
 from autopar.tensor_parallel.seen_values import Chain, Seen, SeenShards, Shards
 
-__all__ = ["WholeHooks", "local_hooks"]
+__all__ = ["WholeHooks", "described", "local_hooks"]
 
 _KINDS = ("forward", "forward_pre", "backward", "backward_pre")
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
@@ -71,19 +71,21 @@ class WholeHooks:
         if self._known is None:
             self._find(model)
         assert self._known is not None
-        places, hooked = list[str](), list[tuple[str, str]]()
+        places, hooked = list[str](), list[tuple[str, str, Any]]()
         for hooks, kind, shards in compress(self._places, self._dicts):
             if _LOCAL not in vars(shards.module):
                 self._wrap(hooks, hooks_with_kwargs(shards.module, kind), kind, {id(shards.module): shards})
-                hooked += [(kind, shards.path) for hook in hooks.values() if isinstance(hook, _WholeHook)]
-                places += [f"{kind} on {shards.path}" for hook in hooks.values() if isinstance(hook, _WholeHook)]
+                found = [hook.hook for hook in hooks.values() if isinstance(hook, _WholeHook)]
+                hooked += [(kind, shards.path, hook) for hook in found]
+                places += [f"{kind} on {shards.path}" for _ in found]
         for kind in _KINDS:
             hooks, with_kwargs = hooks_of_all(kind)
             if hooks:
                 self._wrap(hooks, with_kwargs, kind, self._known)
-                found = [f"{kind} on all modules" for hook in hooks.values() if isinstance(hook, _WholeHook)]
-                hooked += [(kind, shards.path) for shards in self._known.values()] if found else []
-                places += found
+                found = [hook.hook for hook in hooks.values() if isinstance(hook, _WholeHook)]
+                seeing = [s.path for s in self._known.values() if found and _LOCAL not in vars(s.module)]
+                hooked += [(kind, path, found[0]) for path in seeing]
+                places += [f"{kind} on all modules" for _ in found]
         if self.over_rows is not None:
             self.over_rows.begin(hooked)
         return ", ".join(places)
@@ -159,7 +161,7 @@ class _WholeHook:
         return front.cut(result, gradient=backward)
 
     def _seen(self, shards: Shards, gradients: bool, *, made: bool) -> Seen:
-        over_rows = None if shards.over_rows is None else shards.over_rows(gradients, made)
+        over_rows = None if shards.over_rows is None else shards.over_rows(self.hook, gradients, made)
         layout = shards.made if made else shards.given
         parts: list[Seen] = [SeenShards(layout, shards, self.axis)] if self.axis.size > 1 else []
         return Chain([*parts, over_rows] if over_rows is not None else parts)

@@ -8,18 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import autopar
-from autopar.errors import ConfigError, ConsistencyError
 from tests.context_parallel.test_exactness import METHODS, made, sizes
 from tests.parity import close, language_batches, whole
 from tests.pool import pooled
-from tests.rows import rows
 from tests.small import gpt2, llama
 from tests.tensor_parallel.test_whole_hooks import PLACES, Seen, Steering
-from tests.worlds import raises_everywhere
 
 LENGTHS = (7, 16)  # ragged rows, and even ones
 
