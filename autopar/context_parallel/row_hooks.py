@@ -25,11 +25,10 @@ from torch import nn
 
 from autopar.context_parallel.lazy_rows import LazyRows
 from autopar.context_parallel.rows import entered
-from autopar.context_parallel.state import RowState
+from autopar.context_parallel.state import RowPlan, RowState
 from autopar.distributed import collectives, plain_collectives
 from autopar.distributed.axis import Axis
 from autopar.distributed.derivatives import keep_none
-from autopar.distributed.digest import of_values
 from autopar.distributed.whole_on_read import WholeOnRead
 from autopar.errors import ConfigError
 from autopar.foreign.tensors import version_of
@@ -50,13 +49,15 @@ class Place:
         path: of the module.
         number: of its list of blocks; None outside of blocks.
         whole: path of the module that needs all rows in which it lies.
-        crosses: whether it lies in attention to another sequence.
     """
 
     path: str
     number: int | None = None
     whole: str = ""
-    crosses: bool = False
+
+    def is_beside(self, plan: RowPlan, *, made: bool) -> bool:
+        """Return whether the module's first tensor is no rows, though it lies in a block: another sequence, a table."""
+        return self.number is not None and plan.beside.get(f"{'made' if made else 'given'} {self.path}", False)
 
 
 class RowHooks:
@@ -79,12 +80,11 @@ class RowHooks:
             lists = enumerate(plan.lists)
             number = next((n for n, blocks in lists if any(lies_in(path, block) for block in blocks)), None)
             whole = next((each for each in plan.whole if lies_in(path, each)), "")
-            crosses = any(lies_in(path, each) for each, crossed in plan.crosses.items() if crossed)
             around = next((each for each in experts if below != each and lies_in(below, each)), None)
             if around is not None and number is not None and not whole:
                 self._in_experts[below] = around
             if below:
-                yield below, module, functools.partial(self._seen, Place(path, number, whole, crosses))
+                yield below, module, functools.partial(self._seen, Place(path, number, whole))
 
     def begin(self, hooked: list[tuple[str, str, Any]]) -> None:
         """Let modules run with all rows, or all heads, where hooks need that: their kind, path, and themselves.
@@ -118,8 +118,7 @@ class RowHooks:
     def _seen(self, place: Place, hook: Any, gradients: bool, made: bool) -> Seen | None:
         state = self.state
         if gradients:
-            alike = made and place.path == state.plan.head  # logits, which are whole for whoever reads them
-            return GradientsOfRows(state, place, hook, alike=alike) if state.lengths() else None
+            return GradientsOfRows(state, place, hook, made=made) if state.lengths() else None
         if not state.cutting:
             return SeenRows(state, place, hook, None) if state.needs_all_rows else None
         number = place.number
@@ -129,6 +128,8 @@ class RowHooks:
         layout = None if number is None else state.layout(number)
         if place.number is not None and layout is None:
             return None  # too few rows to be cut
+        if place.is_beside(state.plan, made=made):
+            layout = None
         return SeenRows(state, place, hook, layout)
 
 
@@ -151,6 +152,7 @@ class SeenRows(Seen):
         self._originals: list[tuple[torch.Tensor, int]] = []  # whole ones that a hook gets as they are
         self._own: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}  # id of the whole -> whole, version, own
         self._ways: dict[tuple[torch.Size, bool], _Way] = {}  # shape of a whole, whether of numbers -> where rows are
+        self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of what was given -> itself, the whole
 
     def is_written(self) -> bool:
         """Return whether the hook wrote into what it got."""
@@ -159,11 +161,16 @@ class SeenRows(Seen):
     def whole(self, value: Any, *, gradient: bool = False) -> Any:
         """Return it with all rows: of hidden states, which come first, and of what is beside them."""
         first = next(tensors_of(value), None)
-        return mapped(lambda x: self._whole(x, first=x is first), value)
+        return mapped(lambda x: self._once(x, first=x is first), value)
 
     def cut(self, value: Any, *, gradient: bool = False) -> Any:
         """Return it with this rank's rows."""
         return mapped(self._cut, value)
+
+    def _once(self, x: torch.Tensor, *, first: bool) -> torch.Tensor:
+        if id(x) not in self._seen:
+            self._seen[id(x)] = x, self._whole(x, first=first)
+        return self._seen[id(x)][1]
 
     def _whole(self, x: torch.Tensor, *, first: bool) -> torch.Tensor:
         layout = self.layout
@@ -177,31 +184,21 @@ class SeenRows(Seen):
             return self.note(known)
         if layout is None or (not first and len(self.state.plan.lists) > 1):  # it may be another sequence
             return self._as_it_is(x)
-        way = self._way(x, layout)
+        way, whole = self._way(x, layout)
         if way is None:
-            if first and self.place.number is not None and not self._is_whole(x, layout):
+            if first and self.place.number is not None and not whole:
                 raise ConfigError(_refusal(self.hook, self.place.path, x, layout, self.axis))
             return self._as_it_is(x)
         full = _all_rows(x.whole() if isinstance(x, WholeOnRead) else x, way, self.axis)  # sharded by vocabulary, too
         self._ways[full.shape, full.is_floating_point()] = way
         return self.note(full)
 
-    def _way(self, x: torch.Tensor, layout: Layout) -> _Way | None:
-        """Return where own rows lie; None if they do not."""
-        batch = self.state.batches.get(self._number, 0)
-        way = _found(x, [layout], batch, self.axis, f"{described(self.hook)} on {self.place.path}")
-        if way is not None and self.place.crosses:  # rows differ from rank to rank, another sequence does not
-            (most,), (least,) = plain_collectives.extremes_over(self.axis, [of_values({"x": x.detach()})])
-            return None if most == least else way
-        return way
-
-    @property
-    def _number(self) -> int:
-        return len(self.state.plan.lists) - 1 if self.place.number is None else self.place.number
-
-    def _is_whole(self, x: torch.Tensor, layout: Layout) -> bool:
-        flat = x.ndim == 2 and len(x) == self.state.batches.get(self._number, 0) * layout.size
-        return self.place.crosses or layout.size in x.shape[1:] or flat
+    def _way(self, x: torch.Tensor, layout: Layout) -> tuple[_Way | None, bool]:
+        """Return where own rows lie, None if they do not, and whether all rows do; on all ranks."""
+        number = len(self.state.plan.lists) - 1 if self.place.number is None else self.place.number
+        batch, where = self.state.batches.get(number, 0), f"{described(self.hook)} on {self.place.path}"
+        whole = layout.size in x.shape[1:] or (x.ndim == 2 and len(x) == batch * layout.size)
+        return _found(x, [layout], batch, self.axis, where, whole=whole)
 
     def _as_it_is(self, x: torch.Tensor) -> torch.Tensor:
         self._originals.append((x, version_of(x)))
@@ -217,7 +214,7 @@ class SeenRows(Seen):
         way = None if original else self._ways.get((x.shape, x.is_floating_point()))
         if way is None:
             averaged: torch.Tensor = entered(x, self.axis)
-            return averaged
+            return x if averaged is x else averaged.clone()  # no view: code behind the hook may write into it
         return _own_rows(x, way, self.axis)
 
 
@@ -225,12 +222,13 @@ class GradientsOfRows(Seen):
     """What a backward hook sees of gradients: the forward has ended, so their lengths say which rows they are of.
 
     Args:
-        alike: whether they are whole, and the same on all ranks.
+        made: whether they are of what the module makes, not of what it is given.
     """
 
-    def __init__(self, state: RowState, place: Place, hook: Any, *, alike: bool) -> None:
+    def __init__(self, state: RowState, place: Place, hook: Any, *, made: bool) -> None:
         super().__init__()
-        self.state, self.axis, self.place, self.hook, self.alike = state, state.axis, place, hook, alike
+        self.state, self.axis, self.place, self.hook, self.made = state, state.axis, place, hook, made
+        self.alike = made and place.path == state.plan.head  # logits, which are whole for whoever reads them
         self._ways: dict[torch.Size, _Way] = {}
 
     def whole(self, value: Any, *, gradient: bool = False) -> Any:
@@ -244,17 +242,17 @@ class GradientsOfRows(Seen):
     def _whole(self, x: torch.Tensor) -> torch.Tensor:
         if not x.is_floating_point():  # of what has no gradient
             return x
-        place, plan = self.place, self.state.plan
-        whole = bool(place.whole) and (plan.whole[place.whole].states is None or place.whole in self.state.hooked)
-        lengths = [] if whole else self.state.lengths()
+        place, plan, lengths = self.place, self.state.plan, self.state.lengths()
+        within = bool(place.whole) and (plan.whole[place.whole].states is None or place.whole in self.state.hooked)
+        if within or place.is_beside(plan, made=self.made):
+            return plain_collectives.all_reduce(x, self.axis) / self.axis.size
         layouts = [layout for layout in map(self.state.rows_of, lengths) if layout is not None]
         number = len(plan.lists) - 1 if place.number is None else place.number
-        way = _found(
-            x, layouts, self.state.batches.get(number, 0), self.axis, f"{described(self.hook)} on {place.path}"
-        )
+        where, batch = f"{described(self.hook)} on {place.path}", self.state.batches.get(number, 0)
+        way, whole = _found(x, layouts, batch, self.axis, where, whole=not {*x.shape[1:]}.isdisjoint(lengths))
+        if way is None and place.number is not None and not whole:
+            raise ConfigError(_refusal(self.hook, place.path, x, layouts[-1], self.axis))
         if way is None:
-            if place.number is not None and not whole and not set(x.shape[1:]) & set(lengths):
-                raise ConfigError(_refusal(self.hook, place.path, x, layouts[-1], self.axis))
             return plain_collectives.all_reduce(x, self.axis) / self.axis.size
         y = x.unflatten(0, (-1, way.layout.local_size(self.axis.rank))) if way.flat else x
         full = plain_collectives.all_gather(y, self.axis, way.layout, way.dim) / self.axis.size
@@ -283,29 +281,29 @@ class _Way(NamedTuple):
     layout: Layout
 
 
-def _found(x: torch.Tensor, layouts: list[Layout], batch: int, axis: Axis, where: str) -> _Way | None:
-    """Return where ``x`` holds own rows of one of the layouts, on all ranks.
+def _found(
+    x: torch.Tensor, layouts: list[Layout], batch: int, axis: Axis, where: str, *, whole: bool
+) -> tuple[_Way | None, bool]:
+    """Return where ``x`` holds own rows of one of the layouts, and whether it is ``whole``; on all ranks.
 
     Raises:
         ConfigError: two dims may be rows.
     """
     if x.ndim == 2:  # [batch * rows, features]
-        sizes = [(1, len(x) // batch)] if batch and len(x) % batch == 0 else []
+        sizes = [(1, len(x) // batch)] if batch and len(x) % batch == 0 else [(1, -1)]
     else:  # [batch, rows, features], [batch, rows, heads, d] or [batch, heads, rows, d]
         sizes = [(dim, x.shape[dim]) for dim in range(1, min(x.ndim - 1, 3))]
     ways = [(_Way(dim, x.ndim == 2, layout), size) for layout in layouts for dim, size in sizes]
     fit = [int(size == way.layout.local_size(axis.rank)) for way, size in ways]
-    uneven = any(len({layout.local_size(rank) for rank in range(axis.size)}) > 1 for layout in layouts)
-    if ways and (uneven or len(layouts) > 1):
-        _, fit = plain_collectives.extremes_over(axis, fit)
-    found = [way for (way, _), fits in zip(ways, fit, strict=True) if fits]
+    _, (*fits, all_whole) = plain_collectives.extremes_over(axis, [*fit, int(whole)])
+    found = [way for (way, _), fitting in zip(ways, fits, strict=True) if fitting]
     if len(found) > 1:
         raise ConfigError(
             f"the hook {where} would get all rows of the sequence, but {list(x.shape)} has as many heads as rows on "
             f"this rank, and which\n  are which cannot be told: dims {' and '.join(str(way.dim) for way in found)}. "
             "Use another length, a hook on q_proj or k_proj, or autopar.local_hooks(module)."
         )
-    return found[0] if found else None
+    return (found[0] if found else None), bool(all_whole)
 
 
 def _all_rows(x: torch.Tensor, way: _Way, axis: Axis) -> torch.Tensor:

@@ -71,6 +71,7 @@ class RowPlan:
         whole: path of a module -> how it is run with all rows.
         own: path of a module in front of the blocks -> how it computes own rows.
         crosses: path of a module that calls attention -> whether its keys are those of another sequence.
+        beside: ``given`` or ``made``, and path of a module -> whether its first tensor never holds rows.
         head: path of the head that makes logits of rows; None without one.
         between: whether something between the blocks needs all rows: then each block is cut and joined by itself.
         through: whether rows stay on their ranks from the last block up to the head; else they are joined between.
@@ -82,6 +83,7 @@ class RowPlan:
     whole: dict[str, WholeModule] = field(default_factory=dict)
     own: dict[str, OwnModule] = field(default_factory=dict)
     crosses: dict[str, bool] = field(default_factory=dict)
+    beside: dict[str, bool] = field(default_factory=dict)
     head: str | None = None
     through: bool = True
     between: bool = False

@@ -33,6 +33,7 @@ from autopar.errors import AutoparError, ConfigError, first_line
 from autopar.plan.blocks import Blocks, dropped_blocks, lies_in
 from autopar.plan.make_plan import make_plan
 from autopar.policy.schema import Policy
+from autopar.tensor_parallel.seen_values import tensors_of
 
 __all__ = ["check_beside_sequence", "modules_by_heads", "plan_rows"]
 
@@ -241,6 +242,7 @@ class _Search:
         state.tracking, state.watch = tracking, _Watch(self.plan, tracking)
         stack: list[str] = []
         count = _follow(model, stack, {path for each in self.plan.lists for path in each})
+        _note_rows(model, tracking, self.plan.beside)
         self.copied, self.calls = model, calls_of(model, self.plan.whole)
         for module in model.modules():
             if is_experts(module):
@@ -273,7 +275,7 @@ class _Search:
 def _unseen(plan: RowPlan) -> RowPlan:
     """The same plan, without what a run has noted in it."""
     whole = {path: WholeModule() for path in plan.whole}
-    return replace(plan, whole=whole, arguments={}, numbers={}, crosses={})
+    return replace(plan, whole=whole, arguments={}, numbers={}, crosses={}, beside={})
 
 
 def _candidates(model: nn.Module, lists: tuple[tuple[str, ...], ...]) -> dict[str, OwnModule]:
@@ -302,6 +304,23 @@ def _follow(model: nn.Module, stack: list[str], blocks: set[str]) -> list[str]:
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
     return done
+
+
+def _note_rows(model: nn.Module, tracking: RowTracking, beside: dict[str, bool]) -> None:
+    """Note which modules are given other tensors than rows, and make others: hooks of the user's see these as they are.
+
+    Args:
+        beside: filled; False where rows came in another call.
+    """
+    for path, module in model.named_modules():
+
+        def note(_: nn.Module, args: Any, kwargs: Any, out: Any, path: str = path) -> None:
+            for name, value in (("given", [args, kwargs]), ("made", out)):
+                first, key = next(tensors_of(value), None), f"{name} {path}"
+                if first is not None:
+                    beside[key] = beside.get(key, True) and not tracking.holds_rows(first)
+
+        module.register_forward_hook(note, with_kwargs=True)
 
 
 class _Watch:
