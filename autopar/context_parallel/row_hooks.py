@@ -103,8 +103,9 @@ class RowHooks:
         if inside is not None:
             state.refused = _in_experts(*inside, self._in_experts[inside[1]], state.axis.size)
         paths = {(kind, self._path(path)) for kind, path, _ in hooked}
-        around = {each for each in plan.whole for _, path in paths if path != each and lies_in(path, each)}
-        if any(plan.whole[each].heads is not None for each in around):
+        outer = [*plan.whole, *plan.own]
+        around = {each for each in outer for _, path in paths if path != each and lies_in(path, each)}
+        if any(each in plan.whole and plan.whole[each].heads is not None for each in around):
             around |= {each for each, where in plan.whole.items() if where.heads is not None}
         blocks = [block for blocks in plan.lists for block in blocks]
         backward = [path for kind, path in paths if kind.startswith("backward")]
@@ -182,7 +183,7 @@ class SeenRows(Seen):
             dim = next(dim for dim, size in enumerate(x.shape) if size != known.shape[dim])
             self._ways.setdefault((known.shape, known.is_floating_point()), _Way(dim, False, layout))
             return self.note(known)
-        if layout is None or (not first and len(self.state.plan.lists) > 1):  # it may be another sequence
+        if layout is None or not (first or _may_be_rows(x, self.state.plan)):
             return self._as_it_is(x)
         way, whole = self._way(x, layout)
         if way is None:
@@ -233,18 +234,21 @@ class GradientsOfRows(Seen):
 
     def whole(self, value: Any, *, gradient: bool = False) -> Any:
         """Return it with the whole gradients."""
-        return value if self.alike else mapped(self._whole, value)
+        if self.alike:
+            return value
+        first = next(tensors_of(value), None)
+        return mapped(lambda x: self._whole(x, first=x is first), value)
 
     def cut(self, value: Any, *, gradient: bool = False) -> Any:
         """Return it with the gradients of own rows, as large as an average over the ranks needs them."""
         return mapped(self._cut, value)
 
-    def _whole(self, x: torch.Tensor) -> torch.Tensor:
+    def _whole(self, x: torch.Tensor, *, first: bool) -> torch.Tensor:
         if not x.is_floating_point():  # of what has no gradient
             return x
         place, plan, lengths = self.place, self.state.plan, self.state.lengths()
         within = bool(place.whole) and (plan.whole[place.whole].states is None or place.whole in self.state.hooked)
-        if within or place.is_beside(plan, made=self.made):
+        if within or place.is_beside(plan, made=self.made) or not (first or _may_be_rows(x, plan)):
             return plain_collectives.all_reduce(x, self.axis) / self.axis.size
         layouts = [layout for layout in map(self.state.rows_of, lengths) if layout is not None]
         number = len(plan.lists) - 1 if place.number is None else place.number
@@ -279,6 +283,11 @@ class _Way(NamedTuple):
     dim: int
     flat: bool
     layout: Layout
+
+
+def _may_be_rows(x: torch.Tensor, plan: RowPlan) -> bool:
+    """Return whether a tensor beside hidden states may hold rows: no table of pairs, and no other sequence is there."""
+    return x.ndim < 4 and len(plan.lists) == 1
 
 
 def _found(

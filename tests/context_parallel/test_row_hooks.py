@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.errors import ConfigError, ConsistencyError
 from tests.context_parallel.test_exactness import METHODS, made, sizes
 from tests.parity import close, language_batches, whole
 from tests.pool import pooled
 from tests.small import gpt2, llama
 from tests.tensor_parallel.test_whole_hooks import PLACES, Seen, Steering
+from tests.worlds import raises_everywhere
 
 LENGTHS = (7, 16)  # ragged rows, and even ones
 
@@ -106,6 +108,10 @@ OTHERS = {
     "norms of heads": (
         lambda: made("qwen3", "Qwen3ForCausalLM"),
         ["model.layers.0.self_attn.q_norm", "model.layers.1.self_attn.k_norm"],
+    ),
+    "an encoder": (
+        lambda: made("bert", "BertForMaskedLM"),
+        ["bert.encoder.layer.0.output.LayerNorm", "bert.embeddings.LayerNorm", "cls.predictions.transform"],
     ),
     "experts": (lambda: made("qwen3_moe", "Qwen3MoeForCausalLM"), ["model.layers.0.mlp", "model.layers.1.mlp.experts"]),
     "recurrence": (
@@ -286,3 +292,170 @@ def test_uses_with_tensor_parallelism(use: str) -> None:
     for sp in (False, True):
         scripted(use, sizes(2, tensor_parallel_size=2, sequence_parallel=sp))
     scripted(use, sizes(2, tensor_parallel_size=2), training=False, length=16)
+
+
+@pooled(world_size=2)
+def test_an_encoder_and_a_decoder() -> None:
+    """Attention of a decoder to an encoder has queries that are rows, and keys that are none."""
+    inside = ["SelfAttention.q", "EncDecAttention.k", "EncDecAttention.v", "EncDecAttention.q", "EncDecAttention"]
+    t5 = [f"decoder.block.0.layer.{('EncDec' in name and 1) or 0}.{name}" for name in inside]
+    for model_type, head, paths in (
+        ("t5", "T5ForConditionalGeneration", [*t5, "encoder.block.0", "encoder.final_layer_norm", "decoder.block.1"]),
+        (
+            "bart",
+            "BartForConditionalGeneration",
+            ["model.decoder.layers.0.encoder_attn.k_proj", "model.encoder.layers.1"],
+        ),
+    ):
+        plain: Any = made(model_type, head).train()
+        model = autopar.initialize(copy.deepcopy(plain), sizes(2)).train()
+        seen, scales = [], []
+        for each in (plain, model):
+            hooks = Steering(each, paths)
+            for length, target in ((7, 16), (8, 16), (16, 9)):  # 8: as many as rows of the decoder
+                (batch,) = language_batches(131, count=1, seq=length)
+                (each(**{**batch, "labels": torch.arange(2 * target).view(2, target)}).loss / 3).backward()
+            hooks.remove()
+            seen.append(hooks.seen)
+            scales.append(hooks.scale.grad)
+        assert [name for name, _ in seen[0]] == [name for name, _ in seen[1]]
+        for (name, expected), (_, found) in zip(*seen, strict=True):
+            close(found, expected, name)
+        close(scales[1] / 100, scales[0] / 100, "the hook's own parameter")
+        compare_gradients(model, plain)
+        model.mpu.destroy()
+
+
+@pooled(world_size=4)
+def test_on_stages() -> None:
+    """A stage has hooks on its own blocks; a penalty is that of each micro-batch."""
+    plain: Any = llama(num_hidden_layers=4).train()
+    sections = {**sizes(2, pipeline_parallel_size=2), "pipeline": {"num_microbatches": 2}}
+    model: Any = autopar.initialize(copy.deepcopy(plain), sections).train()
+    found: dict[bool, list[torch.Tensor]] = {}
+    batches = language_batches(131, count=2, batch=4, seq=9)
+    for each in (plain, model):
+        scale, seen = nn.Parameter(torch.tensor(0.5)), found.setdefault(each is plain, [])
+
+        def hook(module: Any, args: Any, output: Any, scale: Any = scale, seen: Any = seen) -> Any:
+            seen.append(output.detach().clone())
+            return output * torch.linspace(0.5, 1.5, output.shape[1])[:, None] * scale
+
+        handle = each.model.layers[1 if each is plain or model.mpu.pp.rank == 0 else 3].mlp.register_forward_hook(hook)
+        if each is model and model.mpu.pp.rank:
+            handle.remove()
+        for batch in batches:
+            each(**batch).loss.backward() if each is plain else each.execute_pipeline(batch)
+        if each is plain:
+            expected = scale.grad
+        elif model.mpu.pp.rank == 0:
+            close(torch.cat(seen), torch.cat(found[True]), "what the hook saw")
+            assert scale.grad is not None and expected is not None
+            close(scale.grad / 10, expected / 10, "the hook's own parameter")
+        handle.remove()
+
+
+@pooled(world_size=2)
+def test_of_the_model_inside_and_of_its_outputs() -> None:
+    plain: Any = llama()
+    copied = copy.deepcopy(plain)
+    seen: dict[str, list[torch.Tensor]] = {}
+
+    def hook(name: str) -> Any:
+        def note(module: Any, args: Any, output: Any) -> Any:
+            seen.setdefault(name, []).extend([output.last_hidden_state.detach() + 0, *output.hidden_states])
+            output.last_hidden_state = output.last_hidden_state * torch.arange(1, 8)[:, None]
+            return output
+
+        return note
+
+    copied.model.register_forward_hook(hook("before"))
+    model: Any = autopar.initialize(copied, sizes(2))
+    plain.model.register_forward_hook(hook("plain"))
+    (batch,) = language_batches(131, count=1)
+    loss = plain(**batch, output_hidden_states=True).loss
+    close(model(**batch, output_hidden_states=True).loss, loss, "loss")
+    for expected, found in zip(seen["plain"], seen["before"], strict=True):
+        close(found, expected, "hidden states")
+    model.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_forwards_that_are_not_cut() -> None:
+    """Too few rows, and a cache: each rank has all, and hooks cost nothing."""
+    plain: Any = llama().eval()
+    model: Any = autopar.initialize(copy.deepcopy(plain), sizes(2)).eval()
+    results = []
+    for each in (plain, model):
+        handle = each.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * (out > out.mean()))
+        tokens = each.generate(torch.arange(5).view(1, 5), max_new_tokens=6, do_sample=False)
+        short = each(torch.arange(3).view(1, 3), use_cache=False).logits
+        handle.remove()
+        results.append((tokens, short.detach() + 0))
+    assert torch.equal(results[0][0], results[1][0])
+    close(results[1][1], results[0][1], "three tokens")
+    model.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_ranks_with_other_hooks_are_named() -> None:
+    model: Any = autopar.initialize(llama(), sizes(2))
+    (batch,) = language_batches(131, count=1)
+    if model.mpu.cp.rank:
+        handle = model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
+    with raises_everywhere(ConsistencyError, "hooks that see whole tensors", "forward on model.layers.0.mlp.up_proj"):
+        model(**batch)
+    if model.mpu.cp.rank:
+        handle.remove()
+    model(**batch)
+
+
+@pooled(world_size=2)
+def test_local_hooks_see_rows() -> None:
+    model: Any = autopar.initialize(llama(), sizes(2))
+    (batch,) = language_batches(131, count=1)
+    layer, rows = model.model.layers[0].mlp, []
+    handle = layer.register_forward_hook(lambda module, args, output: rows.append(output.shape[1]))
+    model(**batch)
+    autopar.local_hooks(layer)
+    model(**batch)
+    handle.remove()
+    model(**batch)
+    assert rows == [7, 3 + model.mpu.cp.rank]
+    assert copy.deepcopy(model) is not model
+
+
+@pooled(world_size=2)
+def test_what_cannot_be_made_whole_is_refused() -> None:
+    def keep(module: Any, args: Any, output: Any) -> None:
+        pass
+
+    def write(module: Any, args: Any, output: Any) -> None:
+        args[0].mul_(2)
+
+    (batch,) = language_batches(131, count=1)
+    model: Any = autopar.initialize(made("qwen3_moe", "Qwen3MoeForCausalLM"), sizes(2))
+    experts = model.model.layers[1].mlp.experts
+    handle = experts.act_fn.register_forward_hook(keep)
+    words = (
+        f"the hook keep ({__file__}:",
+        "on model.layers.1.mlp.experts.act_fn is inside of model.layers.1.mlp.experts",
+    )
+    with raises_everywhere(ConfigError, *words, "autopar.local_hooks(module)"):
+        model(**batch)
+    with torch.no_grad():
+        model(**batch, use_cache=True)  # all rows are on each rank
+    autopar.local_hooks(experts.act_fn)
+    model(**batch)
+    handle.remove()
+    model.mpu.destroy()
+    model = autopar.initialize(made("qwen3", "Qwen3ForCausalLM"), sizes(2))
+    norm = model.model.layers[0].self_attn.q_norm
+    handle = norm.register_forward_hook(keep)
+    with raises_everywhere(ConfigError, "has as many heads as rows on this rank", "dims 1 and 2"):
+        model(torch.arange(16).view(2, 8))  # four rows, four heads
+    handle.remove()
+    handle = model.model.layers[0].mlp.register_forward_hook(write)
+    with raises_everywhere(ConfigError, "on model.layers.0.mlp writes into what its module was given", "pre-hook"):
+        model(**batch)
+    handle.remove()
