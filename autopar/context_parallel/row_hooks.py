@@ -56,8 +56,8 @@ class Place:
     whole: str = ""
 
     def is_beside(self, plan: RowPlan, *, made: bool) -> bool:
-        """Return whether the module's first tensor is no rows, though it lies in a block: another sequence, a table."""
-        return self.number is not None and plan.beside.get(f"{'made' if made else 'given'} {self.path}", False)
+        """Return whether the module's first tensor was never rows in the rehearsal: another sequence, a table."""
+        return plan.beside.get(f"{'made' if made else 'given'} {self.path}", False)
 
 
 class RowHooks:
@@ -129,7 +129,7 @@ class RowHooks:
         layout = None if number is None else state.layout(number)
         if place.number is not None and layout is None:
             return None  # too few rows to be cut
-        if place.is_beside(state.plan, made=made):
+        if place.number is not None and place.is_beside(state.plan, made=made):
             layout = None
         return SeenRows(state, place, hook, layout)
 
@@ -212,6 +212,8 @@ class SeenRows(Seen):
         original = any(x is each for each, _ in self._originals)
         if original and any(x is each and version_of(x) == version for each, version in self._originals):
             return x
+        if original and self.layout is not None and self.layout.size not in x.shape:  # rows, in a table
+            return x
         way = None if original else self._ways.get((x.shape, x.is_floating_point()))
         if way is None:
             averaged: torch.Tensor = entered(x, self.axis)
@@ -248,21 +250,28 @@ class GradientsOfRows(Seen):
             return x
         place, plan, lengths = self.place, self.state.plan, self.state.lengths()
         within = bool(place.whole) and (plan.whole[place.whole].states is None or place.whole in self.state.hooked)
-        if within or place.is_beside(plan, made=self.made) or not (first or _may_be_rows(x, plan)):
-            return plain_collectives.all_reduce(x, self.axis) / self.axis.size
+        if within or (first and place.is_beside(plan, made=self.made)):
+            return self._average(x)
+        if not first and not _may_be_rows(x, plan):  # what it is of is not known
+            return x if place.number is not None else self._average(x)
         layouts = [layout for layout in map(self.state.rows_of, lengths) if layout is not None]
         number = len(plan.lists) - 1 if place.number is None else place.number
         where, batch = f"{described(self.hook)} on {place.path}", self.state.batches.get(number, 0)
         way, whole = _found(x, layouts, batch, self.axis, where, whole=not {*x.shape[1:]}.isdisjoint(lengths))
         if way is None and place.number is not None and not whole:
-            raise ConfigError(_refusal(self.hook, place.path, x, layouts[-1], self.axis))
+            if first:
+                raise ConfigError(_refusal(self.hook, place.path, x, layouts[-1], self.axis))
+            return x
         if way is None:
-            return plain_collectives.all_reduce(x, self.axis) / self.axis.size
+            return self._average(x)
         y = x.unflatten(0, (-1, way.layout.local_size(self.axis.rank))) if way.flat else x
         full = plain_collectives.all_gather(y, self.axis, way.layout, way.dim) / self.axis.size
         full = full.flatten(0, 1) if way.flat else full
         self._ways[full.shape] = way
         return self.note(full)
+
+    def _average(self, x: torch.Tensor) -> torch.Tensor:
+        return plain_collectives.all_reduce(x, self.axis) / self.axis.size
 
     def _cut(self, x: torch.Tensor) -> torch.Tensor:
         way = self._ways.get(x.shape)
