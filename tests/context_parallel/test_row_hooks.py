@@ -274,6 +274,7 @@ def scripted(use: str, config: dict[str, Any], *, training: bool = True, length:
     model.mpu.destroy()
 
 
+@pytest.mark.tier("test", only=("penalty", "steering"))
 @pytest.mark.parametrize("use", USES)
 @pooled(world_size=2)
 def test_uses(use: str) -> None:
