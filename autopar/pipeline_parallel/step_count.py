@@ -112,7 +112,7 @@ def _cut_by_place(found: Mapping[int, _Places]) -> str:
         f"  rank {rank}: one ends at {p.ends}, the next begins at {p.begins}\n" for rank, p in found.items()
     )
     return (
-        f"groups of the optimizer are cut by place in model.parameters(): on two stages (ranks "
+        "groups of the optimizer are cut by place in model.parameters(): on two stages (ranks "
         f"{' and '.join(map(str, found))}) the {side} {count} weights are a group\n  of their own, and these are not "
         f"the {side} {count} of the plain model.\n{lines}  {_BY_PLACE}\n  Begin again: a step was made with them. "
         "consistency_check: {enable: false} turns this check off."

@@ -1,4 +1,4 @@
-"""What a hook of the user's sees of sharded tensors: whole ones, and parts of them where it returns them.
+"""Sharded tensors as hooks of the user's see them: whole ones, of which parts are taken where a hook returns them.
 
 The tensors of a module may be sharded over several axes, each of which has its own :class:`Seen`, the innermost first.
 """
@@ -99,7 +99,7 @@ class Shards(NamedTuple):
 
 
 class SeenShards(Seen):
-    """What a hook sees of the shards of tensor parallelism, and of the rows of sequence parallelism."""
+    """Shards of tensor parallelism, and rows of sequence parallelism, as a hook sees them."""
 
     def __init__(self, layout: Layout | None, shards: Shards, axis: Axis) -> None:
         super().__init__()

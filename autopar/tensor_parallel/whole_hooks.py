@@ -3,8 +3,8 @@
 A hook on a column-parallel layer would see this rank's features. Its place in torch's own dict of hooks is taken by an
 object that gathers what the hook reads, and cuts what it returns; both are differentiable. Handles still remove it.
 Nothing is gathered where no hook is. All ranks have the same hooks: that is compared when a forward begins.
-What is gathered, and how, is said by :mod:`~autopar.tensor_parallel.seen_values`; rows that the ranks of the
-context-parallel axis have, by :mod:`autopar.context_parallel.row_hooks`.
+:mod:`~autopar.tensor_parallel.seen_values` says which tensors are gathered, and how;
+:mod:`autopar.context_parallel.row_hooks` does so for rows that the ranks of the context-parallel axis have.
 """
 
 from __future__ import annotations
