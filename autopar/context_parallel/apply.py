@@ -15,16 +15,18 @@ from autopar.context_parallel.attention import Implementation, register
 from autopar.context_parallel.block_boundary import BlockBoundary, NeedsAllRows, Recomputed, gather_all
 from autopar.context_parallel.lazy_rows import whole_tensors
 from autopar.context_parallel.own_rows import OwnRows
+from autopar.context_parallel.row_hooks import RowHooks
 from autopar.context_parallel.row_logits import RowsOfLogits
 from autopar.context_parallel.rows import entered
 from autopar.context_parallel.state import RowPlan, RowState
 from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
-from autopar.foreign.modules import remove_forward_hooks
+from autopar.foreign.modules import forward_hooks, remove_forward_hooks
 from autopar.foreign.transformers import ATTENTION, attention_of, recompute_function, set_recompute_function
 from autopar.plan.blocks import lies_in
 from autopar.swap import swap, unswap
 from autopar.tensor_parallel.config_view import drop_value, set_value, view_of_config
+from autopar.tensor_parallel.hooks import BeforeForward
 from autopar.tensor_parallel.sharded_logits import sharded_logits
 
 __all__ = ["apply", "undo"]
@@ -61,10 +63,20 @@ def apply(model: nn.Module, plan: RowPlan, axis: Axis, method: str, *, gather_lo
     for module in _callable_alone(model):
         module.register_forward_pre_hook(BeforeRows(state, module is model), with_kwargs=True)
         module.register_forward_hook(AfterRows(state), always_call=True)
+    _show_all_rows(model, state)
     if plan.head is not None:
         modules[plan.head].register_forward_pre_hook(BeforeHead(state))
         modules[plan.head].register_forward_hook(AfterHead(state))
     return state
+
+
+def _show_all_rows(model: nn.Module, state: RowState) -> None:
+    """Let hooks of the user's see all rows, wherever a forward may begin."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    for module in _callable_alone(model):
+        for _, _, hook in forward_hooks(module):
+            if isinstance(hook, BeforeForward):
+                hook.whole_hooks.over_rows = RowHooks(state, module, paths[id(module)])
 
 
 def _attend_over_rows(module: nn.Module, path: str, number: int, state: RowState) -> None:
@@ -114,6 +126,8 @@ class BeforeRows:
                 "output_attentions=True: with context_parallel_size="
                 f"{state.axis.size} no rank has a map of rows by rows. Leave it out, or use the plain model for maps."
             )
+        if not cached and state.refused:
+            raise ConfigError(state.refused)
         keep = kwargs.get("logits_to_keep", 0)
         every = isinstance(keep, int) and keep == 0 and self.outermost
         state.region.expect_logits(kwargs.get("labels") is not None)

@@ -9,7 +9,11 @@ Groups cut by place (``params[:10]`` of ``model.parameters()``) hold other weigh
 model. Such groups are runs of that list on several stages, with the same settings, and part weights that blocks have
 alike: groups by name do not, and rates that decay from layer to layer are other ones on each stage. The first group
 goes on with a later stage, although the second one has begun on the earlier one, and a block is parted: groups of the
-first and the last layers, or of every other, do not.
+first and the last layers, or of every other, do not. So far it is a guess, of which stages are warned.
+
+It is certain where the groups part as many weights from the front of each stage's list, or from its end, and other
+weights of a block there, since the lists begin with other ones (embeddings). Groups that follow from names would have
+to go by blocks and by the weights in them, and change from stage to stage in both: by none of them do the places agree.
 """
 
 from __future__ import annotations
@@ -31,7 +35,22 @@ from autopar.errors import ConfigError, ConsistencyError
 __all__ = ["StepCount", "StepReport", "check_places", "check_steps", "cut_by_place", "warn_of_idle"]
 
 
-_Places = tuple[list[str], str, str]  # settings of the groups in order, last weight of the first, first of the next
+class _Places(NamedTuple):
+    """Groups that may have been cut by place.
+
+    Attributes:
+        settings: of the groups, in their order.
+        ends, begins: last weight of the first one, first weight of the next.
+        front, back: weights in front of the cut, and behind it.
+    """
+
+    settings: list[str]
+    ends: str
+    begins: str
+    front: int
+    back: int
+
+
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # of a block, in the path of a weight
 
 
@@ -57,26 +76,60 @@ def cut_by_place(optimizer: Any, model: nn.Module, released: Collection[int]) ->
     if len(set(settings)) == 1:
         return None
     place = next(place for place, number in enumerate(order) if number != order[0])
-    return [settings[n] for n in dict.fromkeys(order)], held[place - 1][0], held[place][0]
+    in_order = [settings[number] for number in dict.fromkeys(order)]
+    return _Places(in_order, held[place - 1][0], held[place][0], place, len(held) - place)
 
 
-def check_places(said: Mapping[int, _Places | None]) -> None:
-    """Warn if groups of an optimizer seem to be cut by place on both of two stages; ``said``: by rank."""
+def check_places(said: Mapping[int, _Places | None], own: int) -> None:
+    """Check the groups of an optimizer on two stages; ``said``: by rank. The second one, if ``own``, warns of a guess.
+
+    Raises:
+        ConsistencyError: they are cut by place on both.
+    """
     found = {rank: places for rank, places in said.items() if places}
-    if len(found) == 2 and _is_by_place(*found.values()):
-        where = ", ".join(f"on rank {rank} at {begins}" for rank, (_, _, begins) in sorted(found.items()))
+    if len(found) < 2 or not _is_by_place(*found.values()):
+        return
+    if _agree_in_place(*found.values()):
+        raise ConsistencyError(_cut_by_place(found))
+    if own == max(said):
+        where = ", ".join(f"on rank {rank} at {places.begins}" for rank, places in sorted(found.items()))
         warn_user(
-            f"groups of the optimizer seem to be cut by place in model.parameters(): one ends {where}. Each stage "
-            "lists its own weights, so a place is another weight than in the plain model. Make groups by name, or "
-            "make the optimizer before autopar.initialize and give it (optimizer=)."
+            f"groups of the optimizer seem to be cut by place in model.parameters(): one ends {where}. {_BY_PLACE}"
         )
+
+
+_BY_PLACE = (
+    "Each stage lists its own weights, so a place is another weight than in the plain model. Make groups by name, or "
+    "make the optimizer before autopar.initialize and give it (optimizer=)."
+)
+
+
+def _cut_by_place(found: Mapping[int, _Places]) -> str:
+    (_, one), (_, other) = sorted(found.items())
+    front = one.front == other.front
+    count, side = (one.front, "first") if front else (one.back, "last")
+    lines = "".join(
+        f"  rank {rank}: one ends at {p.ends}, the next begins at {p.begins}\n" for rank, p in found.items()
+    )
+    return (
+        "groups of the optimizer are cut by place in model.parameters(): on two stages (ranks "
+        f"{' and '.join(map(str, found))}) the {side} {count} weights are a group\n  of their own, and these are not "
+        f"the {side} {count} of the plain model.\n{lines}  {_BY_PLACE}\n  Begin again: a step was made with them. "
+        "consistency_check: {enable: false} turns this check off."
+    )
+
+
+def _agree_in_place(one: _Places, other: _Places) -> bool:
+    """Check whether the cuts are at one place of both lists, from the front or the end, and at other weights."""
+    same = one.front == other.front or one.back == other.back
+    return same and _NUMBER.sub("*", one.begins) != _NUMBER.sub("*", other.begins)
 
 
 def _is_by_place(one: _Places, other: _Places) -> bool:
     """Check whether the second group begins on one stage before the first ends on the other, within a block."""
-    (settings, _, begins), (same, ends, _) = sorted((one, other), key=lambda each: _numbers(each[1]))
-    parted = any(_numbers(last) == _numbers(first) for _, last, first in (one, other))
-    return settings == same and parted and _numbers(begins) < _numbers(ends)
+    first, second = sorted((one, other), key=lambda each: _numbers(each.ends))
+    parted = any(_numbers(each.ends) == _numbers(each.begins) for each in (one, other))
+    return first.settings == second.settings and parted and _numbers(first.begins) < _numbers(second.ends)
 
 
 def _numbers(name: str) -> list[int]:
@@ -217,8 +270,7 @@ def check_steps(said: Mapping[int, StepReport], own: int) -> None:
     Raises:
         ConsistencyError: an optimizer has stepped behind other numbers of passes.
     """
-    if own == max(said):
-        check_places({rank: report.places for rank, report in said.items()})
+    check_places({rank: report.places for rank, report in said.items()}, own)
     counts = {rank: _by_first(report.counts) for rank, report in said.items()}
     one, other = counts.values()
     for first in one.keys() & other.keys():

@@ -28,7 +28,6 @@ from transformers.generation.streamers import TextStreamer
 from autopar import activation_checkpoint
 from autopar.checks.forward import ForwardCheck, named_arguments, parameters_of
 from autopar.checks.module_tree import ModuleTree
-from autopar.checks.users_hooks import UsersHooks
 from autopar.distributed import gloo_collectives
 from autopar.distributed.collectives import run
 from autopar.distributed.derivatives import check_no_transform
@@ -125,7 +124,7 @@ def attach(
     for module in _callable_alone(model):
         tree = ModuleTree(module) if plan.tp > 1 else None
         before = BeforeForward(region, check, tree, parameters_of(module))
-        before.outermost, before.all_rows = module is model, mpu.cp.size == 1
+        before.outermost = module is model
         if check is not None or plan.tp > 1:
             before.model = module
         module.register_forward_pre_hook(before, with_kwargs=True)
@@ -164,7 +163,6 @@ class BeforeForward(Hook, CompiledCheck):
     """Forward pre-hook: check weights, modules, and consistency over tp and cp, before the outermost model runs."""
 
     outermost = False
-    all_rows = True  # no context parallelism, under which hooks see rows
     model: nn.Module
 
     def __init__(
@@ -175,7 +173,7 @@ class BeforeForward(Hook, CompiledCheck):
         names: tuple[str, ...],
     ) -> None:
         self.region, self.check, self.tree, self.names = region, check, tree, names
-        self.users_hooks, self.whole_hooks = UsersHooks(), WholeHooks(region.axis)
+        self.whole_hooks = WholeHooks(region.axis)
         self.register()
 
     @no_graph_of_its_own
@@ -188,12 +186,10 @@ class BeforeForward(Hook, CompiledCheck):
             changed = checked_arguments(self, named_arguments(self.names, args, kwargs), args, kwargs)
         elif self.region.running == 0 and not compiling:
             named = named_arguments(self.names, args, kwargs)
-            if self.region.axis.size > 1 and self.all_rows:
-                self.note_hooks(self.whole_hooks.wrap(model))
+            if self.whole_hooks.may_gather:
+                self.note_hooks(self._or_report(lambda: self.whole_hooks.wrap(model)))
             self._check(model, named, going_on=not silent and self.check is not None and goes_on(args, kwargs))
             self.region.expect_logits(kwargs.get("labels") is not None)
-            if self.outermost and self.check is not None and not self.all_rows:
-                self.users_hooks.look(model)
         self.region.start()
         return changed
 

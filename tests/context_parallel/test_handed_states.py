@@ -220,6 +220,7 @@ def test_the_gradient_of_a_gradient_is_refused() -> None:
 @pooled(world_size=2)
 def test_a_rank_may_forget_the_model_before_the_others_have_its_gradients() -> None:
     model = autopar.initialize(one("short convolution")(), sizes(2))
+    autopar.local_hooks(model.model.layers[0])  # of one rank only
     if dist.get_rank() == 0:
         model.model.layers[0].register_full_backward_pre_hook(lambda *_: time.sleep(1))
     model(**padded_left(16)).loss.backward()
@@ -239,7 +240,9 @@ def test_a_forward_that_failed_leaves_nothing_behind(first: bool) -> None:
     def fail(*_: Any) -> None:
         raise ValueError("planted")
 
-    hook = (module.out_proj if dist.get_rank() == 0 else module).register_forward_pre_hook(fail)
+    place = module.out_proj if dist.get_rank() == 0 else module
+    autopar.local_hooks(place)
+    hook = place.register_forward_pre_hook(fail)
     with pytest.raises(ValueError, match="planted"):
         model(**packed(7, 9))
     hook.remove()
@@ -256,6 +259,7 @@ def test_a_forward_may_have_failed_on_one_rank_alone() -> None:
     """
     plain, model = one("gated delta")().train(), autopar.initialize(one("gated delta")(), sizes(2)).train()
     ids = torch.arange(24).view(2, 12)
+    autopar.local_hooks(model.lm_head)
 
     def fail(*_: Any) -> None:
         raise ValueError("planted")

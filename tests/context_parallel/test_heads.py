@@ -114,6 +114,7 @@ def test_each_rank_computes_its_heads_of_all_rows() -> None:
     model = autopar.initialize(made("bloom", "BloomForCausalLM"), sizes(2))
     attention = model.transformer.h[0].self_attention
     seen: list[tuple[int, ...]] = []
+    autopar.local_hooks(attention.dense)  # others would have all heads
     attention.dense.register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0].shape)))
     batch = padded_left(16)
     model(**batch)

@@ -274,3 +274,55 @@ def test_generate_with_a_hook() -> None:
         results.append(each.generate(torch.arange(4).view(1, 4), max_new_tokens=6, do_sample=False))
         handle.remove()
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("config", [{"tp": 2}, SP], ids=["tp", "sp"])
+@pooled(world_size=2)
+def test_what_a_hook_writes_into_counts(config: Any) -> None:
+    def halve(module: Any, args: Any, output: Any) -> None:
+        _first(output)[..., 3:9] *= 0.5
+
+    def double(module: Any, args: Any) -> None:
+        args[0][..., 2] *= 2
+
+    def write(module: Any, args: Any, output: Any) -> None:
+        args[0].mul_(2)
+
+    plain: Any = llama()
+    model = autopar.initialize(copy.deepcopy(plain), config)
+    losses = []
+    for each in (plain, model):
+        layers = each.model.layers
+        handles = [
+            layers[0].mlp.gate_proj.register_forward_hook(halve),
+            layers[1].register_forward_hook(halve),
+            layers[1].mlp.down_proj.register_forward_pre_hook(double),
+        ]
+        losses.append(each(**language_batches(131)[0]).loss.detach() + 0)
+        for handle in handles:
+            handle.remove()
+    close(losses[1], losses[0], "loss")
+    assert abs(losses[0] - plain(**language_batches(131)[0]).loss) > 1e-3
+    handle = model.model.layers[0].mlp.down_proj.register_forward_hook(write)
+    with raises_everywhere(ConfigError, "the hook write", "writes into what its module was given", "forward pre-hook"):
+        model(**language_batches(131)[0])
+    handle.remove()
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@pooled(world_size=2)
+def test_gradients_of_hidden_states_are_the_plain_models_where_blocks_have_all_rows(rows: bool) -> None:
+    ids = torch.arange(16).view(2, 8)
+    model = autopar.initialize(llama().train(), SP if rows else {"tp": 2})
+    plain = llama().train()
+    for name in ("plain", "own"):
+        found = []
+        for each in (plain, model):
+            output = each(ids, labels=ids, use_cache=False, output_hidden_states=True)
+            hidden = output.hidden_states[1]
+            loss = output.loss if name == "plain" else hidden.square().sum()
+            found.append(torch.autograd.grad(loss, hidden, allow_unused=True)[0])
+        if rows and name == "plain":
+            assert found[1] is None  # the page says so
+        else:
+            close(found[1], found[0], f"gradient of the {name} loss")
