@@ -28,6 +28,7 @@ from transformers.generation.streamers import TextStreamer
 from autopar import activation_checkpoint
 from autopar.checks.forward import ForwardCheck, named_arguments, parameters_of
 from autopar.checks.module_tree import ModuleTree
+from autopar.checks.shard_reads import switch
 from autopar.checks.users_hooks import UsersHooks
 from autopar.distributed import gloo_collectives
 from autopar.distributed.collectives import run
@@ -179,6 +180,8 @@ class BeforeForward(Hook, CompiledCheck):
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         compiling, changed = torch.compiler.is_compiling(), None
         silent = self.tree is None if self.check is None else self.check.is_silent
+        if self.region.axis.size > 1 and not compiling:
+            switch.off = True  # layers read their shards
         if self.outermost and not compiling:
             self.region.running = 0  # an interrupted forward (Ctrl-C) did not end
         if self.region.running == 0 and compiling and not silent:  # a step of decoding may become a CUDA graph
@@ -234,6 +237,8 @@ class AfterForward(Hook):
     @no_graph_of_its_own
     def __call__(self, model: Any, args: Any, output: Any) -> Any:
         self.region.finish()
+        if not self.region.running and not torch.compiler.is_compiling():
+            switch.off = False
         if output is not None and self.region.row_tensors:
             output = gather_hidden_states(output, self.region)
         if self.region.rows_are_out and output is not None and self.mpu.pp.size == 1:

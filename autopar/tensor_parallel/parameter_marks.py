@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.checks.shard_reads import unwatch
 from autopar.distributed.mesh import MPU
 from autopar.layout import Layout
 from autopar.plan.plan import Plan, TensorPlan
@@ -29,6 +30,7 @@ _NAMES = ("tensor_model_parallel", "partition_dim", "partition_stride", "shared"
 
 def mark(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
     """Set the attributes on the parameters that this rank holds. ``copy.deepcopy`` drops them, ``.to`` keeps them."""
+    told: set[tuple[str, int]] = set()
     due: dict[str, TensorPlan] = {name: one for one in plan.tensors.values() for name in (one.name, *one.aliases)}
     for name, parameter in model.named_parameters():
         if name not in due:
@@ -37,6 +39,8 @@ def mark(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
         if plan.tp > 1:
             counts = layout is not None and _counts(layout, mpu.tp.rank)
             mark_shard(parameter, -1 if layout is None else layout.dim, len(layout.blocks) if layout else 1, counts)
+            if layout is not None:
+                watch(parameter, Shard(due[name].name, due[name].shape, layout, mpu.tp.rank, told))
         if name in stages.tensors and min(stages.holders(name), default=mpu.pp.rank) < mpu.pp.rank:
             parameter.shared = parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
 
@@ -62,5 +66,6 @@ def _counts(layout: Layout, rank: int) -> bool:
 def unmark(model: nn.Module) -> None:
     """Remove the attributes that :func:`mark` set."""
     for parameter in model.parameters():
+        unwatch(parameter)
         for name in _NAMES:
             vars(parameter).pop(name, None)
