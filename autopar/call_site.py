@@ -12,6 +12,7 @@ from typing import Any
 from autopar.errors import ShardWarning
 
 __all__ = [
+    "OURS",
     "calls",
     "frames_of",
     "is_library",
@@ -24,12 +25,12 @@ __all__ = [
 ]
 
 _LIBRARIES = {"autopar", "torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "trl"}
-_OURS = __file__.rpartition("/")[0] + "/"
+OURS = __file__.rpartition("/")[0] + "/"
 
 
 def is_ours(frame: FrameType) -> bool:
     """Return whether code of autopar runs there."""
-    return frame.f_code.co_filename.startswith(_OURS)
+    return frame.f_code.co_filename.startswith(OURS)
 
 
 def is_library(frame: FrameType) -> bool:

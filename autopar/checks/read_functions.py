@@ -23,16 +23,16 @@ _ALONG_A_DIM = """
 _OTHERS = """
     unique unique_consecutive histc histogram bincount renorm renorm_ cdist pdist cosine_similarity cov corrcoef dot
     vdot inner outer ger matmul __matmul__ __rmatmul__ mm mv bmm addmm addmm_ addmv addmv_ addr addbmm baddbmm
-    chain_matmul einsum tensordot linear bilinear embedding embedding_bag conv1d conv2d conv3d kron trace diag diagonal tril triu
-    tril_ triu_ svd qr slogdet logdet det inverse pinverse cholesky matrix_power matrix_exp svd_lowrank pca_lowrank
-    lobpcg cat concat concatenate stack hstack vstack dstack column_stack row_stack block_diag __getitem__ __setitem__
-    __iter__ index_add_ index_copy_ index_fill_ index_put_ scatter scatter_ scatter_add scatter_add_ take put_
-    masked_scatter_ unfold fliplr flipud layer_norm rms_norm group_norm _foreach_max
+    chain_matmul einsum tensordot linear bilinear embedding embedding_bag conv1d conv2d conv3d kron trace diag diagonal
+    tril triu tril_ triu_ svd qr slogdet logdet det inverse pinverse cholesky matrix_power matrix_exp svd_lowrank
+    pca_lowrank lobpcg cat concat concatenate stack hstack vstack dstack column_stack row_stack block_diag __getitem__
+    __setitem__ __iter__ index_add_ index_copy_ index_fill_ index_put_ scatter scatter_ scatter_add scatter_add_ take
+    put_ masked_scatter_ unfold fliplr flipud layer_norm rms_norm group_norm _foreach_max
 """
 NORMS, DRAWS, _REDUCTIONS = (frozenset(names.split()) for names in (_NORMS, _DRAWS, _ALONG_A_DIM))
 READS = NORMS | DRAWS | _REDUCTIONS | frozenset(_OTHERS.split())
-_DIM_THIRD = ("norm", "linalg_norm", "linalg_vector_norm", "topk", "kthvalue", "quantile", "nanquantile", "roll")
-_DIM_THIRD += ("chunk", "split", "tensor_split")
+_THIRD = "norm linalg_norm linalg_vector_norm topk kthvalue quantile nanquantile roll chunk split tensor_split"
+_DIM_THIRD = frozenset(_THIRD.split())
 _DEFAULT = {"topk": -1, "sort": -1, "argsort": -1, "kthvalue": -1, "mode": -1}
 _DEFAULT |= {"chunk": 0, "split": 0, "tensor_split": 0, "unbind": 0}
 _ALL = slice(None)

@@ -23,11 +23,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from autopar.call_site import is_of_libraries, is_ours, place_of_user
+from autopar.call_site import OURS, is_of_libraries, place_of_user
 from autopar.checks.process_hooks import listen
 from autopar.checks.read_functions import DRAWS, NORMS, READS, keeps_dim
 from autopar.errors import ShardWarning
 from autopar.foreign.autograd import current_backward
+from autopar.foreign.modules import CALL
 from autopar.foreign.tensors import disabled_torch_function, let_foreach_take
 from autopar.layout import Layout
 
@@ -36,10 +37,11 @@ __all__ = ["Part", "Shard", "ShardedParameter", "Switch", "aside", "switch", "un
 _TORCH = torch.__file__.rpartition("/")[0] + "/"
 _THROUGH = tuple(f"{_TORCH}{name}" for name in ("overrides.py", "_tensor.py", "functional.py", "nn/functional.py"))
 _FOR_USERS = (*_THROUGH, f"{_TORCH}nn/utils/")  # results there are those that the user's code asked for
+_QUIET = (*(f"{_TORCH}{name}" for name in ("optim/", "distributed/", "nn/modules/module.py")), OURS)
 _INIT, _DYNAMO = f"{_TORCH}nn/init.py", f"{_TORCH}_dynamo/"
 _FILLS = ("_no_grad_fill_", "_no_grad_zero_", "constant_", "ones_", "zeros_")  # of nn.init: alike everywhere
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
-_CALLS = (nn.Module._call_impl.__code__, Optimizer.profile_hook_step(lambda: None).__code__)
+_STEP = Optimizer.profile_hook_step(lambda: None).__code__
 
 
 class Switch:
@@ -179,10 +181,13 @@ def _become(tensor: Any, kind: type, shard: Shard | None = None) -> None:
 def _notice(func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
     """Call ``func`` as it is; warn before, if it is not elementwise, else let its result be noticed."""
     caller: FrameType = sys._getframe(1)
-    name, kwargs = func.__name__, kwargs or {}
+    file, kwargs = caller.f_code.co_filename, kwargs or {}
     switch.off = True
     try:
-        initializer = _initializer(caller) if caller.f_code.co_filename == _INIT and name != "__get__" else None
+        if file.startswith(_QUIET):
+            return func(*args, **kwargs)
+        name = func.__name__
+        initializer = _initializer(caller) if file == _INIT and name != "__get__" else None
         reads = name in READS or initializer is not None or name.startswith("linalg_")
         part = _mixed_by(name, args, kwargs) if reads else None
         if part is not None:
@@ -247,7 +252,7 @@ def _let_be_noticed(
     while file.startswith(_FOR_USERS):
         caller = caller.f_back
         file = caller.f_code.co_filename
-    if not file.startswith(_TORCH) and not is_ours(caller):
+    if not file.startswith((_TORCH, OURS)):
         _become(result, Part, part.autopar_shard)
 
 
@@ -279,9 +284,9 @@ def _is_of_torch(frame: FrameType) -> bool:
 def _inside_layer_or_step(frame: FrameType | None) -> bool:
     """Return whether a module of a parallelized model runs by itself, or an optimizer steps: they know shards."""
     while frame is not None:
-        if frame.f_code is _CALLS[1]:
+        if frame.f_code is _STEP:
             return True
-        module = frame.f_locals.get("self") if frame.f_code is _CALLS[0] else None
+        module = frame.f_locals.get("self") if frame.f_code is CALL else None
         if isinstance(module, nn.Module) and any(isinstance(p, ShardedParameter) for p in module.parameters()):
             inside = any("_autopar" in vars(one) for one in module.modules())  # a wrapper around the model is none
             if "_autopar" in vars(module) or not inside:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.checks.shard_reads import aside
 from autopar.data_parallel.grad_sync import average_over_replicas
 from autopar.distributed.axis import Axis, device_of
 from autopar.distributed.gloo_collectives import all_reduce
@@ -192,6 +193,7 @@ def average_gradients(model: nn.Module) -> None:
 
 
 @torch.no_grad()
+@aside()
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:

@@ -112,7 +112,7 @@ def writes_into(tensors: Iterable[torch.Tensor]) -> int:
 
 def let_foreach_take(kinds: Iterable[type]) -> None:
     """Let torch's optimizers step many tensors of these classes at once, as torch itself does for its DTensor."""
-    known: list[Any]
+    known: Any
     for known in (_stepped_by_foreach, _taken_by_foreach):
         known.extend(kind for kind in kinds if kind not in known)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.checks.shard_reads import unwatch
+from autopar.checks.shard_reads import Shard, unwatch, watch
 from autopar.distributed.mesh import MPU
 from autopar.layout import Layout
 from autopar.plan.plan import Plan, TensorPlan
