@@ -48,7 +48,7 @@ def is_library(frame: FrameType) -> bool:
 def is_of_libraries(frame: FrameType) -> bool:
     """Return whether code of a library runs there that this project knows, its own, or a model's file from the hub."""
     top = str(frame.f_globals.get("__name__")).partition(".")[0]
-    return is_ours(frame) or top in _LIBRARIES or top == "transformers_modules"
+    return is_ours(frame) or top in {*_LIBRARIES, "megatron", "transformers_modules"}
 
 
 def is_of_library(function: Any) -> bool:

@@ -262,11 +262,9 @@ def _let_be_noticed(
 def _tell(name: str, part: Any, caller: FrameType, *, draws: bool) -> None:
     """Warn at the user's line, unless a library that knows shards, a layer or an optimizer asks."""
     frame: FrameType | None = caller
-    while frame is not None and (
-        frame.f_code.co_filename.startswith(_TORCH) or "torchinductor" in frame.f_code.co_filename
-    ):
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
-    if frame is None or is_of_libraries(frame):
+    if frame is None or is_of_libraries(frame) or _is_of_graph(frame):
         return
     place, shard = place_of_user(frame), part.autopar_shard
     if place in shard.told or _inside_layer_or_step(frame):
@@ -276,9 +274,10 @@ def _tell(name: str, part: Any, caller: FrameType, *, draws: bool) -> None:
     warnings.warn_explicit(text, ShardWarning, *place)
 
 
-def _is_of_torch(frame: FrameType) -> bool:
+def _is_of_graph(frame: FrameType) -> bool:
+    """Return whether torch.compile made the code that runs there: of the model, mostly."""
     file = frame.f_code.co_filename
-    return file.startswith(_TORCH) or "torchinductor" in file
+    return file.startswith("<eval_with_key") or "torchinductor" in file
 
 
 def _inside_layer_or_step(frame: FrameType | None) -> bool:

@@ -31,6 +31,7 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
+    "FOREACH_TYPES",
     "GROUPED_MM",
     "ITEM",
     "TO_COPY",
@@ -110,10 +111,13 @@ def writes_into(tensors: Iterable[torch.Tensor]) -> int:
         return 0
 
 
+FOREACH_TYPES = (_stepped_by_foreach, _taken_by_foreach)  # classes of tensors that many-tensor kernels take
+
+
 def let_foreach_take(kinds: Iterable[type]) -> None:
     """Let torch's optimizers step many tensors of these classes at once, as torch itself does for its DTensor."""
     known: Any
-    for known in (_stepped_by_foreach, _taken_by_foreach):
+    for known in FOREACH_TYPES:
         known.extend(kind for kind in kinds if kind not in known)
 
 

@@ -328,3 +328,12 @@ def test_compiled_steps_have_as_many_graphs(reads: bool) -> None:
         found.append((stats, {name: tensor.clone() for name, tensor in model.state_dict().items()}))
     assert found[0][0] == found[1][0] and found[0][0][0] > 0
     assert all(torch.equal(tensor, found[1][1][name]) for name, tensor in found[0][1].items())
+
+
+@pooled(world_size=2)
+def test_what_a_compiled_function_does_with_the_model_is_silent() -> None:
+    torch._dynamo.reset()
+    model = parallel(llama(num_hidden_layers=1), 2).eval()
+    call = torch.compile(lambda ids: model(ids).logits, backend="eager")
+    with silent(), torch.no_grad():
+        assert torch.allclose(call(IDS), model(IDS).logits[:], atol=1e-5)
