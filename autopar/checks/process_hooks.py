@@ -14,7 +14,7 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from autopar.checks.shard_reads import switch
+from autopar.distributed.shard_reads import switch
 
 __all__ = ["forget", "listen", "listeners"]
 

@@ -19,10 +19,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from autopar.checks.shard_reads import ShardedParameter
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import extremes_over
 from autopar.distributed.digest import of_tensor, sum_of_bits
+from autopar.distributed.shard_reads import PLAIN
 from autopar.foreign.modules import own_parameters
 from autopar.foreign.tensors import writes_into
 
@@ -236,7 +236,8 @@ def _sharded_weights(model: nn.Module) -> Iterator[nn.Parameter]:
         parameters = own_parameters(module)
         for name, layout in vars(module).get("autopar_layouts", {}).items():
             weight = parameters.get(name)
-            if type(weight) not in (nn.Parameter, ShardedParameter) or layout.replicated or weight.is_meta:
+            plain = type(weight) in PLAIN
+            if weight is None or not plain or layout.replicated or weight.is_meta:
                 continue
             beside = math.prod(size for dim, size in enumerate(weight.shape) if dim != layout.dim)
             least = beside * min(layout.local_size(rank) for rank in range(layout.axis_size))  # alike on all ranks

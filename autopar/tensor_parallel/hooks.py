@@ -28,7 +28,6 @@ from transformers.generation.streamers import TextStreamer
 from autopar import activation_checkpoint
 from autopar.checks.forward import ForwardCheck, named_arguments, parameters_of
 from autopar.checks.module_tree import ModuleTree
-from autopar.checks.shard_reads import switch
 from autopar.checks.users_hooks import UsersHooks
 from autopar.distributed import gloo_collectives
 from autopar.distributed.collectives import run
@@ -36,6 +35,7 @@ from autopar.distributed.derivatives import check_no_transform
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import sync_generators
+from autopar.distributed.shard_reads import switch
 from autopar.errors import ConfigError, first_line
 from autopar.foreign.modules import forward_hooks, remove_forward_hooks
 from autopar.layout import Layout

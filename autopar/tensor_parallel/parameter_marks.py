@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.checks.shard_reads import Shard, unwatch, watch
 from autopar.distributed.mesh import MPU
+from autopar.distributed.shard_reads import Shard, unwatch, watch
 from autopar.layout import Layout
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.plan.stages import StagePlan

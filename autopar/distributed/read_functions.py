@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["DRAWS", "NORMS", "READS", "keeps_dim"]
+__all__ = ["DRAWS", "READS", "keeps_dim", "right_call"]
 
 _NORMS = "norm linalg_norm linalg_vector_norm linalg_matrix_norm _foreach_norm sum nansum dist"
 _DRAWS = """
@@ -29,8 +29,8 @@ _OTHERS = """
     __setitem__ __iter__ index_add_ index_copy_ index_fill_ index_put_ scatter scatter_ scatter_add scatter_add_ take
     put_ masked_scatter_ unfold fliplr flipud layer_norm rms_norm group_norm _foreach_max
 """
-NORMS, DRAWS, _REDUCTIONS = (frozenset(names.split()) for names in (_NORMS, _DRAWS, _ALONG_A_DIM))
-READS = NORMS | DRAWS | _REDUCTIONS | frozenset(_OTHERS.split())
+_OF_NORMS, DRAWS, _REDUCTIONS = (frozenset(names.split()) for names in (_NORMS, _DRAWS, _ALONG_A_DIM))
+READS = _OF_NORMS | DRAWS | _REDUCTIONS | frozenset(_OTHERS.split())
 _THIRD = "norm linalg_norm linalg_vector_norm topk kthvalue quantile nanquantile roll chunk split tensor_split"
 _DIM_THIRD = frozenset(_THIRD.split())
 _DEFAULT = {"topk": -1, "sort": -1, "argsort": -1, "kthvalue": -1, "mode": -1}
@@ -56,6 +56,24 @@ def keeps_dim(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dim: in
     if not dims or any(isinstance(one, bool) or not isinstance(one, int) for one in dims):
         return False
     return all(one % args[0].dim() != dim for one in dims)
+
+
+def right_call(name: str, parameter: str, draws: bool) -> str:
+    """Return, for a warning, what does to the whole parameter what ``name`` did to a shard."""
+    call = f'with autopar.whole(model, "{parameter}"):'
+    if draws:
+        right = f"{call} draws the whole, alike on every rank; each keeps its shard of it."
+    elif name in _OF_NORMS:
+        right = (
+            "torch.nn.utils.clip_grad_norm_ and get_total_norm take the norm of whole tensors; autopar.full(parameter) "
+            f"is the whole one\n  for a loss; {call} it and its gradient are whole."
+        )
+    else:
+        right = (
+            f"{call} it and its gradient are whole, and may be changed;\n  autopar.full(parameter) returns the whole "
+            "one, for a loss."
+        )
+    return f"  {right}\n  Where that is meant: warnings.filterwarnings('ignore', category=autopar.ShardWarning)."
 
 
 def _index_keeps(index: Any, tensor: torch.Tensor, dim: int | None) -> bool:

@@ -24,14 +24,14 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from autopar.call_site import OURS, is_of_libraries, place_of_user
-from autopar.checks.read_functions import DRAWS, NORMS, READS, keeps_dim
+from autopar.distributed.read_functions import DRAWS, READS, keeps_dim, right_call
 from autopar.errors import ShardWarning
 from autopar.foreign.autograd import current_backward
 from autopar.foreign.modules import CALL
-from autopar.foreign.tensors import disabled_torch_function, let_foreach_take
+from autopar.foreign.tensors import disabled_torch_function, leave_alone, let_foreach_take
 from autopar.layout import Layout
 
-__all__ = ["Part", "Shard", "ShardedParameter", "Switch", "aside", "switch", "unwatch", "watch"]
+__all__ = ["PLAIN", "Part", "Shard", "ShardedParameter", "Switch", "aside", "switch", "unwatch", "watch"]
 
 _TORCH = torch.__file__.rpartition("/")[0] + "/"
 _THROUGH = tuple(f"{_TORCH}{name}" for name in ("overrides.py", "_tensor.py", "functional.py", "nn/functional.py"))
@@ -150,6 +150,8 @@ class Part(torch.Tensor, metaclass=_LikeAnyTensor):
 
 
 _KINDS = (ShardedParameter, Part)
+PLAIN = (torch.Tensor, nn.Parameter, *_KINDS)
+"""Classes of tensors that have nothing of their own: what can be done with the first can be with all."""
 
 
 def watch(parameter: torch.Tensor, shard: Shard) -> None:
@@ -268,8 +270,9 @@ def _tell(name: str, part: Any, caller: FrameType, *, draws: bool) -> None:
     if place in shard.told or _inside_layer_or_step(frame):
         return
     shard.told.add(place)
-    text = _text(name, "" if isinstance(part, nn.Parameter) else "values of ", shard, draws=draws)
-    warnings.warn_explicit(text, ShardWarning, *place)
+    what = f"{name} of {'' if isinstance(part, nn.Parameter) else 'values of '}{shard.name}"
+    text = f"{what} sees the shard of tensor-parallel rank {shard.rank}: {shard.held()}.\n"
+    warnings.warn_explicit(text + right_call(name, shard.name, draws), ShardWarning, *place)
 
 
 def _is_of_graph(frame: FrameType) -> bool:
@@ -292,21 +295,5 @@ def _inside_layer_or_step(frame: FrameType | None) -> bool:
     return False
 
 
-def _text(name: str, of: str, shard: Shard, *, draws: bool) -> str:
-    call = f'autopar.whole(model, "{shard.name}")'
-    if draws:
-        right = f"with {call}: draws the whole, alike on every rank; each keeps its shard of it."
-    elif name in NORMS:
-        right = (
-            "torch.nn.utils.clip_grad_norm_ and get_total_norm take the norm of whole tensors; autopar.full(parameter) "
-            f"is the whole one\n  for a loss; with {call}: it and its gradient are whole."
-        )
-    else:
-        right = (
-            f"with {call}: it and its gradient are whole, and may be changed;\n  autopar.full(parameter) returns the "
-            "whole one, for a loss."
-        )
-    return (
-        f"{name} of {of}{shard.name} sees the shard of tensor-parallel rank {shard.rank}: {shard.held()}.\n  {right}\n"
-        "  Where that is meant: warnings.filterwarnings('ignore', category=autopar.ShardWarning)."
-    )
+for _code in (_TorchFunction.__get__, _notice, _mixed_by, _parts, _is_shard, _let_be_noticed, _tell, keeps_dim):
+    leave_alone(_code.__code__)  # where a graph broke, dynamo would compile them
