@@ -1,9 +1,9 @@
 """A sharded parameter that is read as if it were whole: the user's code is told, once for each of its lines.
 
-A sharded parameter is a :class:`ShardedParameter`, which torch asks about each function that it is given. What is
-elementwise does the same to a shard as to that part of the whole, and says nothing. Sums, products, sorts, slices and
-random draws do not. What elementwise functions make of a shard is a :class:`Part`, so that ``p.grad.abs().max()`` is
-seen, too; only for code outside of torch and of this package.
+A sharded parameter is a :class:`ShardedParameter`, which torch asks about each function that it is given. Elementwise
+functions do the same to a shard as to that part of the whole, and nothing is said. Sums, products, sorts, slices and
+random draws do not. An elementwise function of a shard gives a :class:`Part` to the user's code (to torch and to this
+package a plain tensor), so that ``p.grad.abs().max()`` is seen, too.
 
 While the model runs, in backward passes and in steps of optimizers the classes are as plain ones to torch
 (:data:`switch`): they cost nothing there. Dynamo never sees more than plain ones.
@@ -128,7 +128,7 @@ class _LikeAnyTensor(type(torch.Tensor)):  # type: ignore[misc]
 
 
 class Part(torch.Tensor, metaclass=_LikeAnyTensor):
-    """What was computed element by element of a shard, or its gradient. Saved and copied as a plain tensor."""
+    """The result of an elementwise function of a shard, or its gradient. Saved and copied as a plain tensor."""
 
     __torch_function__ = _TorchFunction()
     autopar_shard: Shard | None = None
