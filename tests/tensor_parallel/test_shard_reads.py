@@ -281,6 +281,24 @@ def test_the_model_and_its_libraries_are_silent(tmp_path: Path) -> None:
 
 
 @pooled(world_size=2)
+def test_adapters_are_silent(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    from tests.adapters.adapted import with_lora
+
+    with silent():
+        model = autopar.initialize(with_lora(llama(), target_modules="all-linear").train(), {"tp": 2})
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        for _ in range(2):
+            model(input_ids=IDS, labels=IDS).loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        model.save_parallelized(str(tmp_path / "adapted"), optimizer=optimizer)
+    with pytest.warns(autopar.ShardWarning, match="lora_"):
+        max(p.abs().max().item() for name, p in model.named_parameters() if "lora_" in name)
+
+
+@pooled(world_size=2)
 def test_the_weight_of_a_sharded_layer_can_be_replaced() -> None:
     model = parallel(llama(), 2)
     layer = model.lm_head
