@@ -24,7 +24,7 @@ from autopar.distributed.collectives import extremes_over
 from autopar.distributed.digest import of_tensor, sum_of_bits
 from autopar.distributed.shard_reads import PLAIN
 from autopar.foreign.modules import own_parameters
-from autopar.foreign.tensors import writes_into
+from autopar.foreign.tensors import no_overrides, writes_into
 
 __all__ = [
     "OVERFLOW",
@@ -145,9 +145,10 @@ class WeightSamples:
 
     def _written(self) -> tuple[int, list[int], torch.Tensor]:
         """Return writes that torch counted (not those by ``.data``), places of the weights, and an element of each."""
-        places = [weight.data_ptr() for weight in self._sharded]
-        firsts = _first_of_each(self._sharded)
-        return writes_into(self._sharded), places, torch.cat(firsts) if firsts else torch.empty(0)
+        with no_overrides():  # they need not be asked whether they see functions
+            places = [weight.data_ptr() for weight in self._sharded]
+            firsts = _first_of_each(self._sharded)
+            return writes_into(self._sharded), places, torch.cat(firsts) if firsts else torch.empty(0)
 
     def equal_shards(self, model: nn.Module, axis: Axis) -> list[str]:
         """Return the names of the sharded weights whose shards are all equal now. A collective of the axis."""
