@@ -11,15 +11,26 @@ from typing import Any
 
 from autopar.errors import ShardWarning
 
-__all__ = ["calls", "frames_of", "is_library", "is_of_library", "is_ours", "line_of_user", "warn_user"]
+__all__ = [
+    "OURS",
+    "calls",
+    "frames_of",
+    "is_library",
+    "is_of_libraries",
+    "is_of_library",
+    "is_ours",
+    "line_of_user",
+    "place_of_user",
+    "warn_user",
+]
 
 _LIBRARIES = {"autopar", "torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "trl"}
-_OURS = __file__.rpartition("/")[0] + "/"
+OURS = __file__.rpartition("/")[0] + "/"
 
 
 def is_ours(frame: FrameType) -> bool:
     """Return whether code of autopar runs there."""
-    return frame.f_code.co_filename.startswith(_OURS)
+    return frame.f_code.co_filename.startswith(OURS)
 
 
 def is_library(frame: FrameType) -> bool:
@@ -32,6 +43,12 @@ def is_library(frame: FrameType) -> bool:
         or place.startswith("<")  # made at run time: dataclasses, torch.fx
         or str(frame.f_globals.get("__name__")).startswith("transformers_modules")
     )
+
+
+def is_of_libraries(frame: FrameType) -> bool:
+    """Return whether code of a library runs there that this project knows, its own, or a model's file from the hub."""
+    top = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return is_ours(frame) or top in {*_LIBRARIES, "megatron", "transformers_modules"}
 
 
 def is_of_library(function: Any) -> bool:
@@ -67,10 +84,16 @@ def warn_user(message: str) -> None:
     warnings.warn(message, ShardWarning, stacklevel=_users()[1])
 
 
+def place_of_user(frame: FrameType | None = None) -> tuple[str, int]:
+    """Return file and line of the user's own code that led here, or to ``frame``."""
+    users = _users(frame)[0]
+    return users.f_code.co_filename, users.f_lineno
+
+
 def line_of_user(frame: FrameType | None = None) -> str:
     """Return the line of the user's own code that led here, or to ``frame``, as ``train.py:12``."""
-    users = _users(frame)[0]
-    return f"{users.f_code.co_filename}:{users.f_lineno}"
+    file, line = place_of_user(frame)
+    return f"{file}:{line}"
 
 
 def _users(frame: FrameType | None = None) -> tuple[FrameType, int]:

@@ -23,6 +23,7 @@ from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.state import State, canonical_names, listed
 from autopar.data_parallel.gradients import local_part
 from autopar.distributed.digest import sum_of_bits
+from autopar.distributed.shard_reads import PLAIN
 from autopar.errors import CheckpointError, clip
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.files import checksum
@@ -111,7 +112,7 @@ class Extra:
 
 def _is_shard(value: Any, local: torch.Tensor | None) -> bool:
     """Tell whether a value has the form of what this rank holds of a tensor of the model."""
-    if local is None or type(value) not in (torch.Tensor, nn.Parameter, DTensor) or value.shape != local.shape:
+    if local is None or type(value) not in (*PLAIN, DTensor) or value.shape != local.shape:
         return False
     if value.layout != torch.strided or value.is_meta or not alike(value, local):
         return False

@@ -14,6 +14,8 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from autopar.distributed.shard_reads import switch
+
 __all__ = ["forget", "listen", "listeners"]
 
 _Kind = TypeVar("_Kind")
@@ -52,12 +54,14 @@ def _register() -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled step is checked, too
 def _before_step(*arguments: Any) -> None:
+    switch.off = True
     _call("before_step", *arguments)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _after_step(*arguments: Any) -> None:
     _call("after_step", *arguments)
+    switch.off = False
 
 
 def _call(method: str, *arguments: Any) -> None:

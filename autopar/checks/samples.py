@@ -22,8 +22,9 @@ from torch.optim.optimizer import Optimizer
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import extremes_over
 from autopar.distributed.digest import of_tensor, sum_of_bits
+from autopar.distributed.shard_reads import PLAIN
 from autopar.foreign.modules import own_parameters
-from autopar.foreign.tensors import writes_into
+from autopar.foreign.tensors import no_overrides, writes_into
 
 __all__ = [
     "OVERFLOW",
@@ -144,9 +145,10 @@ class WeightSamples:
 
     def _written(self) -> tuple[int, list[int], torch.Tensor]:
         """Return writes that torch counted (not those by ``.data``), places of the weights, and an element of each."""
-        places = [weight.data_ptr() for weight in self._sharded]
-        firsts = _first_of_each(self._sharded)
-        return writes_into(self._sharded), places, torch.cat(firsts) if firsts else torch.empty(0)
+        with no_overrides():  # they need not be asked whether they see functions
+            places = [weight.data_ptr() for weight in self._sharded]
+            firsts = _first_of_each(self._sharded)
+            return writes_into(self._sharded), places, torch.cat(firsts) if firsts else torch.empty(0)
 
     def equal_shards(self, model: nn.Module, axis: Axis) -> list[str]:
         """Return the names of the sharded weights whose shards are all equal now. A collective of the axis."""
@@ -235,7 +237,8 @@ def _sharded_weights(model: nn.Module) -> Iterator[nn.Parameter]:
         parameters = own_parameters(module)
         for name, layout in vars(module).get("autopar_layouts", {}).items():
             weight = parameters.get(name)
-            if type(weight) is not nn.Parameter or layout.replicated or weight.is_meta:
+            plain = type(weight) in PLAIN
+            if weight is None or not plain or layout.replicated or weight.is_meta:
                 continue
             beside = math.prod(size for dim, size in enumerate(weight.shape) if dim != layout.dim)
             least = beside * min(layout.local_size(rank) for rank in range(layout.axis_size))  # alike on all ranks

@@ -21,6 +21,7 @@ from autopar.distributed.collectives import gather_sum, reduce, run
 from autopar.distributed.derivatives import keep_none, single_backward
 from autopar.distributed.gloo_collectives import all_to_all_single
 from autopar.distributed.profiling import named_collective
+from autopar.distributed.shard_reads import PLAIN
 from autopar.foreign.tensors import tree_map
 from autopar.layout import Block, Layout, even_shards
 
@@ -129,7 +130,7 @@ def entered(values: Any, axis: Axis) -> Any:
     """Return what the model is given, so that tensors which want a gradient get the whole one, on every rank."""
 
     def whole(x: Any) -> Any:
-        wants = type(x) in (torch.Tensor, torch.nn.Parameter) and x.requires_grad and torch.is_grad_enabled()
+        wants = type(x) in PLAIN and x.requires_grad and torch.is_grad_enabled()
         return _Entered.apply(x, axis) if wants else x
 
     return tree_map(whole, values)

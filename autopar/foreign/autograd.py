@@ -24,9 +24,7 @@ __all__ = [
 PROFILER_RUNS = "_is_profiler_enabled"  # attribute of torch.autograd.profiler: whether one runs
 
 
-def current_backward() -> int:
-    """Return the number of the backward pass that runs in this thread; -1 outside of one."""
-    return torch._C._current_graph_task_id()
+current_backward = torch._C._current_graph_task_id  # () -> number of the pass that runs in this thread, or -1
 
 
 def in_backward() -> bool:

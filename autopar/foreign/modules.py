@@ -12,6 +12,7 @@ from torch.nn.modules.conv import _ConvNd as Convolution
 from torch.nn.modules.dropout import _DropoutNd as Dropout
 
 __all__ = [
+    "CALL",
     "HELD",
     "BatchNorm",
     "Convolution",
@@ -33,6 +34,8 @@ __all__ = [
 
 HELD = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 """Attributes of a module that hold its tensors and children."""
+
+CALL = nn.Module._call_impl.__code__  # runs wherever a module is called
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 

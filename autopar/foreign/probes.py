@@ -160,6 +160,23 @@ def _operators() -> bool:
     )
 
 
+def _calls() -> bool:
+    class Looks(nn.Module):
+        def forward(self) -> bool:
+            return sys._getframe(1).f_code is modules.CALL or sys._getframe(2).f_code is modules.CALL
+
+    return bool(Looks()())
+
+
+class _Own(nn.Parameter):
+    pass
+
+
+def _foreach() -> bool:
+    tensors.let_foreach_take([_Own])
+    return [known.pop() for known in tensors.FOREACH_TYPES] == [_Own, _Own]
+
+
 def _assertion() -> bool:
     try:
         tensors.assert_soon(torch.tensor(False), "said")
@@ -216,6 +233,8 @@ PROBES: dict[str, Probe] = {
     "transforms, forward mode, profilers": Probe(_transforms, "refusals of torch.func, names in profiles"),
     "dispatch modes": Probe(_modes, "dry runs, verify, selective checkpointing"),
     "operators without a public name": Probe(_operators, "dry runs, verify's dropout, resharding"),
+    "the call of a module": Probe(_calls, "warnings of shards that are read"),
+    "classes that foreach takes": Probe(_foreach, "optimizers that step many shards at once"),
     "assertions on the device": Probe(_assertion, "errors of ids outside of the vocabulary"),
     "convolutions": Probe(_convolution, "sharded convolutions and batch norms"),
     "nested containers": Probe(_trees, "micro-batches, names of arguments in errors"),

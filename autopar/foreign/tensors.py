@@ -8,7 +8,9 @@ from typing import Any, cast
 
 import torch
 from torch._dynamo.eval_frame import skip_code as leave_alone  # code runs as it is, also in what is compiled
+from torch.optim.optimizer import _foreach_supported_types as _stepped_by_foreach
 from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.utils._foreach_utils import _foreach_supported_types as _taken_by_foreach
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     is_in_torch_dispatch_mode,
@@ -29,6 +31,7 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
+    "FOREACH_TYPES",
     "GROUPED_MM",
     "ITEM",
     "TO_COPY",
@@ -44,6 +47,7 @@ __all__ = [
     "is_in_torch_dispatch_mode",
     "keystr",
     "leave_alone",
+    "let_foreach_take",
     "no_dispatch_modes",
     "no_overrides",
     "operator_of",
@@ -105,6 +109,16 @@ def writes_into(tensors: Iterable[torch.Tensor]) -> int:
         return sum(map(_VERSION, tensors))
     except RuntimeError:
         return 0
+
+
+FOREACH_TYPES = (_stepped_by_foreach, _taken_by_foreach)  # classes of tensors that many-tensor kernels take
+
+
+def let_foreach_take(kinds: Iterable[type]) -> None:
+    """Let torch's optimizers step many tensors of these classes at once, as torch itself does for its DTensor."""
+    known: Any
+    for known in FOREACH_TYPES:
+        known.extend(kind for kind in kinds if kind not in known)
 
 
 def base_of(tensor: Any) -> Any:

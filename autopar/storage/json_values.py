@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch import nn
 
+from autopar.distributed.shard_reads import PLAIN
 from autopar.errors import CheckpointError, first_line
 from autopar.storage.safetensors_io import dtype_name, dtype_of
 
@@ -113,7 +113,7 @@ class _Encoder:
             if isinstance(value, set | frozenset):
                 items.sort(key=repr)  # the same file for the same set
             return {_TAG: kind.__name__, "items": items}
-        if kind in (torch.Tensor, nn.Parameter):
+        if kind in PLAIN:
             assert isinstance(value, torch.Tensor)
             return self._tensor(value.detach(), where)
         if isinstance(value, torch.dtype):

@@ -1,16 +1,14 @@
-"""Embeddings whose table is sharded, and the warning about rows that are not those that an id names."""
+"""Embeddings whose table is sharded."""
 
 from __future__ import annotations
 
 import functools
-import sys
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.call_site import is_library, warn_user
 from autopar.distributed.axis import Axis, Group
 from autopar.distributed.collectives import gather, reduce_
 from autopar.errors import ConfigError
@@ -26,52 +24,7 @@ from autopar.tensor_parallel.parallel_layer import (
     seeded_axis,
 )
 
-__all__ = ["WARNED", "HiddenParallelEmbedding", "VocabParallelEmbedding", "look_up", "vocabulary_weight"]
-
-WARNED = "_autopar_warned"
-"""Attribute of a layer whose rows were warned about."""
-
-
-def _read(self: Any) -> Any:
-    weight = self._parameters.get("weight")
-    if weight is None:
-        if "weight" not in vars(self):
-            raise AttributeError(f"{type(self).__name__} has no weight")
-        weight = vars(self)["weight"]
-    if not torch.compiler.is_compiling() and WARNED not in vars(self) and not is_library(sys._getframe(1)):
-        _warn(self)
-    return weight
-
-
-def _write(self: Any, value: Any) -> None:
-    vars(self)["weight"] = value  # nn.Module takes Parameters itself
-
-
-def _delete(self: Any) -> None:
-    del vars(self)["weight"]
-
-
-def _warn(module: nn.Module) -> None:
-    """Warn code of the user, once, that ``weight[id]`` is another token on each rank.
-
-    Not of a layer that was constructed sharded (its plan has no path).
-    """
-    plan: Any = vars(module).get("autopar")
-    layout = vars(module).get("autopar_layouts", {}).get("weight")
-    if plan is None or not plan.path or layout is None or not (plan.rule == "embedding" or plan.gather_output):
-        return
-    vars(module)[WARNED] = True
-    axis: Any = vars(module)["tp"]
-    held = ", ".join(f"{start} to {stop - 1}" for start, stop in layout.ranges(axis.rank)) or "none"
-    warn_user(
-        f"{plan.path}.weight: this is tensor-parallel rank {axis.rank} of {axis.size} and has rows {held} of "
-        f"{layout.size}, so weight[id] means another id on each rank.\n"
-        "  Read or change rows before autopar.initialize, or after autopar.deparallelize(model)."
-    )
-
-
-vocabulary_weight = property(_read, _write, _delete, "This rank's rows, a Parameter.")
-"""``weight`` of a layer that may hold a shard of the vocabulary's rows: reading it warns the user's code."""
+__all__ = ["HiddenParallelEmbedding", "VocabParallelEmbedding", "look_up"]
 
 
 class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
@@ -85,8 +38,6 @@ class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
     Raises:
         IndexError: an id outside the full table, on every rank (on CUDA a device-side assertion, as in torch).
     """
-
-    weight = vocabulary_weight
 
     def __init__(
         self,

@@ -34,6 +34,7 @@ from autopar.distributed.derivatives import check_no_transform
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import sync_generators
+from autopar.distributed.shard_reads import switch
 from autopar.errors import ConfigError, first_line
 from autopar.foreign.modules import forward_hooks, remove_forward_hooks
 from autopar.layout import Layout
@@ -180,6 +181,8 @@ class BeforeForward(Hook, CompiledCheck):
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         compiling, changed = torch.compiler.is_compiling(), None
         silent = self.tree is None if self.check is None else self.check.is_silent
+        if self.region.axis.size > 1 and not compiling:
+            switch.off = True  # layers read their shards
         if self.outermost and not compiling:
             self.region.running = 0  # an interrupted forward (Ctrl-C) did not end
         if self.region.running == 0 and compiling and not silent:  # a step of decoding may become a CUDA graph
@@ -233,6 +236,8 @@ class AfterForward(Hook):
     @no_graph_of_its_own
     def __call__(self, model: Any, args: Any, output: Any) -> Any:
         self.region.finish()
+        if not self.region.running and not torch.compiler.is_compiling():
+            switch.off = False
         if output is not None and self.region.row_tensors:
             output = gather_hidden_states(output, self.region)
         if self.region.rows_are_out and output is not None and self.mpu.pp.size == 1:

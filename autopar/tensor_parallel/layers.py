@@ -31,7 +31,7 @@ from autopar.foreign.modules import Convolution, convolve
 from autopar.plan.plan import ModulePlan
 from autopar.swap import mixed_class
 from autopar.tensor_parallel.adapters import AdapterOfRows, DropoutAlike, DropoutApart
-from autopar.tensor_parallel.embeddings import HiddenParallelEmbedding, VocabParallelEmbedding, vocabulary_weight
+from autopar.tensor_parallel.embeddings import HiddenParallelEmbedding, VocabParallelEmbedding
 from autopar.tensor_parallel.experts import ExpertParallel
 from autopar.tensor_parallel.logits_shards import Head, HeadState, Shards
 from autopar.tensor_parallel.norms import ShardedNorm
@@ -167,7 +167,6 @@ class ColumnParallelLinear(_Column, nn.Linear):
         ConsistencyError: the ranks would draw different weights.
     """
 
-    weight = vocabulary_weight
     _multiply = staticmethod(_linear)
     _weight_gradient = LINEAR
 

@@ -23,7 +23,6 @@ from autopar.plan.own_forwards import drop_plain_forward
 from autopar.plan.plan import AttributePlan, ModulePlan, Plan
 from autopar.swap import bind, unbind
 from autopar.tensor_parallel.config_view import set_value, view_of_config
-from autopar.tensor_parallel.embeddings import WARNED
 from autopar.tensor_parallel.layers import parallel_class, plain_class
 from autopar.tensor_parallel.regions import Region
 
@@ -192,7 +191,7 @@ def undo(model: nn.Module, plan: Plan) -> None:
                 own_buffers(module)[name] = all_gather(buffer, axis, layout)
         resize(module, module_plan, None)
         module.__class__ = plain_class(module)
-        for name in ("tp", "region", "autopar", "autopar_layouts", "beside", "dispatch", "chunk", WARNED):
+        for name in ("tp", "region", "autopar", "autopar_layouts", "beside", "dispatch", "chunk"):
             module.__dict__.pop(name, None)
     for attribute in plan.attributes:
         module = modules[attribute.path]

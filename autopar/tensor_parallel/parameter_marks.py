@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from autopar.distributed.mesh import MPU
+from autopar.distributed.shard_reads import Shard, unwatch, watch
 from autopar.layout import Layout
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.plan.stages import StagePlan
@@ -30,6 +31,7 @@ _NAMES = ("tensor_model_parallel", "partition_dim", "partition_stride", "shared"
 
 def mark(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
     """Set the attributes on the parameters that this rank holds. ``copy.deepcopy`` drops them, ``.to`` keeps them."""
+    told: set[tuple[str, int]] = set()
     due: dict[str, TensorPlan] = {name: one for one in plan.tensors.values() for name in (one.name, *one.aliases)}
     for name, parameter in model.named_parameters():
         if name not in due:
@@ -40,6 +42,9 @@ def mark(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
             mark_shard(parameter, -1 if layout is None else layout.dim, len(layout.blocks) if layout else 1, counts)
         if name in plan.experts:
             parameter.allreduce = False  # type: ignore[attr-defined]
+        if layout is not None and plan.shards > 1:
+            rank = (mpu.shards if name in plan.experts else mpu.tp).rank
+            watch(parameter, Shard(due[name].name, due[name].shape, layout, rank, told))
         if name in stages.tensors and min(stages.holders(name), default=mpu.pp.rank) < mpu.pp.rank:
             parameter.shared = parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
 
@@ -65,5 +70,6 @@ def _counts(layout: Layout, rank: int) -> bool:
 def unmark(model: nn.Module) -> None:
     """Remove the attributes that :func:`mark` set."""
     for parameter in model.parameters():
+        unwatch(parameter)
         for name in _NAMES:
             vars(parameter).pop(name, None)

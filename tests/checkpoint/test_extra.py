@@ -15,6 +15,7 @@ import autopar
 from autopar.checkpoint import Manifest
 from autopar.checkpoint.offline.check import check_checkpoint
 from autopar.checkpoint.offline.reshard import reshard_checkpoint
+from autopar.distributed.shard_reads import Part
 from autopar.errors import CheckpointError
 from tests.checkpoint.hybrid import OF_FOUR, OF_TWO, Mesh
 from tests.checkpoint.refusals import refusals
@@ -36,7 +37,7 @@ def averages(model: Any) -> dict[str, Any]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    assert type(tensor) in (torch.Tensor, DTensor)
+    assert type(tensor) in (torch.Tensor, DTensor, Part)
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 from transformers import BertConfig, BertForSequenceClassification, LlamaForCausalLM, Trainer
 
-from autopar.errors import ConfigError
+from autopar.errors import ConfigError, ShardWarning
 from tests.integrations.runs import (
     arguments,
     assert_same,
@@ -81,8 +82,10 @@ def trainer_of(folder, tp, pp=1, model=None, parallel=None, collator=collate, **
 
 def compare(folder, name, tp, pp, **parallel):
     trainer = trainer_of(folder / "run", tp, pp, parallel=parallel, **MODES[name])
-    trainer.train()
-    mine = facts(trainer, trainer.evaluate())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ShardWarning)
+        trainer.train()
+        mine = facts(trainer, trainer.evaluate())
     assert_same(mine, json.loads((folder / f"{name}.json").read_text()))
     merged = folder / f"merged-{name}-{dist.get_world_size()}-{tp}-{pp}"
     trainer.save_model(str(merged))

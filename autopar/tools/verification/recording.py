@@ -13,6 +13,7 @@ from torch import nn
 
 from autopar.checks.forward import leaves
 from autopar.distributed.axis import Axis
+from autopar.distributed.shard_reads import PLAIN
 from autopar.foreign.autograd import in_backward
 from autopar.pipeline_parallel.outputs import complete
 from autopar.tensor_tracking import TensorTracking, tensors_in
@@ -79,7 +80,7 @@ class Recording:
             self._made[id(value)] = (entry, name)
         with torch.no_grad():
             entry.tensors[name] = value.detach().clone()
-        if value.requires_grad and type(value) in (torch.Tensor, nn.Parameter) and made is None:
+        if value.requires_grad and type(value) in PLAIN and made is None:
 
             def keep(gradient: torch.Tensor) -> None:
                 entry.gradients[name] = gradient.detach().clone()

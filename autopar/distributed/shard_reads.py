@@ -1,0 +1,299 @@
+"""A sharded parameter that is read as if it were whole: the user's code is told, once for each of its lines.
+
+A sharded parameter is a :class:`ShardedParameter`, which torch asks about each function that it is given. Elementwise
+functions do the same to a shard as to that part of the whole, and nothing is said. Sums, products, sorts, slices and
+random draws do not. An elementwise function of a shard gives a :class:`Part` to the user's code (to torch and to this
+package a plain tensor), so that ``p.grad.abs().max()`` is seen, too.
+
+While the model runs, in backward passes and in steps of optimizers the classes are as plain ones to torch
+(:data:`switch`): they cost nothing there. Dynamo never sees more than plain ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from autopar.call_site import OURS, is_of_libraries, place_of_user
+from autopar.distributed.read_functions import DRAWS, READS, keeps_dim, right_call
+from autopar.errors import ShardWarning
+from autopar.foreign.autograd import current_backward
+from autopar.foreign.modules import CALL
+from autopar.foreign.tensors import disabled_torch_function, leave_alone, let_foreach_take
+from autopar.layout import Layout
+
+__all__ = ["PLAIN", "Part", "Shard", "ShardedParameter", "Switch", "aside", "switch", "unwatch", "watch"]
+
+_TORCH = torch.__file__.rpartition("/")[0] + "/"
+_THROUGH = tuple(f"{_TORCH}{name}" for name in ("overrides.py", "_tensor.py", "functional.py", "nn/functional.py"))
+_FOR_USERS = (*_THROUGH, f"{_TORCH}nn/utils/")  # results there are those that the user's code asked for
+_QUIET = (*(f"{_TORCH}{name}" for name in ("optim/", "distributed/", "nn/modules/module.py")), OURS)
+_INIT, _DYNAMO = f"{_TORCH}nn/init.py", f"{_TORCH}_dynamo/"
+_FILLS = ("_no_grad_fill_", "_no_grad_zero_", "constant_", "ones_", "zeros_")  # of nn.init: alike everywhere
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
+_STEP = Optimizer.profile_hook_step(lambda: None).__code__
+
+
+class Switch:
+    """Whether torch takes shards as plain parameters for now; ``off`` may be lost by another thread: that only costs.
+
+    It is off while a model runs and an optimizer steps.
+    """
+
+    off = False
+
+
+switch = Switch()
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """Take shards as plain parameters inside of ``with``."""
+    before, switch.off = switch.off, True
+    try:
+        yield
+    finally:
+        switch.off = before
+
+
+class Shard:
+    """The place of a shard: of which parameter, and where in it.
+
+    Args:
+        rank: of the tensor-parallel axis.
+        told: places in the user's code that have been told, of the whole model.
+    """
+
+    def __init__(self, name: str, whole: Sequence[int], layout: Layout, rank: int, told: set[tuple[str, int]]) -> None:
+        self.name, self.whole, self.layout, self.rank, self.told = name, tuple(whole), layout, rank, told
+        self.here = (*whole[: layout.dim], layout.local_size(rank), *whole[layout.dim + 1 :])
+
+    def held(self) -> str:
+        """Return what of the whole is here."""
+        ranges = ", ".join(f"{start} to {stop - 1}" for start, stop in self.layout.ranges(self.rank)) or "none"
+        return f"shape {self.here} of {self.whole}, {ranges} of dim {self.layout.dim}"
+
+
+class _TorchFunction:
+    """``__torch_function__`` that is torch's disabled one where shards are as plain parameters."""
+
+    def __get__(self, tensor: Any, owner: Any = None) -> Any:
+        if switch.off or current_backward() != -1:
+            return disabled_torch_function
+        if tensor is None and sys._getframe(1).f_code.co_filename.startswith(_DYNAMO):
+            return disabled_torch_function
+        return _notice
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter of which this rank has a part."""
+
+    __torch_function__ = _TorchFunction()
+    autopar_shard: Shard | None = None
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        shard = self.autopar_shard
+        of = "" if shard is None or not _is_shard(self) else f" rank {shard.rank}'s shard of {shard.whole}"
+        with aside():
+            return f"Parameter containing{of}:\n{self.as_subclass(torch.Tensor)!r}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        with aside():
+            copied = super().__deepcopy__(memo)
+        copied.autopar_shard = self.autopar_shard
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with aside():
+            plain = nn.Parameter(self.data, self.requires_grad)
+        vars(plain).update({name: value for name, value in vars(self).items() if name != "autopar_shard"})
+        return plain.__reduce_ex__(protocol)
+
+
+class _LikeAnyTensor(type(torch.Tensor)):  # type: ignore[misc]
+    def __instancecheck__(cls, instance: Any) -> bool:
+        """``torch.testing.assert_close`` compares tensors of related classes."""
+        return isinstance(instance, torch.Tensor)
+
+
+class Part(torch.Tensor, metaclass=_LikeAnyTensor):
+    """The result of an elementwise function of a shard, or its gradient. Saved and copied as a plain tensor."""
+
+    __torch_function__ = _TorchFunction()
+    autopar_shard: Shard | None = None
+
+    def _plain(self) -> torch.Tensor:
+        with aside():
+            return self.as_subclass(torch.Tensor)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self._plain())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = copy.deepcopy(self._plain(), memo)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)
+
+
+_KINDS = (ShardedParameter, Part)
+PLAIN = (torch.Tensor, nn.Parameter, *_KINDS)
+"""Classes of tensors that have nothing of their own: what can be done with the first can be with all."""
+
+
+def watch(parameter: torch.Tensor, shard: Shard) -> None:
+    """Let reads of ``parameter`` be noticed. Not of a class that a library has made its own."""
+    if type(parameter) is nn.Parameter and shard.here != shard.whole:
+        let_foreach_take(_KINDS)
+        _become(parameter, ShardedParameter, shard)
+
+
+def unwatch(parameter: torch.Tensor) -> None:
+    """Undo :func:`watch`."""
+    if type(parameter) is ShardedParameter:
+        _become(parameter, nn.Parameter)
+
+
+def _become(tensor: Any, kind: type, shard: Shard | None = None) -> None:
+    tensor.__class__ = kind
+    if shard is None:
+        vars(tensor).pop("autopar_shard", None)
+    else:
+        tensor.autopar_shard = shard
+
+
+# -- what torch asks -------------------------------------------------------------------------------------------------
+
+
+def _notice(func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    """Call ``func`` as it is; warn before, if it is not elementwise, else let its result be noticed."""
+    caller: FrameType = sys._getframe(1)
+    file, kwargs = caller.f_code.co_filename, kwargs or {}
+    switch.off = True
+    try:
+        if file.startswith(_QUIET):
+            return func(*args, **kwargs)
+        name = func.__name__
+        initializer = _initializer(caller) if file == _INIT and name != "__get__" else None
+        reads = name in READS or initializer is not None or name.startswith("linalg_")
+        part = _mixed_by(name, args, kwargs) if reads else None
+        if part is not None:
+            _tell(initializer or name, part, caller, draws=initializer is not None or name in DRAWS)
+        result = func(*args, **kwargs)
+        if part is None and type(result) is torch.Tensor:
+            _let_be_noticed(result, name, args, kwargs, caller, other_size=reads)
+        return result
+    finally:
+        switch.off = False
+
+
+def _initializer(frame: FrameType) -> str | None:
+    """Return which function of ``nn.init`` is called; None for one that fills with one number."""
+    name = None if frame.f_code.co_name in _FILLS else frame.f_code.co_name
+    while name and frame.f_back is not None and frame.f_code.co_filename == _INIT:
+        name, frame = frame.f_code.co_name, frame.f_back
+    return name
+
+
+def _is_shard(tensor: Any) -> bool:
+    """Return whether a tensor is a part; a parameter is none inside of ``autopar.whole``."""
+    shard = tensor.autopar_shard
+    return shard is not None and (type(tensor) is Part or tuple(tensor.shape) == shard.here)
+
+
+def _parts(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _parts(value)
+        elif type(value) in _KINDS and _is_shard(value):
+            yield value
+
+
+def _mixed_by(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the first part of which ``name`` mixes elements along the sharded dim; None if it does so of none."""
+    part = next(_parts([*args, *kwargs.values()]), None)
+    if part is None or not args or part is not args[0]:
+        return None if name in ("__setitem__", "index_put_") else part  # values that go elsewhere
+    shard = part.autopar_shard
+    dim = shard.layout.dim if tuple(part.shape) == shard.here else None
+    return None if keeps_dim(name, args, kwargs, dim) else part
+
+
+def _let_be_noticed(
+    result: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], caller: Any, *, other_size: bool
+) -> None:
+    """Let reads of ``result`` be noticed, if it is new, made of the elements of a part, and for the user's code."""
+    in_place = (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
+    part = next(_parts([*args[:3], *kwargs.values()]), None)
+    if part is None or in_place or name == "clone" or name.endswith("_like") or name.startswith("new_"):
+        return
+    if "out" in kwargs or any(result is one for one in args) or not (other_size or result.numel() == part.numel()):
+        return
+    if (name == "to" or name.endswith("_as")) and part is not args[0]:
+        return
+    file = caller.f_code.co_filename
+    if caller.f_code is _NEW_PARAMETER and type(part) is Part:  # it asks for one of the same class
+        _become(part, nn.Parameter)
+        _become(result, nn.Parameter)
+        return
+    while file.startswith(_FOR_USERS):
+        caller = caller.f_back
+        file = caller.f_code.co_filename
+    if not file.startswith((_TORCH, OURS)):
+        _become(result, Part, part.autopar_shard)
+
+
+# -- what is told ----------------------------------------------------------------------------------------------------
+
+
+def _tell(name: str, part: Any, caller: FrameType, *, draws: bool) -> None:
+    """Warn at the user's line, unless a library that knows shards, a layer or an optimizer asks."""
+    frame: FrameType | None = caller
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    if frame is None or is_of_libraries(frame) or _is_of_graph(frame):
+        return
+    place, shard = place_of_user(frame), part.autopar_shard
+    if place in shard.told or _inside_layer_or_step(frame):
+        return
+    shard.told.add(place)
+    what = f"{name} of {'' if isinstance(part, nn.Parameter) else 'values of '}{shard.name}"
+    text = f"{what} sees the shard of tensor-parallel rank {shard.rank}: {shard.held()}.\n"
+    warnings.warn_explicit(text + right_call(name, shard.name, draws), ShardWarning, *place)
+
+
+def _is_of_graph(frame: FrameType) -> bool:
+    """Return whether torch.compile made the code that runs there: of the model, mostly."""
+    file = frame.f_code.co_filename
+    return file.startswith("<eval_with_key") or "torchinductor" in file
+
+
+def _inside_layer_or_step(frame: FrameType | None) -> bool:
+    """Return whether a module of a parallelized model runs by itself, or an optimizer steps: they know shards."""
+    while frame is not None:
+        if frame.f_code is _STEP:
+            return True
+        module = frame.f_locals.get("self") if frame.f_code is CALL else None
+        if isinstance(module, nn.Module) and any(isinstance(p, ShardedParameter) for p in module.parameters()):
+            inside = any("_autopar" in vars(one) for one in module.modules())  # a wrapper around the model is none
+            if "_autopar" in vars(module) or not inside:
+                return True
+        frame = frame.f_back
+    return False
+
+
+for _code in (_TorchFunction.__get__, _notice, _mixed_by, _parts, _is_shard, _let_be_noticed, _tell, keeps_dim):
+    leave_alone(_code.__code__)  # where a graph broke, dynamo would compile them

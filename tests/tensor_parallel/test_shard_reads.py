@@ -1,0 +1,358 @@
+"""Shards that users' code reads as if they were whole: each line of it is told once, and what is right says nothing."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn.utils import prune
+
+import autopar
+from autopar.distributed.shard_reads import Part, ShardedParameter, unwatch
+from autopar.errors import ConfigError
+from tests.pool import pooled
+from tests.small import gpt2, llama, parallel
+from tests.worlds import raises_everywhere
+
+IDS = torch.arange(12).view(2, 6)
+
+
+def trained() -> Any:
+    model = parallel(llama(), 2).train()
+    model(IDS, labels=IDS).loss.backward()
+    return model
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", autopar.ShardWarning)
+        yield
+
+
+def told(technique: Callable[[Any], Any], model: Any) -> list[str]:
+    """Texts of the warnings of a technique that is used twice."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            technique(model)
+    shard_warnings = [each for each in found if issubclass(each.category, autopar.ShardWarning)]
+    assert all(each.filename == __file__ for each in shard_warnings)
+    return [str(each.message) for each in shard_warnings]
+
+
+def sam(model: Any) -> None:
+    norm = sum(p.grad.pow(2).sum() for p in model.parameters()) ** 0.5
+    for p in model.parameters():
+        p.data.add_(0.05 * p.grad / norm)
+
+
+def adaptive_clipping(model: Any) -> None:
+    for p in model.parameters():
+        norm, due = p.grad.norm(dim=-1, keepdim=True), 0.01 * p.detach().norm(dim=-1, keepdim=True).clamp(min=1e-3)
+        p.grad.mul_((due / norm.clamp(min=1e-6)).clamp(max=1.0))
+
+
+def own_clipping(model: Any) -> None:
+    norms = [p.grad.data.norm(2) for p in model.parameters() if p.grad is not None]
+    total = torch.stack(norms).norm()
+    for p in model.parameters():
+        p.grad.mul_((1.0 / total).clamp(max=1.0))
+
+
+def first_rows(model: Any) -> None:
+    with torch.no_grad():
+        model.lm_head.weight[:10] = 0
+
+
+def head(model: Any) -> nn.Parameter:
+    return model.lm_head.weight
+
+
+NOTICED: dict[str, Callable[[Any], Any]] = {
+    "norm": lambda model: head(model).norm(),
+    "linalg norm": lambda model: torch.linalg.vector_norm(head(model).grad),
+    "squares": lambda model: sum((p.grad**2).sum() for p in model.parameters()),
+    "norms": lambda model: torch._foreach_norm([p.grad for p in model.parameters()]),
+    "own clipping": own_clipping,
+    "sharpness": sam,
+    "adaptive clipping": adaptive_clipping,
+    "quantile": lambda model: head(model).detach().abs().flatten().quantile(0.3),
+    "top k": lambda model: head(model).abs().view(-1).topk(3),
+    "torch's pruning": lambda model: prune.L1Unstructured(0.3).compute_mask(head(model), torch.ones(head(model).shape)),
+    "svd": lambda model: torch.linalg.svd(head(model)),
+    "spectral": lambda model: (head(model).T @ head(model) - torch.eye(24)).square().sum(),
+    "logits": lambda model: torch.ones(2, 24) @ head(model).T,
+    "linear": lambda model: F.linear(torch.ones(2, 24), head(model)),
+    "einsum": lambda model: torch.einsum("bi,oi->bo", torch.ones(2, 24), head(model)),
+    "rows of ids": lambda model: F.embedding(IDS, model.model.embed_tokens.weight),
+    "row": lambda model: head(model)[5],
+    "edit": first_rows,
+    "init": lambda model: nn.init.normal_(head(model), std=0.02),
+    "orthogonal": lambda model: nn.init.orthogonal_(head(model)),
+    "xavier": lambda model: nn.init.xavier_uniform_(head(model)),
+    "draw": lambda model: head(model).data.normal_(),
+    "noise": lambda model: head(model).grad.add_(torch.randn_like(head(model).grad)),
+    "flattened": lambda model: torch.cat([p.detach().flatten() for p in model.parameters()]),
+    "vector": lambda model: nn.utils.parameters_to_vector(model.parameters()),
+    "mean": lambda model: head(model).mean().item(),
+    "std": lambda model: head(model).float().std().item(),
+    "largest": lambda model: head(model).grad.abs().max().item(),
+    "sparsity": lambda model: (head(model) == 0).sum(),
+}
+
+
+@pooled(world_size=2)
+def test_each_line_is_told_once() -> None:
+    rank = dist.get_rank()
+    model = trained()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    gradients = [p.grad.clone() for p in model.parameters()]
+    for name, technique in NOTICED.items():
+        texts = told(technique, model)
+        assert len(texts) == 1, (name, texts)
+        assert (
+            f"sees the shard of tensor-parallel rank {rank}: shape (" in texts[0]
+            and "autopar.whole(model, " in texts[0]
+        )
+        model.load_state_dict(before)
+        for p, gradient in zip(model.parameters(), gradients, strict=True):
+            p.grad = gradient.clone()
+    texts = [text for line in ("norm", "svd", "draw") for text in told(NOTICED[line], trained())]
+    rows, held = ("(66, 24)", "0 to 65") if rank == 0 else ("(65, 24)", "66 to 130")
+    start = (
+        f"norm of lm_head.weight sees the shard of tensor-parallel rank {rank}: shape {rows} of (131, 24), {held} of"
+    )
+    assert texts[0].startswith(start)
+    assert "get_total_norm" in texts[0] and "autopar.full(parameter)" in texts[1] and "draws the whole" in texts[2]
+
+
+def weights_are_averaged(model: Any, average: dict[str, torch.Tensor]) -> None:
+    for name, p in model.named_parameters():
+        average[name].mul_(0.9).add_(p.detach(), alpha=0.1)
+        average[name].lerp_(p, 0.01)
+
+
+def own_update(model: Any, average: dict[str, torch.Tensor]) -> None:
+    for p in model.parameters():
+        p.data -= 0.1 * p.grad
+        p.data = p.data - 0.01 * p.grad.data
+        p.grad = p.grad.clamp(-1, 1) + 0.01 * p.detach()
+
+
+def pulled_to_the_start(model: Any, average: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.grad.add_(p - average[name], alpha=0.1)
+            p.mul_(1 - 0.01)
+            p.copy_(torch.where(p.abs() < 1e-3, torch.zeros_like(p), p))
+            p[p.abs() < 1e-3] = 0
+
+
+def looked_ahead(model: Any, average: dict[str, torch.Tensor]) -> None:
+    torch._foreach_lerp_(list(average.values()), [p.data for p in model.parameters()], 0.5)
+    with torch.no_grad():
+        torch._foreach_copy_(list(model.parameters()), list(average.values()))
+        torch._foreach_add_([p.grad for p in model.parameters()], [p.data for p in model.parameters()], alpha=0.1)
+
+
+def rows_by_themselves(model: Any, average: dict[str, torch.Tensor]) -> None:
+    """Normalise rows, of which each rank has all of some."""
+    with torch.no_grad():
+        weight = model.lm_head.weight
+        weight.div_(weight.norm(dim=1, keepdim=True))
+        weight[:, 3] = 0
+        nn.init.zeros_(model.model.norm.weight)
+
+
+def frozen(model: Any, average: dict[str, torch.Tensor]) -> None:
+    for p in model.model.layers[0].parameters():
+        p.requires_grad_(False)
+    model.zero_grad(set_to_none=False)
+
+
+def steps(model: Any, average: dict[str, torch.Tensor]) -> None:
+    kinds: list[Any] = [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop]
+    for kind in kinds:
+        for how in ({"foreach": True}, {"foreach": False}, {"fused": True}):
+            if kind is torch.optim.RMSprop and "fused" in how:
+                continue
+            optimizer = kind(model.parameters(), lr=1e-3, **how)
+            model(IDS, labels=IDS).loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            nn.utils.clip_grad_value_(model.parameters(), 0.5)
+            nn.utils.get_total_norm([p.grad for p in model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+SILENT = (weights_are_averaged, own_update, pulled_to_the_start, looked_ahead, rows_by_themselves, steps, frozen)
+
+
+@pooled(world_size=2)
+def test_elementwise_code_is_silent_and_the_same() -> None:
+    model = parallel(llama(), 2).train()
+    plain = copy.deepcopy(model)
+    for p in plain.parameters():
+        unwatch(p)
+    results = []
+    with silent():
+        for each in (model, plain):
+            torch.manual_seed(0)
+            average = {name: p.detach().clone() for name, p in each.named_parameters()}
+            for technique in SILENT:
+                each(IDS, labels=IDS).loss.backward()
+                technique(each, average)
+            results.append((average, each.state_dict()))
+    assert any(type(p) is ShardedParameter for p in model.parameters())
+    for one, other in zip(*results, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+@pooled(world_size=2)
+def test_what_is_saved_and_copied_is_plain(tmp_path: Path) -> None:
+    model = trained()
+    with silent():
+        kept = {"data": head(model).data, "half": head(model).detach() * 0.5, "parameter": head(model)}
+        assert type(kept["half"]) is Part and repr(kept["half"]).startswith("tensor(")
+        file = io.BytesIO()
+        torch.save(kept, file)
+        loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        assert type(loaded["half"]) is torch.Tensor and type(loaded["parameter"]) is nn.Parameter
+        assert b"autopar" not in file.getvalue() and torch.equal(loaded["half"], head(model) / 2)
+        assert all(type(tensor) is torch.Tensor for tensor in model.state_dict().values())
+        assert type(copy.deepcopy(kept["half"])) is torch.Tensor
+        own = nn.Parameter(head(model).detach() * 2)
+        assert type(own) is nn.Parameter and own.is_leaf and own.requires_grad
+        assert f"rank {dist.get_rank()}'s shard of (131, 24)" in repr(head(model))
+    copied = copy.deepcopy(model)
+    assert len(told(NOTICED["norm"], copied)) == 1
+    for each in (copied, model):
+        same = head(each)
+        autopar.deparallelize(each)
+        assert head(each) is same and type(same) is nn.Parameter and repr(same).startswith("Parameter containing:\n")
+
+
+@pooled(world_size=2)
+def test_whole_tensors_are_read_in_silence() -> None:
+    model = trained()
+    with silent():
+        with autopar.whole(model):
+            head(model).norm(), head(model).grad.norm(), nn.init.normal_(head(model))
+            head(model).data[:5] = 0
+            head(model).data.abs().flatten().quantile(0.3)
+        autopar.full(head(model)).norm().backward()
+        autopar.full(head(model).grad).svd()
+        model.model.norm.weight.norm()  # each rank has all of it
+        model.model.layers[0].mlp(torch.ones(1, 2, 24)), model.lm_head(torch.ones(2, 24))  # layers know their shards
+    with pytest.warns(autopar.ShardWarning, match="down_proj.weight"):
+        model.model.layers[0].mlp.down_proj.weight.sum()
+
+
+@pooled(world_size=2)
+def test_the_model_and_its_libraries_are_silent(tmp_path: Path) -> None:
+    with silent():
+        for build in (llama, gpt2):
+            model: Any = parallel(build(), 2, activation_checkpointing={"enable": True}).train()
+            model(IDS, labels=IDS).loss.backward()
+            model.tie_weights()
+            model.generate(IDS, max_new_tokens=2, pad_token_id=0, attention_mask=torch.ones_like(IDS))
+            assert autopar.clip_grad_norm_(model, 1.0) > 0
+            model.get_input_embeddings()(IDS)
+            model.load_state_dict(model.state_dict())
+            folder = tmp_path / build.__name__
+            half = {name: p.detach() * 0.5 for name, p in model.named_parameters()}
+            model.save_parallelized(str(folder), extra={"half": half})
+            model.from_parallelized(str(folder))
+            moved = {name: p * 0.9 for name, p in model.named_parameters()}
+            torch.func.functional_call(model, moved, kwargs={"input_ids": IDS}).logits.sum()
+            autopar.deparallelize(model)
+
+
+@pooled(world_size=2)
+def test_adapters_are_silent(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    from tests.adapters.adapted import with_lora
+
+    with silent():
+        model = autopar.initialize(with_lora(llama(), target_modules="all-linear").train(), {"tp": 2})
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        for _ in range(2):
+            model(input_ids=IDS, labels=IDS).loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        model.save_parallelized(str(tmp_path / "adapted"), optimizer=optimizer)
+    with pytest.warns(autopar.ShardWarning, match="lora_"):
+        max(p.abs().max().item() for name, p in model.named_parameters() if "lora_" in name)
+
+
+@pooled(world_size=2)
+def test_the_weight_of_a_sharded_layer_can_be_replaced() -> None:
+    model = parallel(llama(), 2)
+    layer = model.lm_head
+    layer.weight = new = nn.Parameter(torch.zeros(layer.out_features, 24))
+    assert layer._parameters["weight"] is new
+    del layer.weight
+    assert not hasattr(layer, "weight")
+    layer.weight = torch.ones(layer.out_features, 24)  # as weight normalization leaves it
+    assert layer.weight.shape == (layer.out_features, 24)
+    with raises_everywhere(ConfigError, "lm_head of LlamaForCausalLM, a ColumnParallelLinear since"):
+        model(torch.arange(6).view(1, 6))
+
+
+def a_step(model: Any, optimizer: Any) -> Callable[[], None]:
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def own_gradients(model: Any) -> None:
+    for p in model.parameters():
+        p.grad.mul_(0.5)
+
+
+@pooled(world_size=2)
+@pytest.mark.parametrize("reads", [False, True])
+def test_compiled_steps_have_as_many_graphs(reads: bool) -> None:
+    found = []
+    for watched in (True, False):
+        torch._dynamo.reset()
+        counters.clear()
+        model = parallel(llama(), 2).train()
+        for p in model.parameters() if not watched else ():
+            unwatch(p)
+        step = torch.compile(a_step(model, torch.optim.AdamW(model.parameters(), lr=1e-3)), backend="eager")
+        with silent():
+            for _ in range(4):
+                model(IDS, labels=IDS).loss.backward()
+                if reads:
+                    own_gradients(model)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                step()
+        stats = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), counters["frames"]["total"]
+        found.append((stats, {name: tensor.clone() for name, tensor in model.state_dict().items()}))
+    assert found[0][0] == found[1][0] and found[0][0][-1] > 0
+    assert all(torch.equal(tensor, found[1][1][name]) for name, tensor in found[0][1].items())
+
+
+@pooled(world_size=2)
+def test_what_a_compiled_function_does_with_the_model_is_silent() -> None:
+    torch._dynamo.reset()
+    model = parallel(llama(num_hidden_layers=1), 2).eval()
+    call = torch.compile(lambda ids: model(ids).logits, backend="eager")
+    with silent(), torch.no_grad():
+        assert torch.allclose(call(IDS), model(IDS).logits[:], atol=1e-5)
