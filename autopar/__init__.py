@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from autopar.distributed.stop_signal import StopSignal
     from autopar.foreign.patches import patches
     from autopar.pretrained import from_pretrained
+    from autopar.tensor_parallel.expert_load import expert_load
     from autopar.tensor_parallel.whole_hooks import local_hooks
     from autopar.tools.planner.memory_plan import plan_memory
     from autopar.tools.planner.metrics import metrics
@@ -59,6 +60,7 @@ __all__ = [
     "average_gradients",
     "clip_grad_norm_",
     "deparallelize",
+    "expert_load",
     "from_pretrained",
     "full",
     "gather_for_metrics",
@@ -84,6 +86,7 @@ _HOMES = {
     "average_gradients": "autopar.data_parallel.gradients",
     "clip_grad_norm_": "autopar.data_parallel.gradients",
     "deparallelize": "autopar.api",
+    "expert_load": "autopar.tensor_parallel.expert_load",
     "from_pretrained": "autopar.pretrained",
     "full": "autopar.applied.whole",
     "hf_weights": "autopar.checkpoint.hf_weights",

@@ -69,11 +69,15 @@ class Shard:
     """The place of a shard: of which parameter, and where in it.
 
     Args:
-        rank: of the tensor-parallel axis.
+        rank: among those that hold the shards.
+        axis: what these ranks are called: ``tensor-parallel``.
         told: places in the user's code that have been told, of the whole model.
     """
 
-    def __init__(self, name: str, whole: Sequence[int], layout: Layout, rank: int, told: set[tuple[str, int]]) -> None:
+    def __init__(
+        self, name: str, whole: Sequence[int], layout: Layout, rank: int, told: set[tuple[str, int]], axis: str
+    ) -> None:
+        self.axis = axis
         self.name, self.whole, self.layout, self.rank, self.told = name, tuple(whole), layout, rank, told
         self.here = (*whole[: layout.dim], layout.local_size(rank), *whole[layout.dim + 1 :])
 
@@ -271,7 +275,7 @@ def _tell(name: str, part: Any, caller: FrameType, *, draws: bool) -> None:
         return
     shard.told.add(place)
     what = f"{name} of {'' if isinstance(part, nn.Parameter) else 'values of '}{shard.name}"
-    text = f"{what} sees the shard of tensor-parallel rank {shard.rank}: {shard.held()}.\n"
+    text = f"{what} sees the shard of {shard.axis} rank {shard.rank}: {shard.held()}.\n"
     warnings.warn_explicit(text + right_call(name, shard.name, draws), ShardWarning, *place)
 
 

@@ -24,8 +24,11 @@ from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather, all_to_all, even_layout, gather, gather_sum, reduce_scatter
 from autopar.distributed.collectives import scatter as own_part
 from autopar.distributed.gloo_collectives import all_to_all_single
+from autopar.errors import ConfigError
+from autopar.foreign.autograd import in_backward
 from autopar.layout import Block, Layout, even_shards
 from autopar.tensor_parallel.region_modules import RegionModule
+from autopar.tensor_parallel.whole_hooks import described, users_hook
 
 __all__ = ["ExpertParallel"]
 
@@ -37,15 +40,18 @@ class ExpertParallel(RegionModule):
         tp: the ranks over which experts are sharded.
         beside: the tensor-parallel ranks of this replica, which hold the same tokens.
         dispatch: ``all_to_all`` or ``all_reduce``.
+        tokens: how many each of this rank's experts has been given, ``[experts here]``, int64.
     """
 
     beside: Axis
     dispatch: str
+    tokens: torch.Tensor
 
     def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> Any:
         """Compute the output; ``chosen``, ``weights``: ``[tokens, k]``, the experts of each token and their weights."""
         if hidden.is_meta and not torch.is_grad_enabled():  # a dry run: the routes depend on data
             return torch.empty_like(hidden)
+        self._refuse_hooks()
         tokens = chosen.shape[0]
         layout = even_layout(tokens, self.beside.size)
         x = own_part(hidden.reshape(tokens, -1), self.beside, layout, 0)  # [tokens/tp, hidden]
@@ -53,6 +59,17 @@ class ExpertParallel(RegionModule):
         ids = layout.shard(chosen, self.beside.rank, 0)  # [tokens/tp, k]
         y = (self._by_all_to_all if self.dispatch == "all_to_all" else self._by_all_reduce)(x, w, ids)
         return gather(y, self.beside, layout, 0).view_as(hidden)
+
+    def _refuse_hooks(self) -> None:
+        for path, module in self.named_modules():  # type: ignore[attr-defined]
+            hook = users_hook(module) if path else None
+            if hook is not None:
+                raise ConfigError(
+                    f"the hook {described(hook)} on {self.autopar.path}.{path} is inside of experts that ranks hold "
+                    f"whole: it would see the tokens of all of\n  ranks {list(self.tp.ranks)} that chose this rank's, "
+                    "in another order. A hook on the experts sees this rank's tokens;\n  "
+                    "autopar.local_hooks(module) is for what is here."
+                )
 
     def _by_all_to_all(self, x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         axis, k = self.tp, ids.shape[1]
@@ -90,6 +107,9 @@ class ExpertParallel(RegionModule):
         return owner, torch.where(known, ids - torch.tensor(starts, device=ids.device)[owner], 0), known
 
     def _compute(self, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        if not rows.is_meta and not in_backward():  # where blocks are recomputed
+            self.tokens = self.tokens.to(local.device)
+            self.tokens.index_add_(0, local, torch.ones_like(local))
         replicas = self.tp.size // self.beside.size  # [Note: gradients over replicas]
         rows = _ScaledGradient.apply(rows, float(replicas)) if replicas > 1 else rows
         if rows.shape[0]:

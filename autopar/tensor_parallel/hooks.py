@@ -125,7 +125,7 @@ def attach(
     for module in _callable_alone(model):
         tree = ModuleTree(module) if plan.tp > 1 else None
         before = BeforeForward(region, check, tree, parameters_of(module))
-        before.outermost = module is model
+        before.outermost, before.sharded = module is model, plan.shards > 1
         if check is not None or plan.tp > 1:
             before.model = module
         module.register_forward_pre_hook(before, with_kwargs=True)
@@ -163,7 +163,7 @@ def _callable_alone(model: nn.Module) -> Iterator[nn.Module]:
 class BeforeForward(Hook, CompiledCheck):
     """Forward pre-hook: check weights, modules, and consistency over tp and cp, before the outermost model runs."""
 
-    outermost = False
+    outermost = sharded = False
     model: nn.Module
 
     def __init__(
@@ -181,7 +181,7 @@ class BeforeForward(Hook, CompiledCheck):
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         compiling, changed = torch.compiler.is_compiling(), None
         silent = self.tree is None if self.check is None else self.check.is_silent
-        if self.region.axis.size > 1 and not compiling:
+        if self.sharded and not compiling:
             switch.off = True  # layers read their shards
         if self.outermost and not compiling:
             self.region.running = 0  # an interrupted forward (Ctrl-C) did not end

@@ -85,6 +85,8 @@ def apply(
         _swap(module, module_plan, axis, region)
         if module_plan.rule == "experts":
             module.tp, module.beside, module.dispatch = shards, axis, dispatch
+            assert module_plan.layout is not None
+            module.tokens = torch.zeros(module_plan.layout.local_size(shards.rank), dtype=torch.int64)
         rank = module.tp.rank
         for name, layout in vars(module)["autopar_layouts"].items():
             parameter = own_parameters(module).get(name)
@@ -191,7 +193,7 @@ def undo(model: nn.Module, plan: Plan) -> None:
                 own_buffers(module)[name] = all_gather(buffer, axis, layout)
         resize(module, module_plan, None)
         module.__class__ = plain_class(module)
-        for name in ("tp", "region", "autopar", "autopar_layouts", "beside", "dispatch", "chunk"):
+        for name in ("tp", "region", "autopar", "autopar_layouts", "beside", "dispatch", "tokens", "chunk"):
             module.__dict__.pop(name, None)
     for attribute in plan.attributes:
         module = modules[attribute.path]

@@ -43,8 +43,8 @@ def mark(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
         if name in plan.experts:
             parameter.allreduce = False  # type: ignore[attr-defined]
         if layout is not None and plan.shards > 1:
-            rank = (mpu.shards if name in plan.experts else mpu.tp).rank
-            watch(parameter, Shard(due[name].name, due[name].shape, layout, rank, told))
+            rank, axis = (mpu.shards.rank, "expert") if name in plan.experts else (mpu.tp.rank, "tensor")
+            watch(parameter, Shard(due[name].name, due[name].shape, layout, rank, told, f"{axis}-parallel"))
         if name in stages.tensors and min(stages.holders(name), default=mpu.pp.rank) < mpu.pp.rank:
             parameter.shared = parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
 

@@ -24,11 +24,19 @@ from autopar.foreign.modules import hooks_of, hooks_of_all, hooks_with_kwargs, o
 from autopar.plan.plan import ModulePlan
 from autopar.tensor_parallel.seen_values import Chain, Seen, SeenShards, Shards
 
-__all__ = ["WholeHooks", "described", "local_hooks"]
+__all__ = ["WholeHooks", "described", "local_hooks", "users_hook"]
 
 _KINDS = ("forward", "forward_pre", "backward", "backward_pre")
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 _LOCAL = "_autopar_local_hooks"
+
+
+def users_hook(module: nn.Module) -> Any:
+    """Return a hook of the user's on a module, which expects whole tensors; None without any."""
+    if _LOCAL in vars(module):
+        return None
+    found = (hook for kind in _KINDS for hook in hooks_of(module, kind).values())
+    return next((hook for hook in found if not is_of_library(hook)), None)
 
 
 def local_hooks(module: nn.Module) -> None:

@@ -307,3 +307,63 @@ def test_a_model_that_no_process_holds_whole(tmp_path: Path) -> None:
     due = dict(autopar.initialize(deferred, {}).named_parameters())
     with autopar.whole(drawn):
         assert all(torch.equal(p, due[n]) for n, p in drawn.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "config", [{"ep": 2}, {"tp": 2, "ep": 2}, {"ep": 2, "activation_checkpointing": {"enable": True}}]
+)
+@pooled(world_size=4)
+def test_the_load_of_experts(config: dict[str, Any]) -> None:
+    plain = mixtral()
+    model = autopar.initialize(copy.deepcopy(plain), config)
+    data = batches(0, model.mpu.dp.size)
+    chosen: dict[str, list[torch.Tensor]] = {}
+    for path, module in plain.named_modules():
+        if path.endswith("mlp.experts"):
+            seen = chosen.setdefault(path, [])
+            module.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[1].flatten()))
+    for own in data:
+        plain(input_ids=own[0])
+    ids = data[model.mpu.dp.rank][0]
+    model.train()(input_ids=ids, labels=ids).loss.backward()
+    load = autopar.expert_load(model)
+    assert load.keys() == chosen.keys()
+    assert all(torch.equal(load[path], torch.cat(ids).bincount(minlength=6)) for path, ids in chosen.items())
+    assert all(not tokens.any() for tokens in autopar.expert_load(model).values())
+    model.mpu.destroy()
+
+
+def test_the_load_of_experts_that_nobody_holds_whole() -> None:
+    with pytest.raises(ConfigError) as info:
+        autopar.expert_load(mixtral())
+    assert str(info.value) == (
+        "expert_load: ranks do not hold whole experts of MixtralForCausalLM, so that no tokens are counted; "
+        "expert_parallel_size above 1 does that"
+    )
+
+
+@pooled(world_size=2)
+def test_hooks_on_experts_see_own_tokens_and_those_inside_are_refused() -> None:
+    plain = mixtral()
+    model = autopar.initialize(copy.deepcopy(plain), {"ep": 2})
+    ids, seen = batches(0, 2)[model.mpu.dp.rank][0], []
+    for each in (plain, model):
+        experts = each.model.layers[1].mlp.experts
+        handle = experts.register_forward_hook(lambda _, __, out: seen.append(out.detach()))
+        each(input_ids=ids)
+        handle.remove()
+    assert close(seen[1], seen[0])
+
+    def look(*_: Any) -> None: ...
+
+    experts.act_fn.register_forward_hook(look)
+    with pytest.raises(ConfigError) as info:
+        model(input_ids=ids)
+    assert "look (" in str(info.value) and str(info.value).endswith(
+        "on model.layers.1.mlp.experts.act_fn is inside of experts that ranks hold whole: it would see the tokens of "
+        "all of\n  ranks [0, 1] that chose this rank's, in another order. A hook on the experts sees this rank's "
+        "tokens;\n  autopar.local_hooks(module) is for what is here."
+    )
+    autopar.local_hooks(experts.act_fn)
+    model(input_ids=ids)
+    model.mpu.destroy()

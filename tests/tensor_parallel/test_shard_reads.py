@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.utils import prune
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import autopar
 from autopar.distributed.shard_reads import Part, ShardedParameter, unwatch
@@ -356,3 +357,22 @@ def test_what_a_compiled_function_does_with_the_model_is_silent() -> None:
     call = torch.compile(lambda ids: model(ids).logits, backend="eager")
     with silent(), torch.no_grad():
         assert torch.allclose(call(IDS), model(IDS).logits[:], atol=1e-5)
+
+
+@pooled(world_size=2)
+def test_experts_over_replicas() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = MixtralForCausalLM(MixtralConfig(num_hidden_layers=1, vocab_size=31, num_local_experts=4, **sizes))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = autopar.initialize(model, {"ep": 2}, optimizer=optimizer)
+    ids = torch.arange(8).view(1, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", autopar.ShardWarning)
+        model(input_ids=ids, labels=ids).loss.backward()
+        autopar.average_gradients(model)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        model.lm_head.weight.norm()  # whole on each rank
+    with pytest.warns(autopar.ShardWarning, match=r"experts\.down_proj sees the shard of expert-parallel rank"):
+        model.model.layers[0].mlp.experts.down_proj.norm()
