@@ -17,7 +17,19 @@ from typing import Any
 from benchmarks import results, tables
 from benchmarks.ranks import prepare
 
-NAMES = ("step", "memory", "scaling", "planning", "pipeline", "checks", "loading", "merging", "curves", "optimizers")
+NAMES = (
+    "step",
+    "memory",
+    "scaling",
+    "planning",
+    "pipeline",
+    "checks",
+    "loading",
+    "merging",
+    "curves",
+    "optimizers",
+    "experts",
+)
 # What a run of all of them changes in the defaults of each, so that it takes minutes.
 SHORT: dict[str, list[str]] = {
     "step": ["--rows", "llama", "small", "--kinds", "step", "decode", "--rounds", "5", "--decode-rounds", "2"],
@@ -29,6 +41,7 @@ SHORT: dict[str, list[str]] = {
     "merging": ["--rounds", "2", "--gigabytes", "0.3"],
     "curves": ["--steps", "40"],
     "optimizers": ["--rows", "small", "--rounds", "3", "--ranks", "2"],
+    "experts": ["--experts", "8", "--rounds", "3"],
 }
 OUT = results.ROOT / "benchmarks" / "out"
 

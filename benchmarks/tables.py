@@ -39,6 +39,11 @@ SECTIONS = {
         "Muon's matrices are stepped on one rank each (`owned`) or on all (`duplicated`). All ranks together send "
         "`sent` in a step, and the fullest rank keeps `state`.",
     ),
+    "experts": (
+        "A mixture over 2 ranks",
+        "All ways train on the same tokens; each token chooses two experts. `sent` is what a rank's collectives are "
+        "given in a step, `held` its weights, gradients and states.",
+    ),
     "memory": (
         "Memory of a training step",
         "The parts are the tensors that live when most do. `resident` is the growth of the whole process.",
