@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
+from autopar.distributed.shard_reads import ShardedParameter
 
 
 def tp(size: int) -> dict[str, Any]:
@@ -29,7 +30,7 @@ def same(one: torch.nn.Module, other: torch.nn.Module) -> None:
     assert list(ours) == list(theirs)
     for names in (ours, theirs):
         for name, parameter in names.items():
-            assert type(parameter) is torch.nn.Parameter, name
+            assert type(parameter) in (torch.nn.Parameter, ShardedParameter), name
             assert "_autopar_sources" not in str(vars(parameter)), name
     assert _ties(ours) == _ties(theirs)
     for kind, left, right in (

@@ -92,8 +92,10 @@ def shard(model: nn.Module, plan: Plan, tp_rank: int) -> None:
 def fake_mpu(tp: int = 1, t: int = 0, pp: int = 1, p: int = 0, dp: int = 1, d: int = 0) -> SimpleNamespace:
     """Enough of an MPU to write one shard."""
     axis = lambda size, rank: SimpleNamespace(size=size, rank=rank)  # noqa: E731
+    sizes = MeshSizes(tp, pp, dp)
     return SimpleNamespace(
-        tp=axis(tp, t), pp=axis(pp, p), dp=axis(dp, d), dp_cp=axis(dp, d), cp=axis(1, 0), sizes=MeshSizes(tp, pp, dp),
+        tp=axis(tp, t), pp=axis(pp, p), dp=axis(dp, d), dp_cp=axis(dp, d), cp=axis(1, 0), sizes=sizes,
+        shards=axis(tp, t), copies=axis(dp, d), saved_sizes=sizes,
         rank=(p * dp + d) * tp + t, world_size=tp * pp * dp, random_tracker=None,
     )  # fmt: skip
 
