@@ -193,7 +193,9 @@ class Manifest:
         mesh = data["mesh"]
         tp, pp, dp = (int(mesh[f"{axis}_parallel_size"]) for axis in ("tensor", "pipeline", "data"))
         shards = int(mesh.get("expert_parallel_size", tp))
-        if min(tp, shards) < 1 or shards % tp or dp % (shards // tp):
+        if min(tp, shards) < 1:
+            raise ValueError(f"the mesh {(tp, pp, dp)} is impossible")
+        if shards % tp or dp % (shards // tp):
             raise ValueError(f"expert_parallel_size {shards} does not fit tensor_parallel_size {tp} and {dp} replicas")
         sizes = MeshSizes(shards, pp, dp * tp // shards)
         parts = {str(name): Part.from_json(str(name), entry) for name, entry in data["parts"].items()}

@@ -129,13 +129,14 @@ class Part:
                 count[tensor] += 1
         for name, plan in self.tensors.items():
             dtype_of(plan.dtype)
-            held = self.holders.get(name, {})
-            if plan.layout is not None:
-                _check_layout(plan.layout, sizes.tp)
-            due = 1 if plan.layout is None else len({plan.layout.ranges(rank) for rank in range(sizes.tp)})
-            found = len({plan.layout.ranges(rank) for rank in held}) if plan.layout is not None else len(held)
+            held, layout = self.holders.get(name, {}), plan.layout
+            due, found = 1 if layout is None else sizes.tp, len(held)
+            if layout is not None and layout.axis_size == sizes.tp:  # one of those that hold the same has it
+                due, found = (len({layout.ranges(rank) for rank in ranks}) for ranks in (range(sizes.tp), held))
             if found != due or len(held) != count[name]:
                 raise ValueError(f"{name} should lie in {due} files and lies in {count[name]}")
+            if layout is not None:
+                _check_layout(layout, sizes.tp)
 
 
 @lru_cache(maxsize=4096)

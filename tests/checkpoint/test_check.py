@@ -17,7 +17,6 @@ from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.snapshot import snapshot
 from autopar.checkpoint.state import state_of
 from autopar.data_parallel.whole_parameters import WholeParameters
-from autopar.distributed.axis import Axis
 from autopar.errors import CheckpointError
 from tests.checkpoint.tiny import fake_mpu, save_alone, tiny, with_moments
 
@@ -103,7 +102,7 @@ def save_shared_out_by_replicas(folder, replicas: int) -> None:
                 del optimizer.state[parameter]
             optimizer._autopar = SimpleNamespace(
                 owns=lambda parameter, mine=mine: id(parameter) in mine,
-                whole=WholeParameters(Axis("tp", None, (0,), 0)),
+                whole=WholeParameters(),
                 sharded=True,
                 masters=None,
                 scale=None,

@@ -24,6 +24,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "cp 2, ZeRO-1": {"model_parallelism": {"context_parallel_size": 2}, "zero": {"stage": 1}},
     "tp 2, sequence parallel": {"model_parallelism": {"tensor_parallel_size": 2, "sequence_parallel": True}},
     "tp 2, whole experts": {"model_parallelism": {"tensor_parallel_size": 2, "expert_parallel_size": 2}},
+    "ep 2, bf16": {"model_parallelism": {"expert_parallel_size": 2}, "precision": {"dtype": "bf16"}},
     "dp 2, ZeRO-3, bf16": {"zero": {"stage": 3}, "precision": {"dtype": "bf16"}},
 }
 IN_EVERY_RUN = ("phi3", "t5", "mixtral", "zamba2", "bloom", "deepseek_v3", "bart", "whisper", "llava", "mamba2")
@@ -57,7 +58,7 @@ def _compare(case: Case, name: str) -> None:
     try:
         planned = PlannedModel(model, sequence=8)
         parsed = ParallelConfig.parse(CONFIGS[name])
-        plan = planned.plan(parsed.tensor_parallel_size, parsed.expert_parallel_size > 1)
+        plan = planned.plan(parsed.tensor_parallel_size, parsed.expert_parallel_size)
         states = ModelStates(model, planned.inner, plan, fp32_gradients=False)
         stages = planned.stages(parsed)
         if parsed.context_parallel_size > 1:

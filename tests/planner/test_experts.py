@@ -23,11 +23,11 @@ SIZES = ("--gpus", 4, "--sequence", SEQUENCE, "--global-batch", 8, "--gpu-memory
 WHOLE = {"model_parallelism": {"tensor_parallel_size": 2, "expert_parallel_size": 2}}
 
 
-def mixtral(**settings: Any) -> MixtralForCausalLM:
+def mixtral(hidden: int = 32, **settings: Any) -> MixtralForCausalLM:
     """Five experts: three and two on two ranks."""
     torch.manual_seed(0)
     config = MixtralConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=hidden, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         num_local_experts=5, num_experts_per_tok=2, vocab_size=131, max_position_embeddings=64,
     )  # fmt: skip
     return MixtralForCausalLM._from_config(config, **settings)
@@ -51,30 +51,30 @@ def test_the_search_tries_both_and_plans_what_plan_memory_does(folder: Path) -> 
     result = run(folder / "mixtral", *SIZES, "--zero", 0, "--no-checkpointing", "--by-expert", "--json")
     assert result.exit_code == 0, result.output
     best = json.loads(result.stdout)["best"]
-    assert best and all(each["by_expert"] and each["tp"] > 1 for each in best)
+    assert best and all(each["ep"] > 1 for each in best) and any(each["ep"] > each["tp"] for each in best)
     for each in best:
-        assert each["config"]["model_parallelism"]["expert_parallel_size"] == each["tp"]
-        assert each["bytes_sent"]["tp"] > 0
+        assert each["config"]["model_parallelism"]["expert_parallel_size"] == each["ep"]
+        assert each["bytes_sent"]["ep" if each["ep"] > each["tp"] else "tp"] > 0
         planned = autopar.plan_memory(mixtral(), each["config"], sequence=SEQUENCE, batch=8 // each["dp"], gpus=4)
         assert [{**memory.parts(), "total": memory.total} for memory in planned.stages] == each["memory"]
     either = json.loads(run(folder / "mixtral", *SIZES, "--zero", 0, "--no-checkpointing", "--json").stdout)
     sharded = json.loads(
         run(folder / "mixtral", *SIZES, "--zero", 0, "--no-checkpointing", "--no-by-expert", "--json").stdout
     )
-    assert either["tried"] > sharded["tried"] and not any(each["by_expert"] for each in sharded["best"])
+    assert either["tried"] > sharded["tried"] and all(each["ep"] == 1 for each in sharded["best"])
 
 
 @pytest.mark.tier("all")
 def test_a_row_for_whole_experts_where_some_have_them(folder: Path) -> None:
     table = run(folder / "mixtral", *SIZES, "--by-expert").stdout
-    assert "\n whole experts " in table
-    assert "\n whole experts " not in run(folder / "llama", *SIZES).stdout
+    assert "\n ep " in table
+    assert "\n ep " not in run(folder / "llama", *SIZES).stdout
 
 
 def test_a_dense_model_has_none(folder: Path) -> None:
     result = run(folder / "llama", *SIZES, "--by-expert")
     assert result.exit_code == 1
-    assert result.stderr.startswith("error: no mesh of 4 GPUs fits: whole experts need tp above 1, not 1")
+    assert result.stderr.startswith("error: no mesh of 4 GPUs fits: expert_parallel_size: this model has no experts")
     with pytest.raises(autopar.ConfigError, match="this model has no experts that can be sharded by expert"):
         autopar.plan_memory(llama(), WHOLE, sequence=SEQUENCE)
 
@@ -95,3 +95,14 @@ def test_what_ranks_keep_is_what_was_planned() -> None:
     assert abs(kept.item() / 2 / planned - 1) < 0.05, (kept.item() / 2, planned)
     assert plan.ranks[0, 0, dist.get_rank()].weights == sum(parameter.nbytes for parameter in model.parameters())
     model.mpu.destroy()
+
+
+@pytest.mark.tier("all")
+def test_one_size_of_the_users(folder: Path) -> None:
+    result = run(folder / "mixtral", *SIZES, "--ep", 4, "--json")
+    best = json.loads(result.stdout)["best"]
+    assert best and {each["config"]["model_parallelism"]["expert_parallel_size"] for each in best} == {4}
+    refused = run(folder / "mixtral", *SIZES, "--ep", 3)
+    assert refused.exit_code == 1 and "ep 3 cannot lie on tp 1 x dp 4" in refused.stderr
+    nothing = run(folder / "mixtral", *SIZES, "--ep", 4, "--zero", 3)
+    assert nothing.exit_code == 1 and "does not go with experts that replicas share: tp is 1" in nothing.stderr

@@ -61,6 +61,7 @@ def plan(
         bool | None,
         typer.Option("--by-expert/--no-by-expert", help="Whole experts on each rank; by default either, in mixtures."),
     ] = None,
+    ep: Annotated[int | None, typer.Option("--ep", min=1, help="Expert-parallel size; by default any.")] = None,
     policy: Annotated[Path | None, typer.Option(help="A policy of your own.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the first one's config here.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the first one here.")] = None,
@@ -75,12 +76,8 @@ def plan(
 
         machine = find_gpu(gpu, gpu_memory, tflops, bandwidth)
         estimator = _estimator(model, sequence, precision, optimizer, zero, policy, machine, gpus_per_node, trust)
-        space = Space(
-            *(gpus, gpus_per_node, global_batch, zero, checkpointing),
-            cp=cp,
-            sequence_parallel=sequence_parallel,
-            by_expert=by_expert if by_expert is not None or estimator.model.has_experts else False,
-        )
+        sizes = (gpus, gpus_per_node, global_batch, zero, checkpointing)
+        space = Space(*sizes, cp=cp, sequence_parallel=sequence_parallel, by_expert=by_expert, ep=ep)
         found = search(estimator, space)
         rehearsed(estimator, found)
         if as_json:
@@ -176,8 +173,8 @@ def _table(found: Found, space: Space) -> Table:
     def row(title: str, cells: Iterable[Any]) -> None:
         shown.add_row(title, *(_word(cell) for cell in cells))
 
-    axes = {"tp": "tp", "cp": "cp", "sequence_parallel": "sequence parallel", "by_expert": "whole experts", "pp": "pp"}
-    for name, title in {**axes, "dp": "dp"}.items():
+    axes = {"tp": "tp", "cp": "cp", "sequence_parallel": "sequence parallel", "pp": "pp", "dp": "dp", "ep": "ep"}
+    for name, title in axes.items():
         if name in ("tp", "pp", "dp") or any(getattr(c, name) is True or getattr(c, name) > 1 for c in chosen):
             row(title, (getattr(c, name) for c in chosen))
     row("schedule", (c.schedule if c.pp > 1 else "-" for c in chosen))

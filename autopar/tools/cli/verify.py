@@ -40,6 +40,7 @@ def verify(
     pp: Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size.")] = 1,
     dp: Annotated[int, typer.Option("--dp", min=1, help="Data-parallel size.")] = 1,
     cp: Annotated[int, typer.Option("--cp", min=1, help="Context-parallel size.")] = 1,
+    ep: Annotated[int, typer.Option("--ep", min=1, help="Expert-parallel size, of mixtures.")] = 1,
     sp: Annotated[bool, typer.Option("--sp", help="Sequence parallelism.")] = False,
     config: Annotated[Path | None, typer.Option(help="A config of initialize, instead of sizes.")] = None,
     policy: Annotated[Path | None, typer.Option(help="A policy of your own.")] = None,
@@ -60,11 +61,12 @@ def verify(
 ) -> None:
     """Prove that parallelism leaves a model what it is: outputs, gradients, a step, tokens, checkpoints.
 
-    It starts tp x pp x dp x cp processes on this machine. Exit code 0 if all of it holds, else 1.
+    It starts tp x pp x dp x cp processes on this machine, and as many replicas as share experts.
+    Exit code 0 if all of it holds, else 1.
     """
     with errors(as_json):
-        sections = _sections(config, tp, pp, cp, sp)
-        if tp * pp * dp * cp == 1 and config is None:
+        sections = _sections(config, tp, pp, cp, ep, sp)
+        if tp * pp * dp * cp * ep == 1 and config is None:
             from autopar.errors import ConfigError
 
             raise ConfigError("one process is the plain model: say --tp 2, --pp 2, --dp 2, --cp 2 or several of them")
@@ -78,13 +80,14 @@ def verify(
         raise typer.Exit(1)
 
 
-def _sections(config: Path | None, tp: int, pp: int, cp: int, sp: bool) -> Any:
+def _sections(config: Path | None, tp: int, pp: int, cp: int, ep: int, sp: bool) -> Any:
     from autopar.errors import ConfigError
 
     sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "context_parallel_size": cp}
+    sizes["expert_parallel_size"] = ep
     given = {name: size for name, size in sizes.items() if size > 1} | ({"sequence_parallel": True} if sp else {})
     if config is not None and given:
-        raise ConfigError(f"--config {config} has the sizes: leave out --tp, --pp, --cp and --sp")
+        raise ConfigError(f"--config {config} has the sizes: leave out --tp, --pp, --cp, --ep and --sp")
     if sp and tp == 1:
         raise ConfigError("--sp cuts sequences between tensor-parallel ranks: it needs --tp 2 or more")
     return config if config is not None else {"model_parallelism": given}

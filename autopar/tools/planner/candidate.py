@@ -11,18 +11,21 @@ __all__ = ["Candidate", "Estimate", "RankMemory", "Rows", "mesh_words"]
 
 
 class Rows(NamedTuple):
-    """How sequences lie on ranks: sizes of tp and cp, whether tp ranks hold rows between the regions, whole experts.
+    """How sequences and experts lie on ranks: sizes of tp and cp, whether tp ranks hold rows between the regions.
 
     Attributes:
+        ep: ranks over which experts are sharded by number; 1: each expert is sharded over tp.
         tp_rank, cp_rank: the rank that is meant; no other has more than the first.
+        sharer: its replica among those that share the experts.
     """
 
     tp: int
     cp: int = 1
     sequence_parallel: bool = False
-    by_expert: bool = False
+    ep: int = 1
     tp_rank: int = 0
     cp_rank: int = 0
+    sharer: int = 0
 
 
 def mesh_words(tp: int, cp: int, pp: int, dp: int) -> str:
@@ -41,7 +44,8 @@ class Candidate:
         zero: ZeRO's stage.
         checkpointing: whether the activations of blocks are recomputed.
         cp: context-parallel size; ``sequence_parallel``: whether tp ranks hold rows between the regions.
-        by_expert: whether tp ranks hold whole experts, to which tokens travel.
+        ep: ranks that hold whole experts, to which tokens travel: tp, or more, of several replicas; 1: tp ranks hold a
+            part of each expert.
     """
 
     tp: int
@@ -54,7 +58,7 @@ class Candidate:
     checkpointing: bool
     cp: int = 1
     sequence_parallel: bool = False
-    by_expert: bool = False
+    ep: int = 1
 
     @property
     def gpus(self) -> int:
@@ -67,9 +71,19 @@ class Candidate:
         return self.dp * self.cp
 
     @property
+    def sharers(self) -> int:
+        """Replicas that share the experts between them."""
+        return max(self.ep // self.tp, 1)
+
+    @property
+    def copies(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.replicas // self.sharers
+
+    @property
     def rows(self) -> Rows:
         """How sequences lie on the ranks of tp and cp."""
-        return Rows(self.tp, self.cp, self.sequence_parallel, self.by_expert)
+        return Rows(self.tp, self.cp, self.sequence_parallel, self.ep)
 
     def config(self, precision: str) -> ParallelConfig:
         """Return the configuration that ``initialize`` takes."""
@@ -82,8 +96,8 @@ class Candidate:
             sizes["context_parallel_size"] = self.cp
         if self.sequence_parallel:
             sizes["sequence_parallel"] = True
-        if self.by_expert:
-            sizes["expert_parallel_size"] = self.tp
+        if self.ep > 1:
+            sizes["expert_parallel_size"] = self.ep
         found: dict[str, Any] = {
             "model_parallelism": sizes,
             "pipeline": {"schedule": self.schedule, "microbatch_size": self.microbatch},
@@ -99,7 +113,7 @@ class Candidate:
     def __str__(self) -> str:
         parts = [mesh_words(self.tp, self.cp, self.pp, self.dp)]
         parts += ["sequence parallel"] if self.sequence_parallel else []
-        parts += ["whole experts"] if self.by_expert else []
+        parts += [f"ep {self.ep}"] if self.ep > 1 else []
         parts += [self.schedule] if self.pp > 1 else []
         parts += [f"{self.microbatches} x {self.microbatch}"]
         parts += [f"ZeRO-{self.zero}"] if self.zero else []

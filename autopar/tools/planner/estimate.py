@@ -83,17 +83,17 @@ class Estimator:
             for rank, (held, peak) in enumerate(zip(states, peaks, strict=True))
         )
 
-    def kept(self, candidate: Candidate, tp: int, cp: int) -> list[int]:
+    def kept(self, candidate: Candidate, tp: int, cp: int, sharer: int = 0) -> list[int]:
         """Return the most bytes that wait for backwards at one time, of each rank of the pipeline.
 
         Args:
-            tp, cp: place of the rank on these axes.
+            tp, cp: place of the rank on these axes; ``sharer``: its replica among those that share experts.
 
         Raises:
             AutoparError: as :meth:`memory`.
         """
         kind = _kind(candidate)
-        costs = self._costs(kind._replace(rows=candidate.rows._replace(tp_rank=tp, cp_rank=cp)))
+        costs = self._costs(kind._replace(rows=candidate.rows._replace(tp_rank=tp, cp_rank=cp, sharer=sharer)))
         moments = self._moments(kind.pp, kind.schedule, _enough(candidate), kind.checkpointing)
         return [most_kept(states, costs) for states in moments]
 
@@ -105,7 +105,8 @@ class Estimator:
         if candidate.zero == 3 and candidate.replicas > 1:
             buffers += self._gathered(candidate)
         elif candidate.replicas > 1:
-            buffers += min(max(_BUCKET, held.largest), held.gradients)
+            alone = held.expert_gradients if candidate.copies == 1 else 0  # no other rank holds these
+            buffers += min(max(_BUCKET, held.largest), held.gradients - alone)
         foreach = 4 * held.stepped if self.device == "cuda" and self.model.optimizer.startswith("adam") else 0
         return RankMemory(
             held.weights,
@@ -123,27 +124,27 @@ class Estimator:
         """Return the bytes that FSDP2 holds of other ranks: two blocks, the weights around them, a gradient of each."""
         width = 4 if self.model.precision == "fp32" else 2
         elements = self._stages(1, "1f1b").elements
-        largest, outside = self.model.states(candidate.tp, candidate.by_expert).unsharded(elements, 0, width)
+        largest, outside = self.model.states(candidate.tp, candidate.ep).unsharded(elements, 0, width)
         return 2 * largest + outside + largest + largest * 4 // width
 
-    def _config(self, pp: int, schedule: str, zero: int = 0) -> ParallelConfig:
+    def _config(self, pp: int, schedule: str, zero: int = 0, cp: int = 1) -> ParallelConfig:
         if self.given is not None:
             return self.given
-        return Candidate(1, pp, 1, schedule, 1, 2 * pp, zero, False).config(self.model.precision)
+        return Candidate(1, pp, 1, schedule, 1, 2 * pp, zero, False, cp).config(self.model.precision)
 
     def _stage_plan(self, pp: int, schedule: str) -> StagePlan:
         return self.model.stages(self._config(pp, schedule))
 
     def _rank_bytes(
-        self, tp: int, pp: int, dp: int, schedule: str, zero: int, by_expert: bool = False
+        self, tp: int, ep: int, pp: int, replicas: int, schedule: str, zero: int, cp: int
     ) -> list[RankBytes]:
-        states, stages = self.model.states(tp, by_expert), self._stages(pp, schedule)
-        config = self._config(pp, schedule, zero)
-        return [states.of_rank(stages, config, 0, rank, None, dp) for rank in range(pp)]
+        states, stages = self.model.states(tp, ep), self._stages(pp, schedule)
+        config = self._config(pp, schedule, zero, cp)
+        return [states.of_rank(stages, config, 0, rank, None, replicas) for rank in range(pp)]
 
     def _states_of(self, candidate: Candidate) -> list[RankBytes]:
         c = candidate
-        return self._bytes(c.tp, c.pp, c.replicas, c.schedule, c.zero, c.by_expert)
+        return self._bytes(c.tp, c.ep, c.pp, c.replicas, c.schedule, c.zero, c.cp if c.sharers > 1 else 1)
 
     def _stage_costs(self, kind: _Kind) -> list[StageCost]:
         return stage_costs(
@@ -206,7 +207,7 @@ class Estimator:
         times = candidate.microbatches * (len(costs) // candidate.pp)
         travel = {
             axis: max(cost.travel[axis].forward + cost.travel[axis].backward for cost in costs) * times
-            for axis in ("tp", "cp")
+            for axis in ("tp", "cp", "ep")
         }
         time = run + sum(behind.values())
         ranks = candidate.tp * candidate.cp * candidate.dp
@@ -228,47 +229,65 @@ class Estimator:
     def _behind(self, candidate: Candidate) -> dict[str, float]:
         """Seconds of what comes behind the last backward: averaging over replicas, the optimizer."""
         states = self._states_of(candidate)
-        speed = self._between_replicas(candidate) * self.gpu.network
         optimizer = max(s.stepped for s in states) * _STEP_BYTES / (self.gpu.bandwidth * self.gpu.stream)
-        travel = self._replica_bytes(candidate) / speed
+        travel = sum(
+            size / (self._between_replicas(candidate, sharers) * self.gpu.network)
+            for sharers, size in self._replica_bytes(candidate).items()
+        )
         if candidate.zero == 3 and candidate.replicas > 1:
             calls = 3 * candidate.microbatches * len(self._stages(1, "1f1b").elements)
             travel += calls * (candidate.replicas - 1) * self.gpu.hop
             travel = max(0.0, travel - max(self._busy(candidate)) * candidate.microbatches)
         return {"dp": travel, "optimizer": optimizer}
 
-    def _replica_bytes(self, candidate: Candidate) -> int:
+    def _replica_bytes(self, candidate: Candidate) -> dict[int, int]:
         """Return the bytes that a rank sends to other replicas in a step, the most of any rank.
 
         FSDP2 sends weights twice and gradients once, for each micro-batch.
+
+        Returns:
+            Replicas that share what is sent -> bytes: 1, what all replicas hold; more: experts, to their copies.
         """
         states, replicas = self._states_of(candidate), candidate.replicas
         if candidate.zero == 3:
             width = 4 if self.model.precision == "fp32" else 2
             whole = states[0].parameters * replicas * (2 * width + 4)
-            return candidate.microbatches * volume("all_gather", whole, replicas)
-        weights = [held.weights if candidate.zero == 1 else 0 for held in states]
-        return max(
-            volume("all_reduce", held.gradients, replicas) + volume("all_gather", gathered, replicas)
-            for held, gathered in zip(states, weights, strict=True)
-        )
+            return {1: candidate.microbatches * volume("all_gather", whole, replicas)}
+
+        def sent(gradients: int, weights: int, ranks: int) -> int:
+            gathered = weights if candidate.zero == 1 else 0
+            return volume("all_reduce", gradients, ranks) + volume("all_gather", gathered, ranks)
+
+        found = []
+        for s in states:
+            shared = {candidate.sharers: sent(s.expert_gradients, s.expert_weights, candidate.copies)}
+            rest = sent(s.gradients - s.expert_gradients, s.weights - s.expert_weights, replicas)
+            found.append({**shared, 1: rest} if candidate.sharers > 1 else {1: rest})
+        return max(found, key=lambda each: sum(each.values()))
 
     def _bytes_sent(self, candidate: Candidate, costs: Sequence[StageCost]) -> tuple[tuple[str, int], ...]:
         rank_of = self._stages(candidate.pp, candidate.schedule).rank_of
-        tp, cp, pp = ([0] * candidate.pp for _ in range(3))
+        tp, cp, ep, pp = ([0] * candidate.pp for _ in range(4))
         for stage, (cost, rank) in enumerate(zip(costs, rank_of, strict=True)):
             tp[rank] += cost.travel["tp"].bytes * candidate.microbatches
             cp[rank] += cost.travel["cp"].bytes * candidate.microbatches
+            ep[rank] += cost.travel["ep"].bytes * candidate.microbatches
             if stage + 1 < len(costs) and rank_of[stage + 1] != rank:
                 pp[rank] += cost.output * candidate.microbatches
                 pp[rank_of[stage + 1]] += cost.output * candidate.microbatches  # the gradient
-        return (("tp", max(tp)), ("cp", max(cp)), ("pp", max(pp)), ("dp", self._replica_bytes(candidate)))
+        dp = sum(self._replica_bytes(candidate).values())
+        return (("tp", max(tp)), ("cp", max(cp)), ("ep", max(ep)), ("pp", max(pp)), ("dp", dp))
 
-    def _between_replicas(self, candidate: Candidate) -> float:
-        """Bytes a second of a rank to those that hold the same shard: ranks count tp first, then dp."""
+    def _between_replicas(self, candidate: Candidate, sharers: int = 1) -> float:
+        """Bytes a second of a rank to those that hold the same shard: ranks count tp first, then dp.
+
+        Args:
+            sharers: of the replicas next to each other so many share it.
+        """
         if candidate.tp * candidate.replicas <= self.gpus_per_node:
             return self.gpu.within
-        return min(self.gpu.within, self.gpu.between * max(1, self.gpus_per_node // candidate.tp))
+        beside = max(1, self.gpus_per_node // (candidate.tp * sharers))  # in a node, with a network card each
+        return min(self.gpu.within, self.gpu.between * beside)
 
     def _between_stages(self, candidate: Candidate) -> float:
         fits = candidate.gpus <= self.gpus_per_node

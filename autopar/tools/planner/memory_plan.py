@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ class MemoryPlan:
 
     Attributes:
         ranks: ``(pp, dp, tp)`` -> bytes of weights, gradients, optimizer state and buffers there: exact. With context
-            parallelism the second counts dp x cp, cp first.
+            parallelism the second counts dp x cp, cp first. Experts that replicas share lie over dp, too.
         kept: likewise, the most bytes that wait for backwards at one time: what autograd has saved, and what was sent
             on. Exact for micro-batches of one size.
         stages: for each rank of the pipeline all parts, of the tp and dp rank that hold most.
@@ -83,7 +84,7 @@ def plan_memory(
         config: as in :func:`autopar.initialize`.
         sequence: tokens of each sample.
         batch: samples of a replica in a step.
-        gpus: ranks; by default one replica.
+        gpus: ranks; by default one replica, or as many as share the experts.
         optimizer: ``adamw``, ``adam``, ``sgd`` or ``sgd-momentum``, given to ``initialize``.
         policy: as in :func:`autopar.initialize`.
         device: ``cuda``: with what CUDA and NCCL reserve; or ``cpu``.
@@ -93,7 +94,7 @@ def plan_memory(
     """
     parsed = ParallelConfig.parse(config)
     tp, pp, cp = parsed.tensor_parallel_size, parsed.pipeline_parallel_size, parsed.context_parallel_size
-    replicas = parsed.data_parallel_size(tp * cp * pp if gpus is None else gpus)
+    replicas = _replicas(parsed, gpus)
     planned = PlannedModel(
         model,
         parsed.policy or None if policy is None else policy,
@@ -102,6 +103,7 @@ def plan_memory(
         optimizer=optimizer,
         loss_chunk=parsed.loss_chunk,
         method=parsed.context_parallel_method,
+        dispatch=parsed.expert_dispatch,
     )
     if parsed.activation_checkpointing:
         planned.check_checkpointing()
@@ -110,27 +112,37 @@ def plan_memory(
         *(tp, pp, replicas, parsed.pipeline.schedule, size, count, parsed.zero_stage, parsed.activation_checkpointing),
         cp=cp,
         sequence_parallel=parsed.sequence_parallel and tp > 1,
-        by_expert=parsed.expert_parallel_size > 1,
+        ep=parsed.expert_parallel_size,
     )
     estimator = Estimator(planned, GPUS["h100"], device=device, given=parsed)
-    stages, states = planned.stages(parsed), planned.states(tp, candidate.by_expert)
+    stages, states, places = planned.stages(parsed), planned.states(tp, candidate.ep), cp * candidate.sharers
     ranks = {
         (p, d, t): states.of_rank(stages, parsed, t, p, d, candidate.replicas)
-        for p in range(pp)
-        for d in range(candidate.replicas)
-        for t in range(tp)
+        for p, d, t in itertools.product(range(pp), range(candidate.replicas), range(tp))
     }
-    kept = {(t, c): _kept(estimator, planned, candidate, t, c) for t in range(tp) for c in range(cp)}
-    return MemoryPlan(ranks, {(p, d, t): kept[t, d % cp][p] for p, d, t in ranks}, estimator.memory(candidate))
+    alike = {(t, c): _kept(estimator, planned, candidate, t, c) for t in range(tp) for c in range(places)}
+    kept = {(p, d, t): alike[t, d % places][p] for p, d, t in ranks}
+    return MemoryPlan(ranks, kept, estimator.memory(candidate))
 
 
-def _kept(estimator: Estimator, planned: PlannedModel, candidate: Candidate, tp: int, cp: int) -> Sequence[int]:
-    """Return the most bytes that wait on each pipeline rank; tp ranks with equal shards are counted once."""
-    if not candidate.by_expert:
+def _replicas(config: ParallelConfig, gpus: int | None) -> int:
+    """Return the replicas on so many GPUs; None: one, or as many as share the experts."""
+    if gpus is None:
+        return max(config.expert_parallel_size // config.tensor_parallel_size, 1)
+    return ParallelConfig.parse(config, gpus).data_parallel_size(gpus)
+
+
+def _kept(estimator: Estimator, planned: PlannedModel, candidate: Candidate, tp: int, place: int) -> Sequence[int]:
+    """Return the most bytes that wait on each pipeline rank; tp ranks with equal shards are counted once.
+
+    Args:
+        place: on the axis of cp, and behind that among the replicas that share experts.
+    """
+    if candidate.ep == 1:
         plan = planned.plan(candidate.tp)
         shapes = [[tensor.local_shape(rank) for tensor in plan.tensors.values()] for rank in range(tp + 1)]
         tp = shapes.index(shapes[tp])
-    return estimator.kept(candidate, tp, cp)
+    return estimator.kept(candidate, tp, place % candidate.cp, place // candidate.cp)
 
 
 def _microbatches(config: ParallelConfig, batch: int) -> tuple[int, int]:

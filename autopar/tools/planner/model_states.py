@@ -47,7 +47,8 @@ class RankBytes(NamedTuple):
         buffers: of the model.
         parameters: elements of the weights.
         stepped: elements that the rank's optimizer steps.
-        largest: bytes of the largest gradient.
+        largest: bytes of the largest gradient that is averaged.
+        expert_weights, expert_gradients: bytes of those of experts that replicas share; other ranks hold copies.
     """
 
     weights: int
@@ -57,6 +58,8 @@ class RankBytes(NamedTuple):
     parameters: int = 0
     stepped: int = 0
     largest: int = 0
+    expert_weights: int = 0
+    expert_gradients: int = 0
 
 
 class _Parameter(NamedTuple):
@@ -98,35 +101,40 @@ class ModelStates:
         """Count the bytes of one rank.
 
         Args:
-            tp, pp, dp: its place on each axis; no replica: the one that owns most. No tp rank has more than the first.
-            replicas: data-parallel size.
+            tp, pp, dp: its place on each axis; no replica: the one that owns most, of those with most experts. No tp
+                rank has more than the first.
+            replicas: data-parallel size, times that of context parallelism, whose ranks are counted first.
         """
         held = self._held(stages, config, pp)
-        shapes = [self._shape(parameter.name, parameter.shape, tp) for parameter in held]
+        copies = _Copies(self.plan.shards // self.plan.tp, config.context_parallel_size, replicas)
+        shard = copies.sharer(dp) * self.plan.tp + tp
+        shapes = [self._shape(parameter.name, parameter.shape, shard) for parameter in held]
         sizes = [prod(shape) for shape in shapes]
+        spread = [parameter.name in self.plan.experts for parameter in held]
         owned = [True] * len(held)
         if config.zero_stage == 3:
             sizes = [_rows(*pair, dp or 0, replicas) for pair in zip(held, shapes, strict=True)]
         elif config.zero_stage == 1 and replicas > 1:
-            owners = assign(sizes, replicas)
-            dp = _heaviest(sizes, owners) if dp is None else dp
-            owned = [owner == dp for owner in owners]
+            owned = copies.owned(sizes, spread, dp)
         dtype = DTYPES.get(config.precision)
-        weights = gradients = optimizer = stepped = largest = 0
-        for parameter, size, own in zip(held, sizes, owned, strict=True):
+        weights = gradients = optimizer = stepped = largest = expert_weights = expert_gradients = 0
+        for parameter, size, own, expert in zip(held, sizes, owned, spread, strict=True):
             width = dtype.itemsize if parameter.half and dtype is not None else parameter.dtype.itemsize
             if dtype is not None and not parameter.half and parameter.dtype.is_floating_point:
                 width = 4  # kept in fp32
             weights += size * width
+            expert_weights += size * width if expert else 0
             if not parameter.trained:
                 continue
             of_gradient = size * (4 if parameter.half and self._fp32_gradients else width)
-            gradients, largest = gradients + of_gradient, max(largest, of_gradient)
+            gradients, expert_gradients = gradients + of_gradient, expert_gradients + (of_gradient if expert else 0)
+            largest = max(largest, of_gradient if not expert or copies.size > 1 else 0)
             if own:
                 stepped += size
                 optimizer += self._state(size, 4 if parameter.half else width) + (4 * size if parameter.half else 0)
-        buffers = self._bytes_of_buffers(stages, tp, pp)
-        return RankBytes(weights, gradients, optimizer, buffers, sum(sizes), stepped, largest)
+        buffers = self._bytes_of_buffers(stages, shard, pp)
+        facts = (sum(sizes), stepped, largest, expert_weights, expert_gradients)
+        return RankBytes(weights, gradients, optimizer, buffers, *facts)
 
     def unsharded(self, elements: Sequence[str], tp: int, itemsize: int) -> tuple[int, int]:
         """Return what FSDP2 gathers: bytes of the largest block, and of all that lies outside of blocks."""
@@ -164,18 +172,18 @@ class ModelStates:
                     parameter.requires_grad,
                 )
 
-    def _shape(self, name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
-        key = (name, tp)
+    def _shape(self, name: str, shape: tuple[int, ...], shard: int) -> tuple[int, ...]:
+        key = (name, shard)
         if key not in self._local:
             planned = self.plan.tensors.get(name)
-            self._local[key] = shape if planned is None else planned.local_shape(tp)
+            self._local[key] = shape if planned is None else planned.local_shape(shard)
         return self._local[key]
 
-    def _bytes_of_buffers(self, stages: StagePlan, tp: int, pp: int) -> int:
+    def _bytes_of_buffers(self, stages: StagePlan, shard: int, pp: int) -> int:
         blocks = tuple(f"{path}." for place, path in enumerate(stages.elements) if place != stages.encoder)
         foreign = {name for name in stages.tensors if pp not in stages.holders(name) and name.startswith(blocks)}
         return sum(
-            prod(self._shape(name, shape, tp)) * width for name, shape, width in self._buffers if name not in foreign
+            prod(self._shape(name, shape, shard)) * width for name, shape, width in self._buffers if name not in foreign
         )
 
     def _state(self, size: int, width: int) -> int:
@@ -192,9 +200,46 @@ def _rows(parameter: _Parameter, shape: tuple[int, ...], dp: int, replicas: int)
     return max(min(rows, shape[0] - rows * dp), 0) * prod(shape[1:])
 
 
-def _heaviest(sizes: Sequence[int], owners: Sequence[int]) -> int:
-    """Return the replica that owns most elements."""
-    loads = Counter[int]()
-    for size, owner in zip(sizes, owners, strict=True):
-        loads[owner] += size
-    return max(sorted(loads), key=lambda owner: loads[owner], default=0)
+class _Copies(NamedTuple):
+    """The replicas of a mesh, some of which may share the experts between them: so many have copies of the same ones.
+
+    Attributes:
+        sharers: replicas that share the experts; 1: all replicas hold all weights.
+        cp: ranks of each replica that hold the same; ``replicas``: these ranks of all replicas.
+    """
+
+    sharers: int
+    cp: int
+    replicas: int
+
+    @property
+    def size(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.replicas // self.sharers
+
+    def sharer(self, place: int | None) -> int:
+        """Return which of the replicas that share the experts has this place; the first holds most."""
+        return 0 if place is None else place // self.cp % self.sharers
+
+    def copy(self, place: int) -> int:
+        """Return the place among the ranks that hold the same experts."""
+        return place // self.cp // self.sharers * self.cp + place % self.cp
+
+    def owned(self, sizes: Sequence[int], spread: Sequence[bool], place: int | None) -> list[bool]:
+        """Return whether the rank at ``place`` owns a parameter of each size, with ZeRO-1.
+
+        Args:
+            spread: whether it is of experts that replicas share: others own it than what all replicas hold.
+            place: None: where most is owned.
+        """
+        owners, loads = [0] * len(sizes), {True: Counter[int](), False: Counter[int]()}
+        for kind, ranks in ((False, self.replicas), (True, self.size)):
+            theirs = [at for at, each in enumerate(spread) if each is kind]
+            for at, owner in zip(theirs, assign([sizes[at] for at in theirs], ranks), strict=True):
+                owners[at] = owner
+                loads[kind][owner] += sizes[at]
+        if place is None:
+            places = [each for each in range(self.replicas) if self.sharer(each) == 0]
+            place = max(places, key=lambda each: loads[False][each] + loads[True][self.copy(each)])
+        mine = {False: place, True: self.copy(place)}
+        return [owner == mine[kind] for owner, kind in zip(owners, spread, strict=True)]

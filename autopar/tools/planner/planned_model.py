@@ -61,7 +61,8 @@ class PlannedModel:
         sequence: tokens of each sample.
         precision: ``fp32``, ``bf16`` or ``fp16``, as in the configuration.
         optimizer: one of :data:`~autopar.tools.planner.model_states.OPTIMIZERS`.
-        loss_chunk, method: as in the configuration; the method of context parallelism.
+        loss_chunk, method, dispatch: as in the configuration; the method of context parallelism, and how tokens travel
+            to experts.
         dry_run: run the stages of each split, as ``initialize`` does: some models' stages hold more than is read off
             one forward. A search does that for what it has found (:meth:`rehearse`).
 
@@ -79,6 +80,7 @@ class PlannedModel:
         optimizer: str = "adamw",
         loss_chunk: int = 0,
         method: str = "auto",
+        dispatch: str = "all_to_all",
         dry_run: bool = True,
     ) -> None:
         own = given_policy(model, policy)
@@ -91,21 +93,21 @@ class PlannedModel:
             )
         self.model, self.inner = model, inner
         self.sequence, self.precision, self.optimizer = sequence, precision, optimizer
-        self._chunk, self._method, self._dry_run = loss_chunk, method, dry_run
+        self._chunk, self._method, self._dispatch, self._dry_run = loss_chunk, method, dispatch, dry_run
         self._shard_of = functools.cache(self._made_shard)
         self.plans = ModelPlans(model, inner, self.prefix, self.policy)
-        self._states: dict[tuple[int, bool], ModelStates] = {}
+        self._states: dict[tuple[int, int], ModelStates] = {}
         self._counts: dict[tuple[Rows, int], ForwardCount] = {}
 
-    def plan(self, tp: int, by_expert: bool = False) -> Plan:
-        """Return the plan for a tensor-parallel size, experts sharded or whole. Raises what ``make_plan`` does."""
-        return self.plans.tensors(tp, experts=tp if by_expert else 1)
+    def plan(self, tp: int, ep: int = 1) -> Plan:
+        """Return the plan for a tensor- and an expert-parallel size. Raises what ``make_plan`` does."""
+        return self.plans.tensors(tp, experts=ep)
 
     @property
     def has_experts(self) -> bool:
         """Whether the model has experts that ranks can hold whole."""
         try:
-            self.plan(1, True)
+            self.plan(1, 2)
         except ConfigError:
             return False
         return True
@@ -118,9 +120,9 @@ class PlannedModel:
             return straight
         return replace(straight, rank_of=rank_of_stage(ranks, pipeline.chunks, folded=True))  # on other ranks
 
-    def states(self, tp: int, by_expert: bool = False) -> ModelStates:
+    def states(self, tp: int, ep: int = 1) -> ModelStates:
         """Return what the ranks hold of the model."""
-        key = (tp, by_expert)
+        key = (tp, ep)
         if key not in self._states:
             self._states[key] = ModelStates(self.model, self.inner, self.plan(*key), self.optimizer)
         return self._states[key]
@@ -168,7 +170,7 @@ class PlannedModel:
 
     def _made_shard(self, rows: Rows) -> _Shard:
         """Make the shard of one rank, in training mode and with the attention of the run."""
-        plan = self.plan(rows.tp, rows.by_expert)
+        plan = self.plan(rows.tp, rows.ep)
         equal = equal_blocks(self.model, plan)
         shard: Any = meta_copy(self.model, gradients=True)
         for parameter, original in zip(shard.parameters(), self.model.parameters(), strict=True):
@@ -179,7 +181,10 @@ class PlannedModel:
                 if own is not None:
                     setattr(copied.config, name, own if own == "eager" or name[1] == "e" else "sdpa")
         region = Region(Axis("tp", None, range(plan.tp), rows.tp_rank))
-        apply(shard, plan, region.axis, region)
+        wide = plan.shards > plan.tp
+        held = rows.sharer * plan.tp + rows.tp_rank
+        shards = Axis("ep", None, range(plan.shards), held) if wide else None
+        apply(shard, plan, region.axis, region, shards, self._dispatch)
         inner = shard.get_submodule(self.prefix)
         if plan.tp > 1:
             keep_logits_sharded(inner, self._chunk)
@@ -190,7 +195,7 @@ class PlannedModel:
             config.use_cache = False
         ends = set[str]()
         if rows.sequence_parallel:
-            sequence = self.plans.sequence(rows.tp, self._one_stage, experts=rows.tp if rows.by_expert else 1)
+            sequence = self.plans.sequence(rows.tp, self._one_stage, experts=rows.ep)
             sequence_parallel.apply(shard, sequence, region)
             ends = {paths[-1] for paths in sequence.lists}
         if rows.cp > 1:

@@ -59,7 +59,7 @@ def assumptions(estimator: Estimator) -> list[str]:
         f"operations at {gpu.stream:.0%} of {gpu.bandwidth / 1e12:.2f} TB/s, none below {gpu.launch * 1e6:.0f} us; "
         "not compiled",
         f"network: {gpu.network:.0%} of {gpu.within / 1e9:.0f} GB/s within a node and {gpu.between / 1e9:.0f} GB/s a "
-        "GPU between nodes, one way; tp, cp, averaging and the optimizer overlap with nothing, ZeRO-3 with all "
+        "GPU between nodes, one way; tp, cp, ep, averaging and the optimizer overlap with nothing, ZeRO-3 with all "
         "products",
         "backward: products twice, attention 2.5 times, the rest 1.5 times as long as forward",
         f"memory: {model.optimizer} given to initialize, steps through execute_pipeline; "

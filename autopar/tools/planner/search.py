@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.dry_run.plan_model import uncollected
 from autopar.errors import AutoparError, ConfigError, first_line
@@ -18,6 +18,7 @@ _SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")  # gpipe
 _MICROBATCHES = (1, 2, 4, 8, 16)
 _FEWEST_ROWS = 4096  # of a sequence on each rank, where the search chooses the size of cp
 _MOST_CP = 64
+_MOST_EP = 64
 
 Mesh = tuple[int, int, int, int]
 """Sizes of tp, cp, pp and dp."""
@@ -33,7 +34,9 @@ class Space:
         zero, checkpointing, schedules: what may be chosen; None: any.
         cp: context-parallel size; None: powers of two, so that each rank has 4,096 rows of a sequence or more.
         sequence_parallel: with it, without it; None: both, where tp is above 1 and cp is 1.
-        by_expert: whether tp ranks hold whole experts, sharded ones; None: both, where tp is above 1.
+        by_expert: whether ranks hold whole experts, or a part of each; None: both, where the model
+            has experts.
+        ep: expert-parallel size; None: with whole experts tp, or a multiple of it that replicas share, 64 at most.
     """
 
     gpus: int
@@ -44,12 +47,17 @@ class Space:
     schedules: Sequence[str] = _SCHEDULES
     cp: int | None = None
     sequence_parallel: bool | None = None
-    by_expert: bool | None = False
+    by_expert: bool | None = None
+    ep: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "gpus_per_node", "global_batch"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        for name in ("gpus", "gpus_per_node", "global_batch", "ep"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ConfigError(f"{name.replace('_', '-')} must be at least 1, not {size}")
+        if self.ep is not None and self.by_expert is not None and self.by_expert is not (self.ep > 1):
+            words = "whole experts are on 2 ranks or more" if self.by_expert else "a part of each expert is ep 1"
+            raise ConfigError(f"ep must not be {self.ep}: {words}")
 
     def meshes(self, sequence: int) -> Iterator[Mesh]:
         """Yield all meshes with as many ranks as there are GPUs, for sequences of so many tokens."""
@@ -82,8 +90,9 @@ class Space:
                 continue
             for zero in _zero_stages(self.zero, pp, cp * dp):
                 for checkpointing in (False, True) if self.checkpointing is None else (self.checkpointing,):
-                    for rows, whole in itertools.product(self._rows(tp, cp), self._experts(tp)):
-                        yield Candidate(tp, pp, dp, schedule, batch, count, zero, checkpointing, cp, rows, whole)
+                    for rows, ep in itertools.product(self._rows(tp, cp), self.experts(tp, dp)):
+                        if zero != 3 or ep <= tp:  # replicas that share experts hold different ones already
+                            yield Candidate(tp, pp, dp, schedule, batch, count, zero, checkpointing, cp, rows, ep)
 
     def _rows(self, tp: int, cp: int) -> Sequence[bool]:
         """Return whether sequence parallelism is used; it shards the sequences that cp does, over tp."""
@@ -91,11 +100,12 @@ class Space:
             return () if self.sequence_parallel else (False,)
         return (False, True) if self.sequence_parallel is None else (self.sequence_parallel,)
 
-    def _experts(self, tp: int) -> Sequence[bool]:
-        """Return whether experts are whole; one rank holds all of them."""
-        if tp == 1:
-            return () if self.by_expert else (False,)
-        return (False, True) if self.by_expert is None else (self.by_expert,)
+    def experts(self, tp: int, dp: int) -> Sequence[int]:
+        """Return the expert-parallel sizes: 1, and those with whole experts on the ranks of one replica or several."""
+        fitting = [1, *(tp * sharers for sharers in _divisors(dp) if tp * sharers > 1)]
+        if self.ep is not None:
+            return [ep for ep in fitting if ep == self.ep]
+        return [ep for ep in fitting if ep <= max(tp, _MOST_EP) and self.by_expert in (None, ep > 1)]
 
 
 def _zero_stages(wanted: int | None, pp: int, dp: int) -> Sequence[int]:
@@ -131,6 +141,8 @@ def search(estimator: Estimator, space: Space, count: int = 5) -> Found:
     Raises:
         UnsupportedModelError: the model cannot be counted on any mesh.
     """
+    if space.by_expert is None and space.ep is None and not estimator.model.has_experts:
+        space = replace(space, by_expert=False)
     found = Found()
     fitting: list[tuple[float, int, Candidate]] = []
     for mesh in space.meshes(estimator.model.sequence):
@@ -161,12 +173,12 @@ def search(estimator: Estimator, space: Space, count: int = 5) -> Found:
 @uncollected()
 def rehearsed(estimator: Estimator, found: Found) -> None:
     """Try the shards and the stages of the best candidates, as ``initialize`` does; what fails there is refused."""
-    holds: dict[tuple[int, int, bool, str], str] = {}
+    holds: dict[tuple[int, int, int, str], str] = {}
     for estimate in list(found.best):
         candidate = estimate.candidate
         config = candidate.config(estimator.model.precision)
         split = str(config.pipeline.chunks) + str(config.pipeline.folded)
-        kind = (candidate.tp, candidate.pp, candidate.by_expert, split)
+        kind = (candidate.tp, candidate.pp, candidate.ep, split)
         if kind not in holds:
             try:
                 estimator.model.rehearse(config)
@@ -219,12 +231,15 @@ def _no_batch(space: Space, mesh: Mesh) -> str:
     tp, cp, pp, dp = mesh
     if space.sequence_parallel and not space._rows(tp, cp):
         return f"sequence_parallel needs tp above 1 and cp 1, not tp {tp} and cp {cp}"
-    if space.by_expert and not space._experts(tp):
-        return f"whole experts need tp above 1, not {tp}"
+    if not space.experts(tp, dp):
+        wanted = "whole experts" if space.ep is None else f"ep {space.ep}"
+        return f"{wanted} cannot lie on tp {tp} x dp {dp}"
     if space.global_batch % dp:
         return f"the global batch of {space.global_batch} does not divide over {dp} replicas"
     if space.global_batch // dp < pp:
         return f"{space.global_batch // dp} samples a replica are fewer than {pp} stages"
+    if space.zero == 3 and pp == 1:
+        return f"ZeRO stage 3 does not go with experts that replicas share: tp is {tp}"
     return f"ZeRO stage {space.zero} does not go with pp {pp} x dp {dp}"
 
 

@@ -39,7 +39,7 @@ class StageCost:
         output: bytes that are sent on.
         forward_work, backward_work: the most bytes beside what waits, while it runs.
         forward, backward_input, backward_weight: seconds, without collectives.
-        travel: ``tp`` and ``cp``: what travels there.
+        travel: ``tp``, ``cp`` and ``ep``: what travels there.
         flops: of products, without what is computed again.
     """
 
@@ -82,7 +82,7 @@ def stage_costs(
     """Return the costs of each stage.
 
     Args:
-        gpus_per_node: tp stays within a node, and cp does where there is room.
+        gpus_per_node: tp stays within a node, and cp, then replicas that share experts, do where there is room.
     """
     network = _Network(rows, gpu, gpus_per_node)
     lists = {id(unit.operations): unit.operations for unit in count.units()}  # equal blocks have the same
@@ -113,7 +113,7 @@ def stage_costs(
                 backward_input=sum(work.of_input for work in own)
                 + sum(works[id(unit.operations)].forward for unit in again),
                 backward_weight=sum(work.of_weight for work in own),
-                travel={axis: network.travel(axis, calls, repeated) for axis in ("tp", "cp")},
+                travel={axis: network.travel(axis, calls, repeated) for axis in ("tp", "cp", "ep")},
                 flops=sum(3 * work.flops for work in own),
             )
         )
@@ -121,13 +121,14 @@ def stage_costs(
 
 
 class _Network:
-    """The network under tp and cp: seconds and bytes of collectives."""
+    """The network under tp, cp and ep: seconds and bytes of collectives."""
 
     def __init__(self, rows: Rows, gpu: Gpu, gpus_per_node: int) -> None:
-        self._sizes = {"tp": rows.tp, "cp": rows.cp}
+        self._sizes = {"tp": rows.tp, "cp": rows.cp, "ep": rows.ep}
         within = rows.tp * rows.cp <= gpus_per_node
         cp = gpu.within if within else min(gpu.within, gpu.between * max(1, gpus_per_node // rows.tp))
-        self._speed = {"tp": gpu.within * gpu.network, "cp": cp * gpu.network}
+        speeds = {"tp": gpu.within, "cp": cp, "ep": _to_experts(rows, gpu, gpus_per_node)}
+        self._speed = {axis: speed * gpu.network for axis, speed in speeds.items()}
         self._latency = gpu.latency
 
     def travel(self, axis: str, calls: Sequence[Collective], repeated: Sequence[Collective]) -> Travel:
@@ -139,6 +140,15 @@ class _Network:
                 seconds[backward] += size / self._speed[axis] + self._latency
                 sent += size
         return Travel(seconds[False], seconds[True], sent)
+
+
+def _to_experts(rows: Rows, gpu: Gpu, gpus_per_node: int) -> float:
+    """Return the bytes a second of an all-to-all over ep: what goes to other nodes leaves by a card for each GPU."""
+    sharers = gpus_per_node // (rows.tp * rows.cp)  # replicas of a node
+    beside = min(rows.ep, rows.tp * max(1, sharers))
+    if rows.ep <= beside:
+        return gpu.within
+    return min(gpu.within, gpu.between * (rows.ep - 1) / (rows.ep - beside))
 
 
 class _Memory:

@@ -58,6 +58,8 @@ def summary(model: nn.Module) -> str:
     sizes = mpu.sizes._asdict()
     if sizes.get("cp") == 1:
         del sizes["cp"]
+    if mpu.ep.size > 1:
+        sizes["ep"] = mpu.ep.size
     mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     place = f"{mesh}, rank {mpu.rank}: " + ", ".join(f"{axis} {getattr(mpu, axis).rank}" for axis in sizes)
     size = sum(parameter.nbytes for parameter in local_parameters)

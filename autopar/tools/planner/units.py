@@ -16,13 +16,13 @@ __all__ = ["Collective", "ForwardCount", "Unit", "collectives_of"]
 
 
 class Collective(NamedTuple):
-    """One call of a collective over tp or cp.
+    """One call of a collective over tp, cp or ep.
 
     Attributes:
         kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``.
         bytes: of the whole tensor.
         backward: whether the backward makes it.
-        axis: ``tp`` or ``cp``.
+        axis: ``tp``, ``cp``, or ``ep``, of experts that replicas share.
     """
 
     kind: str

@@ -154,7 +154,7 @@ class Comparison:
             elif (parameter.grad is None) != (other.grad is None):
                 yield self._event(entry, "parameter", name, Distance(float("inf"), "has a gradient in one of both"))
             elif parameter.grad is not None and other.grad is not None:
-                expected = local_part(self.plan, name, parameter.grad, self.slices.mpu.tp.rank)
+                expected = local_part(self.plan, name, parameter.grad, self.slices.mpu.shards.rank)
                 yield self._event(entry, "parameter", name, measure(local(other.grad), expected, floor))
 
     def _compare(self, path: str, actual: torch.Tensor, expected: torch.Tensor, floor: float) -> Distance | None:

@@ -202,7 +202,7 @@ def local(tensor: Any) -> torch.Tensor:
 
 
 def local_part(plan: Plan, name: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
-    """Return what tp rank ``rank`` holds of the plain model's parameter (or gradient) ``name``."""
+    """Return what rank ``rank`` of :attr:`Plan.shards` holds of the plain model's parameter (or gradient) ``name``."""
     layout = plan.tensors[plan.canonical(name)].layout
     return whole if layout is None else layout.shard(whole, rank)
 
@@ -269,9 +269,10 @@ class Slices:
         return self._cuts[key]
 
     def _candidates(self, size: int) -> Iterator[list[tuple[int, int]]]:
-        tp, cp = self.mpu.tp, self.mpu.cp
-        for layout in self._layouts if tp.size > 1 else ():
-            yield from _spread(layout.ranges(tp.rank), layout.size, size)
+        tp, cp, shards = self.mpu.tp, self.mpu.cp, self.mpu.shards
+        for layout in self._layouts if shards.size > 1 else ():
+            rank = tp.rank if layout.axis_size == tp.size else shards.rank
+            yield from _spread(layout.ranges(rank), layout.size, size)
         for axis in (tp, cp):
             if axis.size > 1:
                 yield [even_shards(size, axis.size)[axis.rank]]

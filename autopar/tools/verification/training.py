@@ -64,7 +64,7 @@ def weights(session: Session) -> list[Row]:
 
 def _weights(session: Session) -> Iterator[Named]:
     for name, mine, theirs in pairs(session):
-        expected = local_part(session.plan, name, theirs.detach(), session.mpu.tp.rank)
+        expected = local_part(session.plan, name, theirs.detach(), session.mpu.shards.rank)
         yield Named(name, measure(local(mine), expected))
 
 
@@ -140,7 +140,7 @@ def _gradients(session: Session) -> Iterator[Named]:
             if not has_zero:
                 yield Named(name, Distance(math.inf, f"gradient present or missing: {lacking}"))
         elif mine.grad is not None and theirs.grad is not None:
-            expected = local_part(session.plan, name, theirs.grad, session.mpu.tp.rank)
+            expected = local_part(session.plan, name, theirs.grad, session.mpu.shards.rank)
             yield Named(name, measure(local(mine.grad) / scale, expected, floor))
 
 
@@ -177,7 +177,7 @@ def _steady(session: Session) -> None:
 def _changes(session: Session, before: dict[str, torch.Tensor]) -> Iterator[Named]:
     changes = []
     for name, mine, theirs in pairs(session):
-        expected = local_part(session.plan, name, theirs.detach(), session.mpu.tp.rank)
+        expected = local_part(session.plan, name, theirs.detach(), session.mpu.shards.rank)
         if session.exact:
             changes.append((name, local(mine) - before[name], expected - before[name], expected))
         else:  # the optimizer steps fp32 weights; the model's are rounded

@@ -63,7 +63,7 @@ def verify(
             a loss; rank 0's count. By default two are made at random, for Hugging Face models.
         checks: some of ``weights``, ``forward``, ``generate``, ``save``, ``reshard``, ``backward``, ``step`` and
             ``dropout``; by default all.
-        data_parallel_size: replicas that processes are started for.
+        data_parallel_size: replicas that processes are started for, at least as many as share experts.
         sequence: tokens of the samples that are made.
         device: ``cpu``, or ``cuda`` with a GPU for each rank; of the processes that are started.
         timeout: seconds for them.
@@ -98,7 +98,9 @@ def _world(config: Any, dp: int) -> int:
     if dp < 1:
         raise ConfigError(f"data_parallel_size must be at least 1, not {dp}")
     parsed = ParallelConfig.parse(config)
-    return parsed.tensor_parallel_size * parsed.pipeline_parallel_size * parsed.context_parallel_size * dp
+    tp = parsed.tensor_parallel_size
+    replicas = max(dp, parsed.expert_parallel_size // tp)
+    return tp * parsed.pipeline_parallel_size * parsed.context_parallel_size * replicas
 
 
 def _refuse(model: nn.Module, config: ParallelConfig) -> None:
@@ -168,6 +170,7 @@ def verify_on_ranks(
     start_process_group()
     empty = _empty_report(model, config)
     shared = of_first([dict(batch) for batch in batches])  # a script may have drawn others on each rank
+    _check_parts(shared, config)
     try:
         session = Session(model, config, policy, shared)
     except PlainModelError as error:
@@ -181,7 +184,7 @@ def verify_on_ranks(
         if change is not None:
             change(session)
         used = f"policy {session.state.policy.name} ({session.policy})"
-        empty = replace(empty, policy=used, mesh=_several(session.mpu.sizes._asdict()))
+        empty = replace(empty, policy=used, mesh=_mesh(session.config, dist.get_world_size()))
 
         def tell(rows: Sequence[Row], culprit: Culprit | None) -> None:
             if alarm is not None:
@@ -201,22 +204,42 @@ def verify_on_ranks(
         session.close()
 
 
+def _check_parts(batches: Sequence[Batch], config: ParallelConfig) -> None:
+    """Check that replicas that share experts get equally many samples: each takes part in all forwards of the others.
+
+    Raises:
+        ConfigError: a batch does not divide.
+    """
+    replicas, ep = config.data_parallel_size(dist.get_world_size()), config.expert_parallel_size
+    if ep <= config.tensor_parallel_size:
+        return
+    for number, batch in enumerate(batches):
+        rows = [len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim]
+        if any(count % replicas for count in rows):
+            raise ConfigError(
+                f"batch {number} has {min(rows)} samples, which do not divide over {replicas} replicas: with "
+                f"expert_parallel_size={ep} they share experts and run equally many. Give a multiple of {replicas}"
+            )
+
+
 def _empty_report(model: nn.Module, config: ParallelConfig) -> Report:
     """Make a report of the facts that are known before anything can fail."""
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()})
     dtype = ", ".join(kinds) or "no parameters"
     dtype += f", precision {config.precision}" if config.precision != "fp32" else ""
-    tp, cp, pp = config.tensor_parallel_size, config.context_parallel_size, config.pipeline_parallel_size
-    mesh = _several({"tp": tp, "pp": pp, "dp": config.data_parallel_size(dist.get_world_size()), "cp": cp})
+    mesh = _mesh(config, dist.get_world_size())
     device = "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"
     return Report(
         type(model).__name__, sum(p.numel() for p in model.parameters()), "no policy", mesh, dtype, device, ()
     )
 
 
-def _several(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Leave context parallelism out where there is none."""
-    return {axis: size for axis, size in sizes.items() if axis != "cp" or size > 1}
+def _mesh(config: ParallelConfig, world: int) -> dict[str, int]:
+    """Return the sizes of a mesh, without context and expert parallelism where there is none."""
+    sizes = {"tp": config.tensor_parallel_size, "pp": config.pipeline_parallel_size}
+    sizes |= {"dp": config.data_parallel_size(world)}
+    more = {"cp": config.context_parallel_size, "ep": config.expert_parallel_size}
+    return sizes | {axis: size for axis, size in more.items() if size > 1}
 
 
 _Tell = Callable[[Sequence[Row], Culprit | None], None]

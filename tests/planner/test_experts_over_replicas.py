@@ -1,0 +1,167 @@
+"""Experts that replicas share in the planner: bytes of real ranks, what is sent, and which sizes the search tries."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import autopar
+from autopar.errors import ConfigError
+from autopar.tools.planner.candidate import Candidate, Rows
+from autopar.tools.planner.estimate import Estimator
+from autopar.tools.planner.hardware import GPUS
+from autopar.tools.planner.planned_model import PlannedModel
+from autopar.tools.planner.search import Space
+from autopar.tools.planner.stage_costs import _Network
+from autopar.tools.planner.units import Collective
+from tests.planner.saved_bytes import SavedBytes
+from tests.planner.test_experts import SEQUENCE, mixtral
+from tests.pool import pooled
+
+BATCH = 4
+SETTINGS = {"experts_implementation": "batched_mm"}  # the grouped one has no fp32 without data
+SHARED = {
+    "ep 2 of 4": {"ep": 2},
+    "ep 2 of 4, ZeRO-1": {"ep": 2, "zero": {"stage": 1}},
+    "ep 4, ZeRO-1, bf16": {"ep": 4, "zero": {"stage": 1}, "precision": {"dtype": "bf16"}},
+    "tp 2, ep 4": {"tp": 2, "ep": 4, "zero": {"stage": 1}},
+    "pp 2, ep 2": {"pp": 2, "ep": 2, "zero": {"stage": 1}},
+    "cp 2, ep 2, ZeRO-1": {"cp": 2, "ep": 2, "zero": {"stage": 1}},
+}
+
+
+def _ids(rows: int) -> torch.Tensor:
+    return torch.randint(0, 131, (rows, SEQUENCE), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("mesh", SHARED)
+@pooled(world_size=4)
+def test_states_are_those_that_ranks_hold(mesh: str) -> None:
+    config = SHARED[mesh]
+    plan = autopar.plan_memory(mixtral(**SETTINGS), config, sequence=SEQUENCE, batch=BATCH, gpus=4, device="cpu")
+    model: Any = mixtral(**SETTINGS)
+    model, optimizer = autopar.initialize(model, config, optimizer=torch.optim.AdamW(model.parameters()))
+    for _ in range(2):
+        model.execute_pipeline({"input_ids": _ids(BATCH), "labels": _ids(BATCH)}, optimizer=optimizer)
+    gradients = sum(parameter.grad.nbytes for parameter in model.parameters())
+    optimizer.step()
+    mpu, steps = model.mpu, vars(optimizer)["_autopar"]
+    held = plan.ranks[mpu.pp.rank, mpu.dp_cp.rank, mpu.tp.rank]
+    masters = [] if steps.masters is None else [steps.masters.of(p) for p in steps.names if steps.owns(p)]
+    states = [entry for state in optimizer.state.values() for entry in state.values()]
+    assert held.weights == sum(parameter.nbytes for parameter in model.parameters())
+    assert held.gradients == gradients
+    assert held.optimizer == sum(tensor.nbytes for tensor in [*states, *(m for m in masters if m is not None)])
+    experts = [parameter for name, parameter in model.named_parameters() if ".experts." in name]
+    assert held.expert_weights == sum(parameter.nbytes for parameter in experts)
+    stage = plan.stages[mpu.pp.rank]
+    peers = [bytes_ for (pp, _, _), bytes_ in plan.ranks.items() if pp == mpu.pp.rank]
+    assert stage.weights == max(peer.weights for peer in peers)
+    assert stage.optimizer == max(peer.optimizer for peer in peers if peer.weights == stage.weights)
+    mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_what_ranks_keep_is_what_was_planned() -> None:
+    """Routes are uneven on each rank, and even in the mean of them."""
+    plan = autopar.plan_memory(mixtral(**SETTINGS), {"ep": 2}, sequence=SEQUENCE, batch=BATCH, device="cpu")
+    assert sorted(plan.ranks) == [(0, 0, 0), (0, 1, 0)]
+    model: Any = autopar.initialize(mixtral(**SETTINGS), {"ep": 2}).train()
+    rank = dist.get_rank()
+    ids = _ids(2 * BATCH)[rank * BATCH :][:BATCH]
+    saved = SavedBytes(model)
+    with saved:
+        model.execute_pipeline({"input_ids": ids, "labels": ids, "use_cache": False})
+    kept = torch.tensor(float(saved.most))
+    dist.all_reduce(kept)
+    planned = (plan.kept[0, 0, 0] + plan.kept[0, 1, 0]) / 2
+    assert abs(kept.item() / 2 / planned - 1) < 0.05, (kept.item() / 2, planned)
+    model.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_the_log_and_the_summary() -> None:
+    log, lines = logging.getLogger("autopar.api"), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG)
+    model: Any = mixtral(hidden=256)
+    model, _ = autopar.initialize(model, {"ep": 2}, optimizer=torch.optim.AdamW(model.parameters()))
+    log.removeHandler(handler)
+    log.setLevel(logging.NOTSET)
+    if dist.get_rank() == 0:
+        [line] = [each for each in lines if each.startswith("planned:")]
+        planned, allocated = line.split("; allocated: ")
+        weights = sum(parameter.nbytes for parameter in model.parameters()) / 1e6
+        assert weights > 1 and f"gradients {weights:,.1f} MB, optimizer {2 * weights:,.1f} MB" in planned
+        assert planned.startswith(f"planned: {allocated}"), line
+    text = autopar.summary(model)
+    held = sum(parameter.numel() for parameter in model.parameters())
+    assert f"tp 1 x pp 1 x dp 2 x ep 2, rank {dist.get_rank()}: tp 0, pp 0, dp {dist.get_rank()}, ep" in text
+    assert f"this rank: {held:,} parameters" in text and held < sum(p.numel() for p in mixtral(hidden=256).parameters())
+    model.mpu.destroy()
+
+
+def test_the_search_tries_sizes_that_fit() -> None:
+    space = Space(16, 8, 64, by_expert=None)
+    assert list(space.experts(2, 4)) == [1, 2, 4, 8] and list(space.experts(1, 1)) == [1]
+    assert list(Space(256, 8, 64, by_expert=None).experts(4, 64)) == [1, 4, 8, 16, 32, 64]
+    assert list(Space(16, 8, 64, ep=4).experts(2, 4)) == [4] and not list(Space(16, 8, 64, ep=4).experts(8, 2))
+    tried = [candidate for batch in space.candidates((2, 1, 1, 8)) for candidate in batch]
+    assert {candidate.ep for candidate in tried if candidate.zero == 3} == {1, 2}
+    assert {candidate.ep for candidate in tried if candidate.zero == 1} == {1, 2, 4, 8, 16}
+    for candidate in tried:
+        candidate.config("bf16")  # none is refused
+    with pytest.raises(ConfigError, match="ep must be at least 1, not 0"):
+        Space(16, 8, 64, ep=0)
+
+
+def test_tokens_travel_twice_forward_and_twice_backward() -> None:
+    planned = PlannedModel(mixtral(), sequence=SEQUENCE)
+    calls = [call for unit in planned.count(Rows(1, ep=2), 2).units() for call in unit.collectives]
+    size = 2 * SEQUENCE * 2 * 32 * 2  # samples, tokens, choices of each, features, bytes
+    assert [(call.axis, call.kind, call.bytes) for call in calls] == [("ep", "all_to_all", size)] * 8
+    assert [call.backward for call in calls].count(True) == 4
+    with_two = [call.axis for unit in planned.count(Rows(2, ep=2), 2).units() for call in unit.collectives]
+    assert set(with_two) == {"tp"}
+
+
+def test_bytes_and_seconds_between_replicas() -> None:
+    planned = PlannedModel(mixtral(), sequence=SEQUENCE)
+    estimator = Estimator(planned, GPUS["h100"])
+    apart, shared = (Candidate(1, 1, 8, "1f1b", 1, 1, 0, False, ep=ep) for ep in (1, 4))
+    whole = planned.plan(1)
+    experts = sum(p.numel() for n, p in planned.model.named_parameters() if n in planned.plan(1, 4).experts)
+    rest = sum(p.numel() for p in planned.model.parameters()) - experts
+    assert experts and rest and whole.experts == frozenset()
+    assert dict(estimator.estimate(apart).bytes)["dp"] == 2 * 4 * (experts + rest) * 7 // 8
+    held = 2 * experts // 5  # of five experts two lie on the first rank
+    assert dict(estimator.estimate(shared).bytes)["dp"] == 2 * 4 * held * 1 // 2 + 2 * 4 * rest * 7 // 8
+
+
+@pytest.mark.parametrize(
+    ("rows", "node", "share"),
+    [(Rows(1, ep=8), 8, 0), (Rows(2, ep=8), 8, 0), (Rows(1, ep=16), 8, 8 / 15), (Rows(1, 2, ep=8), 8, 4 / 7)],
+)
+def test_a_group_that_leaves_the_node_sends_slower(rows: Rows, node: int, share: float) -> None:
+    gpu = GPUS["h100"]
+    travel = _Network(rows, gpu, node).travel("ep", [Collective("all_to_all", 10**9, False, "ep")], [])
+    sent = 10**9 * (rows.ep - 1) // rows.ep
+    assert travel.bytes == sent
+    slowest = sent * max(share / gpu.between, (0 if share else 1) / gpu.within)
+    assert travel.forward == pytest.approx(slowest / gpu.network + gpu.latency)
+
+
+def test_what_excludes_each_other_is_refused() -> None:
+    for by_expert, ep, words in ((True, 1, "whole experts are on 2"), (False, 4, "a part of each expert is ep 1")):
+        with pytest.raises(ConfigError, match=f"ep must not be {ep}: {words}"):
+            Space(4, 4, 8, by_expert=by_expert, ep=ep)
+    with pytest.raises(ConfigError, match=r"zero\.stage=3 does not go with expert_parallel_size=2"):
+        autopar.plan_memory(mixtral(), {"ep": 2, "zero": {"stage": 3}}, sequence=SEQUENCE)
+    with pytest.raises(ConfigError, match="expert_parallel_size=4 must be 1 or a multiple"):
+        autopar.plan_memory(mixtral(), {"ep": 4}, sequence=SEQUENCE, gpus=2)
