@@ -1,17 +1,23 @@
-"""Replicas that share experts take part in the same forwards: checked before tokens travel between them."""
+"""Replicas that share experts take part in the same forwards, and hold different experts: checked before a forward."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from autopar.distributed.collectives import extremes_over
+from autopar.checks.messages import same_experts
+from autopar.checks.samples import first_elements
+from autopar.checks.step import StepCheck
+from autopar.checks.wrappers import group_call
+from autopar.distributed.collectives import all_gather, even_layout
+from autopar.distributed.digest import of_tensor
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConsistencyError
+from autopar.foreign.tensors import no_overrides
+from autopar.plan.plan import Plan
 
 __all__ = ["SharedExperts"]
 
@@ -20,11 +26,23 @@ class SharedExperts:
     """Compare, when the model is called, whether all ranks with other experts of its layers do the same.
 
     A replica that has no batch left, or evaluates while others train, would otherwise let them wait inside a layer.
+    Code that averages all gradients over the replicas, or copies weights to them, makes different experts alike: some
+    elements of one expert's weight, and of its gradient and state in the last step, have to differ.
+
+    Args:
+        steps: keeps these of the last step.
     """
 
-    def __init__(self, model: nn.Module, mpu: MPU, failures: FailureLog) -> None:
-        self.mpu, self.failures = mpu, failures
-        self._handle = model.register_forward_pre_hook(self._on_forward)
+    def __init__(self, model: nn.Module, plan: Plan, mpu: MPU, failures: FailureLog, steps: StepCheck) -> None:
+        self.mpu, self.failures, self.steps = mpu, failures, steps
+        self._named = [(name, p) for name, p in model.named_parameters() if name in plan.experts]
+        self._apart: list[tuple[str, nn.Parameter]] | None = None  # weights that differ at first
+        self._forwards = 0
+
+    def attach(self, inner: nn.Module) -> SharedExperts:
+        """Look at the forwards of ``inner``."""
+        self._handle = inner.register_forward_pre_hook(self._on_forward)
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedExperts:
         return self
@@ -32,25 +50,58 @@ class SharedExperts:
     def _on_forward(self, model: nn.Module, _: Any) -> None:
         if self.failures.in_deadline or torch.compiler.is_compiling():
             return  # inside of generate, whose replicas go on together
-        axis, mine = self.mpu.shards, [int(model.training), int(torch.is_grad_enabled())]
+        axis, apart = self.mpu.shards, -1 - self.mpu.shards.rank
         with self.failures.wait("the forward of replicas that share experts", axis.ranks):
-            largest, smallest = extremes_over(axis, mine)
-            if largest == smallest:
-                return
-            everyone: list[Any] = [mine] * axis.size
-            dist.all_gather_object(everyone, mine, group=axis.group)
-        told = {rank: _in_words(*theirs) for rank, theirs in zip(axis.ranks, everyone, strict=True)}
-        other = next(rank for rank, text in told.items() if text != told[axis.ranks[0]])
-        raise ConsistencyError(
-            f"replicas share the experts of {type(model).__name__}, and do different things with it: rank "
-            f"{axis.ranks[0]} {told[axis.ranks[0]]},\n  rank {other} {told[other]}. Tokens of all of ranks "
-            f"{list(axis.ranks)} meet in each layer: train and evaluate\n  on all of them at the same time, with as "
-            "many batches each."
-        )
+            if self._apart is None:
+                self._apart = self._that_differ(apart)
+            name, weight = self._apart[self._forwards % len(self._apart)] if self._apart else ("", None)
+            self._forwards += 1
+            last = self.steps.last_experts
+            mine = [int(model.training), int(torch.is_grad_enabled()), _digest(weight, apart)]
+            everyone = self._gathered([*mine, *([apart, apart] if last is None else last.digests(apart))])
+        told = {rank: _in_words(*theirs[:2]) for rank, theirs in zip(axis.ranks, everyone, strict=True)}
+        other = next((rank for rank, text in told.items() if text != told[axis.ranks[0]]), None)
+        if other is not None:
+            raise ConsistencyError(
+                f"replicas share the experts of {type(model).__name__}, and do different things with it: rank "
+                f"{axis.ranks[0]} {told[axis.ranks[0]]},\n  rank {other} {told[other]}. Tokens of all of ranks "
+                f"{list(axis.ranks)} meet in each layer: train and evaluate\n  on all of them at the same time, with "
+                "as many batches each."
+            )
+        weights, *of_step = zip(*(theirs[2:] for theirs in everyone), strict=True)
+        alike = name if _repeats(weights) else last.name if last is not None and any(map(_repeats, of_step)) else ""
+        if alike:
+            raise ConsistencyError(same_experts(axis.ranks, alike, group_call(self.mpu)))
+
+    def _that_differ(self, apart: int) -> list[tuple[str, nn.Parameter]]:
+        """Return the weights of which no two ranks hold the same now. A collective of the ranks with other experts."""
+        everyone = self._gathered([_digest(weight, apart) for _, weight in self._named])
+        columns = zip(*everyone, strict=True)
+        return [named for named, column in zip(self._named, columns, strict=True) if not _repeats(column)]
+
+    def _gathered(self, numbers: list[int]) -> list[list[int]]:
+        """Return the numbers of each rank."""
+        axis = self.mpu.shards
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self.mpu.device)
+        found = all_gather(mine, axis, even_layout(axis.size * len(numbers), axis.size))
+        rows: list[list[int]] = found.view(axis.size, -1).tolist()
+        return rows
 
     def remove(self) -> None:
         """Remove the hook."""
         self._handle.remove()
+
+
+def _digest(weight: nn.Parameter | None, apart: int) -> int:
+    if weight is None or weight.is_meta:
+        return apart
+    with no_overrides():
+        part = first_elements(weight)
+    return apart if part is None else of_tensor(part)
+
+
+def _repeats(numbers: Any) -> bool:
+    return len(set(numbers)) < len(numbers)
 
 
 def _in_words(training: int, with_grad: int) -> str:

@@ -8,6 +8,7 @@ __all__ = [
     "different",
     "explanation",
     "router_loss",
+    "same_experts",
     "same_gradient",
     "same_shard",
     "unlike_gradients",
@@ -109,6 +110,17 @@ def same_gradient(ranks: Sequence[int], name: str, group: str) -> str:
         f"  {group})). Or all ranks loaded the optimizer state of one: each loads its own,\n"
         "  or save and load it with save_parallelized and from_parallelized(..., optimizer=optimizer).\n"
         "  Go on from the last checkpoint."
+    )
+
+
+def same_experts(ranks: Sequence[int], name: str, group: str) -> str:
+    """Describe that replicas which share experts made different ones alike."""
+    return (
+        f"two of the ranks {list(ranks)} have the same numbers for {name} (its weight, its gradient or its state in\n"
+        "  the last step), of which each holds other experts. Something averaged or copied all parameters over the "
+        "replicas:\n  autopar.average_gradients(model), or DistributedDataParallel(model, process_group="
+        f"{group}),\n  leave experts out. In a loop of your own take those with parameter.allreduce False over "
+        "model.mpu.edp alone.\n  Go on from the last checkpoint."
     )
 
 

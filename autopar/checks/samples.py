@@ -33,6 +33,7 @@ __all__ = [
     "ShardSample",
     "WeightSamples",
     "digest_step",
+    "first_elements",
     "local",
     "plain_settings",
     "sample_shard",
@@ -85,7 +86,7 @@ class WeightSamples:
         weights = list(_sharded_weights(model))
         if not weights:
             return
-        parts = [_first_elements(weight) for weight in weights]
+        parts = [first_elements(weight) for weight in weights]
         digests = [0 if part is None else of_tensor(part) for part in parts]
         largest, smallest = extremes_over(axis, [*digests, *(part is None for part in parts)])
         differ = [high != low for high, low in zip(largest, smallest, strict=True)]
@@ -130,7 +131,7 @@ class WeightSamples:
         """Sample a sharded weight; None if there is none, or if its elements are all the same number."""
         self._collect(model)
         self._next_sharded += 1
-        return _first_elements(self._sharded[self._next_sharded % len(self._sharded)]) if self._sharded else None
+        return first_elements(self._sharded[self._next_sharded % len(self._sharded)]) if self._sharded else None
 
     def redrawn(self, model: nn.Module) -> bool:
         """Return whether sharded weights were written into since the last call, but by an optimizer's step."""
@@ -153,7 +154,7 @@ class WeightSamples:
     def equal_shards(self, model: nn.Module, axis: Axis) -> list[str]:
         """Return the names of the sharded weights whose shards are all equal now. A collective of the axis."""
         self._collect(model)
-        parts = [_first_elements(weight) for weight in self._sharded]
+        parts = [first_elements(weight) for weight in self._sharded]
         apart = -1 - axis.rank
         largest, smallest = extremes_over(axis, [apart if part is None else of_tensor(part) for part in parts])
         equal = {id(w) for w, high, low in zip(self._sharded, largest, smallest, strict=True) if high == low}
@@ -201,7 +202,7 @@ def _rows(tensor: torch.Tensor, turn: int, most: int = _ELEMENTS) -> torch.Tenso
     return tensor.narrow(0, turn * rows % (len(tensor) - rows + 1), rows)
 
 
-def _first_elements(weight: torch.Tensor) -> torch.Tensor | None:
+def first_elements(weight: torch.Tensor) -> torch.Tensor | None:
     """Return some elements of a shard; None if there are none, or all are the same number, or not numbers.
 
     Shards of unequal sizes that are drawn under one seed begin alike: so there are few kinds of lengths.

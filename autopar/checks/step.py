@@ -93,6 +93,7 @@ class StepCheck:
         made: optimizer steps so far with parameters of the model.
         settings: of the optimizer in the last step (learning rates and the like), as text.
         last_shard: part of the gradient and of the state of a sharded weight in the last step; another one each time.
+        last_experts: the same, of experts that replicas hold different ones of.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class StepCheck:
         self.mpu, self.failures, self.made, self.whole_every = mpu, failures, 0, whole_every
         self.settings = ""
         self.last_shard: ShardSample | None = None
+        self.last_experts: ShardSample | None = None
         self._input: int | None = None  # digest of what the last training forward was given, in the first steps
         self._same: list[int | None] = []  # those of these steps, where all replicas were given the same
         self._model = weakref.ref(model)
@@ -201,6 +203,9 @@ class StepCheck:
             self._compare_now(type(optimizer).__name__, progress, closure=closure, scaled=scaled)
         progress.steps += 1
         self.made += 1
+        if self._experts:
+            own = [] if closure else [(name, p) for name, p in progress.held if name in self._experts]
+            self.last_experts = sample_shard(own, self.made, optimizer) or self.last_experts
         if self.mpu.tp_cp.size > 1:
             self.settings = repr([plain_settings(group) for group in optimizer.param_groups])
             self.last_shard = None if closure else sample_shard(progress.sharded, self.made, optimizer)

@@ -11,7 +11,7 @@ raises.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -48,22 +48,15 @@ class WrapperCheck:
     """Check wrappers of ``model`` as long as it lives and is parallel, where ranks hold different shards.
 
     Args:
-        experts: parameters that replicas hold different ones of.
-        leaves_them: is called with a ``DistributedDataParallel`` around the model, which leaves these out.
+        shares_experts: replicas hold different experts.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        mpu: MPU,
-        experts: Container[nn.Parameter] | None = None,
-        leaves_them: Callable[[DistributedDataParallel], None] = lambda _: None,
-    ) -> None:
-        self.mpu, self._experts, self._leaves_them = mpu, experts, leaves_them
+    def __init__(self, model: nn.Module, mpu: MPU, *, shares_experts: bool = False) -> None:
+        self.mpu, self._shares = mpu, shares_experts
         self._model = weakref.ref(model)
         self._checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._handle: Any = None
-        if mpu.model.size > 1 or experts is not None:
+        if mpu.model.size > 1 or shares_experts:
             listen(self)
             self._handle = model.register_forward_pre_hook(self._on_forward)
         self._kind = type(model)
@@ -81,8 +74,8 @@ class WrapperCheck:
         if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
             if submodule is not None and self._is_ours(submodule.modules()):
                 _check_group(type(module).__name__, module.process_group, self.mpu)
-                if self._experts is not None:
-                    self._leave_to_us(module, submodule, self._experts)
+                if self._shares:
+                    self._leave_to_us(module, submodule)
                 if isinstance(module, FullyShardedDataParallel):
                     vars(module)["clip_grad_norm_"] = refuse_flat
         elif isinstance(submodule, nn.SyncBatchNorm) and self._is_ours([module]):
@@ -90,9 +83,12 @@ class WrapperCheck:
         elif name == "base_layer" and submodule is not None and is_adapted(module) and self._is_ours([submodule]):
             self._refuse_adapters()
 
-    def _leave_to_us(self, wrapper: Any, inside: nn.Module, experts: Container[nn.Parameter]) -> None:
+    def _leave_to_us(self, wrapper: Any, inside: nn.Module) -> None:
         """Check that a wrapper leaves the experts out, which other replicas hold others of."""
-        names = {name for name, parameter in inside.named_parameters() if parameter in experts}
+        states = (vars(module).get("_autopar") for module in inside.modules())  # of the model, or of a copy
+        found = [state.dp.experts for state in states if state is not None and state.mpu is self.mpu]
+        own = {parameter for experts in found for parameter in experts.parameters}
+        names = {name for name, parameter in inside.named_parameters() if parameter in own}
         if names and not (isinstance(wrapper, DistributedDataParallel) and names <= left_out_of_ddp(wrapper)):
             raise ConfigError(
                 f"{type(wrapper).__name__} would average experts over all replicas: with expert_parallel_size="
@@ -100,8 +96,8 @@ class WrapperCheck:
                 f"{min(names)} for instance. Wrap DistributedDataParallel around what\n  autopar.initialize returned "
                 "itself, which has told it to leave them out."
             )
-        if isinstance(wrapper, DistributedDataParallel):
-            self._leaves_them(wrapper)
+        for experts in found if isinstance(wrapper, DistributedDataParallel) else ():
+            experts.inside(wrapper)
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         model = self._model()
@@ -112,8 +108,14 @@ class WrapperCheck:
         group = getattr(optimizer, "process_group", None)  # ZeroRedundancyOptimizer's
         if parameters and isinstance(group, dist.ProcessGroup):
             _check_group(type(optimizer).__name__, group, self.mpu, averages=False)
+            if self._shares and len(dist.get_process_group_ranks(group)) > 1:
+                raise ConfigError(
+                    f"{type(optimizer).__name__} would give one replica's experts to all: with expert_parallel_size="
+                    f"{self.mpu.ep.size} above\n  tensor_parallel_size={self.mpu.tp.size} replicas hold different "
+                    "ones. Use zero: {stage: 1} in autopar's config."
+                )
         _check_meshes({parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}, self.mpu)
-        for parameter in parameters if self._experts is not None else ():
+        for parameter in parameters if self._shares else ():
             if isinstance(parameter, DTensor):
                 raise ConfigError(_SHARDED.format(ep=self.mpu.ep.size, tp=self.mpu.tp.size))
         self._checked.add(optimizer)

@@ -64,15 +64,18 @@ class DataParallel:
         self.failures = failures
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.experts = ExpertGradients(model, plan, mpu, failures) if plan.experts else None
-        self.shared = SharedExperts(inner, mpu, failures) if plan.experts else None
-        told = () if self.experts is None else (self.experts.parameters, self.experts.inside)
-        self.wrappers = WrapperCheck(model, mpu, *told)  # reports first what it finds in a step
+        self.wrappers = WrapperCheck(
+            model, mpu, shares_experts=bool(plan.experts)
+        )  # reports first what it finds in a step
         several, apart = mpu.dp_cp.size > 1, config.loss_router_aux == "replica"
         self.routers = RouterLoss.of(inner, mpu, failures, apart=apart) if several else None
         compare = config.consistency_check and config.zero_stage != 3
         self.steps = StepCheck(model, inner, mpu, failures, held_alike(model, plan, mpu), compare=compare,
                                whole_every=config.parameters_every, experts=plan.experts,
                                routers_apart=self.routers is None and not apart)  # fmt: skip
+        self.shared: SharedExperts | None = None
+        if plan.experts:
+            self.shared = SharedExperts(model, plan, mpu, failures, self.steps).attach(inner)
         self.norm = ReplicaNorm(model, plan, mpu, failures, scaled=config.precision == "fp16")
         self.step: ParallelStep | None = None
 

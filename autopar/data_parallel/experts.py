@@ -7,7 +7,7 @@ nothing is left to average (:mod:`autopar.tensor_parallel.experts`, note on grad
 
 from __future__ import annotations
 
-import weakref
+import copy
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ class ExpertGradients:
 
     def __init__(self, model: nn.Module, plan: Plan, mpu: MPU, failures: FailureLog) -> None:
         self.axis, self.failures = mpu.copies, failures
-        self._ddp: weakref.ref[DistributedDataParallel] | None = None
         self._averages = False  # whether the forward was one after which DDP averages
         self._handles: list[Any] = []
         self.parameters = {p: name for name, p in model.named_parameters() if name in plan.experts}
@@ -36,9 +35,17 @@ class ExpertGradients:
         if self.axis.size > 1:
             self._handles += [p.register_post_accumulate_grad_hook(self._average) for p in self.parameters]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertGradients:
+        """Return that of the copied model, which no wrapper is around yet."""
+        copied = memo[id(self)] = copy.copy(self)
+        copied.parameters = {memo.get(id(p), p): name for p, name in self.parameters.items()}
+        copied._averages, copied._handles = False, []
+        if copied.axis.size > 1:
+            copied._handles += [p.register_post_accumulate_grad_hook(copied._average) for p in copied.parameters]
+        return copied
+
     def inside(self, ddp: DistributedDataParallel) -> None:
         """Average from now on when ``ddp`` does."""
-        self._ddp = weakref.ref(ddp)
         self._handles.append(ddp.register_forward_pre_hook(self._on_forward))
 
     def _on_forward(self, ddp: nn.Module, _: Any) -> None:

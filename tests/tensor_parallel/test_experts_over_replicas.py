@@ -15,6 +15,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, Qwe
 
 import autopar
 from autopar.errors import ConfigError, ConsistencyError, PipelineError
+from autopar.integrations.deepspeed import _check_mesh
 from tests.pool import pooled
 from tests.timeouts import hurry, say, wait_for
 from tests.worlds import distributed
@@ -367,3 +368,97 @@ def test_hooks_on_experts_see_own_tokens_and_those_inside_are_refused() -> None:
     autopar.local_hooks(experts.act_fn)
     model(input_ids=ids)
     model.mpu.destroy()
+
+
+def step_of_ones_own(model: Any, average: Any) -> None:
+    """A loop without autopar's averaging."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        ids = batches(step, model.mpu.dp.size, even=True)[model.mpu.dp.rank][0]
+        model(input_ids=ids, labels=ids).loss.backward()
+        average()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("sizes", [{"ep": 4}, {"tp": 2, "ep": 4}, {"ep": 2}])
+@pooled(world_size=4)
+def test_an_average_of_ones_own_over_all_replicas_is_told(sizes: dict[str, int]) -> None:
+    experts = 4 if sizes["ep"] == 4 else 6
+    model = autopar.initialize(mixtral(experts), sizes)
+    mpu, plain = model.mpu, mixtral(experts)
+
+    def over_all() -> None:
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, group=mpu.get_data_parallel_group())
+            parameter.grad /= mpu.dp.size
+
+    with pytest.raises(ConsistencyError) as info:
+        step_of_ones_own(model, over_all)
+    assert f"ranks {list(mpu.ep.ranks)} have the same numbers for model.layers." in str(info.value)
+    assert "of which each holds other experts. Something averaged or copied all parameters over the replicas:" in str(
+        info.value
+    )
+    mpu.destroy()
+    model = autopar.initialize(copy.deepcopy(plain), sizes)
+    mpu = model.mpu
+
+    def as_megatron_does() -> None:
+        for parameter in model.parameters():
+            axis = mpu.dp if getattr(parameter, "allreduce", True) else mpu.edp
+            if axis.size > 1:
+                dist.all_reduce(parameter.grad, group=axis.group)
+                parameter.grad /= axis.size
+
+    step_of_ones_own(model, as_megatron_does)
+    other = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        other.zero_grad()
+        for own in batches(step, mpu.dp.size, even=True):
+            (plain(input_ids=own[0], labels=own[0]).loss / mpu.dp.size).backward()
+        other.step()
+    with autopar.whole(model):
+        assert all(close(p, dict(plain.named_parameters())[n]) for n, p in model.named_parameters())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            dist.broadcast(parameter, mpu.dp.ranks[0], group=mpu.dp.group)
+    with pytest.raises(ConsistencyError, match="have the same numbers for model"):
+        for _ in range(4):  # another weight each time
+            model(input_ids=torch.ones(1, 4, dtype=torch.long))
+    mpu.destroy()
+
+
+@pooled(world_size=4)
+def test_what_shares_out_all_parameters_is_refused() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when it is imported
+
+    model = autopar.initialize(mixtral(), {"tp": 2, "ep": 4})
+    group = model.mpu.get_data_parallel_group()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, process_group=group, lr=0.1)
+    ids = torch.ones(1, 4, dtype=torch.long)
+    model(input_ids=ids, labels=ids).loss.backward()
+    with pytest.raises(ConfigError) as info:
+        optimizer.step()
+    assert str(info.value) == (
+        "ZeroRedundancyOptimizer would give one replica's experts to all: with expert_parallel_size=4 above\n  "
+        "tensor_parallel_size=2 replicas hold different ones. Use zero: {stage: 1} in autopar's config."
+    )
+    with pytest.raises(ConfigError, match="expert_parallel_size=4 above tensor_parallel_size=2: DeepSpeed averages"):
+        _check_mesh(model, model.mpu)
+    model.mpu.destroy()
+
+
+@pooled(world_size=4)
+def test_a_copied_model_inside_ddp() -> None:
+    """Ranks that hold the same experts average those of the copy, too."""
+    plain = mixtral()
+    model = copy.deepcopy(autopar.initialize(copy.deepcopy(plain), {"ep": 2}))
+    wrapped = DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group())
+    data = batches(0, 4)
+    for own in data:
+        (plain(input_ids=own[0], labels=own[0]).loss / 4).backward()
+    own = data[model.mpu.dp.rank][0]
+    wrapped(input_ids=own, labels=own).loss.backward()
+    with autopar.whole(model):
+        gradients = {name: p.grad for name, p in plain.named_parameters()}
+        assert all(close(p.grad, gradients[name]) for name, p in model.named_parameters())
