@@ -16,7 +16,7 @@ from autopar.context_parallel.rows import entered
 from autopar.context_parallel.state import RowPlan, RowState
 from autopar.distributed import collectives, plain_collectives
 from autopar.distributed.axis import Axis
-from autopar.distributed.derivatives import keep_none
+from autopar.distributed.derivatives import scale_gradient
 from autopar.distributed.whole_on_read import WholeOnRead
 from autopar.errors import ConfigError
 from autopar.foreign.tensors import version_of
@@ -247,22 +247,8 @@ def _own_rows(x: torch.Tensor, way: _Way, axis: Axis) -> torch.Tensor:
 def _scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    made: torch.Tensor = _Scaled.apply(x, factor)
+    made: torch.Tensor = scale_gradient(x, factor)
     return made
-
-
-class _Scaled(torch.autograd.Function):
-    """The same tensor, ``[...]``, with ``factor`` times the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
-        keep_none(ctx)
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        return None if grad is None else grad * ctx.factor, None
 
 
 def _refusal(hook: Any, path: str, x: torch.Tensor, layout: Layout, axis: Axis) -> str:

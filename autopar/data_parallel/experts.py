@@ -32,16 +32,13 @@ class ExpertGradients:
         self._handles: list[Any] = []
         self.parameters = {p: name for name, p in model.named_parameters() if name in plan.experts}
         leave_out_of_ddp(model, self.parameters.values())
-        if self.axis.size > 1:
-            self._handles += [p.register_post_accumulate_grad_hook(self._average) for p in self.parameters]
+        self._hooked: set[torch.Tensor] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertGradients:
         """Return that of the copied model, which no wrapper is around yet."""
         copied = memo[id(self)] = copy.copy(self)
         copied.parameters = {memo.get(id(p), p): name for p, name in self.parameters.items()}
-        copied._averages, copied._handles = False, []
-        if copied.axis.size > 1:
-            copied._handles += [p.register_post_accumulate_grad_hook(copied._average) for p in copied.parameters]
+        copied._averages, copied._handles, copied._hooked = False, [], set()
         return copied
 
     def inside(self, ddp: DistributedDataParallel) -> None:
@@ -50,6 +47,10 @@ class ExpertGradients:
 
     def _on_forward(self, ddp: nn.Module, _: Any) -> None:
         self._averages = torch.is_grad_enabled() and bool(ddp.require_backward_grad_sync)
+        for parameter in self.parameters if self.axis.size > 1 else ():
+            if parameter.requires_grad and parameter not in self._hooked:  # it may have been frozen until now
+                self._hooked.add(parameter)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._average))
 
     @torch.no_grad()
     def _average(self, parameter: torch.Tensor) -> None:

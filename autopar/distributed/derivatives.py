@@ -32,6 +32,7 @@ __all__ = [
     "is_watched",
     "keep_none",
     "refuse_again",
+    "scale_gradient",
     "single_backward",
 ]
 
@@ -76,6 +77,38 @@ def any_order(again: _Again) -> Callable[[_Backward], _Backward]:
         return cast("_Backward", run)
 
     return decorate
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        keep_none(ctx)
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    @any_order(lambda ctx, grad: _refuse_scaled())
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def _refuse_scaled() -> Any:
+    raise ConfigError(
+        "create_graph=True with experts that several replicas share (expert_parallel_size above "
+        "tensor_parallel_size):\n  a penalty on gradients, a Hessian or a meta-gradient of experts would be a sum over "
+        "replicas, where that of other\n  weights is a mean. expert_parallel_size: 1, or that of tensor_parallel_size, "
+        "goes with it."
+    )
+
+
+def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return ``x``, ``[...]``, with ``factor`` times the gradient, which cannot be differentiated again.
+
+    Raises:
+        ConfigError: in a backward with ``create_graph=True``.
+    """
+    scaled: torch.Tensor = _ScaledGradient.apply(x, factor)
+    return scaled
 
 
 def refuse_again(*gradients: Any) -> Any:

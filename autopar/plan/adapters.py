@@ -10,6 +10,7 @@ token, and ``W + B A`` is sharded as ``W`` is, which merging relies on.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ from autopar.errors import ConfigError
 from autopar.foreign.transformers import swaps_features
 from autopar.layout import Layout
 from autopar.plan.matching import RuleMatch, join
-from autopar.plan.plan import ModulePlan
+from autopar.plan.plan import AttributePlan, ModulePlan
 from autopar.plan.rules import TensorRule
 
-__all__ = ["adapter_rules"]
+__all__ = ["adapter_rules", "expert_attributes"]
 
 
 def adapter_rules(
@@ -49,7 +50,8 @@ def adapter_rules(
             check_layer(path, layer)
             rules = list(_rules_of(path, layer, modules.get(base), match))
         except ConfigError:
-            if tp > 1:
+            plan = modules.get(base)
+            if tp > 1 or (plan is not None and plan.rule == "experts"):
                 raise
             rules = list(_replicated(path, layer))  # one rank computes whatever PEFT has
         for rule in rules:
@@ -188,6 +190,9 @@ def _of_parameter(path: str, layer: Any, plan: ModulePlan | None, match: RuleMat
     if plan is None or (layout is None and layer.parameter_name not in plan.summed):
         yield from _replicated(path, layer)
         return
+    if layout is not None and plan.rule == "experts":
+        yield from _of_whole_experts(path, layer, plan, layout)
+        return
     dims = layer.get_param().ndim
     if layout is None or layout.replicated or layout.dim < dims - 2:
         raise _cannot_follow(path, plan, match)
@@ -204,6 +209,41 @@ def _of_parameter(path: str, layer: Any, plan: ModulePlan | None, match: RuleMat
         )
         summed = frozenset(n for n, _ in whole.named_parameters())
         yield TensorRule(ModulePlan(join(path, other, name), "replicated", plan.where, summed=summed), _whole(whole))
+
+
+def _of_whole_experts(path: str, layer: Any, plan: ModulePlan, layout: Layout) -> Iterator[TensorRule]:
+    """``A``, ``[experts * r, in]``, and ``B``, ``[out, r * experts]``, of the weights of experts that ranks hold whole.
+
+    PEFT counts experts in the rows of ``A`` before their ranks, in the columns of ``B`` behind them.
+    """
+    (block,) = layout.blocks
+    few = [rank for rank in range(layout.axis_size) if layout.local_size(rank) == 1]
+    if few and layout.size > 1:  # PEFT takes the weights of one expert for those of a plain layer
+        raise ConfigError(
+            f"adapters at {path}: {layout.size} experts over {layout.axis_size} ranks leave one on rank {few[0]}, and "
+            f"PEFT's adapters of weights of experts need two.\n  Use an expert_parallel_size of at most "
+            f"{layout.size // 2}."
+        )
+    for name in layer.lora_A:
+        a, b, r = layer.lora_A[name], layer.lora_B[name], layer.r[name]
+        rows = Layout.of(0, [replace(block, width=r)])
+        columns = Layout.of(1, [block] * r)
+        for part, module, sharding in (("lora_A", a, rows), ("lora_B", b, columns)):
+            at = join(path, part, name)
+            yield TensorRule(
+                ModulePlan(at, "sharded", plan.where, sharding, {"weight": sharding}),
+                [("weight", module.weight, sharding)],
+            )
+
+
+def expert_attributes(root: nn.Module, modules: Mapping[str, ModulePlan]) -> Iterator[AttributePlan]:
+    """Yield how many experts PEFT's adapters of their weights have on each rank."""
+    first = {id(module): path for path, module in root.named_modules()}
+    for path, layer in tuner_layers(root):
+        plan = modules.get(first[id(layer.get_base_layer())]) if hasattr(layer, "parameter_name") else None
+        if plan is not None and plan.rule == "experts" and plan.layout is not None:
+            counts = tuple(plan.layout.local_size(rank) for rank in range(plan.layout.axis_size))
+            yield AttributePlan(path, "num_experts", plan.where, layer.num_experts, counts)
 
 
 def _scaling(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) -> Iterator[TensorRule]:

@@ -13,6 +13,7 @@ from autopar.errors import ConfigError, PolicyError
 from autopar.foreign.modules import own_parameters
 from autopar.layout import Layout
 from autopar.plan.adapters import adapter_rules
+from autopar.plan.adapters import expert_attributes as adapted_experts
 from autopar.plan.attributes import scaled_attributes, sliced_inputs
 from autopar.plan.matching import RuleMatch, all_scopes, check_overlap, check_regions, join, matches_of
 from autopar.plan.plan import AttributePlan, ModulePlan, Plan
@@ -65,10 +66,12 @@ def make_plan(root: nn.Module, policy: Policy, tp: int, *, experts: int = 1) -> 
     _watch_parents(modules)
     _check_ties(root, layouts, modules, {match.path for match in matches if not isinstance(match.module, nn.Module)})
     _check_coverage(model, prefix, layouts, policy)
+    expert_attributes += adapted_experts(root, modules) if experts > 1 else ()
     mixtures = {attribute.path for attribute in expert_attributes}
     attributes = [attribute for attribute in attributes if attribute.path not in mixtures]
     if tp == 1 and experts > 1:  # all other modules stay as they are
-        modules, attributes = {path: plan for path, plan in modules.items() if path in mixtures}, []
+        of_experts = {path: plan for path, plan in modules.items() if path in mixtures or _is_wide(plan, experts)}
+        modules, attributes = of_experts, []
     by_id, over_replicas = layouts.over(tp, max(tp, experts))
     tensors = plan_tensors(root, prefix, model, by_id, layouts.places())
     return Plan(
@@ -81,6 +84,10 @@ def make_plan(root: nn.Module, policy: Policy, tp: int, *, experts: int = 1) -> 
         shards=max(tp, experts),
         experts=frozenset(n for n, p in root.state_dict(keep_vars=True).items() if id(p) in over_replicas),
     )
+
+
+def _is_wide(plan: ModulePlan, ranks: int) -> bool:
+    return any(layout.axis_size == ranks for layout in plan.layouts.values())
 
 
 def _replicated_if_too_few(match: RuleMatch) -> list[RuleMatch]:

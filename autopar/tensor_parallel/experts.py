@@ -23,6 +23,7 @@ import torch
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather, all_to_all, even_layout, gather, gather_sum, reduce_scatter
 from autopar.distributed.collectives import scatter as own_part
+from autopar.distributed.derivatives import scale_gradient
 from autopar.distributed.gloo_collectives import all_to_all_single
 from autopar.errors import ConfigError
 from autopar.foreign.autograd import in_backward
@@ -111,24 +112,13 @@ class ExpertParallel(RegionModule):
             self.tokens = self.tokens.to(local.device)
             self.tokens.index_add_(0, local, torch.ones_like(local))
         replicas = self.tp.size // self.beside.size  # [Note: gradients over replicas]
-        rows = _ScaledGradient.apply(rows, float(replicas)) if replicas > 1 else rows
+        rows = scale_gradient(rows, float(replicas)) if replicas > 1 else rows
         if rows.shape[0]:
             y: torch.Tensor = super().forward(rows, local.unsqueeze(-1), torch.ones_like(rows[:, :1]))
         else:  # no token for this rank: the output is empty, and the parameters are part of the graph
-            own = self._parameters.values()  # type: ignore[attr-defined]
-            y = rows + sum(p.sum() for p in own if p is not None) * 0
-        return _ScaledGradient.apply(y, 1 / replicas) if replicas > 1 else y
-
-
-class _ScaledGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad * ctx.factor, None
+            own = (getattr(self, name) for name in vars(self)["autopar_layouts"])  # adapters may be added to them
+            y = rows + sum(p.sum() for p in own) * 0
+        return scale_gradient(y, 1 / replicas) if replicas > 1 else y
 
 
 def _splits(owner: torch.Tensor, axis: Axis) -> tuple[list[int], list[int]]:

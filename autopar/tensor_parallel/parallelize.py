@@ -87,6 +87,8 @@ def apply(
             module.tp, module.beside, module.dispatch = shards, axis, dispatch
             assert module_plan.layout is not None
             module.tokens = torch.zeros(module_plan.layout.local_size(shards.rank), dtype=torch.int64)
+        elif any(layout.axis_size > axis.size for layout in module_plan.layouts.values()):
+            module.tp = shards  # adapters of experts
         rank = module.tp.rank
         for name, layout in vars(module)["autopar_layouts"].items():
             parameter = own_parameters(module).get(name)

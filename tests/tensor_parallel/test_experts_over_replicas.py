@@ -462,3 +462,75 @@ def test_a_copied_model_inside_ddp() -> None:
     with autopar.whole(model):
         gradients = {name: p.grad for name, p in plain.named_parameters()}
         assert all(close(p.grad, gradients[name]) for name, p in model.named_parameters())
+
+
+def penalized(model: Any, ids: torch.Tensor) -> None:
+    """Leave the gradients of a penalty on the gradient of a router."""
+    loss = model(input_ids=ids, labels=ids).loss
+    (gradient,) = torch.autograd.grad(loss, model.model.layers[0].mlp.gate.weight, create_graph=True)
+    gradient.square().sum().backward()
+
+
+@pooled(world_size=4)
+def test_second_derivatives_go_through_experts_of_one_replica_alone() -> None:
+    plain = mixtral(attn_implementation="eager")
+    ids = torch.randint(0, 31, (2, 6), generator=torch.Generator().manual_seed(0))
+    penalized(plain, ids)
+    model = autopar.initialize(copy.deepcopy(plain), {"tp": 2, "ep": 2})
+    model.zero_grad()
+    penalized(model, ids)
+    with autopar.whole(model):
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        assert all(close(mine.grad, other.grad) for mine, other in pairs if other.grad is not None)
+    model.mpu.destroy()
+    model = autopar.initialize(copy.deepcopy(plain), {"ep": 4})
+    with pytest.raises(ConfigError, match="create_graph=True with experts that several replicas share"):
+        penalized(model, ids)
+    model.mpu.destroy()
+
+
+def with_adapters(**fields: Any) -> Any:
+    """A mixture with LoRA on attention and on the weights of its experts."""
+    peft = pytest.importorskip("peft")
+    names = ["experts.gate_up_proj", "experts.down_proj"]
+    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "o_proj"], target_parameters=names, **fields)
+    model = peft.get_peft_model(mixtral(8), config)
+    drawn = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=drawn, dtype=torch.float64))
+    return model
+
+
+@pytest.mark.parametrize("sizes", [{"ep": 2}, {"tp": 2, "ep": 4}, {"tp": 2, "ep": 2}])
+@pooled(world_size=4)
+def test_adapters_of_experts(sizes: dict[str, int]) -> None:
+    plain = with_adapters()
+    model = autopar.initialize(copy.deepcopy(plain), sizes)
+    optimizers = [torch.optim.AdamW((p for p in m.parameters() if p.requires_grad), lr=1e-2) for m in (plain, model)]
+    for step in range(2):
+        data = batches(step, model.mpu.dp.size)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for own in data:
+            (plain(input_ids=own[0], labels=own[0]).loss / len(data)).backward()
+        own = data[model.mpu.dp.rank]
+        model(input_ids=own[0], labels=own[0]).loss.backward()
+        autopar.average_gradients(model)
+        with autopar.whole(model):
+            gradients = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
+            assert all(close(p.grad, gradients[n]) for n, p in model.named_parameters() if p.requires_grad)
+        for optimizer in optimizers:
+            optimizer.step()
+    with autopar.whole(model):
+        assert all(close(p, dict(plain.named_parameters())[n]) for n, p in model.named_parameters())
+    model.mpu.destroy()
+
+
+@pooled(world_size=4)
+def test_adapters_of_one_expert_a_rank_are_refused() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["experts.down_proj"])
+    with pytest.raises(ConfigError, match=r"(?s)6 experts over 4 ranks leave one on rank 2, .* at most 3\."):
+        autopar.initialize(peft.get_peft_model(mixtral(), config), {"ep": 4})
