@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
+from autopar.distributed import gloo_collectives
 from autopar.distributed.axis import Axis
-from autopar.distributed.collectives import all_gather, all_to_all, even_layout, gather, gather_sum, reduce_scatter
+from autopar.distributed.collectives import all_gather, all_to_all, even_layout, gather, gather_sum, reduce_scatter, run
 from autopar.distributed.collectives import scatter as own_part
 from autopar.distributed.derivatives import scale_gradient
-from autopar.distributed.gloo_collectives import all_to_all_single
 from autopar.errors import ConfigError
 from autopar.foreign.autograd import in_backward
 from autopar.layout import Block, Layout, even_shards
@@ -52,7 +52,8 @@ class ExpertParallel(RegionModule):
         """Compute the output; ``chosen``, ``weights``: ``[tokens, k]``, the experts of each token and their weights."""
         if hidden.is_meta and not torch.is_grad_enabled():  # a dry run: the routes depend on data
             return torch.empty_like(hidden)
-        self._refuse_hooks()
+        if not torch.compiler.is_compiling():
+            self._refuse_hooks()
         tokens = chosen.shape[0]
         layout = even_layout(tokens, self.beside.size)
         x = own_part(hidden.reshape(tokens, -1), self.beside, layout, 0)  # [tokens/tp, hidden]
@@ -107,10 +108,15 @@ class ExpertParallel(RegionModule):
         owner = torch.where(known, owner, axis.rank)
         return owner, torch.where(known, ids - torch.tensor(starts, device=ids.device)[owner], 0), known
 
+    def _count(self, local: torch.Tensor) -> None:
+        if self.tokens.device != local.device:
+            with torch.inference_mode(mode=False):  # it is written into outside of inference, too
+                self.tokens = torch.zeros_like(self.tokens, device=local.device)
+        self.tokens.index_add_(0, local, torch.ones_like(local))
+
     def _compute(self, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-        if not rows.is_meta and not in_backward():  # where blocks are recomputed
-            self.tokens = self.tokens.to(local.device)
-            self.tokens.index_add_(0, local, torch.ones_like(local))
+        if not rows.is_meta and not torch.compiler.is_compiling() and not in_backward():  # which computes blocks again
+            self._count(local)
         replicas = self.tp.size // self.beside.size  # [Note: gradients over replicas]
         rows = scale_gradient(rows, float(replicas)) if replicas > 1 else rows
         if rows.shape[0]:
@@ -127,14 +133,9 @@ def _splits(owner: torch.Tensor, axis: Axis) -> tuple[list[int], list[int]]:
         even = [stop - start for start, stop in even_shards(owner.numel(), axis.size)]
         return even, even
     sent = torch.bincount(owner, minlength=axis.size)
-    return _exchange_counts(sent, axis).tolist(), sent.tolist()
-
-
-def _exchange_counts(sent: torch.Tensor, axis: Axis) -> torch.Tensor:
     received = torch.empty_like(sent)
-    assert axis.group is not None
-    all_to_all_single(received, sent, group=axis.group)
-    return received
+    run(gloo_collectives.all_to_all_single, axis, received, sent)
+    return received.tolist(), sent.tolist()
 
 
 def _layout_of_tokens(x: torch.Tensor, axis: Axis) -> Layout:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -18,7 +20,7 @@ from autopar.errors import ConfigError, ConsistencyError, PipelineError
 from autopar.integrations.deepspeed import _check_mesh
 from tests.pool import pooled
 from tests.timeouts import hurry, say, wait_for
-from tests.worlds import distributed
+from tests.worlds import distributed, spawn
 
 _SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
 _MORE = {"vocab_size": 31, "initializer_range": 0.2, "intermediate_size": 24, "num_experts_per_tok": 2}
@@ -534,3 +536,43 @@ def test_adapters_of_one_expert_a_rank_are_refused() -> None:
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["experts.down_proj"])
     with pytest.raises(ConfigError, match=r"(?s)6 experts over 4 ranks leave one on rank 2, .* at most 3\."):
         autopar.initialize(peft.get_peft_model(mixtral(), config), {"ep": 4})
+
+
+def _die_before_an_all_to_all(doomed: int) -> None:
+    model = autopar.initialize(mixtral(), {"ep": 4})
+    ids = torch.ones(1, 4, dtype=torch.long)
+    model(input_ids=ids)
+    if dist.get_rank() == doomed:
+        model.model.layers[1].mlp.experts.register_forward_pre_hook(lambda *_: os._exit(1))
+    with pytest.raises(PipelineError, match="an expert-parallel collective") as info:
+        model(input_ids=ids)
+    assert f"rank {doomed}" in str(info.value)
+
+
+@pytest.mark.tier("all")
+def test_a_rank_that_dies_between_replicas_is_named() -> None:
+    spawn(__name__, "_die_before_an_all_to_all", 4, 90.0, (2,), expect_dead=(2,))
+
+
+@pooled(world_size=4)
+def test_torchs_distributed_checkpoint(tmp_path: Path) -> None:
+    def made(config: dict[str, Any], seed: int) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        model = mixtral()
+        with torch.no_grad():
+            model.lm_head.weight.add_(seed)
+        return autopar.initialize(model, config, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    model, optimizer = made({"tp": 2, "ep": 4}, 0)
+    train(model, batches(0, 2)[model.mpu.dp.rank])
+    optimizer.step()
+    state = autopar.checkpoint.to_dtensor_training_state(model, optimizer)
+    torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "dcp")
+    for config in ({"ep": 2}, {"tp": 4}, {}):
+        other, its = made(config, 5)
+        state = autopar.checkpoint.to_dtensor_training_state(other, its)
+        torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path / "dcp")
+        with autopar.whole(model), autopar.whole(other):
+            assert all(map(torch.equal, model.parameters(), other.parameters())), config
+        other.mpu.destroy()
+    model.mpu.destroy()

@@ -1,0 +1,75 @@
+"""Every model type whose experts ranks can hold whole, over replicas of one rank and of two, against one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from autopar.policy.load import own_policies
+from autopar.policy.schema import Policy
+from tests.pool import pooled
+from tests.random_models import batches, build, cases, kind, of_type
+from tests.tiers import in_tier
+
+FIRST = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "jamba", "qwen3_next")  # one of each structure
+ROUNDED = {"deepseek_v4": 1e-4, "hy_v4": 5e-5}  # hyper-connections, and a router behind them
+DENSE = ("gemma4_text", "gemma4_unified_text")  # what is small of them has no experts
+
+
+def _by_expert(policy: Policy) -> bool:
+    sections = [policy.head]
+    for tower in policy.towers:
+        sections += [tower.prefix, tower.every_stage, tower.suffix, tower.blocks]
+    return any(rule.by_expert for section in sections for rule in section.values())
+
+
+def _types() -> list[Any]:
+    found = {name for policy in own_policies().values() if _by_expert(policy) for name in policy.model_types}
+    whole = sorted(name for name in found if not of_type(name).inside and name not in DENSE)
+    assert set(FIRST) <= set(whole)
+    return [*in_tier("all", FIRST), *in_tier("sweep", [name for name in whole if name not in FIRST])]
+
+
+def _loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    out = model(**batch)
+    loss: torch.Tensor | None = getattr(out, "loss", None)
+    return out[0].float().pow(2).mean() if loss is None else loss
+
+
+def _compare(model_type: str, sizes: dict[str, int]) -> None:
+    listed = cases(model_type)
+    case = next((each for each in listed if kind(each.head) == "causal"), listed[0])
+    plain = build(case, 6, 3, vocab=131).train()
+    for module in plain.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    model = autopar.initialize(copy.deepcopy(plain), sizes)
+    data = batches(case, plain.config, 2)
+    for batch in data:
+        (_loss(plain, batch) / 2).backward()
+    _loss(model, data[model.mpu.dp.rank]).backward()
+    autopar.average_gradients(model)
+    largest = max(float(p.grad.norm()) for p in plain.parameters() if p.grad is not None)
+    due = {name: p.grad for name, p in plain.named_parameters()}
+    with autopar.whole(model):
+        for name, parameter in model.named_parameters():
+            if due[name] is not None:
+                apart = (parameter.grad - due[name]).norm() / due[name].norm().clamp(min=1e-4 * largest)
+                assert apart < ROUNDED.get(model_type, 1e-5), (name, float(apart))
+    autopar.deparallelize(model)
+
+
+@pytest.mark.parametrize("model_type", _types())
+@pooled(world_size=2)
+def test_two_replicas(model_type: str) -> None:
+    _compare(model_type, {"ep": 2})
+
+
+@pytest.mark.parametrize("model_type", _types())
+@pooled(world_size=4)
+def test_two_replicas_of_two_ranks(model_type: str) -> None:
+    _compare(model_type, {"tp": 2, "ep": 4})
