@@ -93,11 +93,14 @@ class SharedExperts:
 
 
 def _digest(weight: nn.Parameter | None, apart: int) -> int:
-    if weight is None or weight.is_meta:
+    """Digest a weight's first elements; ``apart`` where its experts are alike, as copies of one layer are at first."""
+    if weight is None or weight.is_meta or len(weight) < 2:
         return apart
     with no_overrides():
-        part = first_elements(weight)
-    return apart if part is None else of_tensor(part)
+        part, second = first_elements(weight[:1]), first_elements(weight[1:2])
+    if part is None or second is None or torch.equal(part, second):
+        return apart
+    return of_tensor(part)
 
 
 def _repeats(numbers: Any) -> bool:

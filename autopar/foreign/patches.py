@@ -52,7 +52,7 @@ _pending: dict[str, Callable[[], None]] = {}
 
 
 def patches() -> list[Patch]:
-    """Return the functions of other libraries that are patched now: those of torch, accelerate, DeepSpeed.
+    """Return the functions of other libraries that are patched now: of torch, accelerate, DeepSpeed, transformers.
 
     They are while a model lives that several ranks share, and a list without any says that there is none.
     """

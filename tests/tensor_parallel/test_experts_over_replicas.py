@@ -386,7 +386,7 @@ def step_of_ones_own(model: Any, average: Any) -> None:
 @pytest.mark.parametrize("sizes", [{"ep": 4}, {"tp": 2, "ep": 4}, {"ep": 2}])
 @pooled(world_size=4)
 def test_an_average_of_ones_own_over_all_replicas_is_told(sizes: dict[str, int]) -> None:
-    experts = 4 if sizes["ep"] == 4 else 6
+    experts = 8 if sizes["ep"] == 4 else 6
     model = autopar.initialize(mixtral(experts), sizes)
     mpu, plain = model.mpu, mixtral(experts)
 
@@ -428,6 +428,25 @@ def test_an_average_of_ones_own_over_all_replicas_is_told(sizes: dict[str, int])
         for _ in range(4):  # another weight each time
             model(input_ids=torch.ones(1, 4, dtype=torch.long))
     mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_experts_that_are_copies_of_one_are_right() -> None:
+    """Also where they become so: a checkpoint of such a model is loaded."""
+    upcycled = mixtral(4)
+    with torch.no_grad():
+        for layer in upcycled.model.layers:
+            for weight in layer.mlp.experts.parameters():
+                weight.copy_(weight[:1].expand_as(weight))
+    model = autopar.initialize(mixtral(4), {"ep": 2})
+    ids = torch.ones(1, 4, dtype=torch.long)
+    model(input_ids=ids)
+    with torch.no_grad():
+        for mine, other in zip(model.parameters(), upcycled.parameters(), strict=True):
+            mine.copy_(other[: len(mine)])
+    for _ in range(5):
+        assert torch.allclose(model(input_ids=ids).logits, upcycled(input_ids=ids).logits)
+    model.mpu.destroy()
 
 
 @pooled(world_size=4)
