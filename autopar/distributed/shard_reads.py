@@ -31,7 +31,7 @@ from autopar.foreign.modules import CALL
 from autopar.foreign.tensors import disabled_torch_function, leave_alone, let_foreach_take
 from autopar.layout import Layout
 
-__all__ = ["PLAIN", "Part", "Shard", "ShardedParameter", "Switch", "aside", "switch", "unwatch", "watch"]
+__all__ = ["PLAIN", "Part", "Shard", "ShardedParameter", "Switch", "aside", "hidden", "switch", "unwatch", "watch"]
 
 _TORCH = torch.__file__.rpartition("/")[0] + "/"
 _THROUGH = tuple(f"{_TORCH}{name}" for name in ("overrides.py", "_tensor.py", "functional.py", "nn/functional.py"))
@@ -50,9 +50,30 @@ class Switch:
     """
 
     off = False
+    generating = False
+    _hidden = False
+
+    def hide(self, hidden: bool) -> None:
+        """Let torch find its own function in the classes, so that nothing of Python is called, as for a token."""
+        if hidden is not self._hidden:
+            self._hidden = hidden
+            for kind in _KINDS:
+                kind.__torch_function__ = disabled_torch_function if hidden else _NOTICING  # type: ignore[assignment]
 
 
 switch = Switch()
+
+
+@contextmanager
+def hidden() -> Iterator[None]:
+    """Let torch see plain classes inside of ``with``, around ``generate``, whose steps may be compiled."""
+    before, switch.generating = switch.generating, True
+    switch.hide(True)
+    try:
+        yield
+    finally:
+        switch.generating = before
+        switch.hide(before)
 
 
 @contextmanager
@@ -98,10 +119,13 @@ class _TorchFunction:
         return _notice
 
 
+_NOTICING = _TorchFunction()
+
+
 class ShardedParameter(nn.Parameter):
     """A parameter of which this rank has a part."""
 
-    __torch_function__ = _TorchFunction()
+    __torch_function__ = _NOTICING
     autopar_shard: Shard | None = None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -134,7 +158,7 @@ class _LikeAnyTensor(type(torch.Tensor)):  # type: ignore[misc]
 class Part(torch.Tensor, metaclass=_LikeAnyTensor):
     """The result of an elementwise function of a shard, or its gradient. Saved and copied as a plain tensor."""
 
-    __torch_function__ = _TorchFunction()
+    __torch_function__ = _NOTICING
     autopar_shard: Shard | None = None
 
     def _plain(self) -> torch.Tensor:
@@ -249,9 +273,12 @@ def _let_be_noticed(
     if (name == "to" or name.endswith("_as")) and part is not args[0]:
         return
     file = caller.f_code.co_filename
-    if caller.f_code is _NEW_PARAMETER and type(part) is Part:  # it asks for one of the same class
-        _become(part, nn.Parameter)
-        _become(result, nn.Parameter)
+    if caller.f_code is _NEW_PARAMETER:  # it asks for one of the same class
+        if type(part) is Part:
+            _become(part, nn.Parameter)
+            _become(result, nn.Parameter)
+        else:
+            _become(result, ShardedParameter, part.autopar_shard)
         return
     while file.startswith(_FOR_USERS):
         caller = caller.f_back

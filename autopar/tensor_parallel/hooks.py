@@ -34,7 +34,7 @@ from autopar.distributed.derivatives import check_no_transform
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import sync_generators
-from autopar.distributed.shard_reads import switch
+from autopar.distributed.shard_reads import hidden, switch
 from autopar.errors import ConfigError, first_line
 from autopar.foreign.modules import forward_hooks, remove_forward_hooks
 from autopar.layout import Layout
@@ -183,6 +183,8 @@ class BeforeForward(Hook, CompiledCheck):
         silent = self.tree is None if self.check is None else self.check.is_silent
         if self.sharded and not compiling:
             switch.off = True  # layers read their shards
+            if not torch.is_grad_enabled():
+                switch.hide(True)
         if self.outermost and not compiling:
             self.region.running = 0  # an interrupted forward (Ctrl-C) did not end
         if self.region.running == 0 and compiling and not silent:  # a step of decoding may become a CUDA graph
@@ -238,6 +240,7 @@ class AfterForward(Hook):
         self.region.finish()
         if not self.region.running and not torch.compiler.is_compiling():
             switch.off = False
+            switch.hide(switch.generating)
         if output is not None and self.region.row_tensors:
             output = gather_hidden_states(output, self.region)
         if self.region.rows_are_out and output is not None and self.mpu.pp.size == 1:
@@ -274,7 +277,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             check.check_call("generate")
         sync_generators(mpu.model)
         first = contextlib.nullcontext() if check is None else check.first_only()
-        with first, activation_checkpoint.paused(self):
+        with first, activation_checkpoint.paused(self), hidden():
             return type(self).generate(self, *args, **kwargs)
 
 
