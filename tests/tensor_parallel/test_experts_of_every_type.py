@@ -16,7 +16,8 @@ from tests.random_models import batches, build, cases, kind, of_type
 from tests.tiers import in_tier
 
 FIRST = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "jamba", "qwen3_next")  # one of each structure
-ROUNDED = {"deepseek_v4": 1e-4, "hy_v4": 5e-5}  # hyper-connections, and a router behind them
+DOUBLE = ("deepseek_v4", "hy_v4")  # in float32 rounding alone takes gradients behind hyper-connections 2e-5 apart
+ROUNDED = {"deepseek_v4": 2e-5}  # its head sums in float32 whatever the weights are: tp 2 alone is 7.3e-6 apart
 DENSE = ("gemma4_text", "gemma4_unified_text")  # what is small of them has no experts
 
 
@@ -44,6 +45,7 @@ def _compare(model_type: str, sizes: dict[str, int]) -> None:
     listed = cases(model_type)
     case = next((each for each in listed if kind(each.head) == "causal"), listed[0])
     plain = build(case, 6, 3, vocab=131).train()
+    plain = plain.double() if model_type in DOUBLE else plain
     for module in plain.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
