@@ -34,7 +34,10 @@ from autopar.layout import Layout
 __all__ = ["PLAIN", "Part", "Shard", "ShardedParameter", "Switch", "aside", "hidden", "switch", "unwatch", "watch"]
 
 _TORCH = torch.__file__.rpartition("/")[0] + "/"
-_THROUGH = tuple(f"{_TORCH}{name}" for name in ("overrides.py", "_tensor.py", "functional.py", "nn/functional.py"))
+_THROUGH = tuple(
+    f"{_TORCH}{name}"
+    for name in ("overrides.py", "_tensor.py", "functional.py", "nn/functional.py", "autograd/__init__.py")
+)
 _FOR_USERS = (*_THROUGH, f"{_TORCH}nn/utils/")  # results there are those that the user's code asked for
 _QUIET = (*(f"{_TORCH}{name}" for name in ("optim/", "distributed/", "nn/modules/module.py")), OURS)
 _INIT, _DYNAMO = f"{_TORCH}nn/init.py", f"{_TORCH}_dynamo/"
@@ -221,7 +224,9 @@ def _notice(func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str
         if part is not None:
             _tell(initializer or name, part, caller, draws=initializer is not None or name in DRAWS)
         result = func(*args, **kwargs)
-        if part is None and type(result) is torch.Tensor:
+        if func is torch.autograd.grad:
+            _gradients(result, args[1] if len(args) > 1 else kwargs["inputs"], caller)
+        elif part is None and type(result) is torch.Tensor:
             _let_be_noticed(result, name, args, kwargs, caller, other_size=reads)
         return result
     finally:
@@ -266,25 +271,37 @@ def _let_be_noticed(
     """Let reads of ``result`` be noticed, if it is new, made of the elements of a part, and for the user's code."""
     in_place = (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
     part = next(_parts([*args[:3], *kwargs.values()]), None)
-    if part is None or in_place or name == "clone" or name.endswith("_like") or name.startswith("new_"):
+    if part is None or in_place or name.endswith("_like") or name.startswith("new_"):
         return
     if "out" in kwargs or any(result is one for one in args) or not (other_size or result.numel() == part.numel()):
         return
     if (name == "to" or name.endswith("_as")) and part is not args[0]:
         return
-    file = caller.f_code.co_filename
     if caller.f_code is _NEW_PARAMETER:  # it asks for one of the same class
         if type(part) is Part:
             _become(part, nn.Parameter)
             _become(result, nn.Parameter)
         else:
             _become(result, ShardedParameter, part.autopar_shard)
-        return
+    elif _is_for_users(caller):
+        _become(result, Part, part.autopar_shard)
+
+
+def _gradients(gradients: Any, inputs: Any, caller: Any) -> None:
+    """Let reads of gradients be noticed, which ``torch.autograd.grad`` returned for shards to the user's code."""
+    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+    for gradient, part in zip(gradients, inputs, strict=True) if _is_for_users(caller) else ():
+        if type(gradient) is torch.Tensor and type(part) in _KINDS and _is_shard(part):
+            _become(gradient, Part, part.autopar_shard)
+
+
+def _is_for_users(caller: Any) -> bool:
+    """Return whether a result goes to the user's code."""
+    file = caller.f_code.co_filename
     while file.startswith(_FOR_USERS):
         caller = caller.f_back
         file = caller.f_code.co_filename
-    if not file.startswith((_TORCH, OURS)):
-        _become(result, Part, part.autopar_shard)
+    return not file.startswith((_TORCH, OURS))
 
 
 # -- what is told ----------------------------------------------------------------------------------------------------
