@@ -14,7 +14,3 @@ class MeshSizes(NamedTuple):
     pp: int = 1
     dp: int = 1
     cp: int = 1
-
-    def as_saved(self) -> MeshSizes:
-        """Return the sizes of the mesh without cp whose ranks hold the same: to weights, cp is more dp."""
-        return MeshSizes(self.tp, self.pp, self.dp * self.cp)
