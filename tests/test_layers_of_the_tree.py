@@ -40,7 +40,7 @@ LINES = {
     "context_parallel": 2880,
     "data_parallel": 2750,
     "deferred_init": 1100,
-    "distributed": 4320,
+    "distributed": 4360,
     "dry_run": 3390,
     "foreign": 975,
     "integrations": 1810,

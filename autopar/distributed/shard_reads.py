@@ -5,13 +5,14 @@ functions do the same to a shard as to that part of the whole, and nothing is sa
 random draws do not. An elementwise function of a shard gives a :class:`Part` to the user's code (to torch and to this
 package a plain tensor), so that ``p.grad.abs().max()`` is seen, too.
 
-While the model runs, in backward passes and in steps of optimizers the classes are as plain ones to torch
-(:data:`switch`): they cost nothing there. Dynamo never sees more than plain ones.
+While the model runs, in backward passes (but in the user's hooks of gradients) and in steps of optimizers the classes
+are as plain ones to torch (:data:`switch`): they cost nothing there. Dynamo never sees more than plain ones.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ _FOR_USERS = (*_THROUGH, f"{_TORCH}nn/utils/")  # results there are those that t
 _QUIET = (*(f"{_TORCH}{name}" for name in ("optim/", "distributed/", "nn/modules/module.py")), OURS)
 _INIT, _DYNAMO = f"{_TORCH}nn/init.py", f"{_TORCH}_dynamo/"
 _FILLS = ("_no_grad_fill_", "_no_grad_zero_", "constant_", "ones_", "zeros_")  # of nn.init: alike everywhere
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
 _STEP = Optimizer.profile_hook_step(lambda: None).__code__
 
@@ -53,6 +55,7 @@ class Switch:
     """
 
     off = False
+    in_hook = False  # of the user's, which a backward pass calls
     generating = False
     _hidden = False
 
@@ -115,7 +118,7 @@ class _TorchFunction:
     """``__torch_function__`` that is torch's disabled one where shards are as plain parameters."""
 
     def __get__(self, tensor: Any, owner: Any = None) -> Any:
-        if switch.off or current_backward() != -1:
+        if switch.off or (current_backward() != -1 and not switch.in_hook):
             return disabled_torch_function
         if tensor is None and sys._getframe(1).f_code.co_filename.startswith(_DYNAMO):
             return disabled_torch_function
@@ -218,6 +221,8 @@ def _notice(func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str
         if file.startswith(_QUIET):
             return func(*args, **kwargs)
         name = func.__name__
+        if name in _HOOKS and _is_for_users(caller):
+            return func(args[0], _noticing(args[1], args[0]))
         initializer = _initializer(caller) if file == _INIT and name != "__get__" else None
         reads = name in READS or initializer is not None or name.startswith("linalg_")
         part = _mixed_by(name, args, kwargs) if reads else None
@@ -293,6 +298,25 @@ def _gradients(gradients: Any, inputs: Any, caller: Any) -> None:
     for gradient, part in zip(gradients, inputs, strict=True) if _is_for_users(caller) else ():
         if type(gradient) is torch.Tensor and type(part) in _KINDS and _is_shard(part):
             _become(gradient, Part, part.autopar_shard)
+
+
+def _noticing(hook: Any, part: Any) -> Any:
+    """Return a hook of a shard's gradient in which reads are noticed."""
+    shard = part.autopar_shard if _is_shard(part) else None
+
+    @functools.wraps(hook)
+    def run(tensor: torch.Tensor) -> Any:
+        if type(tensor) is torch.Tensor and shard is not None:
+            tensor = tensor.as_subclass(Part)
+            tensor.autopar_shard = shard
+        off, switch.off, switch.in_hook = switch.off, False, True
+        try:
+            result = hook(tensor)
+        finally:
+            switch.off, switch.in_hook = off, False
+        return result._plain() if type(result) is Part else result
+
+    return run
 
 
 def _is_for_users(caller: Any) -> bool:

@@ -6,7 +6,7 @@ import re
 import tomllib
 
 import autopar
-from autopar.checkpoint.format import FORMAT_VERSION, WITH_SHARDS
+from autopar.checkpoint.format import FORMAT_VERSION, WITH_EXPERTS
 from tests.docs.pages import DOCS, ROOT
 from tests.test_oldest import OLDEST
 
@@ -48,5 +48,5 @@ def test_what_the_tests_run_with_is_what_is_pinned() -> None:
 
 
 def test_formats_of_checkpoints_are_those_that_are_read() -> None:
-    assert (FORMAT_VERSION, WITH_SHARDS) == (2, 4)
-    assert "This version writes 2, 3 and 4, the lowest that the content allows, and reads" in TEXT
+    assert (FORMAT_VERSION, WITH_EXPERTS) == (2, 5)
+    assert "This version writes 2 to 5, the lowest that the content allows, and reads" in TEXT

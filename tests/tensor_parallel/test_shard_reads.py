@@ -86,6 +86,24 @@ def of_gradients(model: Any) -> None:
     sum(g.square().sum() for g in torch.autograd.grad(loss, list(model.parameters()), create_graph=True))
 
 
+def hook_of_gradients(model: Any) -> None:
+    handles = [p.register_hook(lambda grad: grad / grad.norm()) for p in model.parameters()]
+    model(IDS, labels=IDS).loss.backward()
+    for handle in handles:
+        handle.remove()
+
+
+def clip(p: Any) -> None:
+    p.grad.mul_((1.0 / p.grad.norm()).clamp(max=1.0))
+
+
+def hook_behind_gradients(model: Any) -> None:
+    handles = [p.register_post_accumulate_grad_hook(clip) for p in model.parameters()]
+    model(IDS, labels=IDS).loss.backward()
+    for handle in handles:
+        handle.remove()
+
+
 NOTICED: dict[str, Callable[[Any], Any]] = {
     "norm": lambda model: head(model).norm(),
     "linalg norm": lambda model: torch.linalg.vector_norm(head(model).grad),
@@ -93,6 +111,8 @@ NOTICED: dict[str, Callable[[Any], Any]] = {
     "norms": lambda model: torch._foreach_norm([p.grad for p in model.parameters()]),
     "own clipping": own_clipping,
     "gradients": of_gradients,
+    "hook of gradients": hook_of_gradients,
+    "hook behind gradients": hook_behind_gradients,
     "sharpness": sam,
     "copy": lambda model: head(model).detach().clone().norm(),
     "adaptive clipping": adaptive_clipping,
@@ -164,6 +184,15 @@ def meta_step(model: Any, average: dict[str, torch.Tensor]) -> None:
     gradients = torch.autograd.grad(model(IDS, labels=IDS).loss, list(inputs.values()))
     moved = {name: p - 0.1 * gradient for (name, p), gradient in zip(inputs.items(), gradients, strict=True)}
     torch.func.functional_call(model, moved, (IDS,), {"labels": IDS}).loss.backward()
+
+
+def halved_in_hooks(model: Any, average: dict[str, torch.Tensor]) -> None:
+    handles = [p.register_hook(lambda grad: grad.clamp(-1, 1) * 0.5) for p in model.parameters()]
+    handles += [p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5)) for p in model.parameters()]
+    model(IDS, labels=IDS).loss.backward()
+    assert all(type(p.grad) in (torch.Tensor, Part) for p in model.parameters())
+    for handle in handles:
+        handle.remove()
 
 
 def pulled_to_the_start(model: Any, average: dict[str, torch.Tensor]) -> None:
