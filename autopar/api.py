@@ -117,6 +117,11 @@ def deparallelize(model: Model) -> Model:
         raise ConfigError(f"{type(model).__name__} is not parallelized; autopar.initialize does that")
     if state.config.zero_stage == 3:
         raise ConfigError("deparallelize: with zero.stage 3 torch's FSDP holds the weights, and it cannot be undone")
+    if state.mpu.pp.size > 1 and state.plan.quantized():
+        raise ConfigError(
+            "deparallelize: quantized weights of other stages are gone from this rank: load the model again.\n"
+            "  adapter_only=True saves what was trained."
+        )
     model.wait_for_save()  # type: ignore[operator]
     steps.undo(model, state)
     return model

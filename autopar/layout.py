@@ -156,6 +156,22 @@ class Layout:
             return self
         return Layout(self.dim, tuple(replace(block, ranges=block.ranges[:ranks]) for block in self.blocks))
 
+    def in_steps(self, step: int) -> Layout:
+        """Return the layout of a tensor of which an entry stands for ``step`` elements of this one, along ``dim``.
+
+        Raises ``ValueError`` if a rank would hold a part of one.
+        """
+        if step == 1:
+            return self
+        blocks = []
+        for block in self.blocks:
+            ends = [end * block.width for end in (block.count, *(end for held in block.ranges for end in held))]
+            if any(end % step for end in ends):
+                raise ValueError(f"{block.count} {block.unit} of {block.width} cannot be sharded in steps of {step}")
+            ranges = tuple((low * block.width // step, high * block.width // step) for low, high in block.ranges)
+            blocks.append(Block(block.unit, block.size // step, 1, ranges))
+        return Layout(self.dim, tuple(blocks))
+
     def ranges(self, rank: int) -> tuple[Range, ...]:
         """Return the ``[start, stop)`` ranges of the stored dim that ``rank`` holds, in the order of its shard."""
         return self._ranges[rank]

@@ -28,6 +28,7 @@ from autopar.plan.stages import elements_of
 from autopar.policy.described_model import model_inside
 from autopar.policy.match import find_policy, given_policy
 from autopar.policy.schema import Policy
+from autopar.quantized.layers import as_plain
 
 __all__ = ["Call", "check_call", "make_plans"]
 
@@ -128,7 +129,8 @@ def make_plans(model: nn.Module, call: Call, mpu: MPU, optimizer: Any) -> tuple[
             check_state(optimizer, model, plan, call.config)
 
     def make() -> tuple[Plans, Materializer]:
-        plans = plan_model(ModelPlans(model, call.inner, call.prefix, call.policy), call.config, check)
+        with as_plain(model):
+            plans = plan_model(ModelPlans(model, call.inner, call.prefix, call.policy), call.config, check)
         if not plans.tried and call.own_policy and plans.tensors.tp > 1:
             warn_no_dry_run(call.inner)
         return plans, Materializer(model, call.inner, plans.tensors)

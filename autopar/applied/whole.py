@@ -167,9 +167,10 @@ def _refuse_forward(module: nn.Module, args: Any) -> None:
 
 def _chosen(state: Parallelized, names: str | Iterable[str] | None) -> list[str]:
     """Return the canonical names of parameters that are meant, in the order of the state dict."""
-    every = {name: tensor.name for tensor in state.plan.tensors.values() for name in (tensor.name, *tensor.aliases)}
+    plain = state.plan.saved().tensors
+    every = {name: tensor.name for tensor in plain.values() for name in (tensor.name, *tensor.aliases)}
     if names is None:
-        return list(state.plan.tensors)
+        return list(plain)
     wanted: set[str] = set()
     for asked in [names] if isinstance(names, str) else names:
         found = {own for name, own in every.items() if not asked or name == asked or name.startswith(f"{asked}.")}
@@ -178,7 +179,7 @@ def _chosen(state: Parallelized, names: str | Iterable[str] | None) -> list[str]
             known = [*sorted(parents), *every]
             raise ConfigError(f"whole: no parameter or module is called '{asked}'.{nearest(asked, known)}")
         wanted |= found
-    return [name for name in state.plan.tensors if name in wanted]
+    return [name for name in plain if name in wanted]
 
 
 # -- in and out --------------------------------------------------------------------------------------------------------

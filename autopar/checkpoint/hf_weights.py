@@ -47,6 +47,7 @@ def hf_weights(model: nn.Module, *, bucket_size: int | str = "512MB") -> Iterato
     """
     root = next((module for module in model.modules() if STATE in vars(module)), model)
     state = state_of(root)
+    state.check_whole("hf_weights")
 
     def check() -> dict[str, torch.Tensor]:
         parse_size(bucket_size)

@@ -208,7 +208,8 @@ def attach(
     path = hf_prefix.rstrip(".")
     if model.get_submodule(path) is not hf_model:
         raise ValueError(f"{path!r} is not the path of the Hugging Face model")
-    model.__dict__[STATE] = State(plan, mpu, path, dict(holders or {}))
+    saved = plan.saved()
+    model.__dict__[STATE] = State(saved, mpu, path, dict(holders or {}), plan.quantized())
     if is_peft_model(model):
         bind(
             model,
@@ -219,7 +220,7 @@ def attach(
         bind(model, _OWNER, get_nb_trainable_parameters=_nb_trainable_of_peft)
     methods = {method.__name__: method for method in (save_parallelized, wait_for_save, from_parallelized)}
     bind(model, _OWNER, **methods, __reduce_ex__=_refuse_pickle, _fqn_modifiers=fqn_modifiers)
-    _attach_hooks(model, plan, mpu)
+    _attach_hooks(model, saved, mpu)
 
 
 def _attach_hooks(model: nn.Module, plan: Plan, mpu: MPU) -> None:

@@ -19,6 +19,7 @@ from autopar.checkpoint.format import Manifest
 from autopar.checkpoint.optimizer_metadata import OptimizerMetadata
 from autopar.errors import CheckpointError
 from autopar.plan.plan import Plan, TensorPlan
+from autopar.quantized.layers import stored_weights
 from autopar.storage.safetensors_io import dtype_name, dtype_of
 
 if TYPE_CHECKING:
@@ -73,8 +74,9 @@ def writer_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
 
 
 def parameters_by_name(model: nn.Module, plan: Plan) -> dict[str, nn.Parameter]:
-    """Return this rank's parameters by their canonical names."""
-    return {plan.canonical(name): parameter for name, parameter in model.named_parameters()}
+    """Return this rank's parameters by their canonical names, without quantized ones."""
+    quantized = {f"{path}.weight" for path in stored_weights(model)}
+    return {plan.canonical(name): one for name, one in model.named_parameters() if name not in quantized}
 
 
 def _master_weights(step: ParallelStep | None, plan: Plan) -> dict[str, torch.Tensor]:

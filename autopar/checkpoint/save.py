@@ -61,6 +61,7 @@ def save(
                 "it. Save shards, and merge them with `autopar merge` where the model alone is needed."
             )
         if request.merge:
+            state.check_whole("merge_checkpoints=True")
             check_merged(model)
         if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
             raise CheckpointError(f"tokenizer= must have save_pretrained, which a {type(tokenizer).__name__} has not")

@@ -25,6 +25,7 @@ from autopar.distributed.agree import Ranks
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
 from autopar.plan.plan import Plan
+from autopar.quantized.layers import stored_weights
 
 __all__ = [
     "STATE",
@@ -125,9 +126,10 @@ class State:
     """Plan and mesh of a parallelized model, for saving and loading; an attribute of the root model.
 
     Attributes:
-        plan, mpu: of the model.
+        plan, mpu: of the model; without quantized weights, which a checkpoint leaves out.
         hf_path: path of the Hugging Face model in the root model; ``""`` if it is the root.
         holders: tensor name -> the stages that hold it; empty without a pipeline.
+        quantized: weights that are left out -> the form in which they are stored.
         background: the save that is being written while training goes on.
         resumed_from: series of checkpoints -> the order of the one that the model was last loaded from or saved as.
     """
@@ -136,6 +138,7 @@ class State:
     mpu: MPU
     hf_path: str
     holders: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    quantized: Mapping[str, str] = field(default_factory=dict)
     background: Background = field(default_factory=Background, compare=False)
     resumed_from: dict[str, int] = field(default_factory=dict, compare=False)
 
@@ -147,6 +150,16 @@ class State:
     def replica_of(self, name: str) -> int:
         """Return the place of this rank among those that hold the same shard of a tensor; the first one writes it."""
         return (self.mpu.copies if name in self.plan.experts else self.mpu.dp_cp).rank
+
+    def check_whole(self, call: str) -> None:
+        """Raise CheckpointError if ``call``, which writes all weights, would leave quantized ones out."""
+        if self.quantized:
+            name, form = next(iter(self.quantized.items()))
+            raise CheckpointError(
+                f"{call} would leave out {len(self.quantized)} quantized weights, such as {name} ({form}).\n"
+                "  adapter_only=True writes the adapters; without merge_checkpoints, save_parallelized writes all that "
+                "is not quantized,\n  for from_parallelized into the same base model."
+            )
 
     def writes(self, name: str) -> bool:
         """Tell whether this stage writes a tensor that it holds; the first of those that hold it does."""
@@ -191,7 +204,10 @@ def local_tensors(model: nn.Module, *, fsdp: bool = False) -> dict[str, torch.Te
     canonical = canonical_names(plan)
     found: dict[str, torch.Tensor] = {}
     foreign = []
+    quantized = tuple(f"{path}." for path in stored_weights(model))
     for name, tensor in model.state_dict(keep_vars=True).items():
+        if name not in canonical and name.startswith(quantized):
+            continue
         if name not in canonical:
             foreign.append(name)
             continue

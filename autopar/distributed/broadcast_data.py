@@ -22,6 +22,7 @@ from autopar.distributed.axis import Group, axis_of, device_of
 from autopar.distributed.digest import checksum
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.errors import ConfigError, nearest
+from autopar.quantized.layers import stored_weights
 
 if TYPE_CHECKING:
     from autopar.distributed.mesh import MPU
@@ -143,6 +144,8 @@ def sync_parameters(model: nn.Module, mpu: MPU) -> list[str]:
         for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()], key=itemgetter(0))
         if not tensor.is_meta
     }
+    for path, stored in sorted(stored_weights(model).items()):
+        tensors |= {f"{path}.weight.{name}": tensor for name, tensor in stored.beside().items()}
     if mpu.world_size == 1 or not tensors:
         return []
     sums = torch.stack([checksum(tensor) for tensor in tensors.values()])  # [tensors, 2]

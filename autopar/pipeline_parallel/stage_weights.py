@@ -22,6 +22,7 @@ from autopar.errors import UnsupportedModelError
 from autopar.foreign.modules import own_buffers, own_parameters
 from autopar.foreign.tensors import no_overrides
 from autopar.plan.stages import StagePlan
+from autopar.quantized.layers import stored_weight
 from autopar.swap import replace_storage, swap, unswap
 from autopar.tensor_tracking import storage_key
 
@@ -111,12 +112,15 @@ def release(model: nn.Module, plan: StagePlan, rank: int, device: torch.device) 
         gone = [name for name in own_parameters(module) if start + name in foreign]
         if gone:
             released.orders.append((module, dict(own_parameters(module))))
+        stored = stored_weight(module) if "weight" in gone else None
         for name in gone:
             parameter = own_parameters(module).pop(name)
             if parameter is not None:
                 released.parameters[id(parameter)] = parameter
                 placeholder = make_placeholder(parameter, start + name, device)
                 module.__dict__[name] = released.placeholders[start + name] = placeholder
+        if stored is not None:
+            stored.drop()
         for name, buffer in list(own_buffers(module).items()):
             if buffer is not None and start + name in foreign and any(map(start.startswith, blocks)):
                 released.buffers.append((module, name, start + name, buffer))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from autopar.plan.plan import ModulePlan
 from autopar.plan.units import UnitTable
 from autopar.policy.described_model import base_of, config_of
 from autopar.policy.match import find_policy
-from autopar.policy.schema import Input, Part, Policy, Ratio, Rule, Tower
+from autopar.policy.schema import Input, Part, Policy, Ratio, Rule, Tower, UnitSpec
 from autopar.policy.yaml_reader import Where
+from autopar.quantized.layers import block_of
 
 __all__ = [
     "RuleMatch",
@@ -86,7 +88,7 @@ def all_scopes(policy: Policy, prefix: str, model: nn.Module, tp: int) -> Iterat
         check_kernels(policy, model)
     name, base = base_of(model)
     base_path = join(prefix, name)
-    rows = rows_of(policy)
+    rows, together = rows_of(policy), block_of(model)
     for tower in policy.towers:
         config = config_of(model)
         for step in tower.config.split(".") if tower.config else ():
@@ -97,7 +99,7 @@ def all_scopes(policy: Policy, prefix: str, model: nn.Module, tp: int) -> Iterat
                     tower.where,
                 )
             config = getattr(config, step)
-        table = UnitTable(tower.units, config, type(model).__name__, tp, rows, model)
+        table = UnitTable(_aligned(tower.units, together), config, type(model).__name__, tp, rows, model)
         for section in ("prefix", "every_stage", "suffix"):
             rules = getattr(tower, section)
             yield Scope(base_path, base, f"{base_path}/{tower.name}/{section}", table, rules, {}, {}, tower.where)
@@ -109,13 +111,20 @@ def all_scopes(policy: Policy, prefix: str, model: nn.Module, tp: int) -> Iterat
                 tower.where,
                 block,
             )
-    table = UnitTable(policy.units, config_of(model), type(model).__name__, tp, rows, model)
+    table = UnitTable(_aligned(policy.units, together), config_of(model), type(model).__name__, tp, rows, model)
     yield Scope(prefix, model, f"{prefix}/head", table, policy.head, policy.head_attributes, {}, policy.where)
     for pattern, where in policy.models.items():
         for path, inside in walk(base, pattern, where):
             if not isinstance(inside, PreTrainedModel):
                 raise PolicyError(f"{path} is a {type(inside).__name__}, which has no policy of its own", where)
             yield from all_scopes(find_policy(inside), join(base_path, path), inside, tp)
+
+
+def _aligned(units: Mapping[str, UnitSpec], together: int) -> Mapping[str, UnitSpec]:
+    """Return units of which ranks hold multiples of ``together``, where there are enough: of quantized weights."""
+    if together == 1:
+        return units
+    return {name: replace(spec, align=math.lcm(spec.align, together)) for name, spec in units.items()}
 
 
 def rows_of(policy: Policy) -> frozenset[str]:

@@ -116,6 +116,7 @@ class TensorPlan:
             this one is the first.
         outside: belongs to the user's own modules around the Hugging Face model.
         where: ``file:line`` of the rule that decides on it; empty if none does. Not part of what is compared or saved.
+        quantized: in which form the weight is stored, if that is not a tensor of this shape; such a one is not saved.
     """
 
     name: str
@@ -127,6 +128,7 @@ class TensorPlan:
     outside: bool = False
     pieces: tuple[Piece, ...] = ()
     where: str = field(default="", compare=False)
+    quantized: str = ""
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape on rank ``rank`` of those that hold the shards."""
@@ -274,12 +276,21 @@ class Plan:
         return {
             "model type": self.model_type,
             "tensors": {tensor.name: tensor.to_json() for tensor in self.tensors.values()},
+            "quantized": self.quantized(),
             "modules": {module.path: module.facts() for module in self.modules.values()},
             "attributes": {f"{a.path}.{a.name}": a.values for a in self.attributes},
             "parameters": {
                 n: {"meta": p.is_meta, "requires_grad": p.requires_grad} for n, p in model.named_parameters()
             },
         }
+
+    def saved(self) -> Plan:
+        """Return the plan without quantized weights."""
+        return replace(self, tensors={name: one for name, one in self.tensors.items() if not one.quantized})
+
+    def quantized(self) -> dict[str, str]:
+        """Return the forms of quantized weights, by name."""
+        return {name: one.quantized for name, one in self.tensors.items() if one.quantized}
 
     def canonical(self, name: str) -> str:
         """Return the canonical name of a state-dict entry that may be an alias.

@@ -17,6 +17,7 @@ from autopar.plan.matching import RuleMatch, join
 from autopar.plan.plan import AttributePlan, ModulePlan
 from autopar.plan.units import UnitTable
 from autopar.policy.schema import HIDDEN, Part, Rule
+from autopar.quantized.layers import StandIn
 
 __all__ = ["TensorRule", "shard_by_expert", "tensor_rules_of"]
 
@@ -85,6 +86,7 @@ def _layer(match: RuleMatch) -> TensorRule:
     rule, module = match.rule, match.module
     weight, dim = _weight_and_dim(match)
     layout = match.layout(rule.parts, dim, weight.shape[dim])
+    _check_blocks(match.shown, weight, layout, match)
     if rule.kind in ("row", "embedding") and layout.replicated:  # two ranks would add the same
         raise ConfigError(
             f"tensor_parallel_size={layout.axis_size} does not fit {match.shown}: '{rule.kind}' needs at least "
@@ -134,6 +136,7 @@ def _own_parameters(match: RuleMatch) -> Iterator[TensorRule]:
             dim = 0 if parameter.ndim == 1 else _dim(parameter, shown, match)
             _check_plain(shown, parameter, match)
             layouts[name] = match.layout(_repeated_parts(match), dim, parameter.shape[dim], shown)
+            _check_blocks(shown, parameter, layouts[name], match)
         if own or (rule.kind == "norm_over" and not inside):
             first = next(iter(layouts.values()), None)
             if first is None:
@@ -198,12 +201,47 @@ def _dim(tensor: torch.Tensor, shown: str, match: RuleMatch) -> int:
 
 
 def _check_plain(shown: str, tensor: torch.Tensor, match: RuleMatch) -> None:
+    if isinstance(tensor, StandIn):
+        return
     if isinstance(tensor, nn.Parameter) and (type(tensor) is not nn.Parameter or not tensor.is_floating_point()):
         raise PolicyError(
             f"{shown} is a {type(tensor).__name__} of {tensor.dtype}; only plain floating-point parameters can be "
             "sharded",
             match.rule.where,
         )
+
+
+def _check_blocks(shown: str, weight: torch.Tensor, layout: Layout, match: RuleMatch) -> None:
+    """Check that ranks hold whole blocks of a quantized weight.
+
+    Raises:
+        ConfigError: they do not; with a size that fits.
+    """
+    if not isinstance(weight, StandIn) or layout.axis_size == 1:
+        return
+    step, dim, table = weight.block[layout.dim], layout.dim, match.scope.table
+    what = f"tensor_parallel_size={table.size} does not fit {shown}: its weight ({weight.format}) has"
+    if weight.shape[1] % weight.block[1]:
+        raise ConfigError(f"{what} {weight.shape[1]} inputs, no whole number of blocks of {weight.block[1]}.")
+
+    def fits(size: int) -> bool:
+        try:
+            other = table.of_experts(size).layout(
+                match.rule.parts, dim, layout.size, shown, match.rule.where, match.scope.block
+            )
+            return other.in_steps(step) is not None
+        except (ConfigError, ValueError):
+            return False
+
+    try:
+        layout.in_steps(step)
+    except ValueError:
+        sizes = [layout.local_size(rank) for rank in range(layout.axis_size)]
+        others = [size for size in range(2, 2 * table.size) if size != table.size and fits(size)]
+        raise ConfigError(
+            f"{what} blocks of {step} inputs, and ranks would hold {sizes} of {layout.size}.\n"
+            f"  Sizes that fit this layer: {', '.join(map(str, [1, *others]))}."
+        ) from None
 
 
 def _weight_and_dim(match: RuleMatch) -> tuple[nn.Parameter, int]:
@@ -238,7 +276,7 @@ def _weight_and_dim(match: RuleMatch) -> tuple[nn.Parameter, int]:
         )
     weight = module.weight
     _check_plain(f"{match.shown}.weight", weight, match)
-    if type(weight) is not nn.Parameter:
+    if not isinstance(weight, nn.Parameter):
         raise PolicyError(
             f"{match.shown}.weight is a {type(weight).__name__}, no parameter: it is computed from others, as pruning, "
             "weight_norm or spectral_norm do.\n  Make it one before initialize: torch.nn.utils.prune.remove(module, "

@@ -25,6 +25,7 @@ from autopar.foreign.tensors import UNSAFE_VIEW, TorchDispatchMode, base_of
 from autopar.foreign.transformers import unsaved_keys
 from autopar.layout import Layout
 from autopar.plan.plan import Joined, Piece, TensorPlan
+from autopar.quantized.layers import StandIn
 
 __all__ = ["plan_tensors", "saved_form"]
 
@@ -78,6 +79,7 @@ def plan_tensors(
             outside=not name.startswith(start),
             pieces=parts.get(name, ()),
             where=places.get(key, ""),
+            quantized=tensor.format if isinstance(tensor, StandIn) else "",
         )
     return plans
 

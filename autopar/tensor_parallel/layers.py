@@ -19,16 +19,19 @@ import inspect
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from autopar.distributed.axis import Group
 from autopar.distributed.collectives import copy, gather, reduce_, scatter
+from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.rng import kept
 from autopar.errors import PolicyError
 from autopar.foreign.modules import Convolution, convolve
 from autopar.plan.plan import ModulePlan
+from autopar.quantized.layers import stored_weight
 from autopar.swap import mixed_class
 from autopar.tensor_parallel.adapters import AdapterOfRows, DropoutAlike, DropoutApart
 from autopar.tensor_parallel.embeddings import HiddenParallelEmbedding, VocabParallelEmbedding
@@ -271,6 +274,40 @@ class RowParallelConv(_Conv, _Row):
         return y + bias.to(y.dtype).view(-1, *[1] * (y.ndim - 2 if y.ndim == self.weight.ndim else y.ndim - 1))
 
 
+class _Stored:
+    """A linear layer with a quantized weight, as the product of a parallel layer: its own forward multiplies."""
+
+    _weight_gradient: WeightGradient | None = None  # the weight is frozen
+    _parameters: Any
+
+    def _multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        own, kept = self._parameters, self._parameters["bias"]
+        own["bias"] = bias
+        try:
+            y: torch.Tensor = super(ParallelLayer, self).forward(x)  # type: ignore[misc]
+        finally:
+            own["bias"] = kept
+        return y
+
+
+class ColumnParallelStored(_Stored, _Column):
+    """A linear layer with a quantized weight and its output features sharded."""
+
+
+class RowParallelStored(_Stored, _Row):
+    """A linear layer with a quantized weight and its input features sharded."""
+
+    def _multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        stored: Any = stored_weight(self)  # type: ignore[arg-type]
+        if stored.whole_rows is not None:
+            x = stored.whole_rows(x, self._largest)
+        return super()._multiply(x, weight, bias)
+
+    def _largest(self, x: torch.Tensor) -> torch.Tensor:
+        all_reduce(x, op=dist.ReduceOp.MAX, group=self.tp.group)
+        return x
+
+
 _LAYERS: dict[tuple[str, bool], type[nn.Module]] = {
     ("column", False): ColumnParallelLinear,
     ("row", False): RowParallelLinear,
@@ -288,12 +325,17 @@ _REGION_MODULES: dict[str, type[RegionModule]] = {
 }
 
 
-def parallel_class(plain: type[nn.Module], plan: ModulePlan) -> type[nn.Module]:
+def parallel_class(plain: type[nn.Module], plan: ModulePlan, *, stored: bool = False) -> type[nn.Module]:
     """Return the class that a module of class ``plain`` becomes; subclasses keep their own behaviour (``embed_scale``).
+
+    Args:
+        stored: its weight is quantized.
 
     Raises:
         PolicyError: the class computes something else than the layer that the rule is for.
     """
+    if plan.rule in ("column", "row") and stored:
+        return _stored_class(plain, ColumnParallelStored if plan.rule == "column" else RowParallelStored)
     if plan.rule in ("column", "row") and issubclass(plain, Convolution):
         return _conv_class(plain, ColumnParallelConv if plan.rule == "column" else RowParallelConv)
     if plan.rule in ("column", "row", "embedding"):
@@ -302,6 +344,10 @@ def parallel_class(plain: type[nn.Module], plan: ModulePlan) -> type[nn.Module]:
     replicas = {name for name, layout in plan.layouts.items() if layout.replicated}
     mixin = _REGION_MODULES.get(plan.rule, RegionModule)
     return region_class(plain, mixin, tuple(sorted(plan.summed | replicas)))  # type: ignore[arg-type]
+
+
+def _stored_class(plain: Any, parallel: Any) -> Any:
+    return mixed_class(parallel, plain, f"{parallel.__name__}Of{plain.__name__}")
 
 
 def _conv_class(plain: Any, parallel: Any) -> Any:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,8 @@ from autopar.foreign.transformers import EXPERTS
 from autopar.layout import Layout
 from autopar.plan.own_forwards import drop_plain_forward
 from autopar.plan.plan import AttributePlan, ModulePlan, Plan
+from autopar.quantized import stored as stored_form
+from autopar.quantized.layers import stored_weight
 from autopar.swap import bind, unbind
 from autopar.tensor_parallel.config_view import set_value, view_of_config
 from autopar.tensor_parallel.layers import parallel_class, plain_class
@@ -92,7 +95,10 @@ def apply(
         rank = module.tp.rank
         for name, layout in vars(module)["autopar_layouts"].items():
             parameter = own_parameters(module).get(name)
-            if parameter is not None and id(parameter) not in done:  # tied weights are sharded once
+            stored = stored_weight(module) if name == "weight" else None
+            if stored is not None:
+                stored_form.shard(stored, layout, rank)
+            elif parameter is not None and id(parameter) not in done:  # tied weights are sharded once
                 done.add(id(parameter))
                 gradient, parameter.grad = parameter.grad, None
                 parameter.data = layout.shard(parameter.data, rank)
@@ -117,7 +123,7 @@ def _swap(module: nn.Module, plan: ModulePlan, axis: Axis, region: Region) -> No
         or plan.summed
         or plan.inputs
     ):
-        module.__class__ = parallel_class(type(module), plan)
+        module.__class__ = parallel_class(type(module), plan, stored=stored_weight(module) is not None)
     module.tp, module.region, module.autopar = axis, region, plan  # type: ignore[assignment]
     module.autopar_layouts = dict(plan.layouts)  # type: ignore[assignment]
 
@@ -186,7 +192,10 @@ def undo(model: nn.Module, plan: Plan) -> None:
         axis: Axis = module.tp
         for name, layout in vars(module)["autopar_layouts"].items():
             parameter, buffer = own_parameters(module).get(name), own_buffers(module).get(name)
-            if parameter is not None and id(parameter) not in done:
+            stored = stored_weight(module) if name == "weight" else None
+            if stored is not None:
+                stored_form.join(stored, layout, functools.partial(_whole_on, axis))
+            elif parameter is not None and id(parameter) not in done:
                 done.add(id(parameter))
                 gradient, parameter.grad = _gradient_of(parameter, axis), None
                 parameter.data = all_gather(parameter.data, axis, layout)
@@ -204,6 +213,10 @@ def undo(model: nn.Module, plan: Plan) -> None:
     for module in modules.values():
         if "_autopar_config" in vars(module):
             module.config = module.__dict__.pop("_autopar_config")
+
+
+def _whole_on(axis: Axis, shard: torch.Tensor, layout: Layout) -> torch.Tensor:
+    return all_gather(shard, axis, layout)
 
 
 def _gradient_of(parameter: nn.Parameter, axis: Axis) -> torch.Tensor | None:

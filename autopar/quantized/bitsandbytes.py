@@ -1,0 +1,208 @@
+"""Weights of bitsandbytes: NF4 and FP4 (Dettmers et al., "QLoRA", 2023), also with quantized scales; and 8 bit.
+
+In 4 bit a block of 64 numbers beside each other along the inputs has one scale, and two numbers share a byte. Scales
+may be quantized in turn, in groups of 256 with a scale of their own. Where ranks cannot hold whole groups, scales
+become the numbers that these stand for: the weight stays the same to the bit.
+
+In 8 bit (Dettmers et al., "LLM.int8()", 2022) each output has one scale. The layer's inputs are quantized, too, with a
+scale for each token, so ranks that have some of the inputs need the largest one of all (:meth:`EightBit.whole_rows`).
+
+bitsandbytes is never imported here: a layer can only be its own where somebody else has imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import ConfigError
+from autopar.foreign.modules import own_parameters
+from autopar.layout import Layout
+from autopar.quantized.stored import Piece
+
+__all__ = ["EightBit", "FourBit", "find"]
+
+_PACKED_ROWS = 32  # on CPUs with AVX512-BF16 bitsandbytes packs so many rows together, in evaluation
+_PADDING = 4  # columns; the product of 8-bit matrices wants multiples of 4
+
+
+def find(module: nn.Module) -> FourBit | EightBit | None:
+    """Return the weight of a layer of bitsandbytes; None of any other layer."""
+    library = sys.modules.get("bitsandbytes.nn.modules")
+    if library is None or not isinstance(module, library.Linear4bit | library.Linear8bitLt):
+        return None
+    weight = own_parameters(module).get("weight")
+    if isinstance(weight, library.Params4bit):
+        return FourBit(module)
+    return EightBit(module) if isinstance(weight, library.Int8Params) and weight.dtype == torch.int8 else None
+
+
+def _functional() -> Any:
+    return sys.modules["bitsandbytes.functional"]
+
+
+class FourBit:
+    """The weight of a ``Linear4bit``."""
+
+    hidden: tuple[str, ...] = ("quant_state",)
+    whole_rows = None
+
+    def __init__(self, module: Any) -> None:
+        self._module, self._weight = module, module.weight
+        state = getattr(module.weight, "quant_state", None) or module.quant_state
+        if state is None:
+            raise ConfigError("a Linear4bit is not quantized yet: bitsandbytes does that when it moves to a device")
+        self.format = f"bitsandbytes {state.quant_type}"
+        self.shape: tuple[int, int] = (state.shape[0], state.shape[1])
+        self.block: tuple[int, int] = (1, state.blocksize)
+
+    @property
+    def _state(self) -> Any:
+        return getattr(self._weight, "quant_state", None) or self._module.quant_state
+
+    def pieces(self, layout: Layout | None = None) -> dict[str, Piece]:
+        """Return bytes, ``[out, in/64, 32]``, scales, ``[out, in/64]``, and of quantized scales their groups."""
+        self._module.state_dict()  # takes back what evaluation has packed
+        state, (rows, columns) = self._state, self.shape
+        blocks = columns // state.blocksize
+        groups = self._groups(rows, blocks)
+        scales = state.absmax
+        if state.nested and (groups is None or (layout is not None and not _divides(groups[1], layout))):
+            scales, groups = _functional().dequantize_blockwise(scales, state.state2) + state.offset, None
+        pieces = {
+            "bytes": Piece(self._weight.data.view(rows, blocks, -1), self.block),
+            "scales": Piece(scales.view(rows, blocks), self.block),
+        }
+        if state.nested and groups is not None:
+            shape, block = groups
+            pieces["groups"] = Piece(state.state2.absmax.view(shape), block)
+        return pieces
+
+    def _groups(self, rows: int, blocks: int) -> tuple[tuple[int, int], tuple[int, int]] | None:
+        """Return shape and block of groups of scales that are rectangles of the weight; None if they are not."""
+        state = self._state
+        if not state.nested:
+            return None
+        size = state.state2.blocksize
+        if blocks % size == 0:
+            return (rows, blocks // size), (1, size * state.blocksize)
+        if size % blocks == 0 and rows * blocks % size == 0:
+            return (rows * blocks // size, 1), (size // blocks, blocks * state.blocksize)
+        return None
+
+    def beside(self) -> dict[str, torch.Tensor]:
+        """Return the scales and, of quantized ones, their groups and mean."""
+        self._module.state_dict()
+        state = self._state
+        found = {"scales": state.absmax}
+        return found | {"groups": state.state2.absmax, "mean": state.offset} if state.nested else found
+
+    def put(self, shape: tuple[int, int], tensors: dict[str, torch.Tensor]) -> None:
+        """Take bytes, scales and groups of a weight of this shape."""
+        old, library = self._state, _functional()
+        state2 = None
+        if "groups" in tensors:
+            state2 = library.QuantState(
+                tensors["groups"].reshape(-1),
+                code=old.state2.code,
+                blocksize=old.state2.blocksize,
+                dtype=old.state2.dtype,
+            )
+        state = library.QuantState(
+            tensors["scales"].reshape(-1),
+            shape=torch.Size(shape),
+            code=old.code,
+            blocksize=old.blocksize,
+            quant_type=old.quant_type,
+            dtype=old.dtype,
+            offset=None if state2 is None else old.offset,
+            state2=state2,
+        )
+        self._weight.data = tensors["bytes"].reshape(-1, 1)
+        self._weight.quant_state = self._module.quant_state = state
+        self._weight.compress_statistics = state.nested
+        self.shape = shape
+        if shape[0] % _PACKED_ROWS:
+            self._module.support_avx512bf16_for_cpu = False
+
+    def drop(self) -> None:
+        """Free bytes and scales."""
+        self._weight.data = self._weight.data.new_empty(0)
+        self._weight.quant_state = self._module.quant_state = None
+
+    def dequantized(self) -> torch.Tensor:
+        """Return the weight, ``[out, in]``."""
+        self._module.state_dict()
+        whole: torch.Tensor = _functional().dequantize_4bit(self._weight.data, self._state)
+        return whole
+
+
+def _divides(block: tuple[int, int], layout: Layout) -> bool:
+    try:
+        layout.in_steps(block[layout.dim])
+    except ValueError:
+        return False
+    return True
+
+
+class EightBit:
+    """The weight of a ``Linear8bitLt``. The shard of a rank that has some of the inputs has four columns more, of 0."""
+
+    hidden: tuple[str, ...] = ("state",)
+    format = "bitsandbytes int8"
+    block: tuple[int, int] = (1, 1)
+
+    def __init__(self, module: Any) -> None:
+        self._module, self._weight = module, module.weight
+        self.shape: tuple[int, int] = (module.weight.shape[0], min(module.weight.shape[1], module.in_features))
+
+    @property
+    def _scales(self) -> torch.Tensor:
+        held: torch.Tensor = self._module.state.SCB if self._weight.SCB is None else self._weight.SCB
+        return held
+
+    def pieces(self, layout: Layout | None = None) -> dict[str, Piece]:
+        """Return numbers, ``[out, in]``, and scales, ``[out, 1]``."""
+        numbers = self._weight.data[:, : self.shape[1]]
+        return {"numbers": Piece(numbers, self.block), "scales": Piece(self._scales.view(-1, 1), (1, 0))}
+
+    def beside(self) -> dict[str, torch.Tensor]:
+        """Return the scales."""
+        return {"scales": self._scales}
+
+    def put(self, shape: tuple[int, int], tensors: dict[str, torch.Tensor]) -> None:
+        """Take numbers and scales of a weight of this shape."""
+        numbers, state = tensors["numbers"], self._module.state
+        if shape[1] < self.shape[1]:
+            numbers = nn.functional.pad(numbers, (0, _PADDING))
+        self._weight.data = numbers
+        self._weight.CB = self._weight.SCB = None
+        state.CB, state.SCB = numbers, tensors["scales"].reshape(-1)
+        self.shape = shape
+
+    def drop(self) -> None:
+        """Free numbers and scales."""
+        self._weight.data = self._weight.data.new_empty(0)
+        self._weight.CB = self._weight.SCB = self._module.state.CB = self._module.state.SCB = None
+
+    def dequantized(self) -> torch.Tensor:
+        """Return the weight, ``[out, in]``, in fp32."""
+        numbers = self._weight.data[:, : self.shape[1]]
+        return numbers.float() * (self._scales.view(-1, 1) / 127.0)
+
+    def whole_rows(self, x: torch.Tensor, largest: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return inputs of which each token has the scale that it has with all inputs, ``[..., in/tp + 4]``.
+
+        Args:
+            x: ``[..., in/tp]``; a token's scale is its largest number that counts as no outlier.
+            largest: returns the largest numbers of all ranks.
+        """
+        size, threshold = x.detach().to(torch.float16).abs(), self._module.state.threshold
+        if threshold > 0:
+            size = size.masked_fill(size >= threshold, 0)
+        most = largest(size.amax(-1, keepdim=True).float()).to(x.dtype)  # [..., 1]
+        return torch.cat([x, most, most.new_zeros(*x.shape[:-1], _PADDING - 1)], -1)

@@ -1,0 +1,68 @@
+"""The quantized layers of a model, and that model with plain ones in their place, of which a plan is made."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.foreign.modules import own_parameters
+from autopar.quantized import bitsandbytes
+from autopar.quantized.stored import StoredWeight
+
+__all__ = ["StandIn", "as_plain", "block_of", "stored_weight", "stored_weights"]
+
+_FORMATS: tuple[Callable[[nn.Module], StoredWeight | None], ...] = (bitsandbytes.find,)
+
+
+def stored_weight(module: nn.Module) -> StoredWeight | None:
+    """Return the quantized weight of a layer; None of a plain one."""
+    return next(filter(None, (find(module) for find in _FORMATS)), None)
+
+
+def stored_weights(model: nn.Module) -> dict[str, StoredWeight]:
+    """Return the quantized weights of ``model``, by the path of their layer."""
+    found = ((path, stored_weight(module)) for path, module in model.named_modules())
+    return {path: stored for path, stored in found if stored is not None}
+
+
+class StandIn(nn.Parameter):
+    """Stands for a quantized weight while a plan is made: of its shape, without memory.
+
+    Attributes:
+        block: as in :class:`~autopar.quantized.stored.StoredWeight`.
+        format: likewise.
+    """
+
+    block: tuple[int, int]
+    format: str
+
+
+def block_of(model: nn.Module) -> int:
+    """Return how many inputs of quantized weights lie on one rank together, inside of :func:`as_plain`."""
+    return max((p.block[1] for p in model.parameters() if isinstance(p, StandIn)), default=1)
+
+
+@contextlib.contextmanager
+def as_plain(model: nn.Module) -> Iterator[None]:
+    """Show the quantized layers of ``model`` as ``nn.Linear`` inside of ``with``, with weights that have no memory."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    found: list[tuple[Any, type, nn.Parameter, dict[str, Any]]] = []
+    try:
+        for path, stored in stored_weights(model).items():
+            module = model.get_submodule(path)
+            hidden = {name: vars(module).pop(name) for name in stored.hidden if name in vars(module)}
+            found.append((module, type(module), own_parameters(module)["weight"], hidden))
+            stand_in = StandIn(torch.empty(stored.shape, dtype=dtype, device="meta"), requires_grad=False)
+            stand_in.block, stand_in.format = stored.block, stored.format
+            own_parameters(module)["weight"] = stand_in
+            module.__class__ = nn.Linear
+        yield
+    finally:
+        for module, kind, weight, hidden in found:
+            module.__class__ = kind
+            own_parameters(module)["weight"] = weight
+            vars(module).update(hidden)

@@ -1,0 +1,88 @@
+"""A weight that is stored in several tensors, none of which has its shape; cut for a rank, and joined again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from autopar.layout import Layout
+
+__all__ = ["Piece", "StoredWeight", "join", "shard"]
+
+
+class Piece(NamedTuple):
+    """One tensor of a stored weight, viewed with a dim for the outputs and one for the inputs, ``[out, in, ...]``.
+
+    Attributes:
+        block: elements of the weight that one entry stands for, along each of the two; 0: it stands for all of them.
+    """
+
+    tensor: torch.Tensor
+    block: tuple[int, int]
+
+
+class StoredWeight(Protocol):
+    """The weight of one linear layer in the form of one library.
+
+    Attributes:
+        format: its name, for messages.
+        shape: of the weight, ``(out, in)``.
+        block: elements beside each other along each of the two that no rank may part.
+        hidden: attributes of the layer that hold tensors of the weight, too.
+        whole_rows: of a layer that quantizes its inputs: what a rank with some of them adds, given a function that
+            returns the largest numbers of all ranks; else None.
+    """
+
+    format: str
+    shape: tuple[int, int]
+    block: tuple[int, int]
+    hidden: tuple[str, ...]
+
+    @property
+    def whole_rows(self) -> Callable[[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor] | None: ...
+
+    def pieces(self, layout: Layout | None = None) -> dict[str, Piece]:
+        """Return the tensors that stand for the weight, by name, in a form that can be cut by ``layout``."""
+
+    def beside(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that stand for the weight beside the parameter itself, as they are, by name."""
+
+    def put(self, shape: tuple[int, int], tensors: dict[str, torch.Tensor]) -> None:
+        """Take other ones, viewed likewise, in their place; the parameter stays the same object."""
+
+    def drop(self) -> None:
+        """Free the memory of all of them."""
+
+    def dequantized(self) -> torch.Tensor:
+        """Return the weight, ``[out, in]``, that the layer multiplies with."""
+
+
+def shard(stored: StoredWeight, layout: Layout, rank: int) -> None:
+    """Keep the shard of ``rank``.
+
+    Raises:
+        ValueError: a rank would hold a part of a block.
+    """
+    tensors = {
+        name: layout.in_steps(step).shard(tensor, rank) if (step := block[layout.dim]) else tensor
+        for name, (tensor, block) in stored.pieces(layout).items()
+    }
+    rows, columns = layout.local_shape(stored.shape, rank)
+    stored.put((rows, columns), tensors)
+
+
+def join(stored: StoredWeight, layout: Layout, gather: Callable[[torch.Tensor, Layout], torch.Tensor]) -> None:
+    """Undo :func:`shard`.
+
+    Args:
+        gather: returns the whole of a shard, given its layout.
+    """
+    tensors = {
+        name: gather(tensor, layout.in_steps(step)) if (step := block[layout.dim]) else tensor
+        for name, (tensor, block) in stored.pieces().items()
+    }
+    whole = list(stored.shape)
+    whole[layout.dim] = layout.size
+    stored.put((whole[0], whole[1]), tensors)

@@ -1,0 +1,73 @@
+"""Small models with quantized weights and LoRA adapters, and the plain one beside a parallelized one."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import (
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from tests.adapters.adapted import with_lora
+
+bitsandbytes = pytest.importorskip("bitsandbytes")
+
+FORMS: dict[str, dict[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "nf4 nested": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "int8": {"load_in_8bit": True},
+}
+_SIZES = {"hidden_size": 192, "num_attention_heads": 3, "head_dim": 64, "intermediate_size": 320, "vocab_size": 131}
+_SIZES |= {"num_hidden_layers": 2, "num_key_value_heads": 3, "max_position_embeddings": 64, "pad_token_id": 0}
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaForCausalLM, lambda: LlamaConfig(**_SIZES)),
+    "qwen3": (Qwen3ForCausalLM, lambda: Qwen3Config(**{**_SIZES, "num_key_value_heads": 1})),
+    "phi3": (Phi3ForCausalLM, lambda: Phi3Config(**{k: v for k, v in _SIZES.items() if k != "head_dim"})),
+    "mixtral": (MixtralForCausalLM, lambda: MixtralConfig(**_SIZES, num_local_experts=4)),
+}
+
+
+def quantized(form: str, family: str = "llama", **changes: Any) -> Any:
+    """Return a model as ``from_pretrained(quantization_config=)`` gives it: 3 heads of 64, 320 = 5 x 64 features."""
+    kind, config = FAMILIES[family]
+    torch.manual_seed(0)
+    plain = kind(config())
+    with tempfile.TemporaryDirectory() as folder:
+        plain.config.save_pretrained(folder)  # save_pretrained writes on rank 0 only
+        save_file(plain.state_dict(), f"{folder}/model.safetensors", {"format": "pt"})
+        how = BitsAndBytesConfig(**FORMS[form], **changes)
+        model = kind.from_pretrained(folder, quantization_config=how, dtype=torch.float32)
+    for module in model.modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = False  # evaluation would compute in bf16 on some CPUs
+    return model
+
+
+def adapted(form: str, family: str = "llama", **settings: Any) -> Any:
+    """The same with adapters on all linear layers, for training."""
+    return with_lora(quantized(form, family), target_modules="all-linear", **settings).train()
+
+
+def batches(count: int, rows: int = 2) -> list[dict[str, torch.Tensor]]:
+    """Make micro-batches of other lengths, with padding."""
+    generator = torch.Generator().manual_seed(5)
+    found = []
+    for number in range(count):
+        ids = torch.randint(1, 131, (rows, 9 + 4 * number), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[0, : 2 + number] = 0
+        found.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
+    return found

@@ -1,0 +1,168 @@
+"""QLoRA over ranks: loss, every gradient, weights after steps and tokens are those of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import autopar
+from autopar.errors import CheckpointError, ConfigError
+from tests.adapters.adapted import whole_of
+from tests.parity import close
+from tests.pool import pooled
+from tests.quantized.models import FAMILIES, FORMS, adapted, batches, quantized
+from tests.worlds import raises_everywhere
+
+peft = pytest.importorskip("peft")
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def train(model: Any, parts: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+    losses = [model(**part).loss for part in parts]
+    for loss in losses:
+        loss.backward()
+    return [loss.detach() for loss in losses]
+
+
+def check_training(form: str, family: str, config: dict[str, Any], **settings: Any) -> Any:
+    plain, model = adapted(form, family, **settings), adapted(form, family, **settings)
+    model = autopar.initialize(model, config)
+    parts = batches(2)
+    for one, other in zip(train(plain, parts), train(model, parts), strict=True):
+        close(other, one, "loss")
+    found, due = whole_of(model, gradients(model)), gradients(plain)
+    assert set(found) == set(due)
+    for name, gradient in due.items():
+        close(found[name], gradient, name)
+    return plain, model
+
+
+@pooled(world_size=2)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.tier("test", only=("nf4 nested-llama", "int8-phi3"))
+def test_losses_and_gradients(form: str, family: str) -> None:
+    plain, model = check_training(form, family, {"tp": 2})
+    held = sum(p.numel() for p in model.parameters() if p.dtype in (torch.uint8, torch.int8))
+    whole = sum(p.numel() for p in plain.parameters() if p.dtype in (torch.uint8, torch.int8))
+    assert whole * 0.3 < held < whole * 0.7  # 3 heads, 5 blocks of 64
+    plain.eval(), model.eval()
+    ids = batches(1)[0]["input_ids"][1:]
+    with torch.no_grad():
+        close(model(ids).logits[:], plain(ids).logits, "logits")
+        tokens = [each.generate(input_ids=ids, max_new_tokens=4, do_sample=False) for each in (plain, model)]
+    assert torch.equal(*tokens)
+
+
+@pooled(world_size=3)
+@pytest.mark.parametrize("form", ["nf4 nested", "int8"])
+def test_three_ranks_hold_whole_blocks(form: str) -> None:
+    _, model = check_training(form, "llama", {"tp": 3})
+    layer = model.get_base_model().model.layers[0].mlp.down_proj.base_layer
+    each = 64 if form != "int8" else 1
+    assert layer.in_features % each == 0 and layer.in_features in (128, 64, 107, 106)
+
+
+@pooled(world_size=4)
+@pytest.mark.parametrize("form", ["nf4 nested", "int8"])
+@pytest.mark.tier("test", only=("nf4 nested",))
+def test_steps_on_meshes_and_on_another_one(form: str, tmp_path: Path) -> None:
+    plain = adapted(form)
+    steps = [torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-3)]
+    rows = batches(4)
+    meshes: list[dict[str, Any]] = [
+        {"tp": 2, "pp": 2, "pipeline": {"num_microbatches": 2}},
+        {"tp": 2, "zero": {"stage": 1}},
+        {"model_parallelism": {"tensor_parallel_size": 2, "sequence_parallel": True}},
+        {"cp": 2, "tp": 2},
+    ]
+    folder = None
+    for number, config in enumerate(meshes):
+        model: Any = adapted(form)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+        model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
+        if folder is not None:
+            model.from_parallelized(folder, optimizer=optimizer)
+        batch = rows[number]
+        mine = {name: x.chunk(model.mpu.dp.size)[model.mpu.dp.rank] for name, x in batch.items()}
+        if model.mpu.pp.size > 1:
+            loss = model.execute_pipeline(mine, broadcast_loss=True).loss
+        else:
+            loss = model(**mine).loss
+            loss.backward()
+        autopar.average_gradients(model)
+        optimizer.step()
+        expected = sum(plain(**half).loss for half in halves(batch, model.mpu.dp.size)) / model.mpu.dp.size
+        expected.backward()
+        steps[0].step()
+        steps[0].zero_grad()
+        if model.mpu.dp.size == 1:
+            close(loss.detach(), expected.detach(), "loss")
+        folder = str(tmp_path / f"{number}")
+        model.save_parallelized(folder, optimizer=optimizer)
+        model.save_parallelized(f"{folder} adapters", adapter_only=True)
+        dist.barrier()
+        loaded = peft.PeftModel.from_pretrained(quantized(form), f"{folder} adapters")
+        state = dict(loaded.named_parameters())
+        for name, parameter in plain.named_parameters():
+            if parameter.requires_grad:
+                close(state[name], parameter, name)
+
+
+def halves(batch: dict[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
+    parts = [x.chunk(count) for x in batch.values()]
+    return [dict(zip(batch, part, strict=True)) for part in zip(*parts, strict=True)]
+
+
+@pooled(world_size=2)
+def test_the_plain_model_comes_back() -> None:
+    for form in ("nf4", "int8"):
+        plain, model = quantized(form), autopar.initialize(quantized(form).train(), {"tp": 2})
+        model(**batches(1)[0])
+        autopar.deparallelize(model)
+        state, due = model.state_dict(), plain.state_dict()
+        assert set(state) == set(due) and all(torch.equal(state[name], due[name]) for name in due)
+        assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
+
+
+@pooled(world_size=2)
+def test_refusals(tmp_path: Path) -> None:
+    model = autopar.initialize(adapted("nf4"), {"tp": 2})
+    with raises_everywhere(
+        CheckpointError, "merge_checkpoints=True would leave out 14 quantized weights, such as base_"
+    ):
+        model.save_parallelized(str(tmp_path / "merged"), merge_checkpoints=True)
+    with raises_everywhere(CheckpointError, "hf_weights would leave out 14 quantized weights, such as"):
+        list(autopar.hf_weights(model))
+    with autopar.whole(model), torch.no_grad():
+        model.get_base_model().lm_head.weight.norm()
+    staged = autopar.initialize(adapted("nf4"), {"pp": 2})
+    with raises_everywhere(ConfigError, "deparallelize: quantized weights of other stages are gone"):
+        autopar.deparallelize(staged)
+
+
+def test_sizes_that_do_not_fit() -> None:
+    from autopar.plan.make_plan import make_plan
+    from autopar.policy.match import find_policy
+    from autopar.quantized.layers import as_plain
+    from tests.quantized.models import LlamaConfig, LlamaForCausalLM, bitsandbytes
+
+    sizes = {"hidden_size": 192, "num_attention_heads": 6, "head_dim": 32, "num_key_value_heads": 6}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=320, num_hidden_layers=1, vocab_size=8))
+    layer = model.model.layers[0].self_attn
+    layer.o_proj = bitsandbytes.nn.Linear4bit(192, 192, bias=False, quant_type="nf4").to("cpu")
+    with as_plain(model), pytest.raises(ConfigError) as error:
+        make_plan(model, find_policy(model), 2)
+    assert str(error.value) == (
+        "tensor_parallel_size=2 does not fit self_attn.o_proj: its weight (bitsandbytes nf4) has blocks of 64 inputs, "
+        "and ranks would hold [96, 96] of 192.\n  Sizes that fit this layer: 1, 3."
+    )
+    assert isinstance(layer.o_proj, nn.Linear)
