@@ -28,7 +28,7 @@ from autopar.policy.schema import Policy
 __all__ = ["from_pretrained"]
 
 _REFUSED = {
-    **dict.fromkeys(("quantization_config", "load_in_4bit", "load_in_8bit"), "quantized models are not supported"),
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "write quantization_config=BitsAndBytesConfig(...)"),
     "gguf_file": "convert the file to safetensors first",
     "state_dict": "initialize takes a model that sits in memory",
     **dict.fromkeys(

@@ -6,6 +6,7 @@ data. In shards every tensor has the model's own name.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ from autopar.deferred_init.sources import set_source, sources_of
 from autopar.errors import AutoparError, CheckpointError, ConfigError
 from autopar.foreign.modules import own_buffers, own_parameters
 from autopar.foreign.transformers import INITIALIZED, dtype_plan
+from autopar.quantized.layers import stored_weights
 from autopar.storage.hugging_face import damage, open_files, same_values
 from autopar.storage.lazy_conversion import Sketch
 from autopar.storage.safetensors_io import dtype_name
@@ -36,11 +38,16 @@ _log = logging.get_logger(f"transformers.{__name__}")  # shown, and turned off, 
 
 def load_lazily(original: Callable[..., Any], model: Any, files: Any, config: Any, *rest: Any, **kwargs: Any) -> Any:
     """Run transformers' ``_load_pretrained_model`` with sketches of the tensors in the files."""
+    pending = [path for path, stored in stored_weights(model).items() if stored.pending]
+    quantized = {path: own_parameters(model.get_submodule(path))["weight"] for path in pending}
     if config.hf_quantizer is not None:
-        raise ConfigError(
-            "quantized checkpoints cannot be loaded lazily: load the model with transformers' from_pretrained"
-        )
-    if config.device_map is not None:
+        if not quantized or config.hf_quantizer.pre_quantized:
+            raise ConfigError(
+                "quantized checkpoints cannot be loaded lazily: load the model with transformers' from_pretrained.\n"
+                "  quantization_config= of bitsandbytes goes with files that are not quantized."
+            )
+        config = dataclasses.replace(config, hf_quantizer=None, device_map=None)
+    elif config.device_map is not None:
         raise ConfigError("device_map cannot be used here: autopar gives every rank its own shard of the model")
     tensors = open_files(files or [], config.pretrained_model_name_or_path or "", config.disable_mmap is False)
     sketches = {name: Sketch(lazy) for name, lazy in tensors.items()}
@@ -60,20 +67,26 @@ def load_lazily(original: Callable[..., Any], model: Any, files: Any, config: An
             f"{config.pretrained_model_name_or_path}: {len(lines)} tensors do not have the shapes of "
             f"{type(model).__name__}\n" + "\n".join(lines) + "\n  ignore_mismatched_sizes=True initializes them anew."
         )
-    _keep_sources(model)
+    _keep_sources(model, quantized)
     _check_ties(model, info)
     return info, index
 
 
-def _keep_sources(model: nn.Module) -> None:
-    """Replace sketches by meta parameters, and by real buffers."""
-    for module in model.modules():
+def _keep_sources(model: nn.Module, quantized: Mapping[str, nn.Parameter]) -> None:
+    """Replace sketches by meta parameters, and by real buffers.
+
+    Args:
+        quantized: parameters by path that will be quantized, as their library made them.
+    """
+    for path, module in model.named_modules():
         for name, parameter in own_parameters(module).items():
             if isinstance(parameter, Sketch):
-                plain = nn.Parameter(
-                    torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"),
-                    requires_grad=parameter.requires_grad,
-                )
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                plain = quantized[path] if name == "weight" and path in quantized else None
+                if plain is None:
+                    plain = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                else:
+                    plain.data = empty
                 vars(plain).update({INITIALIZED: True})
                 own_parameters(module)[name] = plain
                 set_source(module, name, parameter.lazy)

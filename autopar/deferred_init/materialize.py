@@ -10,21 +10,28 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from autopar.checkpoint.state import listed
 from autopar.deferred_init.context import on_cpu
 from autopar.deferred_init.random_init import DeferredParameter, InitSteps, adapter_parameters
 from autopar.deferred_init.sources import by_parameter, clear_sources, sources_of
+from autopar.distributed.axis import Axis
 from autopar.distributed.broadcast_data import sync_parameters
+from autopar.distributed.collectives import all_gather
+from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import same_draws
 from autopar.errors import ConfigError
 from autopar.foreign.modules import own_parameters
 from autopar.foreign.tensors import version_of
 from autopar.plan.plan import Plan
+from autopar.quantized.layers import stored_weights
+from autopar.quantized.stored import Part, StoredWeight
 from autopar.storage.lazy_tensor import InMemory, map_shard, read_shard
 from autopar.swap import replace_storage
 
@@ -113,7 +120,9 @@ class Materializer:
             CheckpointError: a file cannot be read, or was written to meanwhile.
         """
         here = {id(parameter) for parameter in self._model.parameters()}  # on this stage
-        left = [pending for pending in self._pending.values() if id(pending.parameter) in here]
+        quantized = {path: stored for path, stored in stored_weights(self._model).items() if stored.pending}
+        every = [pending for pending in self._pending.values() if id(pending.parameter) in here]
+        left = [pending for pending in every if pending.name.rpartition(".")[0] not in quantized]
 
         def shard_of(pending: DeferredParameter) -> torch.Tensor:
             if pending.shard is not None:
@@ -128,7 +137,7 @@ class Materializer:
                 read_shard(pending.source, pending.layout, mpu.shards.rank, shard)
             return shard
 
-        files = {file: None for pending in left if pending.source is not None for file in pending.source.files()}
+        files = {file: None for pending in every if pending.source is not None for file in pending.source.files()}
         threads = reading_threads(
             mpu.world_size
         )  # the kernel copies, and hands out fresh memory, without Python's lock
@@ -137,10 +146,27 @@ class Materializer:
                 vars(pending.parameter).pop("_is_hf_initialized", None)
                 replace_storage(pending.parameter, shard)
                 pending.shard = pending.source = None
+        for pending in every:  # one after the other: few are there as they were before they are quantized
+            path = pending.name.rpartition(".")[0]
+            if path in quantized:
+                self._quantize(path, quantized[path], pending, shard_of(pending))
         for module in self._model.modules():
             clear_sources(module)
         for file in files:
             file.check_unchanged()
+
+    def _quantize(self, path: str, stored: StoredWeight, pending: DeferredParameter, shard: torch.Tensor) -> None:
+        module: Any = self._model.get_submodule(path)
+        if pending.layout is None or pending.layout.axis_size == 1:
+            stored.fill(shard, Part(None, 0, lambda part, layout: part, lambda most: most))
+            return
+        axis: Axis = module.tp
+
+        def largest(most: torch.Tensor) -> torch.Tensor:
+            all_reduce(most, op=dist.ReduceOp.MAX, group=axis.group)
+            return most
+
+        stored.fill(shard, Part(pending.layout, axis.rank, lambda part, of: all_gather(part, axis, of), largest))
 
 
 def _pending(model: nn.Module, plan: Plan) -> dict[int, DeferredParameter]:

@@ -42,6 +42,8 @@ class Source:
     version: int
 
     def __deepcopy__(self, memo: Any) -> Source:
+        if type(self.parameter).__deepcopy__ is not nn.Parameter.__deepcopy__:
+            return self  # of a library that quantizes it later; such copies have other parameters in its place
         copied = copy.deepcopy(self.parameter, memo)  # counts its own versions
         then = version_of(copied) - (version_of(self.parameter) - self.version)
         return Source(self.lazy, self.inits, copied, then)

@@ -22,11 +22,12 @@ from torch import nn
 from autopar.errors import ConfigError
 from autopar.foreign.modules import own_parameters
 from autopar.layout import Layout
-from autopar.quantized.stored import Piece
+from autopar.quantized.stored import Part, Piece
 
 __all__ = ["EightBit", "FourBit", "find"]
 
 _PACKED_ROWS = 32  # on CPUs with AVX512-BF16 bitsandbytes packs so many rows together, in evaluation
+_GROUP = 256  # scales that are quantized together
 _PADDING = 4  # columns; the product of 8-bit matrices wants multiples of 4
 
 
@@ -35,10 +36,11 @@ def find(module: nn.Module) -> FourBit | EightBit | None:
     library = sys.modules.get("bitsandbytes.nn.modules")
     if library is None or not isinstance(module, library.Linear4bit | library.Linear8bitLt):
         return None
-    weight = own_parameters(module).get("weight")
+    weight: Any = own_parameters(module).get("weight")
     if isinstance(weight, library.Params4bit):
         return FourBit(module)
-    return EightBit(module) if isinstance(weight, library.Int8Params) and weight.dtype == torch.int8 else None
+    quantized = isinstance(weight, library.Int8Params) and not weight.has_fp16_weights
+    return EightBit(module) if quantized and (weight.is_meta or weight.dtype == torch.int8) else None
 
 
 def _functional() -> Any:
@@ -54,11 +56,13 @@ class FourBit:
     def __init__(self, module: Any) -> None:
         self._module, self._weight = module, module.weight
         state = getattr(module.weight, "quant_state", None) or module.quant_state
-        if state is None:
+        if state is None and not module.weight.is_meta:
             raise ConfigError("a Linear4bit is not quantized yet: bitsandbytes does that when it moves to a device")
-        self.format = f"bitsandbytes {state.quant_type}"
-        self.shape: tuple[int, int] = (state.shape[0], state.shape[1])
-        self.block: tuple[int, int] = (1, state.blocksize)
+        self.format = f"bitsandbytes {module.weight.quant_type}"
+        shape = module.weight.shape if state is None else state.shape
+        self.shape: tuple[int, int] = (shape[0], shape[1])
+        self.block: tuple[int, int] = (1, module.weight.blocksize)
+        self.pending = state is None
 
     @property
     def _state(self) -> Any:
@@ -96,6 +100,8 @@ class FourBit:
 
     def beside(self) -> dict[str, torch.Tensor]:
         """Return the scales and, of quantized ones, their groups and mean."""
+        if self.pending:
+            return {}
         self._module.state_dict()
         state = self._state
         found = {"scales": state.absmax}
@@ -129,6 +135,43 @@ class FourBit:
         if shape[0] % _PACKED_ROWS:
             self._module.support_avx512bf16_for_cpu = False
 
+    def fill(self, values: torch.Tensor, part: Part) -> None:
+        """Quantize a weight that is this rank's part of one that has no memory yet."""
+        library, then = sys.modules["bitsandbytes.nn.modules"], self._weight
+        nested = then.compress_statistics and part.layout is not None
+        weight = library.Params4bit(
+            values,
+            requires_grad=False,
+            blocksize=then.blocksize,
+            compress_statistics=then.compress_statistics and not nested,
+            quant_type=then.quant_type,
+            quant_storage=then.quant_storage,
+            module=self._module,
+        ).to(values.device)
+        own_parameters(self._module)["weight"] = self._weight = weight
+        self.pending, self.shape = False, (values.shape[0], values.shape[1])
+        if nested:
+            self._nest(part)
+
+    def _nest(self, part: Part) -> None:
+        """Quantize the scales as those of the whole weight are."""
+        state, layout, (rows, columns) = self._state, part.layout, self.shape
+        assert layout is not None
+        blocks, steps = columns // state.blocksize, layout.in_steps(self.block[layout.dim])
+        scales = part.gather(state.absmax.view(rows, blocks), steps)  # [out, in/64] of the whole
+        mean = scales.mean()
+        codes, state2 = _functional().quantize_blockwise(scales.reshape(-1) - mean, blocksize=_GROUP)
+        state.nested, state.state2, state.offset = True, state2, mean
+        tensors = {"bytes": self._weight.data}
+        groups = self._groups(*scales.shape)
+        if groups is None or not _divides(groups[1], layout):
+            codes = _functional().dequantize_blockwise(codes, state2) + mean
+        else:
+            shape, block = groups
+            tensors["groups"] = layout.in_steps(block[layout.dim]).shard(state2.absmax.view(shape), part.rank)
+        tensors["scales"] = steps.shard(codes.view(scales.shape), part.rank)
+        self.put(self.shape, tensors)
+
     def drop(self) -> None:
         """Free bytes and scales."""
         self._weight.data = self._weight.data.new_empty(0)
@@ -159,6 +202,7 @@ class EightBit:
     def __init__(self, module: Any) -> None:
         self._module, self._weight = module, module.weight
         self.shape: tuple[int, int] = (module.weight.shape[0], min(module.weight.shape[1], module.in_features))
+        self.pending = module.weight.is_meta
 
     @property
     def _scales(self) -> torch.Tensor:
@@ -172,7 +216,7 @@ class EightBit:
 
     def beside(self) -> dict[str, torch.Tensor]:
         """Return the scales."""
-        return {"scales": self._scales}
+        return {} if self.pending else {"scales": self._scales}
 
     def put(self, shape: tuple[int, int], tensors: dict[str, torch.Tensor]) -> None:
         """Take numbers and scales of a weight of this shape."""
@@ -183,6 +227,20 @@ class EightBit:
         self._weight.CB = self._weight.SCB = None
         state.CB, state.SCB = numbers, tensors["scales"].reshape(-1)
         self.shape = shape
+
+    def fill(self, values: torch.Tensor, part: Part) -> None:
+        """Quantize a weight that is this rank's part of one that has no memory yet."""
+        library, layout, shape = sys.modules["bitsandbytes.nn.modules"], part.layout, (values.shape[0], values.shape[1])
+        values = values.to(torch.float16)
+        if layout is not None and layout.dim == 1:  # the scale of an output is that of all its inputs
+            most = part.largest(values.abs().amax(1, keepdim=True).float())
+            values = torch.cat([values, most.to(values.dtype)], 1)
+            self.shape = (shape[0], layout.size)
+        numbers, scales, _ = _functional().int8_vectorwise_quant(values)
+        weight = library.Int8Params(numbers, requires_grad=False, has_fp16_weights=False)
+        own_parameters(self._module)["weight"] = self._weight = weight
+        self.pending = False
+        self.put(shape, {"numbers": numbers[:, : shape[1]].contiguous(), "scales": scales})
 
     def drop(self) -> None:
         """Free numbers and scales."""

@@ -9,7 +9,7 @@ import torch
 
 from autopar.layout import Layout
 
-__all__ = ["Piece", "StoredWeight", "join", "shard"]
+__all__ = ["Part", "Piece", "StoredWeight", "join", "shard"]
 
 
 class Piece(NamedTuple):
@@ -23,6 +23,21 @@ class Piece(NamedTuple):
     block: tuple[int, int]
 
 
+class Part(NamedTuple):
+    """A rank's part of a weight, and what the ranks that have the others do together.
+
+    Attributes:
+        layout: None of a weight that every rank has.
+        gather: returns the whole of a shard, given its layout.
+        largest: returns the largest numbers of all ranks.
+    """
+
+    layout: Layout | None
+    rank: int
+    gather: Callable[[torch.Tensor, Layout], torch.Tensor]
+    largest: Callable[[torch.Tensor], torch.Tensor]
+
+
 class StoredWeight(Protocol):
     """The weight of one linear layer in the form of one library.
 
@@ -30,6 +45,7 @@ class StoredWeight(Protocol):
         format: its name, for messages.
         shape: of the weight, ``(out, in)``.
         block: elements beside each other along each of the two that no rank may part.
+        pending: it has no memory yet, and :meth:`fill` quantizes it.
         hidden: attributes of the layer that hold tensors of the weight, too.
         whole_rows: of a layer that quantizes its inputs: what a rank with some of them adds, given a function that
             returns the largest numbers of all ranks; else None.
@@ -38,6 +54,7 @@ class StoredWeight(Protocol):
     format: str
     shape: tuple[int, int]
     block: tuple[int, int]
+    pending: bool
     hidden: tuple[str, ...]
 
     @property
@@ -51,6 +68,9 @@ class StoredWeight(Protocol):
 
     def put(self, shape: tuple[int, int], tensors: dict[str, torch.Tensor]) -> None:
         """Take other ones, viewed likewise, in their place; the parameter stays the same object."""
+
+    def fill(self, values: torch.Tensor, part: Part) -> None:
+        """Quantize this rank's part of a weight that has no memory yet, to what a part of the whole one is."""
 
     def drop(self) -> None:
         """Free the memory of all of them."""

@@ -60,5 +60,7 @@ def test_quantized_base_layers_of_other_libraries_are_refused_by_name():
     model = with_lora(llama(), target_modules=_LINEAR)
     layer = model.get_base_model().model.layers[0].self_attn.q_proj
     layer.__class__ = type("HqqLoraLinear", (type(layer),), {"__module__": "peft.tuners.lora.hqq"})
-    with pytest.raises(ConfigError, match=r"PEFT's lora layer HqqLoraLinear on a Linear \(at .*layers.0.self_attn.q_proj"):
+    with pytest.raises(
+        ConfigError, match=r"PEFT's lora layer HqqLoraLinear on a Linear \(at .*layers.0.self_attn.q_proj"
+    ):
         make_plan(model, find_policy(model), 2)

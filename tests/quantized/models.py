@@ -40,14 +40,20 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
 }
 
 
-def quantized(form: str, family: str = "llama", **changes: Any) -> Any:
-    """Return a model as ``from_pretrained(quantization_config=)`` gives it: 3 heads of 64, 320 = 5 x 64 features."""
+def write(folder: Any, family: str = "llama") -> Any:
+    """Write a plain model: 3 heads of 64, 320 = 5 x 64 features; returns its class."""
     kind, config = FAMILIES[family]
     torch.manual_seed(0)
     plain = kind(config())
+    plain.config.save_pretrained(folder)  # save_pretrained writes on rank 0 only
+    save_file(plain.state_dict(), f"{folder}/model.safetensors", {"format": "pt"})
+    return kind
+
+
+def quantized(form: str, family: str = "llama", **changes: Any) -> Any:
+    """Return a model as ``from_pretrained(quantization_config=)`` gives it."""
     with tempfile.TemporaryDirectory() as folder:
-        plain.config.save_pretrained(folder)  # save_pretrained writes on rank 0 only
-        save_file(plain.state_dict(), f"{folder}/model.safetensors", {"format": "pt"})
+        kind = write(folder, family)
         how = BitsAndBytesConfig(**FORMS[form], **changes)
         model = kind.from_pretrained(folder, quantization_config=how, dtype=torch.float32)
     for module in model.modules():
