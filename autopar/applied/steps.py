@@ -29,7 +29,7 @@ from autopar.distributed.uncaught import publish_uncaught
 from autopar.errors import tell
 from autopar.on_demand import tool
 from autopar.pipeline_parallel import methods as pipeline_methods
-from autopar.plan.listing import count, derived_notice, summarise
+from autopar.plan.listing import derived_notice, held, summarise
 from autopar.tensor_parallel import apply as tensor_parallel
 from autopar.tensor_parallel.shape_errors import shards_named
 
@@ -193,7 +193,7 @@ STEPS: tuple[Callable[[nn.Module, Parallelized, Given], None], ...] = (
 def apply(model: nn.Module, state: Parallelized, given: Given) -> None:
     """Make all steps, and say on rank 0 what has become of the model."""
     mpu, plan, stages = state.mpu, state.plan, state.stages
-    whole, notice = count(model), derived_notice(model, plan, state.policy) if mpu.is_master else None
+    whole, notice = held(model)[0], derived_notice(model, plan, state.policy) if mpu.is_master else None
     telling = mpu.is_master and _log.isEnabledFor(logging.DEBUG)
     allocated = tool("planner.memory_plan") if telling else None
     facts = (model, state.inner_of(model), plan, stages, state.config, mpu, given.optimizer)

@@ -13,8 +13,9 @@ from torch import nn
 from autopar.layout import Layout
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.policy.schema import DERIVED, Policy
+from autopar.quantized.layers import stored_weights
 
-__all__ = ["count", "derived_notice", "ranges", "rows", "rule_of", "summarise", "whole_share"]
+__all__ = ["derived_notice", "held", "ranges", "rows", "rule_of", "summarise", "whole_share"]
 
 
 def rule_of(plan: Plan, tensor: TensorPlan) -> str:
@@ -70,9 +71,16 @@ def ranges(numbers: list[int]) -> list[str]:
 _NEAR_EMPTY = 0.5  # of the parameters
 
 
-def count(model: nn.Module) -> int:
-    """Return the number of elements of the parameters that are here; a tied one counts once."""
-    return sum(parameter.numel() for parameter in model.parameters())
+def held(model: nn.Module) -> tuple[int, int]:
+    """Return how many elements the parameters that are here have, and their bytes; a tied one counts once."""
+    stored = {f"{path}.weight": weight for path, weight in stored_weights(model).items()}
+    elements = size = 0
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        weight = stored.get(name)
+        elements += local.numel() if weight is None else prod(weight.shape)
+        size += local.nbytes + (0 if weight is None else sum(tensor.nbytes for tensor in weight.beside().values()))
+    return elements, size
 
 
 def summarise(model: nn.Module, whole: int, sizes: tuple[int, ...], device: Any, policy: object) -> str:
@@ -85,8 +93,7 @@ def summarise(model: nn.Module, whole: int, sizes: tuple[int, ...], device: Any,
     """
     tp, pp, dp, cp = sizes
     context = f" x cp {cp}" if cp > 1 else ""
-    held = {id(p): p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()}.values()
-    elements, size = sum(p.numel() for p in held), sum(p.numel() * p.element_size() for p in held)
+    elements, size = held(model)
     place = Path(str(policy)).name.removesuffix(":top")
     return (
         f"{type(model).__name__} by {place}: tp {tp}{context} x pp {pp} x dp {dp} on {device}; "

@@ -58,6 +58,11 @@ class FourBit:
         state = getattr(module.weight, "quant_state", None) or module.quant_state
         if state is None and not module.weight.is_meta:
             raise ConfigError("a Linear4bit is not quantized yet: bitsandbytes does that when it moves to a device")
+        if module.weight.quant_storage != torch.uint8:
+            raise ConfigError(
+                f"bnb_4bit_quant_storage={module.weight.quant_storage}: bytes of quantized weights would look like "
+                "numbers to whatever\n  converts or sums parameters. Leave it out: torch.uint8 is its default."
+            )
         self.format = f"bitsandbytes {module.weight.quant_type}"
         shape = module.weight.shape if state is None else state.shape
         self.shape: tuple[int, int] = (shape[0], shape[1])

@@ -80,6 +80,7 @@ CONTENTS = {
         "docs/trainer",
         "docs/peft",
         "docs/experts",
+        "docs/quantized",
         "docs/long-sequences",
         "docs/sequence-parallel",
         "docs/coming-from",

@@ -39,6 +39,7 @@ RUN = {
     DOCS / "launching.md": 1,
     DOCS / "long-sequences.md": 1,
     DOCS / "own-code.md": 4,
+    DOCS / "quantized.md": 2,
     DOCS / "peft.md": 3,
     DOCS / "planner.md": 1,
     DOCS / "policies.md": 3,
@@ -97,6 +98,18 @@ def test_launching(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-2", "step-4"]
     again = run(DOCS / "launching.md", tmp_path)  # there is nothing left to do
     assert again["extra"] == {"step": 4}
+
+
+@distributed(world_size=2)
+def test_quantized(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    from tests.quantized.models import write
+
+    if dist.get_rank() == 0:
+        write(tmp_path / "base")
+    names = run(DOCS / "quantized.md", tmp_path)
+    assert names["lazy"].get_base_model().model.layers[0].mlp.up_proj.base_layer.weight.dtype == torch.uint8
+    assert (tmp_path / "adapters" / "adapter_model.safetensors").is_file()
 
 
 @distributed(world_size=2)

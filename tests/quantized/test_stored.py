@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from autopar.errors import ConfigError
 from autopar.layout import Block, Layout, even_shards
 from autopar.quantized.layers import as_plain, block_of, stored_weight, stored_weights
 from autopar.quantized.stored import join, shard
@@ -91,6 +92,15 @@ def test_parts_of_blocks_are_refused() -> None:
     stored: Any = stored_weight(layer("nf4", 32, 192))
     with pytest.raises(ValueError, match="2 unit of 96 cannot be sharded in steps of 64"):
         shard(stored, units(1, 192, 2, 96), 0)
+
+
+def test_bytes_stored_as_other_numbers_are_refused() -> None:
+    made = bitsandbytes.nn.Linear4bit(64, 32, quant_type="nf4", quant_storage=torch.float32).to("cpu")
+    with pytest.raises(ConfigError, match=r"bnb_4bit_quant_storage=torch.float32: bytes .*\n.*torch.uint8 is its def"):
+        stored_weight(made)
+    plain = bitsandbytes.nn.Linear4bit(64, 32, quant_type="nf4")
+    with pytest.raises(ConfigError, match="a Linear4bit is not quantized yet: bitsandbytes does that when it moves"):
+        stored_weight(plain)
 
 
 def test_a_model_with_plain_layers_in_their_place() -> None:

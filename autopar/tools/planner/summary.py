@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from autopar.errors import ConfigError
+from autopar.plan.listing import held as held_here
 from autopar.plan.listing import rows, rule_of
 from autopar.tools.tables import lines, table
 
@@ -54,7 +55,6 @@ def summary(model: nn.Module) -> str:
     tensors = table(*header)
     for name, row in rows(entries):
         tensors.add_row(*map(escape, [name, *list(row.values())[1 : len(header)]]))
-    local_parameters: list[Any] = [p.to_local() if hasattr(p, "to_local") else p for p in held.values()]
     sizes = mpu.sizes._asdict()
     if sizes.get("cp") == 1:
         del sizes["cp"]
@@ -62,11 +62,11 @@ def summary(model: nn.Module) -> str:
         sizes["ep"] = mpu.ep.size
     mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
     place = f"{mesh}, rank {mpu.rank}: " + ", ".join(f"{axis} {getattr(mpu, axis).rank}" for axis in sizes)
-    size = sum(parameter.nbytes for parameter in local_parameters)
+    elements, size = held_here(model)
     text = [
         f"{plan.model_type} by policy {plan.policy}; {place}",
         *filter(None, lines(tensors)),
-        f"this rank: {sum(p.numel() for p in local_parameters):,} parameters, {size / 1e6:,.1f} MB",
+        f"this rank: {elements:,} parameters, {size / 1e6:,.1f} MB",
     ]
     if mpu.is_master:
         print("\n".join(text))
