@@ -126,6 +126,8 @@ def full(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
         if name is None:
             continue
         due = model.plan.tensors[model.plan.canonical(name)]
+        if due.quantized:
+            raise ConfigError(f"full: {name} is quantized ({due.quantized}): its layer holds bytes of it")
         axis, layout = _sharding(due, model.plan, model.mpu)
         if layout is None:
             return tensor
@@ -174,6 +176,9 @@ def _chosen(state: Parallelized, names: str | Iterable[str] | None) -> list[str]
     wanted: set[str] = set()
     for asked in [names] if isinstance(names, str) else names:
         found = {own for name, own in every.items() if not asked or name == asked or name.startswith(f"{asked}.")}
+        form = state.plan.quantized().get(asked)
+        if form is not None:
+            raise ConfigError(f"whole: {asked} is quantized ({form}): its layer holds bytes of it, and stays as it is")
         if not found:
             parents = {name.rsplit(".", n)[0] for name in every for n in range(1, name.count(".") + 1)}
             known = [*sorted(parents), *every]

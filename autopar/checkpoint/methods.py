@@ -220,7 +220,7 @@ def attach(
         bind(model, _OWNER, get_nb_trainable_parameters=_nb_trainable_of_peft)
     methods = {method.__name__: method for method in (save_parallelized, wait_for_save, from_parallelized)}
     bind(model, _OWNER, **methods, __reduce_ex__=_refuse_pickle, _fqn_modifiers=fqn_modifiers)
-    _attach_hooks(model, saved, mpu)
+    _attach_hooks(model, plan, mpu)
 
 
 def _attach_hooks(model: nn.Module, plan: Plan, mpu: MPU) -> None:
@@ -319,7 +319,7 @@ def _counted(self: Any, shard: ModelShard, only_trainable: bool, exclude_embeddi
         found = {name: parameter for name, parameter in found.items() if id(parameter) not in excluded}
     counted: dict[int, int] = {}
     for name, parameter in found.items():
-        due = shard.planned(name)
+        due = shard.planned(name) or shard.whole.tensors.get(shard.prefix + name)
         if parameter.requires_grad or not only_trainable:
             shape = parameter.shape if due is None else due.shape
             counted.setdefault(id(parameter), math.prod(shape))

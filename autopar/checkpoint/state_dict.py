@@ -75,10 +75,11 @@ class ModelShard(_Shared):
     """
 
     def __init__(self, plan: Plan, mpu: MPU, path: str, name: str) -> None:
-        self.plan, self.mpu, self.name = plan, mpu, name
+        self.plan, self.mpu, self.name = plan.saved(), mpu, name
+        self.whole = plan
         self.warned = False  # that an optimizer's state is a part
         self.prefix = f"{path}." if path else ""
-        self._canonical = {alias: t for t in plan.tensors.values() for alias in (t.name, *t.aliases)}
+        self._canonical = {alias: t for t in self.plan.tensors.values() for alias in (t.name, *t.aliases)}
 
     def planned(self, name: str) -> TensorPlan | None:
         """Return the plan of a tensor, by its name in this model's state dict."""

@@ -55,7 +55,7 @@ class ModuleTree:
         self._modules = [seen.module for seen in self._seen]
         self._kinds = [seen.kind for seen in self._seen]
         self._sizes, self._objects = _contents(self._modules)
-        self._parameters = [x for x in self._objects if isinstance(x, nn.Parameter)]
+        self._parameters = [x for x in self._objects if isinstance(x, nn.Parameter) and not _is_packed(x)]
         self._shapes = [parameter.shape for parameter in self._parameters]
 
     def _is_unchanged(self) -> bool:
@@ -88,6 +88,11 @@ class ModuleTree:
         _check_layers(model, self._seen)
         self._remember(model)
         return True
+
+
+def _is_packed(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter holds bytes of a quantized weight, which its library may pack otherwise."""
+    return not parameter.is_floating_point() and not parameter.requires_grad
 
 
 def _look(model: nn.Module) -> list[_Seen]:
@@ -124,7 +129,7 @@ def _check_parameters(model: nn.Module, before: list[_Seen]) -> None:
     new = []
     for path, module in model.named_modules():
         for name, parameter in own_parameters(module).items():
-            if parameter is None or isinstance(parameter, DTensor):
+            if parameter is None or isinstance(parameter, DTensor) or _is_packed(parameter):
                 continue
             place = (id(module), name)
             if place in shapes and shapes[place] == parameter.shape:

@@ -26,7 +26,6 @@ from autopar.quantized.stored import Part, Piece
 
 __all__ = ["EightBit", "FourBit", "find"]
 
-_PACKED_ROWS = 32  # on CPUs with AVX512-BF16 bitsandbytes packs so many rows together, in evaluation
 _GROUP = 256  # scales that are quantized together
 _PADDING = 4  # columns; the product of 8-bit matrices wants multiples of 4
 
@@ -136,9 +135,13 @@ class FourBit:
         self._weight.data = tensors["bytes"].reshape(-1, 1)
         self._weight.quant_state = self._module.quant_state = state
         self._weight.compress_statistics = state.nested
+        self._pack(shape[0] * shape[1] > self.shape[0] * self.shape[1])
         self.shape = shape
-        if shape[0] % _PACKED_ROWS:
-            self._module.support_avx512bf16_for_cpu = False
+
+    def _pack(self, packs: bool) -> None:
+        """Let evaluation on CPUs with AVX512-BF16 pack the weight, or not; a packed one gives no gradients any more."""
+        may = getattr(sys.modules["bitsandbytes.nn.modules"], "has_avx512bf16", bool)
+        self._module.support_avx512bf16_for_cpu = packs and may()
 
     def fill(self, values: torch.Tensor, part: Part) -> None:
         """Quantize a weight that is this rank's part of one that has no memory yet."""
@@ -155,6 +158,8 @@ class FourBit:
         ).to(values.device)
         own_parameters(self._module)["weight"] = self._weight = weight
         self.pending, self.shape = False, (values.shape[0], values.shape[1])
+        if part.layout is not None:
+            self._pack(False)
         if nested:
             self._nest(part)
 

@@ -53,11 +53,12 @@ def _extra_repr(self: Any) -> str:
         tensor = own_parameters(self).get(name)
         tensor = own_buffers(self).get(name) if tensor is None else tensor
         if tensor is not None:
-            whole = list(tensor.shape)
-            whole[layout.dim] = layout.size
-            sizes.append(f"{name} {list(tensor.shape)} of {whole}")
-    here = f"{axis.name} {axis.rank}/{axis.size}: {', '.join(sizes)}" if sizes else ""
-    return "; ".join(part for part in (type(self).extra_repr(self), here) if part)
+            stored = stored_weight(self) if name == "weight" else None
+            here = list(tensor.shape if stored is None else stored.shape)
+            whole = [*here[: layout.dim], layout.size, *here[layout.dim + 1 :]]
+            sizes.append(f"{name} {here} of {whole}")
+    place = f"{axis.name} {axis.rank}/{axis.size}: {', '.join(sizes)}" if sizes else ""
+    return "; ".join(part for part in (type(self).extra_repr(self), place) if part)
 
 
 _SIZES = {"column": ("out_features", "nf", "out_channels"), "row": ("in_features", "nx", "in_channels")}

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.quantized.layers import stored_weights
 from autopar.tools.verification.outputs import (
     OF_GRADIENTS,
     Distance,
@@ -66,13 +67,18 @@ def _weights(session: Session) -> Iterator[Named]:
     for name, mine, theirs in pairs(session):
         expected = local_part(session.plan, name, theirs.detach(), session.mpu.shards.rank)
         yield Named(name, measure(local(mine), expected))
+    plain = stored_weights(session.plain)
+    for path, stored in stored_weights(session.parallel).items():
+        expected = local_part(session.plan, f"{path}.weight", plain[path].dequantized(), session.mpu.shards.rank)
+        yield Named(f"{path}.weight", measure(stored.dequantized(), expected))
 
 
 def pairs(session: Session) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
-    """Yield name, this rank's parameter and the plain model's, of those that this rank holds."""
+    """Yield name, this rank's parameter and the plain model's, of those that this rank holds and that are numbers."""
     plain = dict(session.plain.named_parameters())
+    quantized = {f"{path}.weight" for path in stored_weights(session.parallel)}
     for name, mine in session.parallel.named_parameters():
-        if not mine.is_meta:
+        if not mine.is_meta and name not in quantized:
             yield name, mine, plain[name]
 
 

@@ -1,0 +1,100 @@
+"""What else is done with a quantized model: evaluated, merged, compiled, counted, printed, verified."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.errors import ConfigError
+from tests.parity import close
+from tests.pool import pooled
+from tests.quantized.models import adapted, batches, bitsandbytes, quantized
+from tests.quantized.test_training import gradients
+from tests.worlds import raises_everywhere
+
+IDS = batches(1)[0]["input_ids"]
+
+
+def packing(model: Any) -> list[bool]:
+    kinds = bitsandbytes.nn.Linear4bit
+    return [bool(module.support_avx512bf16_for_cpu) for module in model.modules() if isinstance(module, kinds)]
+
+
+@pooled(world_size=2)
+def test_shards_are_not_packed_and_go_on_training() -> None:
+    model: Any = adapted("nf4 nested")
+    for module in model.modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = True
+    autopar.initialize(model, {"tp": 2})
+    assert not any(packing(model))
+    with torch.no_grad():
+        evaluated = model.eval()(IDS).logits[:]
+    plain = adapted("nf4 nested")
+    close(evaluated, plain(IDS).logits, "logits")
+    model.train()(**batches(1)[0]).loss.backward()
+    assert len(gradients(model)) == 28
+    autopar.deparallelize(model)
+    assert len(set(packing(model))) == 1  # as the machine has it
+
+
+@pooled(world_size=2)
+def test_merged_adapters() -> None:
+    plain, model = adapted("nf4"), autopar.initialize(adapted("nf4"), {"tp": 2})
+    plain.merge_adapter(), model.merge_adapter()
+    close(model(IDS).logits[:], plain(IDS).logits, "logits")
+
+
+@pooled(world_size=2)
+def test_blocks_are_compiled() -> None:
+    model = autopar.initialize(adapted("nf4"), {"tp": 2, "compile": {"enable": True, "backend": "eager"}})
+    close(model(IDS).logits[:], adapted("nf4")(IDS).logits, "logits")
+
+
+@pooled(world_size=2)
+def test_half_precision_and_all_parameters_in_the_optimizer() -> None:
+    model: Any = adapted("nf4")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    config = {"tp": 2, "precision": {"dtype": "bf16"}, "gradient_clipping": 1.0}
+    model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
+    losses = []
+    for _ in range(3):
+        loss = model(**batches(1)[0]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[2] < losses[0]
+    assert model.get_base_model().model.layers[0].mlp.up_proj.base_layer.weight.dtype == torch.uint8
+
+
+@pooled(world_size=2)
+def test_sizes_are_those_of_the_weights() -> None:
+    plain, model = quantized("nf4"), autopar.initialize(quantized("nf4"), {"tp": 2})
+    assert model.num_parameters() == plain.num_parameters()
+    shown = [192, 192] if model.mpu.tp.rank == 0 else [128, 192]
+    assert f"weight {shown} of [320, 192]" in repr(model.model.layers[0].mlp.up_proj)
+    with contextlib.redirect_stdout(io.StringIO()):
+        text = autopar.summary(model)
+    held = sum(p.numel() * (2 if p.dtype == torch.uint8 else 1) for p in model.parameters())
+    assert f"this rank: {held:,} parameters, 0." in text
+    name = "model.layers.0.mlp.up_proj.weight"
+    with raises_everywhere(ConfigError, f"whole: {name} is quantized (bitsandbytes nf4): its layer holds bytes of it"):
+        autopar.whole(model, name).__enter__()
+    with raises_everywhere(ConfigError, f"full: {name} is quantized (bitsandbytes nf4): its layer holds bytes of it"):
+        autopar.full(model.model.layers[0].mlp.up_proj.weight)
+    assert isinstance(model.lm_head, nn.Linear) and autopar.full(model.lm_head.weight).shape == (131, 192)
+
+
+@pooled(world_size=2)
+@pytest.mark.parametrize("form", ["nf4 nested", "int8"])
+def test_verify(form: str, tmp_path: Path) -> None:
+    report = autopar.verify(adapted(form), {"tp": 2}, checks=["forward", "backward", "step"], batches=batches(2))
+    assert report.ok, str(report)
