@@ -40,15 +40,15 @@ LINES = {
     "context_parallel": 2880,
     "data_parallel": 2750,
     "deferred_init": 1100,
-    "distributed": 4320,
+    "distributed": 4370,
     "dry_run": 3390,
-    "foreign": 975,
+    "foreign": 1000,
     "integrations": 1810,
     "pipeline_parallel": 3890,
     "plan": 2800,
     "policy": 1650,
     "storage": 1490,
-    "tensor_parallel": 5540,
+    "tensor_parallel": 5560,
     "tools": 11275,
 }
 LOADED = 140  # modules that initialize loads; fewer is better
