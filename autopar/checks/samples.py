@@ -23,6 +23,7 @@ from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import extremes_over
 from autopar.distributed.digest import of_tensor, sum_of_bits
 from autopar.distributed.shard_reads import PLAIN
+from autopar.foreign.autograd import untransformed
 from autopar.foreign.modules import own_parameters
 from autopar.foreign.tensors import no_overrides, writes_into
 
@@ -178,7 +179,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def _current(owner: nn.Module, leaf: str, known: nn.Parameter) -> torch.Tensor:
     """Return what a forward that begins now uses as this weight."""
     found = own_parameters(owner).get(leaf)
-    return local(known) if found is known or found is None or isinstance(known, DTensor) else found.detach()
+    return local(known) if found is None or isinstance(known, DTensor) else untransformed(found)
 
 
 def _replicated(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

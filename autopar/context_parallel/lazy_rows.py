@@ -14,7 +14,7 @@ import torch
 from autopar.context_parallel.rows import join
 from autopar.context_parallel.state import RowState
 from autopar.distributed.agree import meet
-from autopar.distributed.derivatives import check_no_tangent, keep_none, single_backward
+from autopar.distributed.derivatives import keep_none, single_backward
 from autopar.distributed.whole_on_read import WholeOnRead, name_of
 from autopar.foreign.tensors import (
     tree_flatten,
@@ -134,7 +134,6 @@ def lazy_rows(
     own: torch.Tensor, dim: int, rows: Layout, state: RowState, sources: frozenset[str], made_of: MadeOf | None
 ) -> LazyRows:
     """Return the whole tensor of which ``own`` is this rank's rows along ``dim``, without memory."""
-    check_no_tangent(own)
     made: LazyRows = _Closed.apply(own, [*own.shape[:dim], rows.size, *own.shape[dim + 1 :]])
     made.own, made.rows_dim, made.rows, made.sources = state.mark(own), dim, rows, sources
     made._state, made._made_of, made._plain = state, made_of, None

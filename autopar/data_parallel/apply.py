@@ -29,6 +29,7 @@ from autopar.data_parallel.optimizer_state import keep_stage, rebind, shard_stat
 from autopar.data_parallel.precision import DTYPES
 from autopar.data_parallel.replica_norm import ReplicaNorm
 from autopar.data_parallel.router_loss import RouterLoss
+from autopar.distributed.derivatives import check_transforms
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
@@ -153,9 +154,14 @@ def fully_shard(
     mesh = mpu.dp_cp_mesh
     for module in (*blocks_of(inner, blocks), model):
         torch_fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    model.register_forward_pre_hook(_refuse_transforms, prepend=True, with_kwargs=True)  # before FSDP's own
     encodes = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
     if encodes and callable(getattr(model, "generate", None)):  # which calls the encoder by itself
         register_fsdp_forward_method(model, "generate")
+
+
+def _refuse_transforms(model: nn.Module, *given: Any) -> None:
+    check_transforms("zero.stage 3, where torch's FSDP holds the weights", lambda: given)
 
 
 def blocks_of(inner: nn.Module, blocks: Sequence[nn.Module] = ()) -> list[nn.Module]:

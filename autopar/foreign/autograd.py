@@ -1,4 +1,4 @@
-"""torch.autograd: which pass runs, and what its nodes say."""
+"""torch.autograd: which pass runs, what its nodes say, and what transforms of torch.func wrap."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as without_transforms
 from torch.autograd import forward_ad
+
+from autopar.foreign.tensors import dispatch_modes
 
 __all__ = [
     "PROFILER_RUNS",
@@ -15,10 +18,13 @@ __all__ = [
     "forward_class",
     "in_backward",
     "input_metadata",
-    "is_forward_mode",
     "is_functorch_active",
+    "is_recorded",
+    "is_transformed",
     "next_sequence_number",
     "sequence_number",
+    "untransformed",
+    "without_transforms",
 ]
 
 PROFILER_RUNS = "_is_profiler_enabled"  # attribute of torch.autograd.profiler: whether one runs
@@ -57,11 +63,21 @@ def forward_class(node: Any) -> type:
     return node._forward_cls
 
 
-def is_functorch_active() -> bool:
-    """Return whether a transform of torch.func runs."""
-    return bool(torch._C._are_functorch_transforms_active())
+is_functorch_active = torch._C._are_functorch_transforms_active  # () -> whether a transform of torch.func runs
 
 
-def is_forward_mode() -> bool:
-    """Return whether tensors may carry tangents."""
-    return forward_ad._current_level >= 0
+def is_transformed() -> bool:
+    """Return whether a transform of torch.func (grad, vmap, jvp) runs, or forward mode: tensors may be wrapped ones."""
+    return not torch.compiler.is_compiling() and (is_functorch_active() or forward_ad._current_level >= 0)
+
+
+def is_recorded() -> bool:
+    """Return whether operations are recorded into a graph, as torch.func.linearize and make_fx do."""
+    return any(type(mode).__name__ == "ProxyTorchDispatchMode" for mode in dispatch_modes())
+
+
+def untransformed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what transforms of torch.func have wrapped: the numbers of all samples, without gradients or tangents."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.detach()

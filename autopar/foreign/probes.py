@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -120,14 +121,21 @@ def _transforms() -> bool:
 
     def look(x: torch.Tensor) -> torch.Tensor:
         seen.append(autograd.is_functorch_active())
+        with autograd.without_transforms():
+            seen.append(not autograd.is_functorch_active() and autograd.untransformed(x).shape == (2,))
         return x
 
+    def recorded(x: torch.Tensor) -> torch.Tensor:
+        seen.append(autograd.is_recorded())
+        return 2 * x
+
     torch.func.vmap(look)(torch.ones(2))
+    make_fx(recorded)(torch.ones(2))
     with torch.autograd.forward_ad.dual_level():
-        seen.append(autograd.is_forward_mode())
+        seen.append(autograd.is_transformed())
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         seen.append(getattr(torch.autograd.profiler, autograd.PROFILER_RUNS))
-    return seen == [True] * 3 and not autograd.is_forward_mode() and not autograd.is_functorch_active()
+    return seen == [True] * 5 and not autograd.is_transformed()
 
 
 def _modes() -> bool:

@@ -155,11 +155,12 @@ class Shards(LogitsPart):
         return self._gradients_of_inputs_again
 
     def _gradients_of_inputs_again(self, grad: torch.Tensor, *saved: torch.Tensor) -> Sequence[torch.Tensor | None]:
-        inputs = [x.view_as(x) for x in saved]  # or a tied weight would get its other gradients here
-        local = self.of_inputs(inputs).local()
+        with torch.enable_grad():
+            inputs = [x.view_as(x) for x in saved]  # or a tied weight would get its other gradients here
+            local = self.of_inputs(inputs).local()
         (part,) = _columns_of(self.axis, self.layout, local.dtype, grad)
         wanted = [x for x in inputs if x.requires_grad]
-        found = iter(torch.autograd.grad(local, wanted, part, create_graph=True))
+        found = iter(torch.autograd.grad(local, wanted, part, create_graph=torch.is_grad_enabled()))
         return [next(found) if x.requires_grad else None for x in inputs]
 
     def _gradients_of_inputs(self, grad: torch.Tensor, *inputs: torch.Tensor) -> Sequence[torch.Tensor | None]:

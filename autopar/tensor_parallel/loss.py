@@ -19,14 +19,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from autopar.distributed import collectives
 from autopar.distributed.axis import Axis, Group, axis_of
 from autopar.distributed.collectives import even_layout
-from autopar.distributed.derivatives import any_order, keep_none
+from autopar.distributed.derivatives import any_order, is_transformed, keep_none, on_values
 from autopar.errors import ConfigError
 from autopar.foreign.tensors import assert_soon
-from autopar.layout import even_shards
+from autopar.layout import Block, Layout, even_shards
 
 if TYPE_CHECKING:
     from autopar.tensor_parallel.logits_shards import Shards
@@ -72,11 +73,18 @@ def vocab_parallel_cross_entropy(
     _check_arguments(logits, target, label_smoothing, reduction)
     if vocab_size is None:
         width = torch.tensor([logits.shape[-1]], device=logits.device)
-        widths = collectives.gather(width, axis, even_layout(axis.size, axis.size), 0).tolist()
+        widths = on_values(torch.Tensor.tolist, collectives.gather(width, axis, even_layout(axis.size, axis.size), 0))
     else:
         widths = [stop - start for start, stop in even_shards(vocab_size, axis.size)]
 
     rows = logits.reshape(target.numel(), logits.shape[-1])  # [tokens, vocab/tp]
+    if is_transformed():
+        ends = [sum(widths[: rank + 1]) for rank in range(axis.size)]
+        ranges = tuple((end - width, end) for end, width in zip(ends, widths, strict=True))
+        whole = collectives.gather(_wide(rows), axis, Layout.of(1, [Block("column", ends[-1], 1, ranges)]), 1)
+        flat = target.reshape(-1).long()
+        loss = F.cross_entropy(whole, flat, None, None, ignore_index, None, reduction, label_smoothing)
+        return loss.view(target.shape) if reduction == "none" else loss
 
     def losses(targets: Targets) -> torch.Tensor:
         made: torch.Tensor = VocabParallelCrossEntropy.apply(rows, targets, label_smoothing, widths, axis)
@@ -259,12 +267,14 @@ def _cross_entropy_again(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | N
 def _chunked_again(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """All tokens at once: what is differentiated again is kept."""
     log_total, column, mine, ignored, *saved = ctx.saved_tensors
-    inputs = [x.view_as(x) for x in saved]  # or a tied weight would get its other gradients here
     ctx.shards.head.seen.went_back = True
-    local = ctx.shards.of_inputs(inputs).local()  # [tokens, vocab/tp]
+    with torch.enable_grad():
+        inputs = [x.view_as(x) for x in saved]  # or a tied weight would get its other gradients here
+        local = ctx.shards.of_inputs(inputs).local()  # [tokens, vocab/tp]
     facts = (log_total, Targets(column, mine, ignored), grad, ctx.smoothing, ctx.vocab_size, ctx.shards.axis)
     wanted = [x for x, needed in zip(inputs, ctx.needs_input_grad[4:], strict=True) if needed]
-    found = iter(torch.autograd.grad(local, wanted, _differentiable(local, *facts), create_graph=True))
+    part, again = _differentiable(local, *facts), torch.is_grad_enabled()
+    found = iter(torch.autograd.grad(local, wanted, part, create_graph=again))
     return None, None, None, None, *(next(found) if needed else None for needed in ctx.needs_input_grad[4:])
 
 

@@ -26,9 +26,8 @@ import torch
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy, reduce, start_all_reduce
-from autopar.distributed.derivatives import any_order, is_watched, keep_none
+from autopar.distributed.derivatives import any_order, is_transformed, is_watched, keep_none
 from autopar.distributed.profiling import named_collective, record
-from autopar.foreign.autograd import is_forward_mode
 
 __all__ = ["CONV1D", "LINEAR", "Late", "LateWeight", "WeightGradient", "attach", "can_overlap", "enter"]
 
@@ -90,7 +89,7 @@ def can_overlap(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> bool:
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled(x.device.type)
         and not torch.is_anomaly_enabled()  # would read the gradient before the sum is there
-        and not is_forward_mode()
+        and not is_transformed()
         and not is_watched(x)  # what the layer returns was kept: it must not be written to
     )
 
@@ -200,6 +199,8 @@ def _owed(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         y = ctx.late.gradient.layer(ctx.late.entered(x), weight)  # [tokens, out/tp]
         return torch.autograd.grad(y, (weight, x) if x.requires_grad else weight, grad, create_graph=True)
 
+    if not torch.is_grad_enabled():
+        return None, None
     saved = ctx.saved_tensors
     full = of(*(each.view_as(each) for each in saved))  # a view: not what else a tied weight is read by
     seen = of(*(each.detach().requires_grad_(each.requires_grad) for each in saved))

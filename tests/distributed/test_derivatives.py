@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
@@ -49,6 +48,7 @@ def _functions() -> dict[str, Any]:
 def test_every_autograd_function_has_a_second_backward_or_refuses_and_hands_on_that_no_gradient_came() -> None:
     found = _functions()
     assert len(found) > 20 and found.keys() >= _LOCAL
+    del found["autopar.distributed.derivatives.Transformed"]  # whose backward is the second one of another
     states = {name for name in found if ".rank_states." in name}  # a message goes to the next rank in any case
     for name, function in found.items():
         backward, forward = inspect.getsource(function.backward), inspect.getsource(function.forward)
@@ -199,28 +199,6 @@ def test_replicas_of_the_whole_model_have_second_derivatives() -> None:
         found.append(torch.autograd.grad(penalty, weights))
     for first, second in zip(*found, strict=True):
         close(second, first, "of a penalty on gradients")
-
-
-@pytest.mark.parametrize("axis", ["tensor_parallel_size", "context_parallel_size"])
-@pooled(world_size=2)
-def test_transforms_and_forward_mode_are_refused(axis: str) -> None:
-    model, (batch, _) = autopar.initialize(llama(), _sizes(**{axis: 2})), language_batches(131)
-    weights = dict(model.named_parameters())
-
-    def loss(weights: Any) -> Any:
-        return torch.func.functional_call(model, weights, kwargs={**batch, "use_cache": False}).loss
-
-    expected = loss(weights)
-    with raises_everywhere(ConfigError, "torch.func: grad, vmap, jvp and the like do not", "functional_call"):
-        torch.func.grad(loss)(weights)
-    with raises_everywhere(ConfigError, "torch.func: grad, vmap"):
-        torch.func.vmap(lambda row: model(row[None], labels=row[None], use_cache=False).loss)(batch["input_ids"])
-    with forward_ad.dual_level():
-        assert torch.equal(loss(weights), expected), "nothing is dual"
-        dual = {name: forward_ad.make_dual(weight.detach(), weight.detach()) for name, weight in weights.items()}
-        with raises_everywhere(ConfigError, "forward-mode derivatives (dual tensors, jvp) do not go through"):
-            loss(dual)
-    assert torch.equal(loss(weights), expected)
 
 
 @pooled(world_size=2)
