@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,7 +66,7 @@ class DataParallel:
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.experts = ExpertGradients(model, plan, mpu, failures) if plan.experts else None
         self.wrappers = WrapperCheck(
-            model, mpu, shares_experts=bool(plan.experts)
+            model, mpu, shares_experts=bool(plan.experts), zero_3=config.zero_stage == 3
         )  # reports first what it finds in a step
         several, apart = mpu.dp_cp.size > 1, config.loss_router_aux == "replica"
         self.routers = RouterLoss.of(inner, mpu, failures, apart=apart) if several else None
@@ -92,7 +93,10 @@ class DataParallel:
             shard_state(optimizer, self.names, plan, mpu.shards.rank, stepped_whole(optimizer, config))
         if config.zero_stage == 3:
             blocks = [] if isinstance(inner, PreTrainedModel) else blocks
-            fully_shard(model, inner, mpu, DTYPES.get(config.precision), config.zero_cpu_offload, blocks)
+            dtype = DTYPES.get(config.precision)
+            fully_shard(model, inner, mpu, dtype, config.zero_cpu_offload, blocks, plan.experts)
+            if self.experts is not None:
+                self.experts.rebind(model)
             if optimizer is not None:
                 rebind(optimizer, self.names, model)
         if optimizer is not None:
@@ -134,15 +138,19 @@ def fully_shard(
     dtype: torch.dtype | None = None,
     cpu_offload: bool = False,
     blocks: Sequence[nn.Module] = (),
+    experts: Set[str] = frozenset(),
 ) -> None:
     """Shard weights, gradients and the optimizer's future state over dp x cp, block by block, in place.
 
-    ``Parameter`` objects are replaced by ones that hold a ``DTensor``, this rank's shard.
+    ``Parameter`` objects are replaced by ones that hold a ``DTensor``, this rank's shard. Experts that replicas hold
+    different ones of are sharded over the ranks with the same ones, of which there may be one. Its gradients are
+    averaged over these, as FSDP2 does by itself (:mod:`autopar.tensor_parallel.experts`, note on gradients).
 
     Args:
         dtype: in which the model computes; weights, gradients and their sums stay in fp32.
         cpu_offload: shards lie in the CPU's memory.
         blocks: of a plain module, what its policy names so.
+        experts: names of the parameters of such experts.
     """
     policy = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, torch.float32)
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
@@ -150,12 +158,24 @@ def fully_shard(
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.float()
-    mesh = mpu.dp_cp_mesh
+    own = replace(policy, cast_forward_inputs=False)  # the block has cast, and routers' weights may stay in fp32
+    for module in _modules_of(model, experts):
+        torch_fully_shard(module, mesh=mpu.copies_mesh, mp_policy=own, offload_policy=offload)
     for module in (*blocks_of(inner, blocks), model):
-        torch_fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        torch_fully_shard(module, mesh=mpu.dp_cp_mesh, mp_policy=policy, offload_policy=offload)
     encodes = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
     if encodes and callable(getattr(model, "generate", None)):  # which calls the encoder by itself
         register_fsdp_forward_method(model, "generate")
+
+
+def _modules_of(root: nn.Module, names: Set[str], path: str = "") -> Iterator[nn.Module]:
+    """Yield the outermost modules that have these parameters and no others, adapters around experts among them."""
+    held = {path + name for name, _ in root.named_parameters()}
+    if held and held <= names:
+        yield root
+    elif held & names:
+        for name, module in root.named_children():
+            yield from _modules_of(module, names, f"{path}{name}.")
 
 
 def blocks_of(inner: nn.Module, blocks: Sequence[nn.Module] = ()) -> list[nn.Module]:

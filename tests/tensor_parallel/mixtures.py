@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import autopar
+from autopar.checkpoint.hf_weights import WholeWeights
+from autopar.checkpoint.state import state_of
 
 _SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
 _MORE = {"vocab_size": 31, "initializer_range": 0.2, "intermediate_size": 24, "num_experts_per_tok": 2}
@@ -69,6 +72,20 @@ def close(mine: torch.Tensor, other: torch.Tensor, tolerance: float = 1e-5) -> b
     return bool((mine - other).norm() <= tolerance * other.norm().clamp(min=1e-6))
 
 
+def wholes(model: Any, *, gradients: bool = False) -> dict[str, torch.Tensor]:
+    """Return the whole weights or gradients of a parallelized model, which FSDP2 may have sharded, by name."""
+
+    def held() -> dict[str, torch.Tensor]:
+        named = ((name, p.grad if gradients else p) for name, p in model.named_parameters())
+        return {name: tensor for name, tensor in named if tensor is not None}
+
+    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        with autopar.whole(model):
+            return {name: tensor.detach().clone() for name, tensor in held().items()}
+    gathered = WholeWeights(state_of(model), held())
+    return {name: gathered.whole(name) for name in held()}
+
+
 def compare(make: Any, config: dict[str, Any], *, optimizer: Any = torch.optim.AdamW, even: bool = False) -> Any:
     """Train three steps here and on one process; compare losses, norms, every gradient, and weights at the end."""
     plain = make()
@@ -86,11 +103,10 @@ def compare(make: Any, config: dict[str, Any], *, optimizer: Any = torch.optim.A
             assert abs(loss.item() / mpu.dp.size - expected) < 1e-5
         norm, due = autopar.clip_grad_norm_(model, 1e9), torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
         assert abs(norm - due) < 1e-5 * due
-        with autopar.whole(model):
-            for name, parameter in model.named_parameters():
-                assert close(parameter.grad, gradients[name]), (step, name)
+        for name, gradient in wholes(model, gradients=True).items():
+            assert close(gradient, gradients[name]), (step, name)
         own.step()
         other.step()
-    with autopar.whole(model):
-        assert all(close(p, dict(plain.named_parameters())[n], 1e-5) for n, p in model.named_parameters())
+    weights = dict(plain.named_parameters())
+    assert all(close(weight, weights[name]) for name, weight in wholes(model).items())
     return model, own, plain

@@ -236,7 +236,8 @@ class Estimator:
         )
         if candidate.zero == 3 and candidate.replicas > 1:
             calls = 3 * candidate.microbatches * len(self._stages(1, "1f1b").elements)
-            travel += calls * (candidate.replicas - 1) * self.gpu.hop
+            hops = candidate.replicas - 1 + (candidate.copies - 1 if candidate.sharers > 1 else 0)
+            travel += calls * hops * self.gpu.hop
             travel = max(0.0, travel - max(self._busy(candidate)) * candidate.microbatches)
         return {"dp": travel, "optimizer": optimizer}
 
@@ -250,9 +251,14 @@ class Estimator:
         """
         states, replicas = self._states_of(candidate), candidate.replicas
         if candidate.zero == 3:
-            width = 4 if self.model.precision == "fp32" else 2
-            whole = states[0].parameters * replicas * (2 * width + 4)
-            return {1: candidate.microbatches * volume("all_gather", whole, replicas)}
+            width, held = 4 if self.model.precision == "fp32" else 2, states[0]
+            experts = held.parameters * held.expert_weights // max(held.weights, 1)
+            parts = {1: (held.parameters - experts, replicas)}
+            parts |= {candidate.sharers: (experts, candidate.copies)} if candidate.sharers > 1 else {}
+            volumes = (
+                (of, volume("all_gather", n * ranks * (2 * width + 4), ranks)) for of, (n, ranks) in parts.items()
+            )
+            return {of: candidate.microbatches * sent for of, sent in volumes}
 
         def sent(gradients: int, weights: int, ranks: int) -> int:
             gathered = weights if candidate.zero == 1 else 0
