@@ -38,7 +38,7 @@ LINES = {
     "checks": 2240,
     "config": 940,
     "context_parallel": 2880,
-    "data_parallel": 2750,
+    "data_parallel": 2760,
     "deferred_init": 1100,
     "distributed": 4320,
     "dry_run": 3390,

@@ -40,7 +40,7 @@ from autopar.plan.plan import Plan
 if TYPE_CHECKING:
     from autopar.data_parallel.optimizer import ParallelStep
 
-__all__ = ["DataParallel", "blocks_of", "check_offload", "fully_shard"]
+__all__ = ["DataParallel", "blocks_of", "check_offload", "check_tied_experts", "fully_shard"]
 
 
 class DataParallel:
@@ -128,6 +128,17 @@ def check_offload(cpu_offload: bool) -> None:
     if cpu_offload and not torch.accelerator.is_available():
         raise ConfigError(
             "zero.cpu_offload moves shards between the CPU and an accelerator, and this machine has none; leave it out"
+        )
+
+
+def check_tied_experts(plan: Plan, config: ParallelConfig) -> None:
+    """Raise ConfigError where FSDP2 would make two weights of one that two modules of experts share."""
+    tied = next((each for name, each in plan.tensors.items() if each.aliases and name in plan.experts), None)
+    if tied is not None and config.zero_stage == 3:
+        raise ConfigError(
+            f"zero.stage=3 does not go with expert_parallel_size={config.expert_parallel_size} above "
+            f"tensor_parallel_size={config.tensor_parallel_size} where\n  experts share a weight, as {tied.name} and "
+            f"{tied.aliases[0]} do: torch's FSDP2 would make two of it. Use zero.stage 1."
         )
 
 

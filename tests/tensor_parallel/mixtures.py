@@ -26,7 +26,7 @@ def precise(model: PreTrainedModel) -> PreTrainedModel:
 
 def mixtral(experts: int = 6, **fields: Any) -> PreTrainedModel:
     torch.manual_seed(0)
-    return precise(MixtralForCausalLM(MixtralConfig(num_local_experts=experts, **_SIZES, **_MORE, **fields)))
+    return precise(MixtralForCausalLM(MixtralConfig(num_local_experts=experts, **{**_SIZES, **_MORE, **fields})))
 
 
 def qwen3(experts: int = 5, **fields: Any) -> PreTrainedModel:

@@ -181,3 +181,44 @@ def test_generate_goes_on_until_the_last_replica_has_ended(sizes: dict[str, int]
         found = model.generate(ids, do_sample=False, pad_token_id=0, **settings)
         assert torch.equal(found, expected), settings
     model.mpu.destroy()
+
+
+@pooled(world_size=4)
+def test_norms_of_any_order_and_of_one_parameter() -> None:
+    plain = mixtral()
+    model = autopar.initialize(copy.deepcopy(plain), {"tp": 2, "ep": 4, **ZERO_3})
+    data = batches(0, 2)
+    _, gradients = reference(plain, torch.optim.SGD(plain.parameters()), data)
+    train(model, data[model.mpu.dp.rank])
+    for order in (1.0, 2.0, float("inf")):
+        due = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9, order)
+        for norm in (
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9, order),
+            autopar.clip_grad_norm_(model, 1e9, order),
+        ):
+            assert abs(norm - due) < 1e-6 * due, order
+    for name, parameter in model.named_parameters():
+        norm = torch.nn.utils.get_total_norm([parameter.grad])
+        assert abs(norm - gradients[name].norm()) < 1e-6 * gradients[name].norm(), name
+    model.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_compiled_blocks() -> None:
+    compare(mixtral, {"ep": 2, "compile": {"enable": True, "backend": "aot_eager"}, **ZERO_3})
+
+
+@pooled(world_size=4)
+def test_a_rank_that_no_token_goes_to() -> None:
+    """All choose experts of the first rank; the other one takes part in FSDP2's collectives all the same."""
+    plain = mixtral(8)
+    for layer in plain.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _, __, out: (*out[:2], out[2] % 4))
+    model = autopar.initialize(copy.deepcopy(plain), {"ep": 2, **ZERO_3})
+    data = batches(0, 4)
+    _, gradients = reference(plain, torch.optim.SGD(plain.parameters()), data)
+    train(model, data[model.mpu.dp.rank])
+    assert int(sum(tokens[4:].sum() for tokens in autopar.expert_load(model).values())) == 0
+    for name, gradient in wholes(model, gradients=True).items():
+        assert close(gradient, gradients[name]), name
+    model.mpu.destroy()

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import autopar
 from autopar.errors import ConfigError
 from tests.pool import pooled
-from tests.tensor_parallel.mixtures import batches, close, compare, mixtral, qwen3, reference
+from tests.tensor_parallel.mixtures import batches, close, compare, mixtral, qwen3, reference, wholes
 
 
 @pytest.mark.tier("test", only=("all_to_all",))
@@ -173,12 +173,22 @@ def with_adapters(**fields: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("sizes", [{"ep": 2}, {"tp": 2, "ep": 4}, {"tp": 2, "ep": 2}])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"ep": 2},
+        {"tp": 2, "ep": 4},
+        {"tp": 2, "ep": 2},
+        {"ep": 2, "zero": {"stage": 3}},
+        {"tp": 2, "ep": 4, "zero": {"stage": 3}},
+    ],
+)
 @pooled(world_size=4)
-def test_adapters_of_experts(sizes: dict[str, int]) -> None:
+def test_adapters_of_experts(config: dict[str, Any]) -> None:
     plain = with_adapters()
-    model = autopar.initialize(copy.deepcopy(plain), sizes)
+    model = copy.deepcopy(plain)
     optimizers = [torch.optim.AdamW((p for p in m.parameters() if p.requires_grad), lr=1e-2) for m in (plain, model)]
+    model, optimizers[1] = autopar.initialize(model, config, optimizer=optimizers[1])
     for step in range(2):
         data = batches(step, model.mpu.dp.size)
         for optimizer in optimizers:
@@ -188,13 +198,13 @@ def test_adapters_of_experts(sizes: dict[str, int]) -> None:
         own = data[model.mpu.dp.rank]
         model(input_ids=own[0], labels=own[0]).loss.backward()
         autopar.average_gradients(model)
-        with autopar.whole(model):
-            gradients = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
-            assert all(close(p.grad, gradients[n]) for n, p in model.named_parameters() if p.requires_grad)
+        found = wholes(model, gradients=True)
+        gradients = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
+        assert found.keys() == gradients.keys() and all(close(found[name], gradients[name]) for name in found)
         for optimizer in optimizers:
             optimizer.step()
-    with autopar.whole(model):
-        assert all(close(p, dict(plain.named_parameters())[n]) for n, p in model.named_parameters())
+    weights = dict(plain.named_parameters())
+    assert all(close(weight, weights[name]) for name, weight in wholes(model).items())
     model.mpu.destroy()
 
 

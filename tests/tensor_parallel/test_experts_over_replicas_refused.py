@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 import autopar
 from autopar.errors import ConfigError, ConsistencyError, PipelineError
@@ -167,6 +168,35 @@ def test_experts_that_are_copies_of_one_are_right() -> None:
     for _ in range(5):
         assert torch.allclose(model(input_ids=ids).logits, upcycled(input_ids=ids).logits)
     model.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_fully_shard_over_all_replicas_is_refused() -> None:
+    model = autopar.initialize(mixtral(), {"ep": 2})
+    fully_shard(model, mesh=model.mpu.mesh["dp"])
+    ids = torch.ones(1, 4, dtype=torch.long)
+    model(input_ids=ids, labels=ids).loss.backward()
+    with pytest.raises(ConfigError) as info:
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert str(info.value) == (
+        "fully_shard would shard experts over all replicas: with expert_parallel_size=2 above tensor_parallel_size=1 "
+        "replicas hold\n  different ones. Use DistributedDataParallel, autopar.average_gradients, or zero: {stage: 3}."
+    )
+    model.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_experts_that_share_a_weight_are_refused_with_zero_3() -> None:
+    model = mixtral()
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    second.down_proj = first.down_proj
+    with pytest.raises(ConfigError) as info:
+        autopar.initialize(model, {"ep": 2, "zero": {"stage": 3}})
+    assert str(info.value) == (
+        "zero.stage=3 does not go with expert_parallel_size=2 above tensor_parallel_size=1 where\n  experts share a "
+        "weight, as model.layers.0.mlp.experts.down_proj and model.layers.1.mlp.experts.down_proj do: torch's FSDP2 "
+        "would make two of it. Use zero.stage 1."
+    )
 
 
 @pooled(world_size=4)
