@@ -172,3 +172,10 @@ def test_what_excludes_each_other_is_refused() -> None:
             Space(4, 4, 8, by_expert=by_expert, ep=ep)
     with pytest.raises(ConfigError, match="expert_parallel_size=4 must be 1 or a multiple"):
         autopar.plan_memory(mixtral(), {"ep": 4}, sequence=SEQUENCE, gpus=2)
+
+
+def test_rows_between_regions_are_the_same_whichever_replicas_hold_the_experts() -> None:
+    """So the planner finds them once."""
+    planned = PlannedModel(mixtral(), sequence=SEQUENCE)
+    alone, shared = (planned.plans.sequence(2, planned.plans.stages(1), experts=ep) for ep in (2, 4))
+    assert planned.plan(2, 4).experts and alone.entries and alone == shared
