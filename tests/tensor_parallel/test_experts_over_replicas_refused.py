@@ -38,14 +38,16 @@ def test_an_optimizer_that_draws_random_numbers_is_refused() -> None:
     )
 
 
+@pytest.mark.parametrize("stage", [0, 3])
 @distributed(world_size=2)  # its time-out breaks the connections of the world
-def test_replicas_that_do_different_things_are_named() -> None:
-    model = autopar.initialize(mixtral(), {"ep": 2})
+def test_replicas_that_do_different_things_are_named(stage: int) -> None:
+    """With ZeRO-3, too, before FSDP2 waits for a rank that does not come."""
+    model = autopar.initialize(mixtral(), {"ep": 2, "zero": {"stage": stage}})
     ids, first = torch.ones(1, 4, dtype=torch.long), dist.get_rank() == 0
     with pytest.raises(ConsistencyError) as different, torch.set_grad_enabled(first):
         model.train(first)(input_ids=ids)
     assert str(different.value) == (
-        "replicas share the experts of MixtralForCausalLM, and do different things with it: rank 0 trains with "
+        f"replicas share the experts of {type(model).__name__}, and do different things with it: rank 0 trains with "
         "gradients,\n  rank 1 evaluates without gradients. Tokens of all of ranks [0, 1] meet in each layer: train and "
         "evaluate\n  on all of them at the same time, with as many batches each."
     )
