@@ -35,11 +35,11 @@ TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["verification"], ["c
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
     "applied": 800,
-    "checkpoint": 6060,
+    "checkpoint": 6080,
     "checks": 2240,
     "config": 940,
     "context_parallel": 2880,
-    "data_parallel": 2750,
+    "data_parallel": 2770,
     "deferred_init": 1140,
     "distributed": 4410,
     "dry_run": 3390,
@@ -51,7 +51,7 @@ LINES = {
     "quantized": 460,
     "storage": 1490,
     "tensor_parallel": 5615,
-    "tools": 11275,
+    "tools": 11320,
 }
 LOADED = 140  # modules that initialize loads; fewer is better
 ROOT = Path(__file__).parents[1] / "autopar"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 from typer.testing import CliRunner
 
 import autopar
@@ -314,3 +314,65 @@ def test_the_list_of_model_types() -> None:
     assert listed.keys() == supported_model_types().keys()
     assert all(Path(file).parent == policy_folder() and Path(file).is_file() for file in listed.values())
     assert f"llama {policy_folder() / 'llama.yaml'}" in run("list").stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a small Mixtral of five experts."""
+    made = tmp_path_factory.mktemp("mixtral")
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    config = MixtralConfig(num_local_experts=5, intermediate_size=24, vocab_size=31, **sizes)
+    config.architectures = ["MixtralForCausalLM"]
+    config.save_pretrained(made)
+    return made
+
+
+def test_experts_that_replicas_share(mixture: Path) -> None:
+    result = run("show", mixture, "--tp", 2, "--ep", 4)
+    assert result.exit_code == 0, result.output
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in result.stdout.splitlines()}
+    assert rows["parameter"].endswith("on each ep rank")
+    name = "model.layers.0-1.mlp.experts.down_proj"
+    assert rows[name].endswith("2 x 16 x 24 | 1 x 16 x 24 | 1 x 16 x 24 | 1 x 16 x 24")
+    assert rows["model.layers.0-1.self_attn.q_proj.weight"].endswith(" 8 x 16")
+    assert rows["lm_head.weight"].endswith(" 16 x 16 | 15 x 16"), "as on the tp ranks of each replica"
+    lines = result.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines if line.startswith("ep rank")] == [
+        "ep rank 0, tp rank 0",
+        "ep rank 1, tp rank 1",
+        "ep rank 2, tp rank 0",
+        "ep rank 3, tp rank 1",
+    ]
+    checked = run("check", mixture, "--tp", 2, "--ep", 4)
+    assert checked.exit_code == 0 and checked.stdout.splitlines()[-1] == "all holds", checked.output
+    alone = run("check", mixture, "--tp", 1, "--ep", 2)
+    assert "dry run: not run: one rank holds the whole model, but for experts" in alone.stdout
+    whole = of(run("show", mixture, "--tp", 2, "--by-expert", "--json"))
+    assert whole == of(run("show", mixture, "--tp", 2, "--ep", 2, "--json"))
+    assert [rank["tp"] for rank in whole["ranks"]] == [0, 1] and whole["expert_parallel_size"] == 2
+
+
+@distributed(world_size=4)
+def what_ranks_hold_of_a_mixture(config: Path, report: dict[str, Any]) -> None:
+    model = MixtralForCausalLM(MixtralConfig.from_pretrained(config))
+    model = autopar.initialize(model, {"tp": 2, "ep": 4})
+    held = sum(parameter.numel() for parameter in model.parameters())
+    (mine,) = [rank for rank in report["ranks"] if rank["ep"] == model.mpu.ep.rank]
+    assert (mine["tp"], mine["parameters"]) == (model.mpu.tp.rank, held)
+
+
+@pytest.mark.tier("all")
+def test_the_sizes_of_experts_are_those_that_ranks_hold(mixture: Path) -> None:
+    what_ranks_hold_of_a_mixture(mixture, of(run("check", mixture, "--tp", 2, "--ep", 4, "--json")))
+
+
+def test_expert_parallel_sizes_that_do_not_fit(mixture: Path, folder: Path) -> None:
+    for command in ("check", "show"):
+        result = run(command, mixture, "--tp", 2, "--ep", 3)
+        assert result.exit_code == 1
+        assert "expert_parallel_size=3 must be 1 or a multiple of tensor_parallel_size=2" in result.stderr
+        result = run(command, mixture, "--tp", 2, "--ep", 4, "--by-expert")
+        assert result.exit_code == 1
+        assert "--by-expert is --ep 2 with --tp 2, and --ep is 4; leave one of both out" in result.stderr
+        result = run(command, folder, "--ep", 2)
+        assert result.exit_code == 1 and "this model has no experts" in result.stderr

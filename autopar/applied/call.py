@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from autopar import activation_checkpoint, compiled_blocks
 from autopar.config import ParallelConfig
 from autopar.config.sections import explain_argument
-from autopar.data_parallel.apply import check_offload
+from autopar.data_parallel.apply import check_offload, check_tied_experts
 from autopar.data_parallel.optimizer_state import check_optimizer, check_state
 from autopar.deferred_init.context import in_lazy_init
 from autopar.deferred_init.materialize import Materializer, deferred_fingerprint
@@ -125,6 +125,7 @@ def make_plans(model: nn.Module, call: Call, mpu: MPU, optimizer: Any) -> tuple[
 
     def check(plan: Plan) -> None:
         check_forwards(model, plan)
+        check_tied_experts(plan, call.config)
         if optimizer is not None:
             check_state(optimizer, model, plan, call.config)
 

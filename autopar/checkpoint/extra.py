@@ -156,7 +156,8 @@ def unlike(
         shard_rank, _, copy = places[rank]
         for name, (dtype, digest) in theirs.items():
             layout = plan.tensors[name].layout
-            shard = (name, dtype, None if layout is None else layout.ranges(shard_rank), copy if fsdp else None)
+            replica = copy, 0 if name in plan.experts else shard_rank // plan.tp
+            shard = (name, dtype, None if layout is None else layout.ranges(shard_rank), replica if fsdp else None)
             other, expected = first.setdefault(shard, (rank, digest))
             if digest != expected:
                 different.setdefault(name, (other, rank))

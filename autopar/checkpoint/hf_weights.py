@@ -16,6 +16,7 @@ from autopar.distributed.agree import same_on_every_rank
 from autopar.distributed.collectives import all_gather
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.errors import ConsistencyError
+from autopar.layout import Block, Layout, replica_rows
 from autopar.plan.plan import TensorPlan
 from autopar.storage.lazy_tensor import InMemory, LazyTensor
 from autopar.storage.views import open_piece
@@ -141,7 +142,7 @@ class WholeWeights:
     def whole(self, name: str) -> torch.Tensor:
         """Gather a tensor; a collective of the replica, and of the replicas where FSDP2 shards over them."""
         mpu, plan, held = self.mpu, self.state.plan.tensors[name], self.local.get(name)
-        shard = held.full_tensor() if isinstance(held, DTensor) else held
+        shard = self._over_replicas(name, held) if isinstance(held, DTensor) else held
         shard = shard.detach() if shard is not None else None
         holders = self.state.holders.get(name, range(mpu.pp.size))
         if len(holders) < mpu.pp.size:
@@ -154,3 +155,9 @@ class WholeWeights:
             axis = mpu.shards if name in self.state.plan.experts else mpu.tp
             return all_gather(shard, axis, plan.layout.of_first(axis.size))
         return shard.clone() if held is not None else shard
+
+    def _over_replicas(self, name: str, held: DTensor) -> torch.Tensor:
+        """Gather what replicas have: not by the tensor's mesh, as torch may know an equal one of a model before."""
+        axis, count = self.state.holders_of(name), held.shape[0]
+        rows = tuple(replica_rows(count, replica, axis.size) for replica in range(axis.size))
+        return all_gather(held.to_local(), axis, Layout.of(0, [Block("rows", count, 1, rows)]))

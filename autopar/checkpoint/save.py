@@ -72,7 +72,7 @@ def save(
 
     writer, local = prepare_alike(model, timeout, prepare)
     if local.fsdp:
-        local = _on_all(mpu, partial(local.gathered, mpu))
+        local = _on_all(mpu, partial(local.gathered, state))
     if not writer.request.async_save:
         writer.run(mpu, local)
         return

@@ -212,7 +212,9 @@ class Shards(Closing):
             )
         if lazy.shape != tuple(out.shape):
             raise ValueError(f"a tensor of shape {list(out.shape)} cannot take a shard of shape {list(lazy.shape)}")
-        lazy.read_into(local, (replica_rows(out.shape[0], mpu.dp_cp.rank, mpu.dp_cp.size), *whole_box(lazy.shape[1:])))
+        axis = mpu.copies if out.device_mesh.size() == mpu.copies.size else mpu.dp_cp
+        rows = replica_rows(out.shape[0], axis.rank, axis.size)
+        lazy.read_into(local, (rows, *whole_box(lazy.shape[1:])))
 
     def whole(self, name: str, part: str = "model") -> torch.Tensor:
         """Read the full tensor with checksums verified; one shard is in memory at a time beside it."""

@@ -27,8 +27,8 @@ from autopar.checkpoint.optimizer_weights import (
 )
 from autopar.checkpoint.state import State, canonical_names, listed, local_tensors, state_of
 from autopar.data_parallel.gradients import local_part
+from autopar.distributed.axis import Axis
 from autopar.distributed.digest import sum_of_bits
-from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
 from autopar.layout import replica_rows
 from autopar.plan.plan import Plan, TensorPlan
@@ -58,9 +58,9 @@ class Snapshot:
     by_replica: bool
     fsdp: bool
 
-    def gathered(self, mpu: MPU) -> Snapshot:
-        """All-gather FSDP shards over dp x cp: its rank 0 gets full tensors on the CPU, others none. Collective."""
-        return replace(self, tensors={part: _gather_all(tensors, mpu) for part, tensors in self.tensors.items()})
+    def gathered(self, state: State) -> Snapshot:
+        """Gather FSDP shards: the first rank that holds parts gets a whole one on the CPU, others none. Collective."""
+        return replace(self, tensors={part: _gather_all(tensors, state) for part, tensors in self.tensors.items()})
 
     def copied(self) -> Snapshot:
         """Copy the tensors to host memory, so that training can go on while they are written."""
@@ -91,7 +91,7 @@ def snapshot(
         "model": {
             name: tensor
             for name, tensor in local.items()
-            if (state.replica_of(name) == 0 or isinstance(tensor, DTensor))
+            if (state.holders_of(name).rank == 0 or isinstance(tensor, DTensor))
             and (mpu.tp.rank == 0 or plan.tensors[name].layout is not None)
             and state.writes(name)
         }
@@ -144,7 +144,7 @@ def _optimizer_tensors(
         writer = writer_of(optimizer, parameters[parameter])
         place = mpu.shards.rank if parameter in plan.experts else mpu.tp.rank
         here = due.layout is not None or place == writer or key.endswith(f"@tp{mpu.shards.rank}")
-        replica = owns(optimizer, parameters[parameter]) if by_replica else state.replica_of(parameter) == 0
+        replica = owns(optimizer, parameters[parameter]) if by_replica else state.holders_of(parameter).rank == 0
         if here and state.writes(parameter) and (replica or isinstance(tensor, DTensor)):
             tensors[name], plans[name] = tensor, due
     return tensors, plans, taken.metadata
@@ -176,7 +176,7 @@ def _extra_tensors(
     plans = {name: TensorPlan(name, tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items()}
     for name, tensor, due in extra.tensors(state.plan) if extra is not None else ():
         here = (due.layout is not None or mpu.tp.rank == 0) and state.writes(name)
-        if here and (state.replica_of(name) == 0 or isinstance(tensor, DTensor)):
+        if here and (state.holders_of(name).rank == 0 or isinstance(tensor, DTensor)):
             tensors[due.name], plans[due.name] = tensor, due
     return tensors, plans
 
@@ -185,8 +185,8 @@ def _extra_tensors(
 
 
 @torch.no_grad()
-def _gather_all(tensors: Mapping[str, torch.Tensor], mpu: MPU) -> dict[str, torch.Tensor]:
-    """Gather DTensors over dp x cp: full on the CPU of its rank 0, none on other ranks; other tensors stay as they are.
+def _gather_all(tensors: Mapping[str, torch.Tensor], state: State) -> dict[str, torch.Tensor]:
+    """Gather DTensors: full on the CPU of their first rank, none on their others; other tensors stay as they are.
 
     Collective: all ranks give the same DTensors in the same order.
     """
@@ -195,16 +195,16 @@ def _gather_all(tensors: Mapping[str, torch.Tensor], mpu: MPU) -> dict[str, torc
         if not isinstance(tensor, DTensor):
             result[name] = tensor
             continue
-        full = _gather(tensor, mpu)
+        full = _gather(tensor, state.holders_of(name.partition("::")[0]), state.mpu.device)
         if full is not None:
             result[name] = full
     return result
 
 
-def _gather(tensor: DTensor, mpu: MPU) -> torch.Tensor | None:
-    axis, local = mpu.dp_cp, tensor.to_local()
+def _gather(tensor: DTensor, axis: Axis, device: torch.device) -> torch.Tensor | None:
+    local = tensor.to_local()
     rows = [replica_rows(tensor.shape[0], replica, axis.size) for replica in range(axis.size)]
-    sent = torch.zeros((rows[0][1], *tensor.shape[1:]), dtype=tensor.dtype, device=mpu.device)  # all equally large
+    sent = torch.zeros((rows[0][1], *tensor.shape[1:]), dtype=tensor.dtype, device=device)  # all equally large
     sent[: local.shape[0]].copy_(local)
     parts = [torch.empty_like(sent) for _ in rows] if axis.rank == 0 else []
     if axis.size == 1 or sent.numel() == 0:

@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar.distributed.agree import Ranks
+from autopar.distributed.axis import Axis
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
 from autopar.plan.plan import Plan
@@ -147,9 +148,9 @@ class State:
         """Prefix of the Hugging Face model's names in the root model's state dict."""
         return f"{self.hf_path}." if self.hf_path else ""
 
-    def replica_of(self, name: str) -> int:
-        """Return the place of this rank among those that hold the same shard of a tensor; the first one writes it."""
-        return (self.mpu.copies if name in self.plan.experts else self.mpu.dp_cp).rank
+    def holders_of(self, name: str) -> Axis:
+        """Return the ranks that hold the same shard of a tensor, or with FSDP2 parts of it; the first one writes it."""
+        return self.mpu.copies if name in self.plan.experts else self.mpu.dp_cp
 
     def check_whole(self, call: str) -> None:
         """Raise CheckpointError if ``call``, which writes all weights, would leave quantized ones out."""
@@ -226,7 +227,7 @@ def local_tensors(model: nn.Module, *, fsdp: bool = False) -> dict[str, torch.Te
     for name, tensor in found.items():
         due = plan.tensors[name].local_shape(tp)
         if fsdp:
-            check_fsdp_shard(name, tensor, state.mpu.dp_cp.size)
+            check_fsdp_shard(name, tensor, state.holders_of(name).size)
         elif isinstance(tensor, DTensor):
             raise CheckpointError(f"{name} is a DTensor (fully_shard?); its full shard is needed here")
         if tensor.device.type == "meta":

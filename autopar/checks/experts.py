@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from torch import nn
 
 from autopar.checks.messages import same_experts
-from autopar.checks.samples import first_elements
+from autopar.checks.samples import first_elements, local
 from autopar.checks.step import StepCheck
 from autopar.checks.wrappers import group_call
 from autopar.distributed.collectives import all_gather, even_layout
@@ -35,8 +36,8 @@ class SharedExperts:
     """
 
     def __init__(self, model: nn.Module, plan: Plan, mpu: MPU, failures: FailureLog, steps: StepCheck) -> None:
-        self.mpu, self.failures, self.steps = mpu, failures, steps
-        self._named = [(name, p) for name, p in model.named_parameters() if name in plan.experts]
+        self.mpu, self.failures, self.steps, self._plan = mpu, failures, steps, plan
+        self._model = weakref.ref(model)
         self._apart: list[tuple[str, nn.Parameter]] | None = None  # weights that differ at first
         self._forwards = 0
 
@@ -76,9 +77,11 @@ class SharedExperts:
 
     def _that_differ(self, apart: int) -> list[tuple[str, nn.Parameter]]:
         """Return the weights of which no two ranks hold the same now. A collective of the ranks with other experts."""
-        everyone = self._gathered([_digest(weight, apart) for _, weight in self._named])
-        columns = zip(*everyone, strict=True)
-        return [named for named, column in zip(self._named, columns, strict=True) if not _repeats(column)]
+        model = self._model()
+        every = () if model is None else model.named_parameters()
+        own = [(name, weight) for name, weight in every if name in self._plan.experts]
+        columns = zip(*self._gathered([_digest(weight, apart) for _, weight in own]), strict=True)
+        return [named for named, column in zip(own, columns, strict=True) if not _repeats(column)]
 
     def _gathered(self, numbers: list[int]) -> list[list[int]]:
         """Return the numbers of each rank."""
@@ -95,10 +98,10 @@ class SharedExperts:
 
 def _digest(weight: nn.Parameter | None, apart: int) -> int:
     """Digest a weight's first elements; ``apart`` where its experts are alike, as copies of one layer are at first."""
-    if weight is None or weight.is_meta or len(weight) < 2:
+    if weight is None or weight.is_meta or len(own := local(weight)) < 2:
         return apart
     with no_overrides():
-        part, second = first_elements(weight[:1]), first_elements(weight[1:2])
+        part, second = first_elements(own[:1]), first_elements(own[1:2])
     if part is None or second is None or torch.equal(part, second):
         return apart
     return of_tensor(part)

@@ -49,10 +49,11 @@ class WrapperCheck:
 
     Args:
         shares_experts: replicas hold different experts.
+        zero_3: autopar shards the parameters with ``fully_shard``, experts over other ranks than the rest.
     """
 
-    def __init__(self, model: nn.Module, mpu: MPU, *, shares_experts: bool = False) -> None:
-        self.mpu, self._shares = mpu, shares_experts
+    def __init__(self, model: nn.Module, mpu: MPU, *, shares_experts: bool = False, zero_3: bool = False) -> None:
+        self.mpu, self._shares, self._zero_3 = mpu, shares_experts, zero_3
         self._model = weakref.ref(model)
         self._checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._handle: Any = None
@@ -115,7 +116,7 @@ class WrapperCheck:
                     "ones. Use zero: {stage: 1} in autopar's config."
                 )
         _check_meshes({parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}, self.mpu)
-        for parameter in parameters if self._shares else ():
+        for parameter in parameters if self._shares and not self._zero_3 else ():
             if isinstance(parameter, DTensor):
                 raise ConfigError(_SHARDED.format(ep=self.mpu.ep.size, tp=self.mpu.tp.size))
         self._checked.add(optimizer)
@@ -149,7 +150,7 @@ class WrapperCheck:
 
 _SHARDED = (
     "fully_shard would shard experts over all replicas: with expert_parallel_size={ep} above tensor_parallel_size={tp} "
-    "replicas hold\n  different ones. Use DistributedDataParallel, autopar.average_gradients, or zero: {{stage: 1}}."
+    "replicas hold\n  different ones. Use DistributedDataParallel, autopar.average_gradients, or zero: {{stage: 3}}."
 )
 
 

@@ -255,12 +255,6 @@ def _contradictions(values: Mapping[str, Any]) -> list[str]:
             f"zero.stage=3 does not go with pipeline_parallel_size={values['pipeline_parallel_size']}: weights would "
             "be collected for each micro-batch. Use zero.stage 1."
         )
-    if values["zero_stage"] == 3 and values["expert_parallel_size"] > values["tensor_parallel_size"]:
-        problems.append(
-            f"zero.stage=3 does not go with expert_parallel_size={values['expert_parallel_size']} above "
-            f"tensor_parallel_size={values['tensor_parallel_size']}: replicas hold different experts already. Use "
-            "zero.stage 1."
-        )
     if values["loss_chunk"] and values["loss_gather_logits"] == "always":
         chunk = values["loss_chunk"]
         problems.append(f"loss.chunk={chunk} makes no whole logits, which loss.gather_logits=always would gather")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,7 +41,7 @@ from autopar.plan.plan import Plan
 if TYPE_CHECKING:
     from autopar.data_parallel.optimizer import ParallelStep
 
-__all__ = ["DataParallel", "blocks_of", "check_offload", "fully_shard"]
+__all__ = ["DataParallel", "blocks_of", "check_offload", "check_tied_experts", "fully_shard"]
 
 
 class DataParallel:
@@ -66,7 +67,7 @@ class DataParallel:
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.experts = ExpertGradients(model, plan, mpu, failures) if plan.experts else None
         self.wrappers = WrapperCheck(
-            model, mpu, shares_experts=bool(plan.experts)
+            model, mpu, shares_experts=bool(plan.experts), zero_3=config.zero_stage == 3
         )  # reports first what it finds in a step
         several, apart = mpu.dp_cp.size > 1, config.loss_router_aux == "replica"
         self.routers = RouterLoss.of(inner, mpu, failures, apart=apart) if several else None
@@ -93,7 +94,10 @@ class DataParallel:
             shard_state(optimizer, self.names, plan, mpu.shards.rank, stepped_whole(optimizer, config))
         if config.zero_stage == 3:
             blocks = [] if isinstance(inner, PreTrainedModel) else blocks
-            fully_shard(model, inner, mpu, DTYPES.get(config.precision), config.zero_cpu_offload, blocks)
+            dtype = DTYPES.get(config.precision)
+            fully_shard(model, inner, mpu, dtype, config.zero_cpu_offload, blocks, plan.experts)
+            if self.experts is not None:
+                self.experts.rebind(model)
             if optimizer is not None:
                 rebind(optimizer, self.names, model)
         if optimizer is not None:
@@ -128,6 +132,17 @@ def check_offload(cpu_offload: bool) -> None:
         )
 
 
+def check_tied_experts(plan: Plan, config: ParallelConfig) -> None:
+    """Raise ConfigError where FSDP2 would make two weights of one that two modules of experts share."""
+    tied = next((each for name, each in plan.tensors.items() if each.aliases and name in plan.experts), None)
+    if tied is not None and config.zero_stage == 3:
+        raise ConfigError(
+            f"zero.stage=3 does not go with expert_parallel_size={config.expert_parallel_size} above "
+            f"tensor_parallel_size={config.tensor_parallel_size} where\n  experts share a weight, as {tied.name} and "
+            f"{tied.aliases[0]} do: torch's FSDP2 would make two of it. Use zero.stage 1."
+        )
+
+
 def fully_shard(
     model: nn.Module,
     inner: nn.Module,
@@ -135,15 +150,19 @@ def fully_shard(
     dtype: torch.dtype | None = None,
     cpu_offload: bool = False,
     blocks: Sequence[nn.Module] = (),
+    experts: Set[str] = frozenset(),
 ) -> None:
     """Shard weights, gradients and the optimizer's future state over dp x cp, block by block, in place.
 
-    ``Parameter`` objects are replaced by ones that hold a ``DTensor``, this rank's shard.
+    ``Parameter`` objects are replaced by ones that hold a ``DTensor``, this rank's shard. Experts that replicas hold
+    different ones of are sharded over the ranks with the same ones, of which there may be one. Its gradients are
+    averaged over these, as FSDP2 does by itself (:mod:`autopar.tensor_parallel.experts`, note on gradients).
 
     Args:
         dtype: in which the model computes; weights, gradients and their sums stay in fp32.
         cpu_offload: shards lie in the CPU's memory.
         blocks: of a plain module, what its policy names so.
+        experts: names of the parameters of such experts.
     """
     policy = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, torch.float32)
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
@@ -151,9 +170,11 @@ def fully_shard(
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.float()
-    mesh = mpu.dp_cp_mesh
+    own = replace(policy, cast_forward_inputs=False)  # the block has cast, and routers' weights may stay in fp32
+    for module in _modules_of(model, experts):
+        torch_fully_shard(module, mesh=mpu.copies_mesh, mp_policy=own, offload_policy=offload)
     for module in (*blocks_of(inner, blocks), model):
-        torch_fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        torch_fully_shard(module, mesh=mpu.dp_cp_mesh, mp_policy=policy, offload_policy=offload)
     model.register_forward_pre_hook(_refuse_transforms, prepend=True, with_kwargs=True)  # before FSDP's own
     encodes = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
     if encodes and callable(getattr(model, "generate", None)):  # which calls the encoder by itself
@@ -162,6 +183,16 @@ def fully_shard(
 
 def _refuse_transforms(model: nn.Module, *given: Any) -> None:
     check_transforms("zero.stage 3, where torch's FSDP holds the weights", lambda: given)
+
+
+def _modules_of(root: nn.Module, names: Set[str], path: str = "") -> Iterator[nn.Module]:
+    """Yield the outermost modules that have these parameters and no others, adapters around experts among them."""
+    held = {path + name for name, _ in root.named_parameters()}
+    if held and held <= names:
+        yield root
+    elif held & names:
+        for name, module in root.named_children():
+            yield from _modules_of(module, names, f"{path}{name}.")
 
 
 def blocks_of(inner: nn.Module, blocks: Sequence[nn.Module] = ()) -> list[nn.Module]:

@@ -41,6 +41,11 @@ class ExpertGradients:
         copied._averages, copied._handles, copied._hooked = False, [], set()
         return copied
 
+    def rebind(self, model: nn.Module) -> None:
+        """Take the parameters that the model has now, by name: ``fully_shard`` made new ones."""
+        now, names = dict(model.named_parameters()), self.parameters.values()
+        self.parameters = {now[name]: name for name in names}
+
     def inside(self, ddp: DistributedDataParallel) -> None:
         """Average from now on when ``ddp`` does."""
         self._handles.append(ddp.register_forward_pre_hook(self._on_forward))

@@ -18,7 +18,7 @@ from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_reads import aside
 from autopar.errors import ConfigError
 from autopar.foreign.modules import own_parameters
-from autopar.layout import Layout
+from autopar.layout import Layout, replica_rows
 from autopar.plan.plan import Plan
 
 __all__ = [
@@ -84,11 +84,13 @@ def tensor_norm(
     for name, tensor in tensors.items():
         canonical = plan.canonical(name)
         if canonical in counted:
-            parts += _parts(tensor, plan.tensors[canonical].layout, mpu)
+            layout = plan.tensors[canonical].layout
+            apart = isinstance(tensor, DTensor) and canonical not in plan.experts  # replicas hold other rows
+            parts += _parts(tensor, layout, mpu.tp if apart else mpu.shards, mpu.dp_cp)
     held = list(held)
     sharded = any(isinstance(parameter, DTensor) for parameter in held)  # FSDP2 over dp x cp
     replica = mpu.shards if of_stage else mpu.shards_pp
-    return _combine(parts, p, (replica, mpu.dp_cp) if sharded else (replica,), mpu.device, held)
+    return _combine(parts, p, (replica, mpu.copies) if sharded else (replica,), mpu.device, held)
 
 
 def clip_factor(max_norm: float, norm: torch.Tensor) -> torch.Tensor:
@@ -136,16 +138,17 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _parts(gradient: torch.Tensor, layout: Layout | None, mpu: MPU) -> list[torch.Tensor]:
-    """Return the parts of a local gradient that this rank counts."""
+def _parts(gradient: torch.Tensor, layout: Layout | None, axis: Axis, replicas: Axis) -> list[torch.Tensor]:
+    """Return the parts of a local gradient that this rank counts, of what the ranks of ``axis`` hold together."""
     local = local_part(gradient)
     if layout is None:
-        return [local] if mpu.shards.rank == 0 else []
+        return [local] if axis.rank == 0 else []
+    layout = layout.of_first(axis.size)
     if not layout.replicated:
         return [local]
-    ranges = layout.owned_local(mpu.shards.rank)
-    if isinstance(gradient, DTensor) and layout.dim == 0:  # FSDP gives each replica a run of as many rows, rounded up
-        first = mpu.dp_cp.rank * -(-gradient.shape[0] // mpu.dp_cp.size)
+    ranges = layout.owned_local(axis.rank)
+    if isinstance(gradient, DTensor) and layout.dim == 0:
+        first, _ = replica_rows(gradient.shape[0], replicas.rank, replicas.size)
         rows = [(max(start - first, 0), min(stop - first, local.shape[0])) for start, stop in ranges]
         ranges = tuple((start, stop) for start, stop in rows if start < stop)
     return [local.narrow(layout.dim, start, stop - start) for start, stop in ranges]

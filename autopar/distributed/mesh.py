@@ -145,8 +145,7 @@ class MPU(MeshAccessors):
         self.failures: Any = None
         self._owned: list[dist.ProcessGroup] = []
         self._mesh: DeviceMesh | None = None
-        self._joint_mesh: DeviceMesh | None = None
-        self._shards_mesh: DeviceMesh | None = None
+        self._lines: dict[str, DeviceMesh] = {}  # by the names of their axes
         self._alive = True
         made: dict[tuple[int, ...], Any] = {}
         groups = rank_groups(self.sizes, ep)
@@ -229,22 +228,23 @@ class MPU(MeshAccessors):
     @property
     def dp_cp_mesh(self) -> DeviceMesh:
         """Return the ranks that hold the same shard as a one-dimensional ``DeviceMesh``, for ``fully_shard``."""
-        if self.cp.size == 1:
-            return self.mesh["dp"]
-        if self._joint_mesh is None:
-            assert self.dp_cp.group is not None
-            self._joint_mesh = DeviceMesh.from_group(self.dp_cp.group, self.device.type, mesh_dim_names=("dp_cp",))
-        return self._joint_mesh
+        return self.mesh["dp"] if self.cp.size == 1 else self._line(self.dp_cp)
+
+    @property
+    def copies_mesh(self) -> DeviceMesh:
+        """Return the ranks that hold the same experts as a one-dimensional ``DeviceMesh``, for ``fully_shard``."""
+        return self.dp_cp_mesh if self.copies is self.dp_cp else self._line(self.copies)
 
     @property
     def shards_mesh(self) -> DeviceMesh:
         """Return the ranks that together hold a stage's weights as a one-dimensional ``DeviceMesh``."""
-        if self.shards is self.tp:
-            return self.mesh["tp"]
-        if self._shards_mesh is None:
-            assert self.shards.group is not None
-            self._shards_mesh = DeviceMesh.from_group(self.shards.group, self.device.type, mesh_dim_names=("ep",))
-        return self._shards_mesh
+        return self.mesh["tp"] if self.shards is self.tp else self._line(self.shards)
+
+    def _line(self, axis: Axis) -> DeviceMesh:
+        if axis.name not in self._lines:
+            assert axis.group is not None
+            self._lines[axis.name] = DeviceMesh.from_group(axis.group, self.device.type, mesh_dim_names=(axis.name,))
+        return self._lines[axis.name]
 
     @property
     def saved_sizes(self) -> MeshSizes:
@@ -270,7 +270,8 @@ class MPU(MeshAccessors):
             for group in self._owned:
                 dist.destroy_process_group(group)
             self._owned.clear()
-            self._mesh = self._joint_mesh = self._shards_mesh = None
+            self._mesh = None
+            self._lines.clear()
             self._alive = False
 
     # -- Megatron-LM's and OSLO's names; more are in autopar.distributed.accessors ------------------------------------

@@ -65,7 +65,8 @@ class ExpertParallel(RegionModule):
         w = own_part(weights, self.beside, layout, 0)  # [tokens/tp, k]
         ids = layout.shard(chosen, self.beside.rank, 0)  # [tokens/tp, k]
         y = (self._by_all_to_all if self.dispatch == "all_to_all" else self._by_all_reduce)(x, w, ids)
-        return gather(y, self.beside, layout, 0).view_as(hidden)
+        y = gather(y, self.beside, layout, 0)
+        return y if y.shape == hidden.shape else y.view_as(hidden)  # a view would lose FSDP2's hook when written into
 
     def _refuse_hooks(self) -> None:
         for path, module in self.named_modules():  # type: ignore[attr-defined]

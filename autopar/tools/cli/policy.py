@@ -31,7 +31,10 @@ MODEL = Annotated[
 ]
 TP = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.")]
 PP = Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size.")]
-BY_EXPERT = Annotated[bool, typer.Option("--by-expert", help="Shard mixtures by expert.")]
+BY_EXPERT = Annotated[bool, typer.Option("--by-expert", help="Whole experts on each rank: --ep as large as --tp.")]
+EP = Annotated[
+    int | None, typer.Option("--ep", min=1, help="Expert-parallel size; above --tp, replicas share the experts.")
+]
 
 
 @policy.command("list", short_help="List the model types that have a policy.", epilog="Example: autopar policy list")
@@ -65,6 +68,7 @@ def check(
     ] = False,
     heads: Annotated[bool, typer.Option("--heads", help="Every class of the model's config, not only one.")] = False,
     by_expert: BY_EXPERT = False,
+    ep: EP = None,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
@@ -82,7 +86,8 @@ def check(
         from autopar.tools.cli.models import heads as find_heads
 
         found = find_heads(named, every=heads, trust=trust)
-        options = {"tp": tp, "pp": pp, "cp": cp, "sequence_parallel": sequence_parallel, "by_expert": by_expert}
+        experts = _experts(tp, ep, by_expert=by_expert)
+        options = {"tp": tp, "pp": pp, "cp": cp, "sequence_parallel": sequence_parallel, "ep": experts}
         reports = [_report(head, file, options | {"long_sequences": not heads}, len(found) > 1) for head in found]
     if as_json:
         print(json.dumps(reports if heads else reports[0], indent=1))
@@ -93,6 +98,13 @@ def check(
             print_report(report, brief=len(reports) > 1)
     if not all(report["holds"] is not False for report in reports) or not any(report["holds"] for report in reports):
         raise typer.Exit(1)
+
+
+def _experts(tp: int, ep: int | None, *, by_expert: bool) -> int:
+    """Return the expert-parallel size that the two options ask for."""
+    if by_expert and ep not in (None, tp):
+        raise ConfigError(f"--by-expert is --ep {tp} with --tp {tp}, and --ep is {ep}; leave one of both out")
+    return tp if by_expert else ep or 1
 
 
 def policy_and_model(source: str, model: str | None) -> tuple[Path | None, str]:
@@ -145,7 +157,8 @@ def _report(head: Head, file: Path | None, options: dict[str, Any], skip: bool) 
 
 
 @policy.command(
-    short_help="Show how the weights of a model are sharded.", epilog="Example: autopar policy show llama --tp 8"
+    short_help="Show how the weights of a model are sharded.",
+    epilog="Example: autopar policy show mixtral --tp 2 --ep 8",
 )
 def show(
     source: Annotated[
@@ -159,17 +172,19 @@ def show(
     tp: TP = 2,
     pp: PP = 1,
     by_expert: BY_EXPERT = False,
+    ep: EP = None,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Print what each rank would hold of every parameter, and the line of the policy that says so. Nothing is run."""
     with errors(as_json):
+        experts = _experts(tp, ep, by_expert=by_expert)
         file, named = policy_and_model(source, model)
         from autopar.tools.cli.models import heads
         from autopar.tools.cli.policy_check import resolve_policy
 
         built = build(heads(named, trust=trust)[0])
-        report: dict[str, Any] = resolve_policy(built, file, tp=tp, pp=pp, by_expert=by_expert)
+        report: dict[str, Any] = resolve_policy(built, file, tp=tp, pp=pp, ep=experts)
     if as_json:
         print(json.dumps(report, indent=1))
         return

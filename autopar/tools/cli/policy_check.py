@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.config import ParallelConfig
 from autopar.dry_run.plan_model import ModelPlans
 from autopar.errors import AutoparError
 from autopar.plan.listing import derived_notice, rule_of
@@ -31,7 +32,7 @@ def resolve_policy(
     *,
     tp: int = 2,
     pp: int = 1,
-    by_expert: bool = False,
+    ep: int = 1,
 ) -> dict[str, Any]:
     """Resolve a policy for a model and a mesh; nothing is run but what stages are made from.
 
@@ -39,21 +40,23 @@ def resolve_policy(
         model: on the meta device, or with weights; only read.
         policy: as in :func:`autopar.initialize`; None finds the one that lists the model type.
         tp, pp: tensor- and pipeline-parallel size.
-        by_expert: shard mixtures by expert (``expert_parallel_size`` above 1).
+        ep: expert-parallel size: 1, or ``tp`` times the replicas that share the experts.
 
     Returns:
         ``policy``, ``notice`` (of one that was derived unasked), ``attributes``, ``tensors`` (one a
-        parameter: ``rule`` and ``where`` it stands, ``shape``, ``local_shapes`` over tp, ``ranks`` of the pipeline),
+        parameter: ``rule`` and ``where`` it stands, ``shape``, ``local_shapes`` over tp, or over ep where that is
+        larger, ``ranks`` of the pipeline),
         ``ranks`` (``parameters`` and ``bytes`` of each) and ``stages``.
 
     Raises:
         AutoparError: as :func:`autopar.initialize`, with the same text.
     """
+    ParallelConfig.parse({"tp": tp, "pp": pp, "ep": ep})
     plans = _plans(model, policy)
-    plan, stages = plans.tensors(tp, experts=tp if by_expert else 1), plans.stages(pp)
-    report = {**_empty_report(model, tp, pp), "policy": _named(plans.policy), "stages": _stage_report(stages)}
+    plan, stages = plans.tensors(tp, experts=ep), plans.stages(pp)
+    report = {**_empty_report(model, tp, pp, ep), "policy": _named(plans.policy), "stages": _stage_report(stages)}
     report["notice"] = derived_notice(model, plan, plans.policy)
-    return {**report, **_holdings(model, plan, stages, tp, pp)}
+    return {**report, **_holdings(model, plan, stages, pp)}
 
 
 def check_policy(
@@ -63,14 +66,14 @@ def check_policy(
     tp: int = 2,
     pp: int = 1,
     cp: int = 1,
-    by_expert: bool = False,
+    ep: int = 1,
     sequence_parallel: bool = False,
     long_sequences: bool = False,
 ) -> dict[str, Any]:
     """Do what ``initialize`` does before it changes anything, and report it as plain data.
 
     Args:
-        model, policy, tp, pp, by_expert: as in :func:`resolve_policy`.
+        model, policy, tp, pp, ep: as in :func:`resolve_policy`.
         cp: context-parallel size; above 1 it must fit.
         sequence_parallel: whether sequence parallelism must fit.
         long_sequences: also try both where they need not fit, context parallelism on 2 ranks.
@@ -80,20 +83,21 @@ def check_policy(
         and ``context_parallel`` (each ``ok``, or why not), ``errors`` (the library's texts) and ``holds``: whether
         there are none.
     """
-    report = {**_empty_report(model, tp, pp), "dry_run": "not run"}
+    report = {**_empty_report(model, tp, pp, ep), "dry_run": "not run"}
     report |= {"sequence_parallel": None, "context_parallel": None, "errors": []}
     try:
+        ParallelConfig.parse({"tp": tp, "pp": pp, "ep": ep})
         plans = _plans(model, policy)
         report["policy"] = _named(plans.policy)
-        plan = plans.tensors(tp, experts=tp if by_expert else 1)
+        plan = plans.tensors(tp, experts=ep)
         report["notice"] = derived_notice(model, plan, plans.policy)
     except AutoparError as error:
         report["errors"].append(str(error))
         return {**report, "holds": False}
-    tries: list[tuple[str, Callable[[], Any], bool]] = [("dry_run", lambda: _dry_run(plans, tp, by_expert), True)]
+    tries: list[tuple[str, Callable[[], Any], bool]] = [("dry_run", lambda: _dry_run(plans, tp, ep), True)]
     tries.append(("stages", lambda: _stage_report(plans.stages(pp)), True))
     if sequence_parallel or (long_sequences and tp > 1):
-        sequence = functools.partial(plans.sequence, tp, experts=tp if by_expert else 1)
+        sequence = functools.partial(plans.sequence, tp, experts=ep)
         tries.append(("sequence_parallel", lambda: sequence(plans.stages(pp)) and "ok", sequence_parallel))
     if cp > 1 or long_sequences:
         tries.append(("context_parallel", lambda: plans.rows(cp if cp > 1 else _CP) and "ok", cp > 1))
@@ -105,21 +109,22 @@ def check_policy(
         except AutoparError as error:
             report[name] = "fails" if needed else f"refused: {error}"
             report["errors"] += [str(error)] if needed else []
-    report |= _holdings(model, plan, plans.stages(pp) if isinstance(report["stages"], list) else None, tp, pp)
+    report |= _holdings(model, plan, plans.stages(pp) if isinstance(report["stages"], list) else None, pp)
     return {**report, "holds": not report["errors"]}
 
 
-def _dry_run(plans: ModelPlans, tp: int, by_expert: bool) -> str:
-    return "ok" if plans.tried(tp, experts=tp if by_expert else 1) else _why_not_run(plans.inner, tp)
+def _dry_run(plans: ModelPlans, tp: int, ep: int) -> str:
+    return "ok" if plans.tried(tp, experts=ep) else _why_not_run(plans.inner, tp, ep)
 
 
-def _empty_report(model: nn.Module, tp: int, pp: int) -> dict[str, Any]:
+def _empty_report(model: nn.Module, tp: int, pp: int, ep: int) -> dict[str, Any]:
     return {
         "model": type(model).__name__,
         "policy": None,
         "notice": None,
         "tensor_parallel_size": tp,
         "pipeline_parallel_size": pp,
+        "expert_parallel_size": ep,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "attributes": [],
         "tensors": [],
@@ -138,9 +143,9 @@ def _named(policy: Policy) -> dict[str, Any]:
     return {"name": policy.name, "where": str(policy.where), "model_types": list(policy.model_types)}
 
 
-def _why_not_run(model: nn.Module, tp: int) -> str:
+def _why_not_run(model: nn.Module, tp: int, ep: int) -> str:
     if tp == 1:
-        return "not run: one rank holds the whole model"
+        return f"not run: one rank holds the whole model{', but for experts' if ep > 1 else ''}"
     if not isinstance(model, PreTrainedModel):
         return "not run: it needs the arguments of a forward; initialize does it in the first one"
     return "not run: the plain model does not run without data; compare loss and gradients with the plain model's"
@@ -158,14 +163,15 @@ def _stage_report(stages: StagePlan) -> list[dict[str, Any]]:
     ]
 
 
-def _holdings(model: nn.Module, plan: Plan, stages: StagePlan | None, tp: int, pp: int) -> dict[str, Any]:
+def _holdings(model: nn.Module, plan: Plan, stages: StagePlan | None, pp: int) -> dict[str, Any]:
     """The shards of each rank."""
     tensors = list(_tensors(model, plan, stages))
     attributes = [
-        {"name": f"{a.path}.{a.name}", "where": a.where, "whole": a.whole, "local": list(a.values)}
+        {"name": f"{a.path}.{a.name}", "where": a.where, "whole": a.whole}
+        | {"local": [*a.values] * (plan.shards // len(a.values))}  # of tp ranks, or of all that hold the shards
         for a in plan.attributes
     ]
-    return {"attributes": attributes, "tensors": tensors, "ranks": list(_ranks(tensors, tp, pp if stages else 1))}
+    return {"attributes": attributes, "tensors": tensors, "ranks": list(_ranks(tensors, plan, pp if stages else 1))}
 
 
 def _tensors(model: nn.Module, plan: Plan, stages: StagePlan | None) -> Iterator[dict[str, Any]]:
@@ -180,19 +186,20 @@ def _tensors(model: nn.Module, plan: Plan, stages: StagePlan | None) -> Iterator
                 "shape": list(tensor.shape),
                 "rule": rule_of(plan, tensor),
                 "where": tensor.where,
-                "local_shapes": [list(tensor.local_shape(rank)) for rank in range(plan.tp)],
+                "local_shapes": [list(tensor.local_shape(rank)) for rank in range(plan.shards)],
                 "ranks": list(stages.holders(name)) if stages is not None else [0],
             }
 
 
-def _ranks(tensors: list[dict[str, Any]], tp: int, pp: int) -> Iterator[dict[str, int]]:
+def _ranks(tensors: list[dict[str, Any]], plan: Plan, pp: int) -> Iterator[dict[str, int]]:
     for stage in range(pp):
-        for rank in range(tp):
+        for rank in range(plan.shards):
             held = [tensor for tensor in tensors if stage in tensor["ranks"]]
             sizes = [(torch.Size(tensor["local_shapes"][rank]).numel(), tensor["dtype"]) for tensor in held]
             yield {
-                "tp": rank,
+                "tp": rank % plan.tp,
                 "pp": stage,
+                **({"ep": rank} if plan.shards > plan.tp else {}),
                 "parameters": sum(count for count, _ in sizes),
                 "bytes": sum(count * getattr(torch, dtype).itemsize for count, dtype in sizes),
             }

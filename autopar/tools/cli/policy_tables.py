@@ -49,7 +49,8 @@ def print_report(report: dict[str, Any], *, brief: bool = False, places: bool = 
 def _verdict(report: dict[str, Any]) -> Iterator[str]:
     staged = report["pipeline_parallel_size"] > 1
     for rank in report["ranks"]:
-        place = f"tp rank {rank['tp']}" + (f", pp rank {rank['pp']}" if staged else "")
+        place = f"ep rank {rank['ep']}, " if "ep" in rank else ""
+        place += f"tp rank {rank['tp']}" + (f", pp rank {rank['pp']}" if staged else "")
         yield f"{place}: {rank['parameters']:,} parameters, {size(rank['bytes'])}"
     if not report["tensors"]:
         return
@@ -72,24 +73,27 @@ def _tables(report: dict[str, Any], places: bool) -> Iterator[tuple[list[str], l
     """Yield heads and rows of each table."""
     staged = report["pipeline_parallel_size"] > 1 and isinstance(report["stages"], list)
     place = ["rule in"] if places else []
+    tp, ep = report["tensor_parallel_size"], report["expert_parallel_size"]
+    over = f"on each {'ep' if ep > tp else 'tp'} rank"
     cells = []
     for name, tensor in rows(report["tensors"]):
-        local = _alike([_shape(shape) for shape in tensor["local_shapes"]])
+        local = _alike([_shape(shape) for shape in tensor["local_shapes"]], tp)
         ranks = [", ".join(map(str, tensor["ranks"]))] if staged else []
         where = [tensor["where"]] if places else []
         cells.append([name, _shape(tensor["shape"]), tensor["rule"], *where, local, *ranks])
-    yield ["parameter", "shape", "rule", *place, "on each tp rank", *(["pp rank"] if staged else [])], cells
+    yield ["parameter", "shape", "rule", *place, over, *(["pp rank"] if staged else [])], cells
     if report["attributes"]:
         cells = []
         for name, entry in rows(report["attributes"]):
             where = [entry["where"]] if places else []
-            cells.append([name, str(entry["whole"]), *where, _alike([str(value) for value in entry["local"]])])
-        yield ["attribute", "value", *place, "on each tp rank"], cells
+            cells.append([name, str(entry["whole"]), *where, _alike([str(value) for value in entry["local"]], tp)])
+        yield ["attribute", "value", *place, over], cells
 
 
-def _alike(values: list[str]) -> str:
-    """Return the one value of all ranks, or each rank's."""
-    return values[0] if len(set(values)) == 1 else " | ".join(values)
+def _alike(values: list[str], tp: int) -> str:
+    """Return the one value of all ranks, those of tp ranks where all replicas have the same, or each rank's."""
+    runs = (values[:length] for length in (1, tp) if values[:length] * (len(values) // length) == values)
+    return " | ".join(next(runs, values))
 
 
 def _runs(paths: list[str]) -> list[str]:

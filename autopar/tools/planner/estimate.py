@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autopar.config import ParallelConfig
 from autopar.pipeline_parallel.schedule import Action, make_schedule
@@ -67,6 +67,7 @@ class Estimator:
         self._moments = functools.cache(self._rank_states)
         self._bytes = functools.cache(self._rank_bytes)
         self._played = functools.cache(self._play)
+        self._shared: dict[tuple[Any, ...], Any] = {}
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
@@ -138,24 +139,31 @@ class Estimator:
     def _rank_bytes(
         self, tp: int, ep: int, pp: int, replicas: int, schedule: str, zero: int, cp: int
     ) -> list[RankBytes]:
-        states, stages = self.model.states(tp, ep), self._stages(pp, schedule)
-        config = self._config(pp, schedule, zero, cp)
-        return [states.of_rank(stages, config, 0, rank, None, replicas) for rank in range(pp)]
+        stages = self._stages(pp, schedule)
+        key = (tp, ep, replicas, zero, cp, stages.bounds, stages.rank_of)  # several schedules have the same stages
+        if key not in self._shared:
+            states, config = self.model.states(tp, ep), self._config(pp, schedule, zero, cp)
+            self._shared[key] = [states.of_rank(stages, config, 0, rank, None, replicas) for rank in range(pp)]
+        return self._shared[key]
 
     def _states_of(self, candidate: Candidate) -> list[RankBytes]:
         c = candidate
         return self._bytes(c.tp, c.ep, c.pp, c.replicas, c.schedule, c.zero, c.cp if c.sharers > 1 else 1)
 
     def _stage_costs(self, kind: _Kind) -> list[StageCost]:
-        return stage_costs(
-            self.model.count(kind.rows, kind.batch),
-            self._stages(kind.pp, kind.schedule),
-            self.gpu,
-            precision=self.model.precision,
-            rows=kind.rows,
-            gpus_per_node=self.gpus_per_node,
-            checkpointing=kind.checkpointing,
-        )
+        stages = self._stages(kind.pp, kind.schedule)
+        key = (kind.rows, kind.batch, kind.checkpointing, stages.bounds)
+        if key not in self._shared:
+            self._shared[key] = stage_costs(
+                self.model.count(kind.rows, kind.batch),
+                stages,
+                self.gpu,
+                precision=self.model.precision,
+                rows=kind.rows,
+                gpus_per_node=self.gpus_per_node,
+                checkpointing=kind.checkpointing,
+            )
+        return self._shared[key]
 
     def _activation_peaks(self, kind: _Kind, microbatches: int) -> list[ActivationBytes]:
         moments = self._moments(kind.pp, kind.schedule, microbatches, kind.checkpointing)
@@ -236,7 +244,8 @@ class Estimator:
         )
         if candidate.zero == 3 and candidate.replicas > 1:
             calls = 3 * candidate.microbatches * len(self._stages(1, "1f1b").elements)
-            travel += calls * (candidate.replicas - 1) * self.gpu.hop
+            hops = candidate.replicas - 1 + (candidate.copies - 1 if candidate.sharers > 1 else 0)
+            travel += calls * hops * self.gpu.hop
             travel = max(0.0, travel - max(self._busy(candidate)) * candidate.microbatches)
         return {"dp": travel, "optimizer": optimizer}
 
@@ -250,9 +259,14 @@ class Estimator:
         """
         states, replicas = self._states_of(candidate), candidate.replicas
         if candidate.zero == 3:
-            width = 4 if self.model.precision == "fp32" else 2
-            whole = states[0].parameters * replicas * (2 * width + 4)
-            return {1: candidate.microbatches * volume("all_gather", whole, replicas)}
+            width, held = 4 if self.model.precision == "fp32" else 2, states[0]
+            experts = held.parameters * held.expert_weights // max(held.weights, 1)
+            parts = {1: (held.parameters - experts, replicas)}
+            parts |= {candidate.sharers: (experts, candidate.copies)} if candidate.sharers > 1 else {}
+            volumes = (
+                (of, volume("all_gather", n * ranks * (2 * width + 4), ranks)) for of, (n, ranks) in parts.items()
+            )
+            return {of: candidate.microbatches * sent for of, sent in volumes}
 
         def sent(gradients: int, weights: int, ranks: int) -> int:
             gathered = weights if candidate.zero == 1 else 0

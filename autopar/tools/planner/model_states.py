@@ -113,7 +113,8 @@ class ModelStates:
         spread = [parameter.name in self.plan.experts for parameter in held]
         owned = [True] * len(held)
         if config.zero_stage == 3:
-            sizes = [_rows(*pair, dp or 0, replicas) for pair in zip(held, shapes, strict=True)]
+            whose = [(copies.copy(dp or 0), copies.size) if expert else (dp or 0, replicas) for expert in spread]
+            sizes = [_rows(p, shape, at, of) for p, shape, (at, of) in zip(held, shapes, whose, strict=True)]
         elif config.zero_stage == 1 and replicas > 1:
             owned = copies.owned(sizes, spread, dp)
         dtype = DTYPES.get(config.precision)

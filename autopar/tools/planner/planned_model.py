@@ -195,7 +195,8 @@ class PlannedModel:
             config.use_cache = False
         ends = set[str]()
         if rows.sequence_parallel:
-            sequence = self.plans.sequence(rows.tp, self._one_stage, experts=rows.ep)
+            experts = min(rows.ep, rows.tp)  # rows between regions are the same, whichever replicas hold the experts
+            sequence = self.plans.sequence(rows.tp, self._one_stage, experts=experts)
             sequence_parallel.apply(shard, sequence, region)
             ends = {paths[-1] for paths in sequence.lists}
         if rows.cp > 1:

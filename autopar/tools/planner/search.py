@@ -91,8 +91,7 @@ class Space:
             for zero in _zero_stages(self.zero, pp, cp * dp):
                 for checkpointing in (False, True) if self.checkpointing is None else (self.checkpointing,):
                     for rows, ep in itertools.product(self._rows(tp, cp), self.experts(tp, dp)):
-                        if zero != 3 or ep <= tp:  # replicas that share experts hold different ones already
-                            yield Candidate(tp, pp, dp, schedule, batch, count, zero, checkpointing, cp, rows, ep)
+                        yield Candidate(tp, pp, dp, schedule, batch, count, zero, checkpointing, cp, rows, ep)
 
     def _rows(self, tp: int, cp: int) -> Sequence[bool]:
         """Return whether sequence parallelism is used; it shards the sequences that cp does, over tp."""
@@ -238,8 +237,6 @@ def _no_batch(space: Space, mesh: Mesh) -> str:
         return f"the global batch of {space.global_batch} does not divide over {dp} replicas"
     if space.global_batch // dp < pp:
         return f"{space.global_batch // dp} samples a replica are fewer than {pp} stages"
-    if space.zero == 3 and pp == 1:
-        return f"ZeRO stage 3 does not go with experts that replicas share: tp is {tp}"
     return f"ZeRO stage {space.zero} does not go with pp {pp} x dp {dp}"
 
 
