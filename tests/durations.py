@@ -120,12 +120,12 @@ def deal(costs: Sequence[Cost], workers: int, seed: int | None = None) -> list[i
     spare = [unit.pop() for part, most in zip(parts, number, strict=True) for unit in _shortest(part, most)]
     result = []
     for part, most in zip(parts, number, strict=True):
-        part += [[spare.pop()] for _ in range(most - sum(map(len, part)))]
+        part += [[spare.pop()] for _ in range(min(most - sum(map(len, part)), len(spare)))]
         if seed is not None:
             random.Random(seed).shuffle(part)
         places = [place for unit in part for place in unit]
         result += sorted(places, key=lambda place: (*_turn(costs[place]), place)) if seed is None else places
-    return result
+    return result + spare
 
 
 def _turn(cost: Cost) -> tuple[bool, int, str]:

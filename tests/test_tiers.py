@@ -93,6 +93,8 @@ def test_workers_begin_with_equal_seconds_in_equal_numbers(seed: int, workers: i
 def test_few_tests_are_dealt_too() -> None:
     for count in range(4):
         assert sorted(deal(_costs(0, count), 2)) == list(range(count))
+    together = [Cost("one", 2, 1.0, True)] * 3
+    assert sorted(deal(together, 2)) == [0, 1, 2]  # nothing can be moved
 
 
 def test_a_seed_gives_another_order_of_the_same_parts() -> None:
