@@ -35,7 +35,7 @@ FORMS: dict[str, dict[str, Any]] = {
 _SIZES = {"hidden_size": 192, "num_attention_heads": 3, "head_dim": 64, "intermediate_size": 320, "vocab_size": 131}
 _SIZES |= {"num_hidden_layers": 2, "num_key_value_heads": 3, "max_position_embeddings": 64, "pad_token_id": 0}
 _OF_GPT2 = {"n_embd": 192, "n_head": 3, "n_layer": 2, "vocab_size": 131, "n_positions": 64, "eos_token_id": 0}
-_OF_GPT2 |= {"bos_token_id": 0, "attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0}
+_OF_GPT2 |= {"bos_token_id": 0, "tie_word_embeddings": False, "attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0}
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaForCausalLM, lambda: LlamaConfig(**_SIZES)),
     "qwen3": (Qwen3ForCausalLM, lambda: Qwen3Config(**{**_SIZES, "num_key_value_heads": 1})),
