@@ -131,8 +131,9 @@ _LAYERS = {  # module of PEFT -> classes, named as in it
 _METHODS = ("LORA", "IA3", "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
 _SETTINGS = ("ensure_weight_tying", "layer_replication")
 _INSTEAD = (
-    "  What is exact over tensor-parallel ranks: LoRA (also rslora, lora_bias, several adapters, modules_to_save) and\n"
-    "  IA3 on linear layers, LoRA on embeddings; without stages also prompts and prefixes. Others train on one rank."
+    "  What is exact over tensor-parallel ranks: LoRA (also rslora, DoRA, lora_bias, several adapters,\n"
+    "  modules_to_save) and IA3 on linear layers, LoRA on embeddings; without stages also prompts and prefixes.\n"
+    "  Others train on one rank."
 )
 
 
@@ -180,8 +181,11 @@ def _of_layer(path: str, layer: Any) -> Iterator[str]:
         method = kind.__module__.removeprefix("peft.tuners.").partition(".")[0]
         base = type(layer.get_base_layer()).__name__
         yield f"PEFT's {method} layer {kind.__name__} on a {base} (at {path})"
-    variants = getattr(layer, "lora_variant", {})
-    for name, variant in variants.items():
-        yield f"PEFT's {type(variant).__name__.removesuffix('Variant')} of adapter '{name}' (at {path}): DoRA and such"
+    for name, variant in getattr(layer, "lora_variant", {}).items():
+        if type(variant).__name__ != "DoraLinearVariant":
+            shown = type(variant).__name__.removesuffix("Variant")
+            yield f"PEFT's {shown} of adapter '{name}' (at {path}), a variant of LoRA"
+        elif isinstance(layer.lora_dropout[name], nn.Dropout):
+            yield f"lora_dropout of adapter '{name}' (at {path}), a DoRA: it multiplies with the whole weight then"
     if layer.base_layer is not layer.get_base_layer() and kind.__name__ != "ParamWrapper":  # those are nested
         yield f"adapters on adapters (at {path})"

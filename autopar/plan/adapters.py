@@ -84,6 +84,8 @@ def _low_rank(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) 
         a, b = join(path, "lora_A", name), join(path, "lora_B", name)
         dropout = join(path, "lora_dropout", name)
         first, second = layer.lora_A[name], layer.lora_B[name]
+        if name in layer.lora_magnitude_vector:
+            yield _magnitude(join(path, "lora_magnitude_vector", name), layer, name, None if whole else plan, match)
         drops = isinstance(layer.lora_dropout[name], nn.Dropout)
         if plan is None or whole or plan.rule == "enter_output":
             yield TensorRule(None, _whole(first))
@@ -119,6 +121,23 @@ def _low_rank(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) 
                 yield TensorRule(ModulePlan(place, "replicated", where, summed=summed), _whole(module))
         else:
             raise _cannot_follow(path, plan, match)
+
+
+def _magnitude(path: str, layer: Any, name: str, plan: ModulePlan | None, match: RuleMatch) -> TensorRule:
+    """The magnitudes of a weight's outputs (Liu et al., "DoRA", 2024): sharded as its outputs are, or whole.
+
+    The norms that they are divided by are of whole outputs: a rank has all of each, or a part of each.
+    """
+    module = layer.lora_magnitude_vector[name]
+    if plan is None:
+        return TensorRule(None, _whole(module))
+    if plan.rule == "row":
+        return TensorRule(ModulePlan(path, "magnitude_of_parts", plan.where), _whole(module))
+    if plan.rule != "column" or plan.gather_output or plan.layout is None:
+        raise _cannot_follow(path, plan, match)
+    layout = Layout.of(0, plan.layout.blocks)
+    sharded = ModulePlan(path, "magnitude", plan.where, layout, {"weight": layout})
+    return TensorRule(sharded, [("weight", module.weight, layout)])
 
 
 def _inside(path: str, name: str, layer: Any, plan: ModulePlan) -> Iterator[TensorRule]:

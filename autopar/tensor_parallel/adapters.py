@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from autopar.adapters import is_peft_model, is_tuner
+from autopar.distributed.plain_collectives import all_reduce
 from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.swap import bind, unbind
 from autopar.tensor_parallel.embeddings import look_up
 from autopar.tensor_parallel.region_modules import RegionModule
 
-__all__ = ["AdapterOfRows", "DropoutAlike", "DropoutApart", "attach", "detach"]
+__all__ = ["AdapterOfRows", "DropoutAlike", "DropoutApart", "Magnitude", "MagnitudeOfParts", "attach", "detach"]
 
 _OWNER = "tensor parallelism of adapters"
 
@@ -88,6 +89,38 @@ class DropoutApart(RegionModule):
             return super().forward(*args, **kwargs)
         finally:
             self.region.leave()
+
+
+class Magnitude(RegionModule):
+    """PEFT's magnitudes of DoRA, of outputs of which this rank has all inputs.
+
+    PEFT takes the weight and its norms as constants. A dry run would follow them, so there they are of no weight.
+    """
+
+    def get_lora_weight(self, lora_A: Any, lora_B: Any, adapter_name: str | None = None) -> torch.Tensor:
+        """Return what an adapter adds to this rank's weight, ``[out, in]``."""
+        a, b = lora_A.weight.detach(), lora_B.weight.detach()
+        return b @ a if not a.is_meta else b.new_empty(b.shape[0], a.shape[1])
+
+    def get_weight_norm(
+        self, weight: torch.Tensor, lora_weight: torch.Tensor, scaling: float, adapter_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the norm of each output's weights, ``[out]``."""
+        if weight.is_meta:
+            return lora_weight.new_empty(lora_weight.shape[0])
+        weight = weight.detach().T if self.fan_in_fan_out else weight.detach()  # type: ignore[attr-defined]
+        return self._norm(weight[:, : lora_weight.shape[1]] + scaling * lora_weight.detach())
+
+    def _norm(self, weight: torch.Tensor) -> torch.Tensor:
+        norms: torch.Tensor = torch.linalg.vector_norm(weight, dim=1)
+        return norms
+
+
+class MagnitudeOfParts(Magnitude):
+    """The same of outputs of which each rank has some inputs: squares are summed over tp."""
+
+    def _norm(self, weight: torch.Tensor) -> torch.Tensor:
+        return all_reduce(weight.float().square().sum(1), self.tp).sqrt().to(weight.dtype)
 
 
 class AdapterOfRows(RegionModule):

@@ -19,27 +19,31 @@ import inspect
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from autopar.distributed.axis import Group
 from autopar.distributed.collectives import copy, gather, reduce_, scatter
-from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.rng import kept
 from autopar.errors import PolicyError
 from autopar.foreign.modules import Convolution, convolve
 from autopar.plan.plan import ModulePlan
-from autopar.quantized.layers import stored_weight
 from autopar.swap import mixed_class
-from autopar.tensor_parallel.adapters import AdapterOfRows, DropoutAlike, DropoutApart
+from autopar.tensor_parallel.adapters import (
+    AdapterOfRows,
+    DropoutAlike,
+    DropoutApart,
+    Magnitude,
+    MagnitudeOfParts,
+)
 from autopar.tensor_parallel.embeddings import HiddenParallelEmbedding, VocabParallelEmbedding
 from autopar.tensor_parallel.experts import ExpertParallel
 from autopar.tensor_parallel.logits_shards import Head, HeadState, Shards
 from autopar.tensor_parallel.norms import ShardedNorm
 from autopar.tensor_parallel.overlap import CONV1D, LINEAR, WeightGradient, attach
 from autopar.tensor_parallel.parallel_layer import FullWeight, InitMethod, ParallelLayer, make_linear
+from autopar.tensor_parallel.quantized_product import StoredProduct
 from autopar.tensor_parallel.region_modules import RegionModule, region_class
 from autopar.tensor_parallel.sequence_rows import sum_to_rows
 from autopar.tensor_parallel.sharded_logits import sharded_logits
@@ -274,38 +278,12 @@ class RowParallelConv(_Conv, _Row):
         return y + bias.to(y.dtype).view(-1, *[1] * (y.ndim - 2 if y.ndim == self.weight.ndim else y.ndim - 1))
 
 
-class _Stored:
-    """A linear layer with a quantized weight, as the product of a parallel layer: its own forward multiplies."""
-
-    _weight_gradient: WeightGradient | None = None  # the weight is frozen
-    _parameters: Any
-
-    def _multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        own, kept = self._parameters, self._parameters["bias"]
-        own["bias"] = bias
-        try:
-            y: torch.Tensor = super(ParallelLayer, self).forward(x)  # type: ignore[misc]
-        finally:
-            own["bias"] = kept
-        return y
-
-
-class ColumnParallelStored(_Stored, _Column):
+class ColumnParallelStored(StoredProduct, _Column):
     """A linear layer with a quantized weight and its output features sharded."""
 
 
-class RowParallelStored(_Stored, _Row):
+class RowParallelStored(StoredProduct, _Row):
     """A linear layer with a quantized weight and its input features sharded."""
-
-    def _multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        stored: Any = stored_weight(self)  # type: ignore[arg-type]
-        if stored.whole_rows is not None:
-            x = stored.whole_rows(x, self._largest)
-        return super()._multiply(x, weight, bias)
-
-    def _largest(self, x: torch.Tensor) -> torch.Tensor:
-        all_reduce(x, op=dist.ReduceOp.MAX, group=self.tp.group)
-        return x
 
 
 _LAYERS: dict[tuple[str, bool], type[nn.Module]] = {
@@ -322,6 +300,8 @@ _REGION_MODULES: dict[str, type[RegionModule]] = {
     "dropout_alike": DropoutAlike,
     "dropout_apart": DropoutApart,
     "adapter_of_rows": AdapterOfRows,
+    "magnitude": Magnitude,
+    "magnitude_of_parts": MagnitudeOfParts,
 }
 
 

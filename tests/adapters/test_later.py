@@ -114,8 +114,8 @@ def test_other_models_and_what_is_refused():
     model = autopar.initialize(llama(), TP)
     model.lm_head.weight.requires_grad_(False)
     before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    with raises_everywhere(ConfigError, "tensor_parallel_size=2 does not go together with PEFT's DoraLinear"):
-        get_peft_model(model, _config(use_dora=True))
+    with raises_everywhere(ConfigError, "tensor_parallel_size=2 does not go together with lora_dropout of adapter"):
+        get_peft_model(model, _config(use_dora=True, lora_dropout=0.5))
     assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == before
     with pytest.raises(ValueError, match="nothing"):
         get_peft_model(model, _config(target_modules=["nothing"], modules_to_save=None))

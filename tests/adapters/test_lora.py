@@ -19,11 +19,16 @@ MODELS: dict[str, Callable[[], Any]] = {
     "llama, queries and values": lambda: with_lora(llama(), target_modules=["q_proj", "v_proj"]),
     "llama, all linear": lambda: with_lora(llama(), target_modules="all-linear", use_rslora=True, lora_bias=False),
     "gpt2, Conv1D": lambda: with_lora(gpt2(), target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True),
+    "llama, DoRA": lambda: with_lora(llama(attention_bias=True), target_modules="all-linear", use_dora=True),
+    "gpt2, DoRA": lambda: with_lora(
+        gpt2(), target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True, use_dora=True
+    ),
+    "phi3, DoRA": lambda: with_lora(phi3(), target_modules="all-linear", use_dora=True),
     "phi3, fused": lambda: with_lora(phi3(), target_modules="all-linear"),
 }
 
 
-@pytest.mark.tier("test", only=("llama, all linear", "gpt2, Conv1D"))
+@pytest.mark.tier("test", only=("llama, all linear", "gpt2, Conv1D", "llama, DoRA"))
 @pytest.mark.parametrize("name", MODELS)
 @pooled(world_size=2)
 def test_lora_trains_as_on_one_process(name: str):

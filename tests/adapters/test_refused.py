@@ -17,7 +17,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # 
 
 _LINEAR = ["q_proj", "o_proj"]
 METHODS = {
-    "DoRA": (lambda: peft.LoraConfig(target_modules=_LINEAR, use_dora=True), r"PEFT's DoraLinear of adapter 'default'"),
+    "DoRA and dropout": (
+        lambda: peft.LoraConfig(target_modules=_LINEAR, use_dora=True, lora_dropout=0.1),
+        r"lora_dropout of adapter 'default' \(at .*q_proj\), a DoRA",
+    ),
+    "aLoRA": (
+        lambda: peft.LoraConfig(target_modules=_LINEAR, alora_invocation_tokens=[1], task_type="CAUSAL_LM"),
+        r"PEFT's ALoraLinear of adapter 'default' \(at .*q_proj\), a variant of LoRA",
+    ),
     "AdaLoRA": (
         lambda: peft.AdaLoraConfig(target_modules=_LINEAR, total_step=9),
         r"PEFT's ADALORA \(adapter 'default'",
