@@ -13,17 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from autopar.checkpoint.state import listed
 from autopar.deferred_init.context import on_cpu
 from autopar.deferred_init.random_init import DeferredParameter, InitSteps, adapter_parameters
 from autopar.deferred_init.sources import by_parameter, clear_sources, sources_of
-from autopar.distributed.axis import Axis
 from autopar.distributed.broadcast_data import sync_parameters
-from autopar.distributed.collectives import all_gather
-from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import same_draws
 from autopar.errors import ConfigError
@@ -34,6 +30,7 @@ from autopar.quantized.layers import stored_weights
 from autopar.quantized.stored import Part, StoredWeight
 from autopar.storage.lazy_tensor import InMemory, map_shard, read_shard
 from autopar.swap import replace_storage
+from autopar.tensor_parallel.quantized_product import part_on
 
 __all__ = ["Materializer", "deferred_fingerprint", "reading_threads"]
 
@@ -160,13 +157,7 @@ class Materializer:
         if pending.layout is None or pending.layout.axis_size == 1:
             stored.fill(shard, Part(None, 0, lambda part, layout: part, lambda most: most))
             return
-        axis: Axis = module.tp
-
-        def largest(most: torch.Tensor) -> torch.Tensor:
-            all_reduce(most, op=dist.ReduceOp.MAX, group=axis.group)
-            return most
-
-        stored.fill(shard, Part(pending.layout, axis.rank, lambda part, of: all_gather(part, axis, of), largest))
+        stored.fill(shard, part_on(module.tp, pending.layout))
 
 
 def _pending(model: nn.Module, plan: Plan) -> dict[int, DeferredParameter]:

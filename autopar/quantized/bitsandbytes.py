@@ -62,7 +62,8 @@ class FourBit:
                 f"bnb_4bit_quant_storage={module.weight.quant_storage}: bytes of quantized weights would look like "
                 "numbers to whatever\n  converts or sums parameters. Leave it out: torch.uint8 is its default."
             )
-        self.format = f"bitsandbytes {module.weight.quant_type}"
+        nested = module.weight.compress_statistics if state is None else state.nested
+        self.format = f"bitsandbytes {module.weight.quant_type}{' with quantized scales' if nested else ''}"
         shape = module.weight.shape if state is None else state.shape
         self.shape: tuple[int, int] = (shape[0], shape[1])
         self.block: tuple[int, int] = (1, module.weight.blocksize)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,6 +26,7 @@ from autopar.quantized.layers import stored_weight
 from autopar.swap import bind, unbind
 from autopar.tensor_parallel.config_view import set_value, view_of_config
 from autopar.tensor_parallel.layers import parallel_class, plain_class
+from autopar.tensor_parallel.quantized_product import part_on
 from autopar.tensor_parallel.regions import Region
 
 __all__ = ["apply", "full_state_dict", "hide_sizes", "load_full_state_dict", "resize", "show_sizes", "undo"]
@@ -195,7 +195,7 @@ def undo(model: nn.Module, plan: Plan) -> None:
             parameter, buffer = own_parameters(module).get(name), own_buffers(module).get(name)
             stored = stored_weight(module) if name == "weight" else None
             if stored is not None:
-                stored_form.join(stored, layout, functools.partial(_whole_on, axis))
+                stored_form.join(stored, layout, part_on(axis).gather)
             elif parameter is not None and id(parameter) not in done:
                 done.add(id(parameter))
                 gradient, parameter.grad = _gradient_of(parameter, axis), None
@@ -214,10 +214,6 @@ def undo(model: nn.Module, plan: Plan) -> None:
     for module in modules.values():
         if "_autopar_config" in vars(module):
             module.config = module.__dict__.pop("_autopar_config")
-
-
-def _whole_on(axis: Axis, shard: torch.Tensor, layout: Layout) -> torch.Tensor:
-    return all_gather(shard, axis, layout)
 
 
 def _gradient_of(parameter: nn.Parameter, axis: Axis) -> torch.Tensor | None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import all_gather
 from autopar.distributed.gloo_collectives import all_reduce
+from autopar.layout import Layout
 from autopar.quantized.layers import stored_weight
+from autopar.quantized.stored import Part
 from autopar.tensor_parallel.overlap import WeightGradient
 from autopar.tensor_parallel.parallel_layer import ParallelLayer
 
-__all__ = ["StoredProduct"]
+__all__ = ["StoredProduct", "part_on"]
 
 
 class StoredProduct(ParallelLayer):
@@ -31,5 +35,14 @@ class StoredProduct(ParallelLayer):
         return y
 
     def _largest(self, x: torch.Tensor) -> torch.Tensor:
-        all_reduce(x, op=dist.ReduceOp.MAX, group=self.tp.group)
+        return part_on(self.tp).largest(x)
+
+
+def part_on(axis: Axis, layout: Layout | None = None) -> Part:
+    """Return what the ranks of an axis, which hold parts of one quantized weight, do together."""
+
+    def largest(x: torch.Tensor) -> torch.Tensor:
+        all_reduce(x, op=dist.ReduceOp.MAX, group=axis.group)
         return x
+
+    return Part(layout, axis.rank, lambda shard, of: all_gather(shard, axis, of), largest)
