@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.checkpoint.shard_index import FileRecord, Part
-from autopar.checkpoint.staging import MANIFEST, leftovers
+from autopar.checkpoint.staging import MANIFEST, REMOVED, leftovers
 from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import CheckpointError, nearest
 from autopar.plan.plan import Piece, TensorPlan
@@ -284,6 +284,12 @@ def _reason(error: BaseException) -> str:
 
 
 def _why_missing(folder: Path) -> str:
+    if (folder / REMOVED).is_file():
+        return (
+            f"{folder} was being deleted when its process ended: it has no {MANIFEST} any more\n"
+            "  keep_last deletes old checkpoints, and the next save deletes the rest of this one. "
+            "autopar.latest finds the newest."
+        )
     if (folder / "config.json").is_file():
         return (
             f"{folder} is no sharded checkpoint: it has config.json but no {MANIFEST}\n"

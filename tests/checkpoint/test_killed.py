@@ -21,6 +21,7 @@ import torch.distributed as dist
 from autopar.checkpoint import Manifest, save
 from autopar.checkpoint import staging as folder
 from autopar.checkpoint.offline.check import check_checkpoint
+from autopar.checkpoint.rotation import is_checkpoint
 from autopar.checkpoint.staging import Staging, leftovers
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
@@ -151,7 +152,10 @@ def test_killed_at_a_random_moment(tmp_path, alone, point):
         assert numbers[-1] <= loads(tmp_path / "ckpt", alone) <= numbers[-1] + 2
         assert os.listdir(tmp_path) == ["ckpt"]
         return
-    whole = {int(path.name.rpartition("-")[2]): path for path in tmp_path.glob("ckpt-*")}
+    # A rotation that was killed leaves a folder without its manifest, which is a checkpoint no more.
+    whole = {int(path.name.rpartition("-")[2]): path for path in tmp_path.glob("ckpt-*") if is_checkpoint(path)}
+    rest = [path for path in tmp_path.glob("ckpt-*") if not is_checkpoint(path)]
+    assert len(rest) <= 1 and all(int(path.name.rpartition("-")[2]) < min(whole) for path in rest)
     assert numbers[-1] in whole or numbers[-1] + 1 in whole
     assert 2 <= len(whole) <= 3 or numbers[-1] == 1  # a third one if the rotation was yet to come
     for number, path in whole.items():

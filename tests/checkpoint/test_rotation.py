@@ -268,6 +268,8 @@ def test_killed_at_any_moment_nothing_half_looks_whole(tmp_path, monkeypatch, ot
 def test_a_half_deleted_checkpoint_can_be_saved_again(tmp_path):
     old = saved(tmp_path / "step-1")
     os.rename(old / "autopar.json", old / ".autopar.json.removed")
+    with pytest.raises(CheckpointError, match=r"was being deleted when its process ended: it has no autopar.json any"):
+        Manifest.read(old)
     (old / "config.json").unlink()
     (old / "notes.md").write_text("mine")
     staging = Staging(old)
