@@ -35,13 +35,13 @@ TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["verification"], ["c
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
     "applied": 800,
-    "checkpoint": 6080,
+    "checkpoint": 6200,
     "checks": 2240,
     "config": 940,
     "context_parallel": 2880,
     "data_parallel": 2770,
     "deferred_init": 1140,
-    "distributed": 4410,
+    "distributed": 4420,
     "dry_run": 3390,
     "foreign": 1000,
     "integrations": 1810,

@@ -26,6 +26,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from autopar.checkpoint.quantized_base import QuantizedBase
 from autopar.checkpoint.shard_index import FileRecord, Part
 from autopar.checkpoint.staging import MANIFEST, REMOVED, leftovers
 from autopar.distributed.mesh_sizes import MeshSizes
@@ -96,6 +97,7 @@ class Manifest:
         follows: the ``order`` of the save that this one goes on from; 0 if it is not known.
         cp: context-parallel size of the mesh.
         tp: tensor-parallel size of the mesh, if experts were sharded over more ranks; else 0.
+        base: the quantized weights that were left out.
     """
 
     save_id: str
@@ -112,6 +114,7 @@ class Manifest:
     follows: int = 0
     cp: int = 1
     tp: int = 0
+    base: QuantizedBase = field(default_factory=QuantizedBase)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tp", self.tp or self.sizes.tp)
@@ -180,7 +183,7 @@ class Manifest:
             "buffers": [name for name in self.tensors if name not in self.parameters],
             "parts": {name: part.to_json() for name, part in self.parts.items()},
             "training": dict(self.training),
-        }
+        } | ({"quantized_base": self.base.to_json()} if self.base.digests else {})
 
     def write(self, folder: Path) -> None:
         """Write ``autopar.json``."""
@@ -215,6 +218,7 @@ class Manifest:
             follows=int(data.get("follows", 0)),
             cp=int(mesh.get("context_parallel_size", 1)),
             tp=tp,
+            base=QuantizedBase.from_json(data["quantized_base"]) if "quantized_base" in data else QuantizedBase(),
         )
         manifest.check()
         return manifest

@@ -17,6 +17,7 @@ from autopar.checkpoint.extra import SavedShards
 from autopar.checkpoint.format import MANIFEST
 from autopar.checkpoint.optimizer_state import Restoration, prepare
 from autopar.checkpoint.optimizer_weights import TrainingWeights, keeps_state, parameters_by_name
+from autopar.checkpoint.quantized_base import QuantizedBase, digests_here, name_of, warn_of_another
 from autopar.checkpoint.rotation import place_in_series
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.state import State, listed, local_tensors, state_of
@@ -87,6 +88,7 @@ def load(
         state.resumed_from.clear()
         state.resumed_from.update(place_in_series(loader.shards.folder, loader.shards.manifest.order))
         _warn_of_casts(loader)
+        _compare_base(model, loader)
         _warn_of_dropped_weights(loader)
     finally:
         for loader in prepared:
@@ -204,6 +206,7 @@ def _check_model(shards: Shards, state: State, tensors: Mapping[str, torch.Tenso
             + (f"  Missing in the checkpoint: {listed(missing)}.{nearest(missing[0], unexpected)}\n" if missing else "")
             + (f"  Unexpected: {listed(unexpected)}.\n" if unexpected else "")
             + f"  It holds a {manifest.model_type!r} model, this one is {plan.model_type!r}."
+            + _of_quantized(manifest.base, state)
         )
     for name, mine in plan.tensors.items():
         theirs = saved[name]
@@ -217,6 +220,25 @@ def _check_model(shards: Shards, state: State, tensors: Mapping[str, torch.Tenso
             raise CheckpointError(
                 f"{name} is {saved[name].dtype} in {folder} and {dtype_name(tensor.dtype)} in the model"
             )
+
+
+def _of_quantized(saved: QuantizedBase, state: State) -> str:
+    """Return the line that says which of the two models is quantized, if one of them alone is."""
+    if bool(saved.forms) == bool(state.quantized):
+        return ""
+    here = "is not quantized" if saved.forms else f"is ({len(state.quantized)} weights)"
+    there = f"was saved on {saved}" if saved.forms else "holds weights of a model that was not quantized"
+    return f"\n  The checkpoint {there}; the model {here}."
+
+
+def _compare_base(model: nn.Module, loader: _Loader) -> None:
+    """Warn if quantized weights, which a checkpoint leaves out, are not those of the run that saved it. Collective."""
+    state, saved = loader.state, loader.shards.manifest.base
+    if not saved.digests:  # written by an earlier version
+        return
+    ranks = all_ranks(state.mpu, lambda: digests_here(model, state))
+    if ranks:  # rank 0
+        warn_of_another(saved, QuantizedBase.of(name_of(model, state), state, ranks), loader.shards.folder)
 
 
 def _warn_of_casts(loader: _Loader) -> None:

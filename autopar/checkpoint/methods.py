@@ -209,7 +209,8 @@ def attach(
     if model.get_submodule(path) is not hf_model:
         raise ValueError(f"{path!r} is not the path of the Hugging Face model")
     saved = plan.saved()
-    model.__dict__[STATE] = State(saved, mpu, path, dict(holders or {}), plan.quantized())
+    left_out = {name: tensor for name, tensor in plan.tensors.items() if tensor.quantized}
+    model.__dict__[STATE] = State(saved, mpu, path, dict(holders or {}), left_out)
     if is_peft_model(model):
         bind(
             model,

@@ -19,6 +19,7 @@ from autopar.checkpoint.format import SHARDED_EXTRA, Manifest, versions
 from autopar.checkpoint.offline.merge import write_merged
 from autopar.checkpoint.optimizer_metadata import OptimizerMetadata, merge_metadata
 from autopar.checkpoint.optimizer_weights import states_only
+from autopar.checkpoint.quantized_base import QuantizedBase, digests_here, name_of
 from autopar.checkpoint.rotation import next_order, place_in_series, rotate, series_of
 from autopar.checkpoint.shard_index import FileRecord, Part, shard_name
 from autopar.checkpoint.shards import Shards
@@ -68,7 +69,8 @@ def save(
         local = snapshot(model, optimizer, lr_scheduler, extra)
         model_id = f"{state.plan.model_type} {len(state.plan.tensors)} tensors, mesh {tuple(mpu.sizes)}"
         call = {"model": model_id, "saved with": given, **asdict(request)}
-        return call, _Writer(state, request, config_writer(model), tokenizer), local
+        local = replace(local, report={**local.report, "base": digests_here(model, state)})
+        return call, _Writer(model, state, request, tokenizer), local
 
     writer, local = prepare_alike(model, timeout, prepare)
     if local.fsdp:
@@ -127,10 +129,9 @@ def _on_all(peers: Ranks, make: Callable[[], Snapshot]) -> Snapshot:
 class _Writer:
     """Write one save after all checks; can run in the background."""
 
-    def __init__(
-        self, state: State, request: SaveRequest, write_config: Callable[[Path], None], tokenizer: Any
-    ) -> None:
-        self.state, self.request, self.write_config, self.tokenizer = state, request, write_config, tokenizer
+    def __init__(self, model: nn.Module, state: State, request: SaveRequest, tokenizer: Any) -> None:
+        self.state, self.request, self.tokenizer = state, request, tokenizer
+        self.write_config, self.base_name = config_writer(model), name_of(model, state)
         self.staging: Staging | None = None
         self.staged: tuple[Path, str] | None = None  # the folder to write into, the id of the save
 
@@ -178,7 +179,9 @@ class _Writer:
         order = next_order(self.staging.target)
         resumed_from = self.state.resumed_from.get(series_of(self.staging.target) or "", 0)
         manifest = _manifest(self.state, save_id, reports, along)
-        replace(manifest, order=order, follows=resumed_from if resumed_from < order else 0).write(folder)
+        base = QuantizedBase.of(self.base_name, self.state, [report["base"] for report in reports])
+        follows = resumed_from if resumed_from < order else 0
+        replace(manifest, order=order, follows=follows, base=base).write(folder)
         if self.request.merge:
             with Shards(folder) as shards:
                 size, format = self.request.max_shard_size, self.request.format

@@ -25,7 +25,7 @@ from autopar.distributed.agree import Ranks
 from autopar.distributed.axis import Axis
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
-from autopar.plan.plan import Plan
+from autopar.plan.plan import Plan, TensorPlan
 from autopar.quantized.layers import stored_weights
 
 __all__ = [
@@ -130,7 +130,7 @@ class State:
         plan, mpu: of the model; without quantized weights, which a checkpoint leaves out.
         hf_path: path of the Hugging Face model in the root model; ``""`` if it is the root.
         holders: tensor name -> the stages that hold it; empty without a pipeline.
-        quantized: weights that are left out -> the form in which they are stored.
+        quantized: the weights that are left out.
         background: the save that is being written while training goes on.
         resumed_from: series of checkpoints -> the order of the one that the model was last loaded from or saved as.
     """
@@ -139,7 +139,7 @@ class State:
     mpu: MPU
     hf_path: str
     holders: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    quantized: Mapping[str, str] = field(default_factory=dict)
+    quantized: Mapping[str, TensorPlan] = field(default_factory=dict)
     background: Background = field(default_factory=Background, compare=False)
     resumed_from: dict[str, int] = field(default_factory=dict, compare=False)
 
@@ -155,9 +155,10 @@ class State:
     def check_whole(self, call: str) -> None:
         """Raise CheckpointError if ``call``, which writes all weights, would leave quantized ones out."""
         if self.quantized:
-            name, form = next(iter(self.quantized.items()))
+            name, tensor = next(iter(self.quantized.items()))
             raise CheckpointError(
-                f"{call} would leave out {len(self.quantized)} quantized weights, such as {name} ({form}).\n"
+                f"{call} would leave out {len(self.quantized)} quantized weights, such as {name} "
+                f"({tensor.quantized}).\n"
                 "  adapter_only=True writes the adapters; without merge_checkpoints, save_parallelized writes all that "
                 "is not quantized,\n  for from_parallelized into the same base model."
             )

@@ -13,7 +13,17 @@ from torch.distributed.tensor import DTensor
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.process import device_of_numbers
 
-__all__ = ["checksum", "extremes", "hexdigest", "of_checksum", "of_tensor", "of_text", "of_values", "sum_of_bits"]
+__all__ = [
+    "checksum",
+    "extremes",
+    "hexdigest",
+    "of_checksum",
+    "of_tensor",
+    "of_text",
+    "of_values",
+    "sum_of_bits",
+    "sum_of_elements",
+]
 
 _SMALL = 1 << 16  # bytes on the CPU up to which hashing costs less than summing
 _BITS = 62  # an int64, with room for its negative
@@ -78,6 +88,12 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     Equal tensors have equal sums on any device, others practically never.
     """
     return _bits(tensor).sum(dtype=torch.int64)
+
+
+def sum_of_elements(tensor: torch.Tensor) -> int:
+    """Sum a tensor's elements, each one's bits as an integer: the sums of parts add up to the sum of the whole."""
+    view = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
+    return int(tensor.detach().contiguous().view(view).sum(dtype=torch.int64))
 
 
 def extremes(numbers: Sequence[int], group: Any) -> tuple[list[int], list[int]]:

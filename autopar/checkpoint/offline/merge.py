@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from autopar.checkpoint.format import parse_size
+from autopar.checkpoint.format import Manifest, parse_size
 from autopar.checkpoint.offline.output import copy_small_files, output_folder, parse_dtype, progress_bar
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.staging import MERGED
@@ -73,7 +73,7 @@ def merge_checkpoint(
     size, chosen, folder = parse_size(max_shard_size), parse_dtype(dtype), Path(source)
     with Shards(folder) as shards:
         manifest = shards.manifest
-        _refuse_adapters(folder, manifest.tensors)
+        _refuse_parts(folder, manifest)
         has_config = "config.json" in manifest.along
         if has_config and not (folder / "config.json").is_file():
             raise CheckpointError(f"{folder} is incomplete: config.json is missing")
@@ -90,8 +90,14 @@ def merge_checkpoint(
     }
 
 
-def _refuse_adapters(folder: Path, tensors: Mapping[str, Any]) -> None:
-    adapted = next((name for name in tensors if ".base_layer." in name or ".modules_to_save." in name), None)
+def _refuse_parts(folder: Path, manifest: Manifest) -> None:
+    """Raise CheckpointError for what is not a whole model that Hugging Face could read."""
+    if manifest.base.forms:
+        raise CheckpointError(
+            f"{folder} leaves out {len(manifest.base.forms)} quantized weights of {manifest.base}, without which no "
+            "model\n  can be read. Load it into the same base (from_parallelized), which has them."
+        )
+    adapted = next((name for name in manifest.tensors if ".base_layer." in name or ".modules_to_save." in name), None)
     if adapted is not None:
         raise CheckpointError(
             f"{folder} holds a model with adapters of PEFT ({adapted}), for which a Hugging Face checkpoint has no "

@@ -1,0 +1,80 @@
+"""A checkpoint leaves quantized weights out, and notices a model that has other ones."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar.checkpoint.format import Manifest
+from autopar.checkpoint.offline.merge import merge_checkpoint
+from autopar.errors import CheckpointError
+from tests.pool import pooled
+from tests.quantized.models import adapted, quantized
+from tests.worlds import raises_everywhere
+
+_CHANGED = "base_model.model.model.layers.1.mlp.up_proj.base_layer.weight"
+
+
+def messages(call: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(one.message) for one in caught]
+
+
+@pooled(world_size=2)
+@pytest.mark.parametrize("form", ["nf4 nested", "int8"])
+@pytest.mark.tier("test", only=("nf4 nested",))
+def test_another_base_is_named(form: str, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    autopar.initialize(adapted(form), {"tp": 2}).save_parallelized(folder)
+    for config in ({"tp": 2}, {"pp": 2}, {}):
+        model = autopar.initialize(adapted(form), config)
+        said = messages(lambda model=model: model.from_parallelized(folder))
+        assert said == [], said
+    other = adapted(form)
+    weight = other.get_parameter(_CHANGED)
+    weight.data[0, 0] += 1 if form == "int8" else 16
+    model = autopar.initialize(other, {"tp": 2})
+    said = "".join(messages(lambda: model.from_parallelized(folder)))
+    if model.mpu.rank:  # rank 0 says it
+        assert not said
+        return
+    assert f"was saved on another base model: 1 of 14 quantized weights differ, {_CHANGED} first" in said
+    assert f"It was {model.get_base_model().config._name_or_path.rpartition('/')[0]}" in said
+
+
+@pooled(world_size=2)
+@pytest.mark.tier("all")
+def test_kv_heads_that_several_ranks_hold_count_once(tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    autopar.initialize(quantized("nf4", "qwen3"), {"tp": 2}).save_parallelized(folder)
+    model = autopar.initialize(quantized("nf4", "qwen3"), {})
+    assert model.model.layers[0].self_attn.k_proj.out_features == 64
+    said = messages(lambda: model.from_parallelized(folder))
+    assert said == [], said
+
+
+@pooled(world_size=2)
+def test_a_plain_model_and_a_merge(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    model = autopar.initialize(quantized("nf4"), {"tp": 2})
+    model.save_parallelized(str(folder))
+    plain: Any = autopar.initialize(type(model)(model.config), {"tp": 2})
+    with raises_everywhere(
+        CheckpointError, "The checkpoint was saved on", "(bitsandbytes nf4); the model is not quantized."
+    ):
+        plain.from_parallelized(str(folder))
+    plain.save_parallelized(str(tmp_path / "plain"))
+    with raises_everywhere(
+        CheckpointError, "holds weights of a model that was not quantized; the model is (14 weights)."
+    ):
+        model.from_parallelized(str(tmp_path / "plain"))
+    base = Manifest.read(folder).base
+    assert len(base.digests) == 14 and {*base.forms.values()} == {"bitsandbytes nf4"}
+    with pytest.raises(CheckpointError, match="leaves out 14 quantized weights of"):
+        merge_checkpoint(folder, tmp_path / "merged")
