@@ -124,13 +124,7 @@ def make_plans(model: nn.Module, call: Call, mpu: MPU, optimizer: Any) -> tuple[
     """
 
     def check(plan: Plan) -> None:
-        if plan.quantized() and call.config.zero_stage == 3:
-            name, form = next(iter(plan.quantized().items()))
-            raise ConfigError(
-                f"zero.stage=3 does not go with quantized weights, such as {name} ({form}): torch's FSDP2 would part "
-                "bytes and scales.\n  Use zero.stage 1, which shards the state of what is trained; "
-                "tensor_parallel_size shards the quantized weights."
-            )
+        plan.check_zero(call.config.zero_stage)
         check_forwards(model, plan)
         check_tied_experts(plan, call.config)
         if optimizer is not None:

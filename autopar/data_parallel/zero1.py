@@ -50,7 +50,7 @@ class OwnedParameters:
         self.names.update((parameter, names[parameter]) for parameter in new)
         for axis, theirs in self._by_axis(new).items():
             loads = self._loads.setdefault(axis, [0] * axis.size)
-            sizes = [self.size_of(parameter, self.names[parameter]) for parameter in theirs]
+            sizes = [self.size_of(p, self.names[p]) if p.requires_grad else 0 for p in theirs]  # frozen: no state
             for parameter, size, owner in zip(theirs, sizes, assign(sizes, axis.size, loads), strict=True):
                 self._owners[parameter] = owner
                 loads[owner] += size

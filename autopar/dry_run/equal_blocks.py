@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.adapters import is_adapted
 from autopar.foreign.modules import own_buffers, own_modules, own_parameters
 from autopar.plan.plan import ModulePlan, Plan
 
@@ -120,6 +121,8 @@ class _Comparison:
             for name, value in vars(module).items():
                 if name in _EVERY_MODULE or name.startswith("_autopar"):
                     continue
+                if name == "kwargs" and is_adapted(module):
+                    continue  # with the layer's own name: PEFT notes how it was made, and reads none of it again
                 if type(value) in _PLAIN:
                     plain[inner, name] = value
                 structure.append((name, "plain" if type(value) in _PLAIN else _comparable(value)))
@@ -162,7 +165,7 @@ def _comparable(value: Any) -> Any:
     """Return the form in which attributes are compared: containers by their elements, other objects by identity."""
     if isinstance(value, torch.Tensor):
         return (type(value), tuple(value.shape), value.stride(), value.dtype)
-    if type(value) in _PLAIN:
+    if type(value) in (*_PLAIN, torch.device):
         return _typed(value)
     if type(value) in (list, tuple, set, frozenset, torch.Size):
         return (type(value), [_comparable(entry) for entry in value])

@@ -12,6 +12,7 @@ bitsandbytes is never imported here: a layer can only be its own where somebody 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -22,10 +23,11 @@ from torch import nn
 from autopar.errors import ConfigError
 from autopar.foreign.modules import own_parameters
 from autopar.layout import Layout
-from autopar.quantized.stored import Part, Piece
+from autopar.quantized.stored import Kind, Part, Piece
 
-__all__ = ["EightBit", "FourBit", "find"]
+__all__ = ["KINDS", "EightBit", "FourBit", "find"]
 
+_BLOCK = 64  # numbers that share a scale
 _GROUP = 256  # scales that are quantized together
 _PADDING = 4  # columns; the product of 8-bit matrices wants multiples of 4
 
@@ -78,7 +80,7 @@ class FourBit:
         self._module.state_dict()  # takes back what evaluation has packed
         state, (rows, columns) = self._state, self.shape
         blocks = columns // state.blocksize
-        groups = self._groups(rows, blocks)
+        groups = _groups(rows, blocks, state.blocksize) if state.nested else None
         scales = state.absmax
         if state.nested and (groups is None or (layout is not None and not _divides(groups[1], layout))):
             scales, groups = _functional().dequantize_blockwise(scales, state.state2) + state.offset, None
@@ -90,18 +92,6 @@ class FourBit:
             shape, block = groups
             pieces["groups"] = Piece(state.state2.absmax.view(shape), block)
         return pieces
-
-    def _groups(self, rows: int, blocks: int) -> tuple[tuple[int, int], tuple[int, int]] | None:
-        """Return shape and block of groups of scales that are rectangles of the weight; None if they are not."""
-        state = self._state
-        if not state.nested:
-            return None
-        size = state.state2.blocksize
-        if blocks % size == 0:
-            return (rows, blocks // size), (1, size * state.blocksize)
-        if size % blocks == 0 and rows * blocks % size == 0:
-            return (rows * blocks // size, 1), (size // blocks, blocks * state.blocksize)
-        return None
 
     def beside(self) -> dict[str, torch.Tensor]:
         """Return the scales and, of quantized ones, their groups and mean."""
@@ -174,7 +164,7 @@ class FourBit:
         codes, state2 = _functional().quantize_blockwise(scales.reshape(-1) - mean, blocksize=_GROUP)
         state.nested, state.state2, state.offset = True, state2, mean
         tensors = {"bytes": self._weight.data}
-        groups = self._groups(*scales.shape)
+        groups = _groups(scales.shape[0], scales.shape[1], state.blocksize)
         if groups is None or not _divides(groups[1], layout):
             codes = _functional().dequantize_blockwise(codes, state2) + mean
         else:
@@ -193,6 +183,35 @@ class FourBit:
         self._module.state_dict()
         whole: torch.Tensor = _functional().dequantize_4bit(self._weight.data, self._state)
         return whole
+
+
+def _groups(rows: int, blocks: int, width: int) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """Return shape and block of groups of scales that are rectangles of the weight; None if they are not.
+
+    Args:
+        rows, blocks: of the scales, ``[out, in/width]``.
+    """
+    if blocks % _GROUP == 0:
+        return (rows, blocks // _GROUP), (1, _GROUP * width)
+    if _GROUP % blocks == 0 and rows * blocks % _GROUP == 0:
+        return (rows * blocks // _GROUP, 1), (_GROUP // blocks, blocks * width)
+    return None
+
+
+def _four_bit(shape: tuple[int, int], layout: Layout | None, rank: int, *, nested: bool) -> int:
+    """Return the bytes of a shard: 4-bit numbers, and scales in fp32 or, quantized, with groups and their mean."""
+    rows, columns = shape if layout is None else layout.local_shape(shape, rank)
+    packed, scales = -(-rows * columns // 2), -(-rows * columns // _BLOCK)
+    if not nested:
+        return packed + 4 * scales
+    if layout is None:
+        return packed + scales + 4 * -(-scales // _GROUP) + 4
+    groups = _groups(shape[0], shape[1] // _BLOCK, _BLOCK)
+    if groups is None or not _divides(groups[1], layout):
+        return packed + 4 * scales
+    held, step = list(groups[0]), groups[1][layout.dim]
+    held[layout.dim] = layout.in_steps(step).local_size(rank)
+    return packed + scales + 4 * held[0] * held[1] + 4
 
 
 def _divides(block: tuple[int, int], layout: Layout) -> bool:
@@ -275,3 +294,20 @@ class EightBit:
             size = size.masked_fill(size >= threshold, 0)
         most = largest(size.amax(-1, keepdim=True).float()).to(x.dtype)  # [..., 1]
         return torch.cat([x, most, most.new_zeros(*x.shape[:-1], _PADDING - 1)], -1)
+
+
+def _eight_bit(shape: tuple[int, int], layout: Layout | None, rank: int) -> int:
+    """Return the bytes of a shard: of numbers, of four columns more where inputs are cut, and of scales in fp32."""
+    rows, columns = shape if layout is None else layout.local_shape(shape, rank)
+    return rows * (columns + (_PADDING if columns < shape[1] else 0)) + 4 * rows
+
+
+_BY_BLOCK = (1, _BLOCK)
+KINDS = {
+    "nf4": Kind("bitsandbytes nf4", _BY_BLOCK, functools.partial(_four_bit, nested=False)),
+    "nf4-double": Kind("bitsandbytes nf4 with quantized scales", _BY_BLOCK, functools.partial(_four_bit, nested=True)),
+    "fp4": Kind("bitsandbytes fp4", _BY_BLOCK, functools.partial(_four_bit, nested=False)),
+    "fp4-double": Kind("bitsandbytes fp4 with quantized scales", _BY_BLOCK, functools.partial(_four_bit, nested=True)),
+    "int8": Kind(EightBit.format, EightBit.block, _eight_bit),
+}
+"""The forms that a plan can be made for without any weights, by the name that a user gives them."""

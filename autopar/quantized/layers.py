@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 from autopar.foreign.modules import own_parameters
+from autopar.layout import Layout
 from autopar.quantized import bitsandbytes
-from autopar.quantized.stored import StoredWeight
+from autopar.quantized.stored import Kind, StoredWeight
 
-__all__ = ["StandIn", "as_plain", "block_of", "stored_weight", "stored_weights"]
+__all__ = ["KINDS", "StandIn", "as_plain", "block_of", "nbytes_of", "stand_in", "stored_weight", "stored_weights"]
 
 _FORMATS: tuple[Callable[[nn.Module], StoredWeight | None], ...] = (bitsandbytes.find,)
+KINDS: dict[str, Kind] = {**bitsandbytes.KINDS}
 
 
 def stored_weight(module: nn.Module) -> StoredWeight | None:
@@ -41,6 +43,19 @@ class StandIn(nn.Parameter):
     format: str
 
 
+def stand_in(shape: tuple[int, int], dtype: torch.dtype, form: str, block: tuple[int, int]) -> StandIn:
+    """Return what stands for a weight of this shape."""
+    made = StandIn(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+    made.block, made.format = block, form
+    return made
+
+
+def nbytes_of(form: str, shape: tuple[int, int], layout: Layout | None, rank: int) -> int:
+    """Return the bytes of a rank's part of a quantized weight of this shape, with all that stands beside it."""
+    (kind,) = (kind for kind in KINDS.values() if kind.form == form)
+    return kind.nbytes(shape, layout if layout is not None and layout.axis_size > 1 else None, rank)
+
+
 def block_of(model: nn.Module) -> int:
     """Return how many inputs of quantized weights lie on one rank together, inside of :func:`as_plain`."""
     return max((p.block[1] for p in model.parameters() if isinstance(p, StandIn)), default=1)
@@ -56,9 +71,7 @@ def as_plain(model: nn.Module) -> Iterator[None]:
             module = model.get_submodule(path)
             hidden = {name: vars(module).pop(name) for name in stored.hidden if name in vars(module)}
             found.append((module, type(module), own_parameters(module)["weight"], hidden))
-            stand_in = StandIn(torch.empty(stored.shape, dtype=dtype, device="meta"), requires_grad=False)
-            stand_in.block, stand_in.format = stored.block, stored.format
-            own_parameters(module)["weight"] = stand_in
+            own_parameters(module)["weight"] = stand_in(stored.shape, dtype, stored.format, stored.block)
             module.__class__ = nn.Linear
         yield
     finally:

@@ -9,7 +9,7 @@ import torch
 
 from autopar.layout import Layout
 
-__all__ = ["Part", "Piece", "StoredWeight", "join", "shard"]
+__all__ = ["Kind", "Part", "Piece", "StoredWeight", "join", "shard"]
 
 
 class Piece(NamedTuple):
@@ -21,6 +21,20 @@ class Piece(NamedTuple):
 
     tensor: torch.Tensor
     block: tuple[int, int]
+
+
+class Kind(NamedTuple):
+    """A form of weights, before there are any.
+
+    Attributes:
+        form: as :attr:`StoredWeight.format`.
+        block: as :attr:`StoredWeight.block`.
+        nbytes: returns the bytes of a rank's part of a weight of this shape, with all that stands beside it.
+    """
+
+    form: str
+    block: tuple[int, int]
+    nbytes: Callable[[tuple[int, int], Layout | None, int], int]
 
 
 class Part(NamedTuple):

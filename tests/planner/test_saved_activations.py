@@ -16,6 +16,8 @@ from transformers import (
     BertForMaskedLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -77,6 +79,12 @@ def _mixtral() -> Any:
     return MixtralForCausalLM._from_config(config)
 
 
+def _phi3() -> Any:
+    """Fused q|k|v, of which attention keeps a view; its queries lie head by head."""
+    config = Phi3Config(**_ODD, num_hidden_layers=2, num_key_value_heads=3, pad_token_id=0)
+    return Phi3ForCausalLM._from_config(config)
+
+
 def _inputs(model: Any, batch: int) -> dict[str, Any]:
     ids = torch.randint(2, 131, (batch, SEQUENCE), generator=torch.Generator().manual_seed(1))
     found = {"input_ids": ids, "labels": ids.clone()}
@@ -104,7 +112,7 @@ def _kept_is_as_planned(build: Any, batch: int = BATCH, **sections: Any) -> None
 
 
 RECOMPUTED = {"activation_checkpointing": {"enable": True}}
-MODELS = [gpt2, llama, _bert, _albert, _bart, _t5, _mixtral]
+MODELS = [gpt2, llama, _bert, _albert, _bart, _t5, _mixtral, _phi3]
 TP: dict[str, Any] = {"tensor_parallel_size": 2}
 CP: dict[str, Any] = {"context_parallel_size": 2}
 PP: dict[str, Any] = {"pipeline_parallel_size": 2}

@@ -24,6 +24,7 @@ from autopar.plan.plan import AttributePlan
 from autopar.plan.stages import make_stages
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
+from tests.adapters.adapted import with_lora
 from tests.pipeline_parallel.deep import deep
 from tests.small import gpt2, llama
 from tests.tensor_parallel.toys import MLP, MLP_RULES, ToyConfig, checked_plan, toy_policy
@@ -103,6 +104,17 @@ def test_the_last_rank_runs_where_it_is_another():
 def different_ranks(model: Any, tp: int) -> list[int]:
     policy = RULES if isinstance(model, Deep) else find_policy(model)
     return dry_run.different_ranks(make_plan(model, read_user_policy(policy), tp))
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_adapters_leave_blocks_equal():
+    model = with_lora(llama(num_hidden_layers=5), target_modules="all-linear")
+    (group,) = equal_blocks(model)
+    assert len(group.paths) == 5 and group.differing == (("self_attn", "layer_idx"),)
+    layers = model.get_base_model().model.layers
+    layers[2].mlp.up_proj.scaling["default"] *= 2  # PEFT's set_scale
+    (group,) = equal_blocks(model)
+    assert [path.rpartition(".")[2] for path in group.paths] == ["0", "1", "3", "4"]
 
 
 def test_what_a_forward_reads_makes_a_difference():

@@ -15,6 +15,7 @@ from autopar.tools.tables import lines, table
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from torch import nn
 
     from autopar.tools.planner.estimate import Estimator
     from autopar.tools.planner.hardware import Gpu
@@ -47,6 +48,8 @@ def plan(
     bandwidth: Annotated[float | None, typer.Option(help="GB/s of its memory, where the GPU is another.")] = None,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
     optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd or sgd-momentum.")] = "adamw",
+    lora: Annotated[int | None, typer.Option("--lora", min=1, help="Rank of LoRA; the base is frozen.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="nf4, nf4-double, fp4 or int8: of LoRA's base.")] = None,
     zero: Annotated[int | None, typer.Option(help="ZeRO stage 0, 1 or 3; by default any.")] = None,
     checkpointing: Annotated[
         bool | None, typer.Option("--checkpointing/--no-checkpointing", help="Recompute blocks; by default either.")
@@ -75,7 +78,8 @@ def plan(
         from autopar.tools.planner.search import Space, rehearsed, search
 
         machine = find_gpu(gpu, gpu_memory, tflops, bandwidth)
-        estimator = _estimator(model, sequence, precision, optimizer, zero, policy, machine, gpus_per_node, trust)
+        built = _model(model, lora, quantization, trust)
+        estimator = _estimator(built, sequence, precision, optimizer, zero, policy, machine, gpus_per_node)
         sizes = (gpus, gpus_per_node, global_batch, zero, checkpointing)
         space = Space(*sizes, cp=cp, sequence_parallel=sequence_parallel, by_expert=by_expert, ep=ep)
         found = search(estimator, space)
@@ -87,8 +91,25 @@ def plan(
         _write(estimator, space, found, output, svg)
 
 
+def _model(source: str, lora: int | None, quantization: str | None, trust: bool) -> nn.Module:
+    """Build the model without memory, with adapters on a quantized base if asked."""
+    from autopar.errors import ConfigError
+    from autopar.tools.cli.models import heads
+
+    if quantization is not None and lora is None:
+        raise ConfigError(
+            f"--quantization {quantization}: quantized weights are frozen; say what is trained: --lora 16"
+        )
+    model = heads(source, trust=trust)[0].build()
+    if lora is None:
+        return model
+    from autopar.tools.planner.adapted import with_adapters
+
+    return with_adapters(model, lora, quantization)
+
+
 def _estimator(
-    source: str,
+    model: nn.Module,
     sequence: int,
     precision: str,
     optimizer: str,
@@ -96,21 +117,16 @@ def _estimator(
     policy: Path | None,
     gpu: Gpu,
     gpus_per_node: int,
-    trust: bool,
 ) -> Estimator:
     from autopar.config import ParallelConfig
     from autopar.errors import ConfigError
-    from autopar.tools.cli.models import heads
     from autopar.tools.planner.estimate import Estimator
     from autopar.tools.planner.planned_model import PlannedModel
 
     if sequence < 1:
         raise ConfigError(f"sequence must be at least 1, not {sequence}")
     ParallelConfig(precision=precision, zero_stage=zero or 0)
-    head = heads(source, trust=trust)[0]
-    planned = PlannedModel(
-        head.build(), policy, sequence=sequence, precision=precision, optimizer=optimizer, dry_run=False
-    )
+    planned = PlannedModel(model, policy, sequence=sequence, precision=precision, optimizer=optimizer, dry_run=False)
     return Estimator(planned, gpu, gpus_per_node)
 
 
@@ -139,8 +155,7 @@ def _show(estimator: Estimator, space: Space, found: Found) -> None:
     from autopar.tools.planner.report import assumptions, gigabytes, rejected
 
     model, gpu = estimator.model, estimator.gpu
-    count = sum(parameter.numel() for parameter in model.model.parameters())
-    print(f"{type(model.inner).__name__}: {count:,} parameters, policy {model.policy.name}")
+    print(f"{type(model.inner).__name__}: {model.parameters_in_words()}, policy {model.policy.name}")
     tokens = space.global_batch * model.sequence
     print(
         f"{space.gpus} x {gpu.name} with {gigabytes(gpu.memory)} GB, {space.gpus_per_node} a node; sequence "

@@ -43,6 +43,7 @@ def count_forward(
     elements: Sequence[str],
     equal: Sequence[EqualBlocks],
     encoder: int | None = None,
+    quantized: Sequence[torch.Tensor] = (),
 ) -> ForwardCount:
     """Run a shard's forward on the meta device, and count.
 
@@ -52,11 +53,12 @@ def count_forward(
         elements: paths of its blocks in forward order.
         equal: blocks that are.
         encoder: place of the encoder among the elements.
+        quantized: weights of the shard that are stored otherwise.
 
     Raises:
         Exception: whatever the forward raises where it does not run on the meta device.
     """
-    storages = Storages()
+    storages = Storages([p for p in shard.parameters() if not p.requires_grad], quantized)
     count = _Count(shard, elements, equal, storages, encoder)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())

@@ -14,9 +14,11 @@ from torch import nn
 from autopar.config import ParallelConfig
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
+from autopar.plan.listing import held as count
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan
 from autopar.policy.schema import Policy
+from autopar.quantized.layers import as_plain
 from autopar.tools.planner.candidate import Candidate, RankMemory
 from autopar.tools.planner.estimate import Estimator
 from autopar.tools.planner.hardware import GPUS
@@ -80,7 +82,8 @@ def plan_memory(
     the meta device at these sizes; what runs beside them is the largest of any block. Experts get equally many tokens.
 
     Args:
-        model: a Hugging Face model, in memory or built inside :func:`autopar.lazy_init`; only read.
+        model: a Hugging Face model, in memory or built inside :func:`autopar.lazy_init`, with adapters of PEFT and
+            quantized weights if it has any; only read.
         config: as in :func:`autopar.initialize`.
         sequence: tokens of each sample.
         batch: samples of a replica in a step.
@@ -92,7 +95,20 @@ def plan_memory(
     Raises:
         ConfigError, PolicyError, UnsupportedModelError: as ``initialize``; or the model does not run without data.
     """
-    parsed = ParallelConfig.parse(config)
+    with as_plain(model):
+        return _memory(model, ParallelConfig.parse(config), sequence, batch, gpus, optimizer, policy, device)
+
+
+def _memory(
+    model: nn.Module,
+    parsed: ParallelConfig,
+    sequence: int,
+    batch: int,
+    gpus: int | None,
+    optimizer: str,
+    policy: Any,
+    device: str,
+) -> MemoryPlan:
     tp, pp, cp = parsed.tensor_parallel_size, parsed.pipeline_parallel_size, parsed.context_parallel_size
     replicas = _replicas(parsed, gpus)
     planned = PlannedModel(
@@ -175,8 +191,7 @@ def planned_bytes(
 def allocated_line(model: nn.Module, planned: tuple[RankBytes, bool], device: torch.device) -> str:
     """Return planned and allocated bytes of this rank as one line."""
     held, known = planned
-    local: list[Any] = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
-    weights, buffers = sum(p.nbytes for p in local), sum(b.nbytes for b in model.buffers())
+    weights, buffers = count(model)[1], sum(b.nbytes for b in model.buffers())
     later = f", gradients {_megabytes(held.gradients)}" + (f", optimizer {_megabytes(held.optimizer)}" if known else "")
     measured = device.type != "cpu" and hasattr(torch.get_device_module(device), "memory_allocated")
     used = f"; {_megabytes(torch.get_device_module(device).memory_allocated(device))} of {device}" if measured else ""

@@ -81,7 +81,7 @@ def _flops_of_sample(inner: nn.Module, sequence: int, policy: Any) -> int:
         plain = from_config(kind, vars(inner).get("_autopar_config", inner.config))
     count = PlannedModel(plain, policy, sequence=sequence, precision="fp32").count(Rows(1), 1)
     units = count.units()
-    return 3 * sum(operation.flops for unit in units for operation in unit.operations)
+    return sum(operation.in_all for unit in units for operation in unit.operations)
 
 
 def _kind(model: nn.Module) -> str:

@@ -21,6 +21,7 @@ from autopar.data_parallel.zero1 import assign
 from autopar.errors import ConfigError, nearest
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan
+from autopar.quantized.layers import nbytes_of
 
 __all__ = ["OPTIMIZERS", "ModelStates", "RankBytes", "check_optimizer_name"]
 
@@ -68,6 +69,7 @@ class _Parameter(NamedTuple):
     dtype: torch.dtype  # before precision
     half: bool  # whether precision makes it half
     trained: bool
+    quantized: str = ""  # the form in which it is stored
 
 
 class ModelStates:
@@ -105,6 +107,7 @@ class ModelStates:
                 rank has more than the first.
             replicas: data-parallel size, times that of context parallelism, whose ranks are counted first.
         """
+        self.plan.check_zero(config.zero_stage)
         held = self._held(stages, config, pp)
         copies = _Copies(self.plan.shards // self.plan.tp, config.context_parallel_size, replicas)
         shard = copies.sharer(dp) * self.plan.tp + tp
@@ -116,10 +119,14 @@ class ModelStates:
             whose = [(copies.copy(dp or 0), copies.size) if expert else (dp or 0, replicas) for expert in spread]
             sizes = [_rows(p, shape, at, of) for p, shape, (at, of) in zip(held, shapes, whose, strict=True)]
         elif config.zero_stage == 1 and replicas > 1:
-            owned = copies.owned(sizes, spread, dp)
+            trained = [size if parameter.trained else 0 for parameter, size in zip(held, sizes, strict=True)]
+            owned = copies.owned(trained, spread, dp)
         dtype = DTYPES.get(config.precision)
         weights = gradients = optimizer = stepped = largest = expert_weights = expert_gradients = 0
         for parameter, size, own, expert in zip(held, sizes, owned, spread, strict=True):
+            if parameter.quantized:
+                weights += self._stored(parameter, shard)
+                continue
             width = dtype.itemsize if parameter.half and dtype is not None else parameter.dtype.itemsize
             if dtype is not None and not parameter.half and parameter.dtype.is_floating_point:
                 width = 4  # kept in fp32
@@ -152,6 +159,11 @@ class ModelStates:
                 blocks[path] += size
         return max(blocks.values(), default=0), outside
 
+    def _stored(self, parameter: _Parameter, shard: int) -> int:
+        planned = self.plan.tensors[parameter.name]
+        rows, columns = planned.shape
+        return nbytes_of(parameter.quantized, (rows, columns), planned.layout, shard)
+
     def _held(self, stages: StagePlan, config: ParallelConfig, pp: int) -> list[_Parameter]:
         key = (id(stages), config.precision, config.zero_stage == 3, pp)
         known = self._known.get(key)
@@ -165,13 +177,10 @@ class ModelStates:
         for name, parameter in self._named.items():
             if pp in stages.holders(name):
                 half = parameter.is_floating_point() and not stays(name) and config.zero_stage != 3
-                yield _Parameter(
-                    self._aliases.get(name, name),
-                    tuple(parameter.shape),
-                    parameter.dtype,
-                    half,
-                    parameter.requires_grad,
-                )
+                canonical = self._aliases.get(name, name)
+                form = self.plan.tensors[canonical].quantized if canonical in self.plan.tensors else ""
+                shape, trained = tuple(parameter.shape), parameter.requires_grad
+                yield _Parameter(canonical, shape, parameter.dtype, half, trained, form)
 
     def _shape(self, name: str, shape: tuple[int, ...], shard: int) -> tuple[int, ...]:
         key = (name, shard)

@@ -27,6 +27,7 @@ from autopar.plan.stages import StagePlan, rank_of_stage
 from autopar.policy.described_model import model_inside
 from autopar.policy.match import find_policy, given_policy
 from autopar.policy.schema import Policy
+from autopar.quantized.layers import StandIn
 from autopar.tensor_parallel import sequence_parallel
 from autopar.tensor_parallel.apply import keep_logits_sharded
 from autopar.tensor_parallel.parallelize import apply
@@ -45,11 +46,13 @@ class _Shard(NamedTuple):
     Attributes:
         inner: the Hugging Face model in it.
         equal: blocks that are, seen from ``inner``.
+        quantized: weights that are stored otherwise.
     """
 
     inner: Any
     region: Region
     equal: Sequence[EqualBlocks]
+    quantized: Sequence[torch.Tensor]
 
 
 class PlannedModel:
@@ -102,6 +105,15 @@ class PlannedModel:
     def plan(self, tp: int, ep: int = 1) -> Plan:
         """Return the plan for a tensor- and an expert-parallel size. Raises what ``make_plan`` does."""
         return self.plans.tensors(tp, experts=ep)
+
+    def parameters_in_words(self) -> str:
+        """Return how many parameters there are, and how many are trained, in which form the others are, if not all."""
+        parameters = list(self.model.parameters())
+        trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        whole = sum(parameter.numel() for parameter in parameters)
+        forms = sorted({parameter.format for parameter in parameters if isinstance(parameter, StandIn)})
+        stored = f", others in {' and '.join(forms)}" if forms else ""
+        return f"{whole:,} parameters" + (f", {trained:,} of them trained{stored}" if trained < whole else "")
 
     @property
     def has_experts(self) -> bool:
@@ -159,7 +171,7 @@ class PlannedModel:
         region.start()
         try:
             inputs = _with_labels(inner, batch, self.sequence)
-            return count_forward(inner, inputs, elements, shard.equal, encoder)
+            return count_forward(inner, inputs, elements, shard.equal, encoder, shard.quantized)
         except Exception as error:
             raise UnsupportedModelError(
                 f"{type(self.inner).__name__} does not run without data, so what it keeps cannot be counted: "
@@ -204,7 +216,9 @@ class PlannedModel:
             context_parallel.apply(inner, context, Axis("cp", None, range(rows.cp), rows.cp_rank), self._method)
             ends = {paths[-1] for paths in context.lists}
         shard.train()
-        return _Shard(inner, region, [] if self.prefix else _without_ends(equal, ends))
+        stored = plan.quantized()
+        quantized = [parameter for name, parameter in shard.named_parameters() if name in stored]
+        return _Shard(inner, region, _without_ends(_below(equal, self.prefix), ends), quantized)
 
     @property
     def _one_stage(self) -> StagePlan:
@@ -217,6 +231,13 @@ def _with_labels(model: PreTrainedModel, batch: int, sequence: int) -> dict[str,
     if ids is not None and ids.ndim == 2 and model.get_output_embeddings() is not None:
         inputs["labels"] = ids.clone()  # a micro-batch has labels of its own
     return inputs
+
+
+def _below(equal: Sequence[EqualBlocks], prefix: str) -> list[EqualBlocks]:
+    """Return the blocks of the model at ``prefix``, seen from there."""
+    start = f"{prefix}." if prefix else ""
+    inside = [group for group in equal if group.paths[0].startswith(start)]
+    return [replace(group, paths=tuple(path.removeprefix(start) for path in group.paths)) for group in inside]
 
 
 def _without_ends(equal: Sequence[EqualBlocks], ends: set[str]) -> list[EqualBlocks]:

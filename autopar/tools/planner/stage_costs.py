@@ -114,7 +114,7 @@ def stage_costs(
                 + sum(works[id(unit.operations)].forward for unit in again),
                 backward_weight=sum(work.of_weight for work in own),
                 travel={axis: network.travel(axis, calls, repeated) for axis in ("tp", "cp", "ep")},
-                flops=sum(3 * work.flops for work in own),
+                flops=sum(work.flops for work in own),
             )
         )
     return costs
@@ -215,7 +215,7 @@ def _kept(unit: Unit, again: bool) -> Mapping[int, int]:
 
 
 class _Work(NamedTuple):
-    """Seconds of forward, of the gradients of inputs, and of those of weights; operations of the forward's products."""
+    """Seconds of forward, of the gradients of inputs, and of those of weights; operations of the products of all."""
 
     forward: float
     of_input: float
@@ -225,13 +225,13 @@ class _Work(NamedTuple):
 
 def _work(operations: Sequence[Operation], gpu: Gpu, precision: str) -> _Work:
     forward = of_input = of_weight = 0.0
-    for flops, moved, attention in operations:
+    for flops, moved, attention, frozen in operations:
         products = flops / (gpu.peak(precision) * gpu.products)
         time = max(products, moved / (gpu.bandwidth * gpu.stream), gpu.launch)
         forward += time
         of_input += time * (_ATTENTION_BACKWARD if attention else 1.0 if flops else _ELEMENTWISE_BACKWARD)
-        of_weight += time if flops and not attention else 0.0
-    return _Work(forward, of_input, of_weight, sum(operation.flops for operation in operations))
+        of_weight += time if flops and not attention and not frozen else 0.0
+    return _Work(forward, of_input, of_weight, sum(operation.in_all for operation in operations))
 
 
 def volume(kind: str, size: int, ranks: int) -> int:

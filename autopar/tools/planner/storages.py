@@ -35,15 +35,26 @@ class Operation(NamedTuple):
         flops: of matrix products.
         moved: bytes read and written.
         attention: a fused attention, whose backward computes the scores again.
+        frozen: a product with a weight that gets no gradient.
     """
 
     flops: int
     moved: int
     attention: bool = False
+    frozen: bool = False
+
+    @property
+    def in_all(self) -> int:
+        """Products of forward and backward."""
+        return self.flops * (2 if self.frozen else 3)
 
 
 class Storages(TensorTracking):
     """A dispatch mode that numbers the storages of tensors, and adds up those that live.
+
+    Args:
+        frozen: weights that get no gradient.
+        quantized: those of them that are stored in 8 bits or fewer: a product makes the whole weight before.
 
     Attributes:
         count: of the storages that have a number; that of the last one.
@@ -51,8 +62,10 @@ class Storages(TensorTracking):
         operations: since :meth:`start_operations`; None: they are not noted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, frozen: Iterable[torch.Tensor] = (), quantized: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
+        self._frozen = {storage_key(weight) for weight in frozen}
+        self._quantized = {storage_key(weight): weight.numel() * weight.element_size() for weight in quantized}
         self._numbers: dict[int, int] = {}  # of storages that live
         self.count = 0
         self.live = self.peak = 0
@@ -99,10 +112,17 @@ class Storages(TensorTracking):
         new = [tensor for tensor in made if storage_key(tensor) not in known]
         for tensor in new:
             self._number(tensor, counted=True)
-        if self.operations is None or not (new or schema_of(func).is_mutable):
-            return  # nobody asks, or a view
+        if not (new or schema_of(func).is_mutable):
+            return  # a view
+        dequantized = sum(self._quantized.get(key, 0) for key in known) if self._quantized else 0
+        self.peak = max(self.peak, self.live + dequantized)
+        if self.operations is None:
+            return  # nobody asks
         moved = sum(tensor.numel() * tensor.element_size() for tensor in (*given, *(made if new else ())))
-        self.operations.append(Operation(_flops(func, args, kwargs, result), moved))
+        if dequantized:
+            self.operations.append(Operation(0, dequantized))
+        frozen = not known.isdisjoint(self._frozen)
+        self.operations.append(Operation(_flops(func, args, kwargs, result), moved, frozen=frozen))
 
     def _number(self, tensor: torch.Tensor, *, counted: bool) -> int:
         key = storage_key(tensor)
@@ -285,7 +305,10 @@ class _Attention(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         batch, heads, rows, _ = query.shape
-        out = query.new_empty(batch, rows, heads, value.shape[-1]).transpose(1, 2)
+        if query.shape[-1] == value.shape[-1]:
+            out = torch.empty_like(query)  # in the query's order of dims
+        else:
+            out = query.new_empty(batch, rows, heads, value.shape[-1]).transpose(1, 2)
         logarithms = query.new_empty(batch, heads, rows, dtype=torch.float32)
         ctx.save_for_backward(query, key, value, mask, out, logarithms)
         return out

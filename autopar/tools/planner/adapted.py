@@ -1,0 +1,74 @@
+"""A model as it is fine-tuned with adapters on a base that is frozen, and quantized if asked: without any weights."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from autopar.errors import ConfigError, nearest
+from autopar.foreign.modules import own_parameters
+from autopar.quantized.layers import KINDS, stand_in
+
+__all__ = ["with_adapters"]
+
+
+def with_adapters(model: nn.Module, rank: int, quantization: str | None = None) -> nn.Module:
+    """Return ``model`` with LoRA on all linear layers but the head, as PEFT makes it of ``all-linear``.
+
+    Args:
+        model: on the meta device; changed.
+        rank: of the adapters.
+        quantization: the form of the base's linear layers, of those that transformers quantizes; None: as they are.
+
+    Raises:
+        ConfigError: the form is unknown, the model has no such layers, or PEFT is not installed.
+    """
+    if quantization is not None:
+        quantize(model, quantization)
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError("--lora counts the adapters that PEFT makes: pip install 'autopar[quantized]'") from error
+    settings = peft.LoraConfig(r=rank, target_modules="all-linear")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT asks transformers for what is deprecated
+            return peft.get_peft_model(model, settings)
+    except ValueError as error:
+        raise ConfigError(f"--lora: PEFT finds no layers in a {type(model).__name__}: {error}") from error
+
+
+def quantize(model: nn.Module, kind: str) -> None:
+    """Put what stands for quantized weights in the place of those that transformers would quantize."""
+    if kind not in KINDS:
+        raise ConfigError(f"--quantization {kind} must be one of {', '.join(KINDS)}.{nearest(kind, KINDS)}")
+    inner: Any = model
+    kept = get_keys_to_not_convert(inner) if isinstance(inner, PreTrainedModel) else []
+    found = [
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and should_convert_module(path, kept)
+    ]
+    if not found:
+        raise ConfigError(f"--quantization {kind}: a {type(model).__name__} has no linear layers to be quantized")
+    for path, module in found:
+        layer = _linear(module)
+        weight, form = layer.weight, KINDS[kind]
+        shape = (weight.shape[0], weight.shape[1])
+        own_parameters(layer)["weight"] = stand_in(shape, weight.dtype, form.form, form.block)
+        model.set_submodule(path, layer)
+
+
+def _linear(module: nn.Module) -> nn.Linear:
+    """Return the layer that a quantized one stands for: GPT-2's keep their weights as ``[in, out]``."""
+    if isinstance(module, nn.Linear):
+        return module
+    weight: torch.Tensor = module.weight  # type: ignore[assignment]
+    return nn.Linear(weight.shape[0], weight.shape[1], device="meta", dtype=weight.dtype)

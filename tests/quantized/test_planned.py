@@ -1,0 +1,89 @@
+"""What is planned of a quantized base with adapters against what ranks hold: equal, byte for byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import autopar
+from autopar.errors import ConfigError
+from autopar.plan.listing import held
+from autopar.tools.cli import app
+from autopar.tools.planner.adapted import with_adapters
+from tests.planner.saved_bytes import SavedBytes
+from tests.pool import pooled
+from tests.quantized.models import FAMILIES, adapted
+
+SEQUENCE = 15
+FORMS = {"nf4": "nf4", "nf4 nested": "nf4-double", "int8": "int8"}
+
+
+def described(form: str, family: str = "llama") -> Any:
+    """The same model, made of its config: no weights, and nothing of bitsandbytes."""
+    kind, config = FAMILIES[family]
+    with torch.device("meta"):
+        model = kind(config())
+    return with_adapters(model, 4, FORMS[form])
+
+
+def planned_is_held(form: str, family: str, config: dict[str, Any]) -> None:
+    sizes = {"sequence": SEQUENCE, "batch": 2, "device": "cpu", "gpus": torch.distributed.get_world_size()}
+    model: Any = adapted(form, family)
+    plan = autopar.plan_memory(model, config, **sizes)
+    without = autopar.plan_memory(described(form, family), config, **sizes)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
+    ids = torch.randint(1, 131, (2, SEQUENCE), generator=torch.Generator().manual_seed(1))
+    with SavedBytes(model) as saved:
+        model.execute_pipeline({"input_ids": ids, "labels": ids, "use_cache": False}, optimizer=optimizer)
+    optimizer.step()
+    mpu = model.mpu
+    place = mpu.pp.rank, mpu.dp.rank, mpu.tp.rank
+    gradients = [p.grad.nbytes for p in model.parameters() if p.grad is not None]
+    states = [x.nbytes for state in optimizer.state.values() for x in state.values()]
+    for due in (plan.ranks[place], without.ranks[place]):
+        planned = due.weights, due.gradients, due.optimizer
+        assert planned == (held(model)[1], sum(gradients), sum(states)), (config, place)
+    kept = plan.kept[place], without.kept[place], saved.most
+    assert len({*kept}) == 1 and saved.most > 0, (config, place, kept)
+
+
+@pooled(world_size=2)
+@pytest.mark.parametrize("form", list(FORMS))
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt2"])
+@pytest.mark.tier("test", only=("llama-nf4 nested",))
+def test_two_ranks_hold_what_is_planned(form: str, family: str) -> None:
+    pipeline = {"pipeline": {"microbatch_size": 1}}
+    for config in ({"tp": 2}, {"pp": 2}, {"zero": {"stage": 1}}):
+        planned_is_held(form, family, {**config, **pipeline})
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+
+
+def test_the_command(tmp_path: Path) -> None:
+    FAMILIES["llama"][1]().save_pretrained(tmp_path)
+    sizes = ("--gpus", 2, "--sequence", 16, "--global-batch", 4, "--zero", 0, "--no-checkpointing")
+    given = (tmp_path, *sizes, "--lora", 8)
+    text = run(*given, "--quantization", "nf4-double").stdout
+    assert "763,968 parameters, 49,152 of them trained, others in bitsandbytes nf4 with quantized scales" in text
+    found = json.loads(run(*given, "--quantization", "nf4-double", "--json").stdout)
+    assert found["best"][0]["memory"][0]["weights"] > 0
+    refused = run(*given, "--quantization", "nf5")
+    assert refused.exit_code == 1
+    assert "--quantization nf5 must be one of nf4, nf4-double, fp4, fp4-double, int8. Did you" in refused.stderr
+    refused = run(tmp_path, *sizes, "--quantization", "nf4")
+    assert "--quantization nf4: quantized weights are frozen; say what is trained: --lora 16" in refused.stderr
+
+
+def test_what_does_not_go() -> None:
+    with pytest.raises(ConfigError, match=r"zero.stage=3 does not go with quantized weights, such as base_model.model"):
+        autopar.plan_memory(described("nf4"), {"zero": {"stage": 3}}, sequence=8, gpus=2)
+    with pytest.raises(ConfigError, match="has no linear layers to be quantized"):
+        with_adapters(torch.nn.Embedding(3, 4), 8, "nf4")
