@@ -312,7 +312,8 @@ class ParallelStep(OwnedParameters):
         stepped: dict[torch.Tensor, torch.Tensor] = {}
         for parameter in self.names:
             owned, gradient = self.owns(parameter), parameter.grad
-            weight = self.master(parameter) if owned and gradient is not None else None
+            of_some = parameter in self.whole or parameter in self.muon.shards  # another rank may have a gradient
+            weight = self.master(parameter) if owned and (of_some or gradient is not None) else None
             if gradient is not None and self.masters is not None and gradient.dtype in DTYPES.values():
                 gradient = gradient.float() if owned else None  # the model's stays as it is
             if weight is not None:
