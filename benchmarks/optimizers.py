@@ -1,4 +1,4 @@
-"""Steps of optimizers that look at whole matrices: owned by one rank each, or duplicated on all, beside AdamW's shards.
+"""Steps of optimizers that look at whole matrices: owned by one rank, on all, or Muon's in shards, beside AdamW's.
 
     python -m benchmarks optimizers --rounds 20
 
@@ -24,6 +24,7 @@ _WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "AdamW, shards": ("AdamW", {}),
     "Muon, owned": ("Muon", {"optimizer": {"whole": "owned"}}),
     "Muon, duplicated": ("Muon", {"optimizer": {"whole": "duplicated"}}),
+    "Muon, sharded": ("Muon", {"optimizer": {"whole": "sharded"}}),
 }
 
 

@@ -36,8 +36,8 @@ SECTIONS = {
     ),
     "optimizers": (
         "Optimizers that look at whole matrices",
-        "Muon's matrices are stepped on one rank each (`owned`) or on all (`duplicated`). All ranks together send "
-        "`sent` in a step, and the fullest rank keeps `state`.",
+        "Muon's matrices are stepped on one rank each (`owned`), on all (`duplicated`), or in shards "
+        "(`sharded`). All ranks together send `sent` in a step, and the fullest rank keeps `state`.",
     ),
     "experts": (
         "A mixture over 2 ranks",

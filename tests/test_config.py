@@ -282,6 +282,17 @@ def test_null_is_the_default_of_every_key_and_section(tmp_path):
             {"sp_size": 2},
             "'sp_size' is ColossalAI's, accelerate's name: write model_parallelism: {context_parallel_size: 2}",
         ),
+        (
+            {"muon_split_qkv": True},
+            "'muon_split_qkv' is Megatron-LM's name: write optimizer: {split_fused: true}, and give torch.optim.Muon "
+            "to autopar.initialize",
+        ),
+        (
+            {"zero": {"stage": 3}, "optimizer": {"split_fused": True}},
+            "zero.stage=3 does not go with optimizer.split_fused: torch's FSDP2 has rows of the fused matrices. Use "
+            "zero.stage 1.",
+        ),
+        ({"optimizer": {"split_fused": 1}}, "optimizer.split_fused must be true or false, not 1 (int)"),
         ({"clip_grad_norm": 0.5}, "'clip_grad_norm' is ColossalAI's name: write gradient_clipping: 0.5"),
         (
             {"enable_sequence_parallelism": True},

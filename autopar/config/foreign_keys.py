@@ -134,6 +134,8 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         "recompute_method": _RECOMPUTE,
         "recompute_num_layers": _RECOMPUTE,
         "use_distributed_optimizer": "write zero: {stage: 1}",
+        "muon_tp_mode": "write optimizer: {whole: sharded}, and give torch.optim.Muon to autopar.initialize",
+        "muon_split_qkv": "write optimizer: {split_fused: true}, and give torch.optim.Muon to autopar.initialize",
         "overlap_grad_reduce": _TORCH_DECIDES,
         "overlap_param_gather": _TORCH_DECIDES,
         "ddp_bucket_size": _DDP,

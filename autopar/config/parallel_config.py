@@ -71,7 +71,9 @@ class ParallelConfig:
         zero_stage: 0; 1: the optimizer's state is sharded over data parallel; 3: weights and gradients too (FSDP2).
         zero_cpu_offload: with stage 3, keep the shards in the CPU's memory.
         optimizer_whole: where an optimizer that is not element by element steps a matrix whose parts lie on several
-            tensor-parallel ranks: ``owned``: on one of them, ``duplicated``: on each.
+            tensor-parallel ranks: ``owned``: on one of them, ``duplicated``: on each; ``sharded``: Muon's momentum and
+            weights stay sharded, and only the direction of the update is whole, on one of them.
+        optimizer_split_fused: step the parts of fused matrices (q | k | v, gate | up) with Muon as if each was one.
         gradient_clipping: largest norm of all gradients; 0 leaves them as they are.
         policy: path of a policy, or ``derive``, where ``initialize`` is given none; empty: the one of the model type.
         precision: ``fp32``, ``bf16`` or ``fp16``: what the model computes in; the optimizer works on fp32 weights.
@@ -119,6 +121,7 @@ class ParallelConfig:
     zero_stage: int = 0
     zero_cpu_offload: bool = False
     optimizer_whole: str = "owned"
+    optimizer_split_fused: bool = False
     gradient_clipping: float = 0.0
     policy: str = ""
     precision: str = "fp32"
@@ -169,7 +172,7 @@ class ParallelConfig:
             known = SECTIONS.get(section) if isinstance(section, str) else None
             if content is None and (known or section in PLAIN):
                 continue
-            if section == "optimizer" and not (isinstance(content, Mapping) and "whole" in content):
+            if section == "optimizer" and not (isinstance(content, Mapping) and SECTIONS["optimizer"].keys() & content):
                 known = None  # another library's section of that name
             if section in PLAIN:
                 problem = check_value(section, content, PLAIN[section])
@@ -254,6 +257,11 @@ def _contradictions(values: Mapping[str, Any]) -> list[str]:
         problems.append(
             f"zero.stage=3 does not go with pipeline_parallel_size={values['pipeline_parallel_size']}: weights would "
             "be collected for each micro-batch. Use zero.stage 1."
+        )
+    if values["zero_stage"] == 3 and values["optimizer_split_fused"]:
+        problems.append(
+            "zero.stage=3 does not go with optimizer.split_fused: torch's FSDP2 has rows of the fused matrices. Use "
+            "zero.stage 1."
         )
     if values["loss_chunk"] and values["loss_gather_logits"] == "always":
         chunk = values["loss_chunk"]

@@ -20,6 +20,7 @@ from torch import nn
 
 from autopar.config import ParallelConfig
 from autopar.data_parallel.gradients import gradient_norm, local_part
+from autopar.data_parallel.muon import MuonSteps
 from autopar.data_parallel.optimizer_proxy import OptimizerProxy
 from autopar.data_parallel.optimizer_state import stepping_of
 from autopar.data_parallel.precision import (
@@ -28,6 +29,7 @@ from autopar.data_parallel.precision import (
     MasterWeights,
     agree_on_overflow,
     fp32_gradients,
+    not_finite,
     to_fp32,
     to_half,
 )
@@ -73,7 +75,7 @@ class ParallelStep(OwnedParameters):
     ) -> None:
         self.plan, self.mpu, self.counted, self._failures, self._config = plan, mpu, counted, failures, config
         self._canonical = {alias: tensor.name for tensor in plan.tensors.values() for alias in tensor.aliases}
-        self.whole = WholeParameters()
+        self.whole, self.muon = WholeParameters(), MuonSteps()
         sharded = config.zero_stage == 1 and mpu.dp_cp.size > 1
         super().__init__(optimizer, model, self._replicas, sharded=sharded)
         self.max_norm = config.gradient_clipping
@@ -109,14 +111,17 @@ class ParallelStep(OwnedParameters):
         super().update()
         for group in self.optimizer.param_groups:
             new = {p: self._plan_of(self.names[p]) for p in group["params"] if p not in known}
-            sharded = {p: plan for p, plan in new.items() if plan is not None and plan.layout is not None}
-            for axis, replicas, theirs in sharded_over(sharded, self.plan, self.mpu):
+            units = {p: plan for p, plan in new.items() if plan is not None and plan.layout is not None}
+            if self._config.optimizer_split_fused:
+                self.muon.split(units)
+            for axis, replicas, theirs in sharded_over(units, self.plan, self.mpu):
                 how = stepping_of(self.optimizer, group, self._config) if theirs else "parts"
                 if how == "parts":
                     continue
+                whole = self.muon.shards if how == "sharded" else self.whole
                 for replica in range(replicas.size) if self.sharded else (0,):
                     mine = {p: plan for p, plan in theirs.items() if self.owner(p) in (None, replica)}
-                    self.whole.add(mine, axis, replica, duplicated=how == "duplicated")
+                    whole.add(mine, axis, replica, duplicated=how == "duplicated")
 
     def _replicas(self, name: str) -> Axis:
         return self.mpu.copies if self._canonical.get(name, name) in self.plan.experts else self.mpu.dp_cp
@@ -194,7 +199,7 @@ class ParallelStep(OwnedParameters):
                 "be averaged, unscaled nor clipped. Call backward first, then step() without a closure."
             )
         self.update()
-        self._gathered = {}  # of a step that raised
+        self._gathered, self.muon.taken = {}, {}  # of a step that raised
         with self._together(range(self.mpu.world_size)):
             overflow = self._agree()
             multiplier = 1.0 if overflow else self._multiplier()
@@ -208,9 +213,9 @@ class ParallelStep(OwnedParameters):
             self._gathered = {p: tensor for p, tensor in stepped.items() if p in self.whole}
             whole = self._gather()
             stepped = {p: whole.get(p, t) for p, t in stepped.items() if p in whole or p not in self.whole}
-            watched = {} if self._looked else {p: n for p, n in self.names.items() if _is_half(p) or p in self.whole}
-            self._looked = True
-            self._running = OptimizerProxy(optimizer, stepped, watched, apart=whole)
+            looked, self._looked = self._looked, True
+            watched = {} if looked else {p: n for p, n in self.names.items() if p.itemsize == 2 or p in self.whole}
+            self._running = OptimizerProxy(optimizer, self.muon.take(stepped, whole), watched, apart=whole)
         return (self._running.optimizer, *args[1:]), kwargs
 
     @torch.no_grad()
@@ -219,6 +224,9 @@ class ParallelStep(OwnedParameters):
         if running is None:
             return
         running.write_back()
+        if self.muon.taken:
+            with self._together(self.mpu.shards.ranks):
+                self.muon.step(self.optimizer)
         self._scatter()
         if self.sharded and not self.step_was_skipped:
             with self._together(self.mpu.dp_cp.ranks):
@@ -275,7 +283,7 @@ class ParallelStep(OwnedParameters):
         locals_ = [local_part(p.grad) for p in self.names if p.grad is not None]
         flags = torch.tensor([False, bool(locals_), self._used_scale], dtype=torch.float64)
         verdict = flags.to(self.mpu.device, non_blocking=True)
-        verdict[0] = _overflow(locals_)
+        verdict[0] = not_finite(locals_)
         agree_on_overflow(verdict, self.mpu.world_size)
         overflow, any_gradient, scale = verdict.tolist()
         if scale:
@@ -304,7 +312,8 @@ class ParallelStep(OwnedParameters):
         stepped: dict[torch.Tensor, torch.Tensor] = {}
         for parameter in self.names:
             owned, gradient = self.owns(parameter), parameter.grad
-            weight = self.master(parameter) if owned and gradient is not None else None
+            of_some = parameter in self.whole or parameter in self.muon.shards  # another rank may have a gradient
+            weight = self.master(parameter) if owned and (of_some or gradient is not None) else None
             if gradient is not None and self.masters is not None and gradient.dtype in DTYPES.values():
                 gradient = gradient.float() if owned else None  # the model's stays as it is
             if weight is not None:
@@ -381,13 +390,3 @@ class ParallelStep(OwnedParameters):
         if self.scale is not None and ours.get("loss_scale"):
             self.scale.load_state_dict(ours["loss_scale"])
         self.publish()
-
-
-def _is_half(parameter: torch.Tensor) -> bool:
-    return parameter.itemsize == 2
-
-
-def _overflow(tensors: list[torch.Tensor]) -> torch.Tensor | bool:
-    """Return whether a tensor is not finite; where the first one lies, nobody waits for it."""
-    norms = [torch.linalg.vector_norm(tensor, torch.inf).float() for tensor in tensors if tensor.numel()]
-    return bool(norms) and ~torch.isfinite(torch.stack([norm.to(norms[0].device) for norm in norms])).all()

@@ -10,6 +10,7 @@ from torch import nn
 
 from autopar.checks.optimizer_probe import stepping
 from autopar.config import ParallelConfig
+from autopar.data_parallel.muon import fused
 from autopar.errors import ConfigError
 from autopar.plan.plan import Plan
 
@@ -46,6 +47,8 @@ def check_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, config:
         )
     if lr_scheduler is not None and getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
         raise ConfigError("lr_scheduler drives another optimizer than the one that was passed to initialize")
+    if config.optimizer_split_fused:
+        _refuse_unlike_muon(optimizer, "optimizer.split_fused=true", "Leave it out.")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = []
     for index, group in enumerate(optimizer.param_groups):
@@ -62,21 +65,40 @@ def check_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, config:
 
 
 def stepping_of(optimizer: Any, group: dict[str, Any], config: ParallelConfig) -> str:
-    """Return how a group of an optimizer that ``initialize`` is given is stepped: ``parts``, ``owned``, ``duplicated``.
+    """Return how a group of an optimizer that ``initialize`` is given is stepped.
+
+    ``parts``, ``owned`` or ``duplicated`` (:func:`~autopar.checks.optimizer_probe.stepping`), or ``sharded``: as parts,
+    but for Muon's directions.
 
     Raises:
         ConfigError: no way is right.
     """
     tp, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     zero, whole, experts = config.zero_stage, config.optimizer_whole, config.expert_parallel_size
-    return stepping(optimizer, group, tp=tp, stages=stages, zero=zero, whole=whole, experts=experts)
+    asked = "owned" if whole == "sharded" else whole
+    how = stepping(optimizer, group, tp=tp, stages=stages, zero=zero, whole=asked, experts=experts)
+    if whole != "sharded" or how == "parts":
+        return how
+    _refuse_unlike_muon(
+        optimizer, "optimizer.whole=sharded", f"Write optimizer: {{whole: {how}}}, which steps whole matrices."
+    )
+    return "sharded"
+
+
+def _refuse_unlike_muon(optimizer: Any, asked: str, instead: str) -> None:
+    kind = type(optimizer)
+    if kind is not torch.optim.Muon:
+        raise ConfigError(
+            f"{asked} is for torch.optim.Muon itself, of which autopar knows how it orthogonalizes, not for "
+            f"{kind.__module__}.{kind.__qualname__}.\n  {instead}"
+        )
 
 
 def stepped_whole(optimizer: Any, config: ParallelConfig) -> set[int]:
     """Return ``id`` of the parameters of groups whose sharded ones are stepped whole, and have state of whole ones."""
     sharded = max(config.tensor_parallel_size, config.expert_parallel_size) > 1
-    groups = optimizer.param_groups if sharded else ()
-    whole = [group for group in groups if group["params"] and stepping_of(optimizer, group, config) != "parts"]
+    groups = [group for group in optimizer.param_groups if group["params"]] if sharded else []
+    whole = [group for group in groups if stepping_of(optimizer, group, config) not in ("parts", "sharded")]
     return {id(parameter) for group in whole for parameter in group["params"]}
 
 
@@ -87,6 +109,7 @@ def _refuse_without(config: ParallelConfig, lr_scheduler: Any) -> None:
             ("zero.stage=1", config.zero_stage == 1),
             (f"precision.dtype={config.precision}", config.precision != "fp32" and config.zero_stage != 3),
             (f"precision.dtype={config.precision}", config.precision == "fp16" and config.zero_stage == 3),
+            ("optimizer.split_fused=true", config.optimizer_split_fused),
             (f"gradient_clipping={config.gradient_clipping:g}", config.gradient_clipping > 0),
             ("lr_scheduler", lr_scheduler is not None),
         )
@@ -100,15 +123,23 @@ def _refuse_without(config: ParallelConfig, lr_scheduler: Any) -> None:
 
 
 def check_state(optimizer: Any, model: nn.Module, plan: Plan, config: ParallelConfig) -> None:
-    """Check that the state of an optimizer that has stepped can be sharded like the weights; nothing is changed.
+    """Check that an optimizer's state can be sharded like the weights, and fused ones split; nothing is changed.
 
     Raises:
-        ConfigError: a state tensor of a parameter that is stepped in shards is neither of the parameter's shape nor a
-            single number; or there is state at all and ZeRO's stage is 3, or state of a model that has no values yet
-            (except Adagrad's).
+        ConfigError: fused matrices are to be split, and it has none; a state tensor of a parameter that is stepped in
+            shards is neither of the parameter's shape nor a single number; or there is state at all and ZeRO's stage is
+            3, or state of a model that has no values yet (except Adagrad's).
     """
     whole = stepped_whole(optimizer, config)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    if config.optimizer_split_fused:
+        given = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        if not any(fused(plan.tensors[plan.canonical(name)]) for name in given):
+            raise ConfigError(
+                f"optimizer.split_fused=true: none of the {len(given)} matrices of this {type(optimizer).__name__} is "
+                "several side by side, as q | k | v or gate | up.\n  Leave it out: q, k and v are matrices of their "
+                "own (Llama), or alternate head by head (BLOOM, GPT-NeoX), and then stay whole."
+            )
     for parameter, entries in optimizer.state.items():
         name = names.get(id(parameter))
         if name is None:  # of no parameter

@@ -28,6 +28,7 @@ __all__ = [
     "agree_on_overflow",
     "fp32_gradients",
     "keeps_fp32",
+    "not_finite",
     "to_fp32",
     "to_half",
 ]
@@ -201,6 +202,12 @@ class LossScale:
         """Go on from what :meth:`state_dict` returned."""
         self.scale, self.steps, self.chances = float(state["scale"]), int(state["steps"]), int(state["chances"])
         self.skipped = int(state.get("skipped", 0))  # earlier checkpoints did not count them
+
+
+def not_finite(tensors: list[torch.Tensor]) -> torch.Tensor | bool:
+    """Return whether a tensor is not finite; where the first one lies, nobody waits for it."""
+    norms = [torch.linalg.vector_norm(tensor, torch.inf).float() for tensor in tensors if tensor.numel()]
+    return bool(norms) and ~torch.isfinite(torch.stack([norm.to(norms[0].device) for norm in norms])).all()
 
 
 def agree_on_overflow(flags: torch.Tensor, size: int, group: Any = None) -> None:

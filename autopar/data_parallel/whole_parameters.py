@@ -33,10 +33,14 @@ _ROUND = 64 * 1024 * 1024  # bytes of whole parameters that are exchanged at onc
 
 
 class WholeParameters:
-    """The sharded parameters that are stepped whole, and the ranks that step them."""
+    """The sharded parameters that are stepped whole, and the ranks that step them.
+
+    Attributes:
+        axes: parameter -> the ranks over which it is sharded.
+    """
 
     def __init__(self) -> None:
-        self._axes: dict[torch.Tensor, Axis] = {}
+        self.axes: dict[torch.Tensor, Axis] = {}
         self._plans: dict[torch.Tensor, TensorPlan] = {}  # with layouts over their axes
         self._owners: dict[torch.Tensor, int | None] = {}  # None: every rank
         self._loads: dict[tuple[Axis, int], list[int]] = {}
@@ -57,7 +61,7 @@ class WholeParameters:
             replica: which of the axes that hold the same steps them; matrices are dealt over its ranks.
             duplicated: every rank steps them.
         """
-        self._axes.update(dict.fromkeys(parameters, axis))
+        self.axes.update(dict.fromkeys(parameters, axis))
         for parameter, plan in parameters.items():
             self._plans[parameter] = replace(plan, layout=_layout(plan).of_first(axis.size))
         if duplicated:
@@ -71,7 +75,7 @@ class WholeParameters:
 
     def steps_here(self, parameter: torch.Tensor) -> bool:
         """Return whether this rank steps the parameter, and keeps its state."""
-        return self._owners[parameter] in (None, self._axes[parameter].rank)
+        return self._owners[parameter] in (None, self.axes[parameter].rank)
 
     def share_options(self, groups: Iterable[dict[str, Any]], owns: Callable[[torch.Tensor], bool]) -> None:
         """Give options of groups that some ranks of an axis step to the others: a step may count in them.
@@ -80,8 +84,8 @@ class WholeParameters:
             groups: of the optimizer.
             owns: whether this replica steps a parameter.
         """
-        for group, axis in itertools.product(groups, dict.fromkeys(self._axes.values())):
-            of_others = {p for p, its in self._axes.items() if its is not axis}
+        for group, axis in itertools.product(groups, dict.fromkeys(self.axes.values())):
+            of_others = {p for p, its in self.axes.items() if its is not axis}
             owners = {self._owners.get(p) for p in group["params"] if owns(p) and p not in of_others}
             ranks = sorted(owner for owner in owners if owner is not None)
             if None in owners or not 0 < len(ranks) < axis.size:
@@ -105,28 +109,41 @@ class WholeParameters:
     def gather(self, shards: Mapping[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         """Return the whole of each parameter that this rank steps, with its gradient. A collective of the axes.
 
-        A gradient that some ranks lack is zero there; one that all lack is None.
-
         Args:
             shards: parameter -> its shard (itself, or its fp32 weight) with the shard's gradient.
         """
+        gradients = self.collect(self.gradients(shards))
         whole: dict[torch.Tensor, torch.Tensor] = {}
-        with_gradient: dict[torch.Tensor, bool] = {}
-        for axis, theirs in self._by_axis(shards).items():
-            has = _agree([shard.grad is not None for shard in theirs.values()], axis)
-            with_gradient.update(zip(theirs, has, strict=True))
-        for axis, part in self._rounds(shards):
-            weights = self._collect(part, axis)
-            graded = {p: _gradient(shard) for p, shard in part.items() if with_gradient[p]}
-            gradients = self._collect(graded, axis)
-            for parameter, weight in weights.items():
-                stand_in = whole[parameter] = self._stand_in(parameter, weight)
-                stand_in.grad = gradients.get(parameter)
+        for parameter, weight in self.collect(shards).items():
+            stand_in = whole[parameter] = self._stand_in(parameter, weight)
+            stand_in.grad = gradients.get(parameter)
         return whole
 
     @torch.no_grad()
     def scatter(self, shards: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Write what was stepped into the shards, on every rank, and free the whole ones. A collective of the axes."""
+        self.deal(self._stand_ins, shards)
+        for parameter in filter(self.steps_here, shards):
+            stand_in = self._stand_ins[parameter]
+            stand_in.grad, stand_in.data = None, stand_in.new_empty(0)
+
+    def gradients(self, shards: Mapping[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        """Return the gradients of shards, without those that all ranks lack; one that some lack is zero there."""
+        graded: dict[torch.Tensor, torch.Tensor] = {}
+        for axis, theirs in self._by_axis(shards).items():
+            has = _agree([shard.grad is not None for shard in theirs.values()], axis)
+            graded.update((p, _gradient(shard)) for (p, shard), some in zip(theirs.items(), has, strict=True) if some)
+        return graded
+
+    def collect(self, shards: Mapping[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        """Gather shards where their parameters are stepped; return the whole ones of this rank."""
+        found: dict[torch.Tensor, torch.Tensor] = {}
+        for axis, part in self._rounds(shards):
+            found |= self._collect(part, axis)
+        return found
+
+    def deal(self, whole: Mapping[torch.Tensor, torch.Tensor], shards: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Write the shards of whole tensors, of which the ranks that step them have each, into those of every rank."""
         for axis, part in self._rounds(shards):
             sent: list[list[torch.Tensor]] = [[] for _ in range(axis.size)]
             due: list[list[torch.Tensor]] = [[] for _ in range(axis.size)]
@@ -136,12 +153,10 @@ class WholeParameters:
                     due[owner].append(shard)
                     continue
                 layout = _layout(self._plans[parameter])
-                stand_in = self._stand_ins[parameter]
-                shard.copy_(layout.shard(stand_in, axis.rank))
+                shard.copy_(layout.shard(whole[parameter], axis.rank))
                 for rank in range(axis.size) if owner is not None else ():
                     if rank != axis.rank:
-                        sent[rank].append(layout.shard(stand_in, rank).to(shard.dtype))
-                stand_in.grad, stand_in.data = None, stand_in.new_empty(0)
+                        sent[rank].append(layout.shard(whole[parameter], rank).to(shard.dtype))
             exchange(sent, due, axis)
 
     def _stand_in(self, parameter: torch.Tensor, weight: torch.Tensor) -> nn.Parameter:
@@ -156,7 +171,7 @@ class WholeParameters:
     def _by_axis(self, shards: Mapping[torch.Tensor, torch.Tensor]) -> dict[Axis, dict[torch.Tensor, torch.Tensor]]:
         found: dict[Axis, dict[torch.Tensor, torch.Tensor]] = {}
         for parameter, shard in shards.items():
-            found.setdefault(self._axes[parameter], {})[parameter] = shard
+            found.setdefault(self.axes[parameter], {})[parameter] = shard
         return found
 
     def _rounds(
@@ -177,7 +192,6 @@ class WholeParameters:
                 yield axis, run
 
     def _collect(self, shards: Mapping[torch.Tensor, torch.Tensor], axis: Axis) -> dict[torch.Tensor, torch.Tensor]:
-        """Gather shards where their parameters are stepped; return the whole ones of this rank."""
         sent: list[list[torch.Tensor]] = [[] for _ in range(axis.size)]
         due: list[list[torch.Tensor]] = [[] for _ in range(axis.size)]
         held: dict[torch.Tensor, list[torch.Tensor]] = {}

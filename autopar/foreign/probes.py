@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from autopar.foreign import autograd, groups, modules, tensors, transformers
+from autopar.foreign import autograd, groups, modules, optimizers, tensors, transformers
 
 __all__ = ["PROBES", "Probe", "failures"]
 
@@ -223,6 +223,19 @@ def _private_of_models() -> bool:
     return all(hasattr(GPT2LMHeadModel, name) for name in names)
 
 
+def _muon() -> bool:
+    """Compare a first step of Muon, in which the momentum is a share of the gradient, with one of its parts."""
+    weight, gradient = torch.randn(6, 4), torch.randn(6, 4)
+    matrix = nn.Parameter(weight.clone())
+    matrix.grad = gradient
+    made = torch.optim.Muon([matrix], lr=0.1, nesterov=False)
+    made.step()
+    (group,) = made.param_groups
+    kept, rate = optimizers.muon_rates(group, [6, 4])
+    update = optimizers.newton_schulz(gradient.lerp(torch.zeros(6, 4), group["momentum"]), group)
+    return torch.allclose(matrix, weight * kept - rate * update, atol=1e-3) and rate > group["lr"]
+
+
 def _groups() -> bool:
     named = (groups.default_group, groups.default_store, groups.PrefixStore)
     left_out = "_ddp_params_and_buffers_to_ignore" in inspect.getsource(DistributedDataParallel.__init__)
@@ -248,6 +261,7 @@ PROBES: dict[str, Probe] = {
     "nested containers": Probe(_trees, "micro-batches, names of arguments in errors"),
     "what a model of transformers says of itself": Probe(_model, "initialize of every model"),
     "private attributes of models": Probe(_private_of_models, "saved form, dtypes, imported plans"),
+    "parts of a step of Muon": Probe(_muon, "optimizer.whole=sharded, optimizer.split_fused"),
     "groups and stores": Probe(_groups, "collectives, deadlines, agreement between ranks"),
 }
 """Name -> what reads it."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,61 +14,18 @@ from torch.optim import Optimizer
 import autopar
 from autopar.errors import ConfigError
 from tests.compare import same_weights
-from tests.data_parallel.whole_optimizers import ACROSS, MATRICES, MATRICES_ONLY, Own, orthogonal
+from tests.data_parallel.whole_optimizers import ACROSS, MATRICES, Own, orthogonal
+from tests.data_parallel.whole_steps import MODELS, equal_bits, from_equal_gradients, set_gradients, train
 from tests.pool import pooled
 from tests.small import gpt2, llama
 from tests.worlds import raises_everywhere
-
-IDS = torch.randint(0, 131, (40, 9), generator=torch.Generator().manual_seed(3))
-_MODELS: dict[str, Callable[[], Any]] = {
-    "gpt2": lambda: gpt2(n_layer=1),  # fused q | k | v as in a Conv1D, tied embeddings, 9 heads
-    "llama": lambda: llama(num_hidden_layers=1, num_key_value_heads=1),  # one KV head on all ranks
-}
-
-
-def stepped(model: nn.Module, kind: str) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.ndim == 2 or kind not in MATRICES_ONLY]
-
-
-def set_gradients(model: nn.Module, seed: int) -> None:
-    """Give each parameter its part of the same whole gradient."""
-    state = vars(model).get("_autopar")
-    for name, parameter in model.named_parameters():
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
-        due = None if state is None else state.plan.tensors[state.plan.canonical(name)]
-        whole = torch.randn(parameter.shape if due is None else due.shape, generator=generator).to(parameter.dtype)
-        layout = None if due is None else due.layout
-        parameter.grad = whole if layout is None else layout.shard(whole, model.mpu.tp.rank)
-
-
-def equal_bits(model: Any, plain: nn.Module, what: str) -> None:
-    weights = dict(autopar.deparallelize(model).named_parameters())
-    for name, parameter in plain.named_parameters():
-        assert torch.equal(weights[name], parameter), f"{what}: {name}"
-
-
-def from_equal_gradients(build: Callable[[], Any], make: Callable[[Any], Optimizer], kind: str, **config: Any) -> Any:
-    plain, model = build(), build()
-    reference, optimizer = make(stepped(plain, kind)), make(stepped(model, kind))
-    tp = dist.get_world_size()
-    model, optimizer = autopar.initialize(model, {"tp": tp, **config}, optimizer=optimizer)
-    torch.manual_seed(7)
-    state = torch.get_rng_state()
-    for step in range(5):
-        set_gradients(plain, step)
-        reference.step()
-    torch.set_rng_state(state)
-    for step in range(5):
-        set_gradients(model, step)
-        optimizer.step()
-    return model, plain, optimizer
 
 
 @pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_from_equal_gradients_the_bits_are_those_of_one_process() -> None:
     for kind, make in {**MATRICES, **ACROSS}.items():
-        for name, build in _MODELS.items():
+        for name, build in MODELS.items():
             model, plain, _ = from_equal_gradients(build, make, kind)
             equal_bits(model, plain, f"{kind} of {name}")
 
@@ -79,7 +33,7 @@ def test_from_equal_gradients_the_bits_are_those_of_one_process() -> None:
 @pooled(world_size=3)
 def test_uneven_shards_on_owners_and_on_every_rank() -> None:
     for kind, make in {**MATRICES, **ACROSS}.items():
-        model, plain, optimizer = from_equal_gradients(_MODELS["gpt2"], make, kind)
+        model, plain, optimizer = from_equal_gradients(MODELS["gpt2"], make, kind)
         whole, step = optimizer._autopar.whole, optimizer._autopar
         assert whole, kind
         kept = torch.tensor([sum(step.keeps_state(p) for p in step.names if p in whole)])
@@ -87,35 +41,8 @@ def test_uneven_shards_on_owners_and_on_every_rank() -> None:
         assert kept == len(whole) * (3 if kind in ACROSS else 1) > 0
         equal_bits(model, plain, kind)
     for kind in ("orthogonal", "Muon", "galore"):
-        model, plain, _ = from_equal_gradients(
-            _MODELS["llama"], MATRICES[kind], kind, optimizer={"whole": "duplicated"}
-        )
+        model, plain, _ = from_equal_gradients(MODELS["llama"], MATRICES[kind], kind, optimizer={"whole": "duplicated"})
         equal_bits(model, plain, kind)
-
-
-def train(
-    build: Callable[[], Any], make: Callable[[Any], Optimizer], config: dict[str, Any], steps: int = 5
-) -> tuple[Any, nn.Module, Optimizer]:
-    plain = build()
-    model = copy.deepcopy(plain)
-    reference, optimizer = make(list(plain.parameters())), make(list(model.parameters()))
-    model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
-    dp = model.mpu.dp
-    for step in range(steps):
-        batch = IDS[4 * step : 4 * step + 4]
-        mine = batch[dp.rank :: dp.size]
-        for half in (batch[:2], batch[2:]):
-            (plain(half, labels=half).loss / 2).backward()
-        if model.mpu.pp.size > 1:
-            model.execute_pipeline({"input_ids": mine, "labels": mine})
-        else:
-            for half in (mine[: len(mine) // 2], mine[len(mine) // 2 :]):
-                (model(half, labels=half).loss / 2).backward()
-            autopar.average_gradients(model)
-        for each in (reference, optimizer):
-            each.step()
-            each.zero_grad()
-    return model, plain, optimizer
 
 
 @pooled(world_size=4)
@@ -193,7 +120,7 @@ def test_what_no_rank_can_step_is_refused_with_what_works() -> None:
         (
             {"model_parallelism": tp, "optimizer": {"whole": "all"}},
             "lamb",
-            "optimizer.whole must be owned or duplicated",
+            "optimizer.whole must be owned, duplicated or sharded, not all",
         ),
     ):
         model = gpt2()

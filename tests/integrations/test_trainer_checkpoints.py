@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import LlamaForCausalLM, TrainerCallback
 
 from autopar.errors import CheckpointError
-from tests.integrations.runs import history, launched
+from tests.integrations.runs import arguments, collate, history, launched, samples
 from tests.integrations.test_trainer import trainer_of
 from tests.pool import pooled
 from tests.small import llama
@@ -94,6 +94,32 @@ def test_folders_and_going_on(tmp_path):
         resumed.train(resume_from_checkpoint=str(tmp_path / "again" / "checkpoint-2"))
         assert history(resumed) == history(again)  # bit for bit, masks of dropout too
         for mine, theirs in zip(resumed.model.parameters(), again.model.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+@pooled(world_size=2)
+def test_muon_in_shards_goes_on_with_whole_matrices(tmp_path):
+    """The momentum is the same in each; bit for bit."""
+    with launched():
+        from autopar.integrations import ParallelTrainer
+
+        runs = []
+        for whole, changes in (("sharded", {"save_strategy": "steps", "save_steps": 2}), ("owned", {})):
+            model = llama()
+            made = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=1e-2)
+            trainer = ParallelTrainer(
+                model=model,
+                args=arguments(tmp_path, 1, **changes),
+                train_dataset=samples(40),
+                data_collator=collate,
+                optimizers=(made, None),
+                parallel_config={"tp": 2, "optimizer": {"whole": whole}},
+            )
+            assert bool(made._autopar.whole) is (whole == "owned")
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2") if runs else None)
+            runs.append(trainer)
+        assert history(runs[0]) == history(runs[1])
+        for mine, theirs in zip(*(run.model.parameters() for run in runs), strict=True):
             assert torch.equal(mine, theirs)
 
 

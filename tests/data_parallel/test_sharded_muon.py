@@ -1,0 +1,356 @@
+"""torch's Muon with its momentum sharded, and with fused matrices in parts: the weights are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.optim import Muon
+from transformers import NllbMoeConfig, NllbMoeModel, Phi3Config, Phi3ForCausalLM
+
+import autopar
+from autopar.checkpoint import to_dtensor_training_state
+from autopar.errors import ConfigError
+from tests.compare import same_weights
+from tests.data_parallel.whole_optimizers import MATRICES, Own, lamb, orthogonal
+from tests.data_parallel.whole_steps import (
+    MODELS,
+    equal_bits,
+    from_equal_gradients,
+    precise_muon,
+    set_gradients,
+    stepped,
+    train,
+)
+from tests.parity import randomise
+from tests.pool import pooled
+from tests.small import gpt2, llama
+from tests.worlds import raises_everywhere
+
+SHARDED = {"optimizer": {"whole": "sharded"}}
+
+
+def muon(parameters: Any, **settings: Any) -> Muon:
+    return Muon([p for p in parameters if p.ndim == 2], **{"lr": 0.02, **settings})
+
+
+def phi3(seed: int = 0) -> Any:
+    """4 query heads, 2 KV heads, ffn 21: q | k | v and gate | up of other widths."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 21}
+    config = Phi3Config(num_hidden_layers=1, vocab_size=31, pad_token_id=0, initializer_range=0.1, **sizes)
+    return randomise(Phi3ForCausalLM(config))
+
+
+def only_shards(optimizer: Any) -> None:
+    assert optimizer._autopar.muon.shards and not optimizer._autopar.whole
+    for parameter, state in optimizer.state.items():
+        assert list(state) == ["momentum_buffer"] and state["momentum_buffer"].shape == parameter.shape
+    assert optimizer.state.keys() == {p for group in optimizer.param_groups for p in group["params"]}
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_from_equal_gradients_the_bits_are_those_of_one_process() -> None:
+    for kind in ("Muon", "Muon like Adam"):
+        for name, build in MODELS.items():
+            model, plain, optimizer = from_equal_gradients(build, MATRICES[kind], kind, **SHARDED)
+            only_shards(optimizer)
+            equal_bits(model, plain, f"{kind} of {name}")
+
+
+@pooled(world_size=3)
+def test_uneven_shards() -> None:
+    rate = partial(Muon, lr=torch.tensor(0.02), weight_decay=0.3, momentum=0.8, ns_steps=3)
+    for make in (MATRICES["Muon"], MATRICES["Muon like Adam"], rate):
+        for name, build in {**MODELS, "phi3": phi3}.items():
+            model, plain, optimizer = from_equal_gradients(build, make, "Muon", **SHARDED)
+            only_shards(optimizer)
+            equal_bits(model, plain, name)
+
+
+@pooled(world_size=2)
+def test_matrices_of_experts_each_by_itself() -> None:
+    sizes = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 31, "expert_capacity": 9}
+    layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_sparse_step": 2, "decoder_sparse_step": 2}
+    widths = {"d_model": 8, "encoder_ffn_dim": 7, "decoder_ffn_dim": 7, "num_experts": 3}
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        return randomise(NllbMoeModel(NllbMoeConfig(**sizes, **layers, **widths)))
+
+    model, plain, optimizer = from_equal_gradients(build, MATRICES["Muon"], "Muon", **SHARDED)
+    names = {optimizer._autopar.names[p] for p in optimizer._autopar.muon.shards.axes}
+    assert {f"decoder.layers.1.ffn.experts.expert_{n}.fc1.weight" for n in range(3)} <= names
+    equal_bits(model, plain, "experts")
+
+
+@pytest.mark.tier("test", only=("stages",))
+@pytest.mark.parametrize("mesh", ["zero", "stages", "rows", "sequence", "clipped", "one rank"])
+@pooled(world_size=4)
+def test_training(mesh: str) -> None:
+    config: dict[str, Any] = {
+        "zero": {"tp": 2, "zero": {"stage": 1}},
+        "stages": {"tp": 2, "pp": 2},
+        "rows": {"tp": 2, "cp": 2},
+        "sequence": {"model_parallelism": {"tensor_parallel_size": 4, "sequence_parallel": True}},
+        "clipped": {"tp": 2, "zero": {"stage": 1}, "gradient_clipping": 0.5},
+        "one rank": {"pp": 2, "zero": {"stage": 1}},  # torch's own step
+    }[mesh]
+    with precise_muon():
+        model, plain, optimizer = train(lambda: llama().double(), muon, {**config, **SHARDED})
+    assert bool(optimizer._autopar.muon.shards) is (mesh != "one rank")  # type: ignore[attr-defined]
+    same_weights(model, plain, 1e-6, when=mesh)
+    assert mesh != "clipped" or optimizer.gradient_norm > 0.5  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pooled(world_size=2)
+def test_fp32_weights_of_half_precision(nesterov: bool) -> None:
+    """bf16 at tp 2 against bf16 on one process: both step fp32 weights; fp16 goes on after an overflow."""
+    for dtype in ("bf16", "fp16"):
+        results = []
+        for tp in (2, 1):
+            model = gpt2()
+            config = {
+                "tp": tp,
+                "precision": {"dtype": dtype, "initial_scale": 4.0},
+                "gradient_clipping": 1e9,
+                **SHARDED,
+            }
+            model, optimizer = autopar.initialize(model, config, optimizer=muon(model.parameters(), nesterov=nesterov))
+            for step in range(4):
+                set_gradients(model, step)
+                if step == 1 and dtype == "fp16":
+                    model.transformer.h[0].mlp.c_fc.weight.grad[0, 0] = torch.inf
+                optimizer.scale_loss(torch.ones(()))
+                optimizer.step()
+                assert optimizer.step_was_skipped is (step == 1 and dtype == "fp16")
+            assert {state["momentum_buffer"].dtype for state in optimizer.state.values()} == {torch.float32}
+            results.append({name: p.detach() for name, p in autopar.deparallelize(model).named_parameters()})
+        for name, weight in results[1].items():
+            assert torch.equal(results[0][name], weight), name
+
+
+@pooled(world_size=4)
+def test_checkpoints_of_all_ways_go_on_in_each(tmp_path: Path) -> None:
+    meshes: tuple[dict[str, Any], ...] = (
+        {"tp": 2, "zero": {"stage": 1}, **SHARDED},
+        {"tp": 4, "optimizer": {"whole": "owned"}},
+        {"tp": 2, "pp": 2, **SHARDED},
+        {"tp": 2, "optimizer": {"whole": "duplicated"}},
+        {"tp": 4, **SHARDED},
+        {"tp": 1, **SHARDED},
+    )
+    plain, folder = gpt2(), None
+    reference = muon(plain.parameters())
+    for number, mesh in enumerate(meshes):
+        model = gpt2(seed=number)
+        model, optimizer = autopar.initialize(model, mesh, optimizer=muon(model.parameters()))
+        if folder is not None:
+            model.from_parallelized(folder, optimizer=optimizer)
+        for step in (2 * number, 2 * number + 1):
+            for each, stepping in ((plain, reference), (model, optimizer)):
+                set_gradients(each, step)
+                stepping.step()
+        folder = tmp_path / str(number)
+        model.save_parallelized(folder, optimizer=optimizer)
+        same_weights(model, plain, 0.0, when=str(mesh))
+        autopar.deparallelize(model)
+
+
+@pooled(world_size=4)
+def test_dcp_goes_on_from_sharded_to_sharded_and_whole(tmp_path: Path) -> None:
+    plain = gpt2()
+    reference = muon(plain.parameters())
+    for number, mesh in enumerate(
+        ({"tp": 2, **SHARDED}, {"tp": 4, "optimizer": {"whole": "duplicated"}}, {"tp": 2, "pp": 2, **SHARDED})
+    ):
+        model = gpt2(seed=number)
+        model, optimizer = autopar.initialize(model, mesh, optimizer=muon(model.parameters()))
+        if number:
+            dcp.load(to_dtensor_training_state(model, optimizer), checkpoint_id=tmp_path / str(number - 1))
+        for each, stepping in ((plain, reference), (model, optimizer)):
+            set_gradients(each, number)
+            stepping.step()
+        dcp.save(to_dtensor_training_state(model, optimizer), checkpoint_id=tmp_path / str(number))
+        same_weights(model, plain, 0.0, when=str(mesh))
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_one_that_has_stepped_before_goes_on() -> None:
+    plain, model = gpt2(), gpt2()
+    reference, optimizer = muon(plain.parameters()), muon(model.parameters())
+    for step in range(4):
+        if step == 2:
+            model, optimizer = autopar.initialize(model, {"tp": 2, **SHARDED}, optimizer=optimizer)
+        for each, stepping in ((plain, reference), (model, optimizer)):
+            set_gradients(each, step)
+            if step == 3:  # a gradient that one rank lacks is zero there, one that all lack is none
+                c_fc, c_proj = each.transformer.h[0].mlp.c_fc.weight, each.transformer.h[0].mlp.c_proj.weight
+                c_proj.grad = None
+                if each is model:
+                    c_fc.grad = None if model.mpu.tp.rank else c_fc.grad
+                else:
+                    c_fc.grad[:, c_fc.shape[1] // 2 :] = 0
+            stepping.step()
+    only_shards(optimizer)
+    equal_bits(model, plain, "after two steps")
+
+
+@pytest.mark.parametrize("whole", ["owned", "duplicated", "sharded"])
+@pooled(world_size=2)
+def test_gradients_that_one_rank_lacks_in_half_precision(whole: str) -> None:
+    results = []
+    for tp in (2, 1):
+        model = gpt2(n_layer=1)
+        config = {"tp": tp, "precision": {"dtype": "bf16"}, "optimizer": {"whole": whole}}
+        model, optimizer = autopar.initialize(model, config, optimizer=muon(model.parameters()))
+        for step in range(2):
+            set_gradients(model, step)
+            first, second = model.transformer.h[0].mlp.c_fc.weight, model.transformer.h[0].mlp.c_proj.weight
+            second.grad = None
+            if tp == 1:
+                first.grad[:, first.shape[1] // 2 :] = 0
+            elif model.mpu.tp.rank:
+                first.grad = None
+            optimizer.step()
+        results.append({name: p.detach() for name, p in autopar.deparallelize(model).named_parameters()})
+    for name, weight in results[1].items():
+        assert torch.equal(results[0][name], weight), name
+
+
+class Mine(Muon):
+    pass
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_other_optimizers_are_refused_with_what_works() -> None:
+    split = {"optimizer": {"split_fused": True}}
+    itself = "is for torch.optim.Muon itself, of which autopar knows how it orthogonalizes, not for"
+    mine = "tests.data_parallel.test_sharded_muon.Mine.\n  Write optimizer: {whole: owned}, which steps whole matrices."
+    none = "optimizer.split_fused=true: none of the 16 matrices of this Muon is several side by side, as q | k | v"
+    for config, make, text in (
+        (SHARDED, Mine, f"optimizer.whole=sharded {itself} {mine}"),
+        (SHARDED, partial(Own, update=lamb), "Write optimizer: {whole: owned}"),
+        (SHARDED, partial(Own, update=noisy), "Write optimizer: {whole: duplicated}"),
+        (split, Mine, f"optimizer.split_fused=true {itself}"),
+        (split, torch.optim.AdamW, "not for torch.optim.adamw.AdamW.\n  Leave it out."),
+        (split, Muon, none),
+        ({**split, "zero": {"stage": 3}}, Muon, "zero.stage=3 does not go with optimizer.split_fused"),
+        ({**SHARDED, "zero": {"stage": 3}}, Muon, "Use zero.stage 1, where a rank steps whole matrices"),
+    ):
+        model = llama()
+        optimizer = make([p for p in model.parameters() if p.ndim == 2])
+        with raises_everywhere(ConfigError, text):
+            autopar.initialize(model, {"model_parallelism": {"tensor_parallel_size": 2}, **config}, optimizer=optimizer)
+        assert not hasattr(model, "mpu")
+    with raises_everywhere(ConfigError, "optimizer.split_fused=true: the optimizer does that, and initialize got none"):
+        autopar.initialize(gpt2(), {"tp": 2, **split})
+    model = gpt2()
+    model, optimizer = autopar.initialize(model, {"tp": 2, **SHARDED}, optimizer=torch.optim.AdamW(model.parameters()))
+    assert not optimizer._autopar.muon.shards and not optimizer._autopar.whole
+
+
+def noisy(state: dict[str, Any], p: nn.Parameter, g: torch.Tensor) -> torch.Tensor:
+    return orthogonal(state, p, g) + torch.randn_like(g)
+
+
+class Apart:
+    """A plain model, of whose fused matrices Muon steps the parts as matrices of their own."""
+
+    def __init__(self, model: nn.Module, cuts: dict[str, tuple[int, list[int]]], **settings: Any) -> None:
+        self.model, self.parts = model, dict[nn.Parameter, tuple[int, list[nn.Parameter]]]()
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2:
+                dim, sizes = next((cut for end, cut in cuts.items() if name.endswith(end)), (0, [len(parameter)]))
+                pieces = [nn.Parameter(part.clone()) for part in parameter.detach().split(sizes, dim)]
+                self.parts[parameter] = dim, pieces
+        self.optimizer = muon([part for _, parts in self.parts.values() for part in parts], **settings)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter, (dim, parts) in self.parts.items():
+            assert parameter.grad is not None
+            sizes = [part.shape[dim] for part in parts]
+            for part, gradient in zip(parts, parameter.grad.split(sizes, dim), strict=True):
+                part.grad = gradient.clone()
+        self.optimizer.step()
+        for parameter, (dim, parts) in self.parts.items():
+            parameter.copy_(torch.cat(list(parts), dim))
+
+
+FUSED: dict[str, tuple[Any, dict[str, tuple[int, list[int]]]]] = {
+    "gpt2": (partial(gpt2, n_layer=1), {"attn.c_attn.weight": (1, [36, 36, 36])}),
+    "phi3": (phi3, {"qkv_proj.weight": (0, [16, 8, 8]), "gate_up_proj.weight": (0, [21, 21])}),
+}
+
+
+def ways(world: int) -> Iterator[dict[str, Any]]:
+    for whole in ("owned", "duplicated", "sharded"):
+        yield {"tp": world, "optimizer": {"whole": whole, "split_fused": True}}
+    yield {"tp": 1, "zero": {"stage": 1}, "optimizer": {"split_fused": True}}
+
+
+def in_parts(kind: str, world: int) -> None:
+    build, cuts = FUSED[kind]
+    for config in ways(world):
+        for settings in ({}, {"adjust_lr_fn": "match_rms_adamw", "nesterov": False}):
+            plain, model = build(), build()
+            reference = Apart(plain, cuts, **settings)
+            model, optimizer = autopar.initialize(model, config, optimizer=muon(model.parameters(), **settings))
+            for step in range(3):
+                set_gradients(plain, step)
+                reference.step()
+                set_gradients(model, step)
+                optimizer.step()
+            for parameter, state in optimizer.state.items():
+                assert state["momentum_buffer"].ndim == 2, parameter.shape
+            equal_bits(model, plain, f"{kind}, {config}, {settings}")
+
+
+@pytest.mark.tier("test", only=("phi3",))
+@pytest.mark.parametrize("kind", FUSED)
+@pooled(world_size=2)
+def test_parts_of_fused_matrices_are_stepped_as_matrices_of_their_own(kind: str) -> None:
+    in_parts(kind, 2)
+
+
+@pytest.mark.parametrize("kind", FUSED)
+@pooled(world_size=3)
+def test_parts_on_uneven_shards(kind: str) -> None:
+    in_parts(kind, 3)
+
+
+@pooled(world_size=4)
+def test_training_in_parts_on_stages_in_half_precision_and_from_a_checkpoint(tmp_path: Path) -> None:
+    build, cuts = partial(gpt2), FUSED["gpt2"][1]
+    plain, folder = build(), None
+    reference = Apart(plain, cuts)
+    meshes: tuple[dict[str, Any], ...] = (
+        {"tp": 2, "pp": 2, "optimizer": {"whole": "sharded", "split_fused": True}},
+        {"tp": 2, "zero": {"stage": 1}, "optimizer": {"whole": "owned", "split_fused": True}},
+        {"tp": 4, "optimizer": {"whole": "sharded", "split_fused": True}},
+        {"pp": 2, "zero": {"stage": 1}, "optimizer": {"split_fused": True}},
+    )
+    for number, mesh in enumerate(meshes):
+        model = build(seed=number)
+        model, optimizer = autopar.initialize(model, mesh, optimizer=muon(model.parameters()))
+        if folder is not None:
+            model.from_parallelized(folder, optimizer=optimizer)
+        for each, stepping in ((plain, reference), (model, optimizer)):
+            set_gradients(each, number)
+            stepping.step()
+        folder = tmp_path / str(number)
+        model.save_parallelized(folder, optimizer=optimizer)
+        same_weights(model, plain, 0.0, when=str(mesh))
+        autopar.deparallelize(model)
+    assert len(stepped(plain, "Muon")) == len(reference.parts)

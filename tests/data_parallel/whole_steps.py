@@ -1,0 +1,110 @@
+"""Steps of whole parameters, sharded and on one process: from equal gradients, and in training."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+import autopar
+from tests.data_parallel.whole_optimizers import MATRICES_ONLY
+from tests.small import gpt2, llama
+
+__all__ = ["MODELS", "equal_bits", "from_equal_gradients", "precise_muon", "set_gradients", "stepped", "train"]
+
+IDS = torch.randint(0, 131, (40, 9), generator=torch.Generator().manual_seed(3))
+MODELS: dict[str, Callable[[], Any]] = {
+    "gpt2": lambda: gpt2(n_layer=1),  # fused q | k | v as in a Conv1D, tied embeddings, 9 heads
+    "llama": lambda: llama(num_hidden_layers=1, num_key_value_heads=1),  # one KV head on all ranks
+}
+
+
+def stepped(model: nn.Module, kind: str) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.ndim == 2 or kind not in MATRICES_ONLY]
+
+
+def set_gradients(model: nn.Module, seed: int) -> None:
+    """Give each parameter its part of the same whole gradient."""
+    state = vars(model).get("_autopar")
+    for name, parameter in model.named_parameters():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
+        due = None if state is None else state.plan.tensors[state.plan.canonical(name)]
+        whole = torch.randn(parameter.shape if due is None else due.shape, generator=generator).to(parameter.dtype)
+        layout = None if due is None else due.layout
+        parameter.grad = whole if layout is None else layout.shard(whole, model.mpu.tp.rank)
+
+
+def equal_bits(model: Any, plain: nn.Module, what: str) -> None:
+    weights = dict(autopar.deparallelize(model).named_parameters())
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(weights[name], parameter), f"{what}: {name}"
+
+
+def from_equal_gradients(build: Callable[[], Any], make: Callable[[Any], Optimizer], kind: str, **config: Any) -> Any:
+    plain, model = build(), build()
+    reference, optimizer = make(stepped(plain, kind)), make(stepped(model, kind))
+    tp = dist.get_world_size()
+    model, optimizer = autopar.initialize(model, {"tp": tp, **config}, optimizer=optimizer)
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    for step in range(5):
+        set_gradients(plain, step)
+        reference.step()
+    torch.set_rng_state(state)
+    for step in range(5):
+        set_gradients(model, step)
+        optimizer.step()
+    return model, plain, optimizer
+
+
+def train(
+    build: Callable[[], Any], make: Callable[[Any], Optimizer], config: dict[str, Any], steps: int = 5
+) -> tuple[Any, nn.Module, Optimizer]:
+    plain = build()
+    model = copy.deepcopy(plain)
+    reference, optimizer = make(list(plain.parameters())), make(list(model.parameters()))
+    model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
+    dp, limit = model.mpu.dp, config.get("gradient_clipping", 0.0)
+    for step in range(steps):
+        batch = IDS[4 * step : 4 * step + 4]
+        mine = batch[dp.rank :: dp.size]
+        for half in (batch[:2], batch[2:]):
+            (plain(half, labels=half).loss / 2).backward()
+        if model.mpu.pp.size > 1:
+            model.execute_pipeline({"input_ids": mine, "labels": mine})
+        else:
+            for half in (mine[: len(mine) // 2], mine[len(mine) // 2 :]):
+                (model(half, labels=half).loss / 2).backward()
+            autopar.average_gradients(model)
+        if limit:
+            nn.utils.clip_grad_norm_([p for group in reference.param_groups for p in group["params"]], limit)
+        for each in (reference, optimizer):
+            each.step()
+            each.zero_grad()
+    return model, plain, optimizer
+
+
+def _newton_schulz(direction: torch.Tensor, coefficients: Any, steps: int, eps: float) -> torch.Tensor:
+    a, b, c = coefficients
+    x = direction.double()
+    x = x.T if x.shape[0] > x.shape[1] else x
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        square = x @ x.T
+        x = a * x + (b * square + c * square @ square) @ x
+    return x.T if direction.shape[0] > direction.shape[1] else x
+
+
+@contextmanager
+def precise_muon() -> Iterator[None]:
+    """Let torch's Muon iterate in fp64: in bfloat16 the last bit of a gradient may move a weight by 1e-4."""
+    with mock.patch.object(torch.optim._muon, "_zeropower_via_newtonschulz", _newton_schulz):
+        yield
