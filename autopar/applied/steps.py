@@ -30,6 +30,7 @@ from autopar.errors import tell
 from autopar.on_demand import tool
 from autopar.pipeline_parallel import methods as pipeline_methods
 from autopar.plan.listing import derived_notice, held, summarise
+from autopar.quantized.layers import keep_form
 from autopar.tensor_parallel import apply as tensor_parallel
 from autopar.tensor_parallel.shape_errors import shards_named
 
@@ -78,6 +79,8 @@ def shard_layers(model: nn.Module, state: Parallelized, given: Given) -> None:
         from autopar.dry_run.tensor_parallel import FirstForward
 
         given.first_forward = FirstForward(inner, state.plan)  # of a copy, while the module is whole
+    keep_form(model, keep=True)
+    state.undo.append(lambda model, own: keep_form(model, keep=False))
     state.region = tensor_parallel.apply(model, state.plan, state.mpu, state.config.expert_dispatch)
     state.undo.append(lambda model, own: tensor_parallel.undo(model, own.inner_of(model), own.plan, own.mpu))
 

@@ -28,6 +28,7 @@ from autopar.quantized.stored import Kind, Part, Piece
 __all__ = ["KINDS", "EightBit", "FourBit", "find"]
 
 _BLOCK = 64  # numbers that share a scale
+_NESTED = " with quantized scales"
 _GROUP = 256  # scales that are quantized together
 _PADDING = 4  # columns; the product of 8-bit matrices wants multiples of 4
 
@@ -64,8 +65,14 @@ class FourBit:
                 f"bnb_4bit_quant_storage={module.weight.quant_storage}: bytes of quantized weights would look like "
                 "numbers to whatever\n  converts or sums parameters. Leave it out: torch.uint8 is its default."
             )
+        if getattr(state, "packing_format_for_cpu", False):
+            raise ConfigError(
+                "a Linear4bit was evaluated, and bitsandbytes has packed its weight for this CPU, with scales in "
+                "bfloat16, which it cannot undo.\n  Load the model again, and give it to initialize before it is "
+                "evaluated: what autopar has parallelized is not packed."
+            )
         nested = module.weight.compress_statistics if state is None else state.nested
-        self.format = f"bitsandbytes {module.weight.quant_type}{' with quantized scales' if nested else ''}"
+        self.format = f"bitsandbytes {module.weight.quant_type}{_NESTED if nested else ''}"
         shape = module.weight.shape if state is None else state.shape
         self.shape: tuple[int, int] = (shape[0], shape[1])
         self.block: tuple[int, int] = (1, module.weight.blocksize)
@@ -77,7 +84,6 @@ class FourBit:
 
     def pieces(self, layout: Layout | None = None) -> dict[str, Piece]:
         """Return bytes, ``[out, in/64, 32]``, scales, ``[out, in/64]``, and of quantized scales their groups."""
-        self._module.state_dict()  # takes back what evaluation has packed
         state, (rows, columns) = self._state, self.shape
         blocks = columns // state.blocksize
         groups = _groups(rows, blocks, state.blocksize) if state.nested else None
@@ -97,7 +103,6 @@ class FourBit:
         """Return the scales and, of quantized ones, their groups and mean."""
         if self.pending:
             return {}
-        self._module.state_dict()
         state = self._state
         found = {"scales": state.absmax}
         return found | {"groups": state.state2.absmax, "mean": state.offset} if state.nested else found
@@ -126,13 +131,12 @@ class FourBit:
         self._weight.data = tensors["bytes"].reshape(-1, 1)
         self._weight.quant_state = self._module.quant_state = state
         self._weight.compress_statistics = state.nested
-        self._pack(shape[0] * shape[1] > self.shape[0] * self.shape[1])
         self.shape = shape
 
-    def _pack(self, packs: bool) -> None:
-        """Let evaluation on CPUs with AVX512-BF16 pack the weight, or not; a packed one gives no gradients any more."""
+    def keep_form(self, keep: bool) -> None:
+        """Keep evaluation on CPUs with AVX512-BF16 from packing the weight: a packed one passes no gradient on."""
         may = getattr(sys.modules["bitsandbytes.nn.modules"], "has_avx512bf16", bool)
-        self._module.support_avx512bf16_for_cpu = packs and may()
+        self._module.support_avx512bf16_for_cpu = not keep and may()
 
     def fill(self, values: torch.Tensor, part: Part) -> None:
         """Quantize a weight that is this rank's part of one that has no memory yet."""
@@ -149,8 +153,6 @@ class FourBit:
         ).to(values.device)
         own_parameters(self._module)["weight"] = self._weight = weight
         self.pending, self.shape = False, (values.shape[0], values.shape[1])
-        if part.layout is not None:
-            self._pack(False)
         if nested:
             self._nest(part)
 
@@ -180,7 +182,6 @@ class FourBit:
 
     def dequantized(self) -> torch.Tensor:
         """Return the weight, ``[out, in]``."""
-        self._module.state_dict()
         whole: torch.Tensor = _functional().dequantize_4bit(self._weight.data, self._state)
         return whole
 
@@ -272,6 +273,9 @@ class EightBit:
         self.pending = False
         self.put(shape, {"numbers": numbers[:, : shape[1]].contiguous(), "scales": scales})
 
+    def keep_form(self, keep: bool) -> None:
+        """Do nothing: it has one form."""
+
     def drop(self) -> None:
         """Free numbers and scales."""
         self._weight.data = self._weight.data.new_empty(0)
@@ -302,12 +306,24 @@ def _eight_bit(shape: tuple[int, int], layout: Layout | None, rank: int) -> int:
     return rows * (columns + (_PADDING if columns < shape[1] else 0)) + 4 * rows
 
 
-_BY_BLOCK = (1, _BLOCK)
+def _config(**settings: Any) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(**settings)
+
+
+def _kind_of(name: str, nested: bool) -> Kind:
+    how = {"load_in_4bit": True, "bnb_4bit_quant_type": name, "bnb_4bit_use_double_quant": nested}
+    form = f"bitsandbytes {name}{_NESTED if nested else ''}"
+    nbytes, config = functools.partial(_four_bit, nested=nested), functools.partial(_config, **how)
+    return Kind(form, (1, _BLOCK), nbytes, config)
+
+
 KINDS = {
-    "nf4": Kind("bitsandbytes nf4", _BY_BLOCK, functools.partial(_four_bit, nested=False)),
-    "nf4-double": Kind("bitsandbytes nf4 with quantized scales", _BY_BLOCK, functools.partial(_four_bit, nested=True)),
-    "fp4": Kind("bitsandbytes fp4", _BY_BLOCK, functools.partial(_four_bit, nested=False)),
-    "fp4-double": Kind("bitsandbytes fp4 with quantized scales", _BY_BLOCK, functools.partial(_four_bit, nested=True)),
-    "int8": Kind(EightBit.format, EightBit.block, _eight_bit),
+    "nf4": _kind_of("nf4", False),
+    "nf4-double": _kind_of("nf4", True),
+    "fp4": _kind_of("fp4", False),
+    "fp4-double": _kind_of("fp4", True),
+    "int8": Kind(EightBit.format, EightBit.block, _eight_bit, functools.partial(_config, load_in_8bit=True)),
 }
 """The forms that a plan can be made for without any weights, by the name that a user gives them."""

@@ -14,7 +14,18 @@ from autopar.layout import Layout
 from autopar.quantized import bitsandbytes
 from autopar.quantized.stored import Kind, StoredWeight
 
-__all__ = ["KINDS", "StandIn", "as_plain", "block_of", "nbytes_of", "stand_in", "stored_weight", "stored_weights"]
+__all__ = [
+    "KINDS",
+    "StandIn",
+    "as_plain",
+    "block_of",
+    "form_kept",
+    "keep_form",
+    "nbytes_of",
+    "stand_in",
+    "stored_weight",
+    "stored_weights",
+]
 
 _FORMATS: tuple[Callable[[nn.Module], StoredWeight | None], ...] = (bitsandbytes.find,)
 KINDS: dict[str, Kind] = {**bitsandbytes.KINDS}
@@ -29,6 +40,22 @@ def stored_weights(model: nn.Module) -> dict[str, StoredWeight]:
     """Return the quantized weights of ``model``, by the path of their layer."""
     found = ((path, stored_weight(module)) for path, module in model.named_modules())
     return {path: stored for path, stored in found if stored is not None}
+
+
+def keep_form(model: nn.Module, keep: bool) -> None:
+    """Keep evaluation from storing quantized weights in another form, or let it again."""
+    for stored in stored_weights(model).values():
+        stored.keep_form(keep)
+
+
+@contextlib.contextmanager
+def form_kept(model: nn.Module) -> Iterator[None]:
+    """Keep evaluation inside of ``with`` from storing quantized weights in another form."""
+    keep_form(model, keep=True)
+    try:
+        yield
+    finally:
+        keep_form(model, keep=False)
 
 
 class StandIn(nn.Parameter):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -30,11 +30,13 @@ class Kind(NamedTuple):
         form: as :attr:`StoredWeight.format`.
         block: as :attr:`StoredWeight.block`.
         nbytes: returns the bytes of a rank's part of a weight of this shape, with all that stands beside it.
+        config: makes transformers' ``quantization_config``.
     """
 
     form: str
     block: tuple[int, int]
     nbytes: Callable[[tuple[int, int], Layout | None, int], int]
+    config: Callable[[], Any]
 
 
 class Part(NamedTuple):
@@ -85,6 +87,9 @@ class StoredWeight(Protocol):
 
     def fill(self, values: torch.Tensor, part: Part) -> None:
         """Quantize this rank's part of a weight that has no memory yet, to what a part of the whole one is."""
+
+    def keep_form(self, keep: bool) -> None:
+        """Keep evaluation from storing the weight in another form, or let it again."""
 
     def drop(self) -> None:
         """Free the memory of all of them."""

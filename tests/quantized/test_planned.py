@@ -14,7 +14,7 @@ import autopar
 from autopar.errors import ConfigError
 from autopar.plan.listing import held
 from autopar.tools.cli import app
-from autopar.tools.planner.adapted import with_adapters
+from autopar.tools.planner.adapted import add_lora, kind_of, mark_quantized
 from tests.planner.saved_bytes import SavedBytes
 from tests.pool import pooled
 from tests.quantized.models import FAMILIES, adapted
@@ -28,7 +28,8 @@ def described(form: str, family: str = "llama") -> Any:
     kind, config = FAMILIES[family]
     with torch.device("meta"):
         model = kind(config())
-    return with_adapters(model, 4, FORMS[form])
+    mark_quantized(model, kind_of(FORMS[form]))
+    return add_lora(model, 4)
 
 
 def planned_is_held(form: str, family: str, config: dict[str, Any]) -> None:
@@ -86,4 +87,4 @@ def test_what_does_not_go() -> None:
     with pytest.raises(ConfigError, match=r"zero.stage=3 does not go with quantized weights, such as base_model.model"):
         autopar.plan_memory(described("nf4"), {"zero": {"stage": 3}}, sequence=8, gpus=2)
     with pytest.raises(ConfigError, match="has no linear layers to be quantized"):
-        with_adapters(torch.nn.Embedding(3, 4), 8, "nf4")
+        mark_quantized(torch.nn.Embedding(3, 4), kind_of("nf4"))

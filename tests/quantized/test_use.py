@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import autopar
 from autopar.errors import ConfigError
+from autopar.quantized.layers import as_plain
+from autopar.tools.cli import app
 from tests.parity import close
 from tests.pool import pooled
 from tests.quantized.models import adapted, batches, bitsandbytes, quantized
@@ -27,13 +30,18 @@ def packing(model: Any) -> list[bool]:
     return [bool(module.support_avx512bf16_for_cpu) for module in model.modules() if isinstance(module, kinds)]
 
 
-@pooled(world_size=2)
-def test_shards_are_not_packed_and_go_on_training() -> None:
-    model: Any = adapted("nf4 nested")
+def let_pack(model: Any) -> Any:
+    """Let evaluation pack weights, as a model does that was just loaded, on a CPU that has AVX512-BF16."""
     for module in model.modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
             module.support_avx512bf16_for_cpu = True
-    autopar.initialize(model, {"tp": 2})
+    return model
+
+
+@pooled(world_size=2)
+@pytest.mark.parametrize("config", [{"tp": 2}, {}], ids=str)
+def test_weights_are_not_packed_and_go_on_training(config: dict[str, Any]) -> None:
+    model = autopar.initialize(let_pack(adapted("nf4 nested")), config)
     assert not any(packing(model))
     with torch.no_grad():
         evaluated = model.eval()(IDS).logits[:]
@@ -93,8 +101,34 @@ def test_sizes_are_those_of_the_weights() -> None:
     assert isinstance(model.lm_head, nn.Linear) and autopar.full(model.lm_head.weight).shape == (131, 192)
 
 
+def test_a_packed_weight_is_refused() -> None:
+    model = let_pack(quantized("nf4"))
+    state = model.model.layers[1].mlp.up_proj.weight.quant_state
+    state.packing_format_for_cpu = True  # as on a CPU that has AVX512-BF16
+    with pytest.raises(ConfigError) as caught, as_plain(model):
+        pass
+    assert str(caught.value).startswith("a Linear4bit was evaluated, and bitsandbytes has packed its weight for this ")
+    assert "Load the model again, and give it to initialize before it is evaluated" in str(caught.value)
+
+
+def test_quantized_weights_do_not_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match="14 quantized weights do not travel to them: call it in a job"):
+        autopar.verify(quantized("nf4"), {"tp": 2})
+
+
+@pytest.mark.parametrize("form", ["nf4-double", "int8"])
+def test_verify_command(form: str) -> None:
+    arguments = ["verify", "llama", "--tp", "2", "--quantization", form, "--lora", "4"]
+    result = CliRunner().invoke(app, [*arguments, "--checks", "forward,backward,step"])
+    assert result.exit_code == 0, result.output
+    assert "worst gradient" in result.stdout and "all holds" in result.stdout
+
+
 @pooled(world_size=2)
 @pytest.mark.parametrize("form", ["nf4 nested", "int8"])
 def test_verify(form: str, tmp_path: Path) -> None:
-    report = autopar.verify(adapted(form), {"tp": 2}, checks=["forward", "backward", "step"], batches=batches(2))
+    report = autopar.verify(
+        let_pack(adapted(form)), {"tp": 2}, checks=["forward", "backward", "step"], batches=batches(2)
+    )
     assert report.ok, str(report)

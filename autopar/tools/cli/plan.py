@@ -103,9 +103,11 @@ def _model(source: str, lora: int | None, quantization: str | None, trust: bool)
     model = heads(source, trust=trust)[0].build()
     if lora is None:
         return model
-    from autopar.tools.planner.adapted import with_adapters
+    from autopar.tools.planner.adapted import add_lora, kind_of, mark_quantized
 
-    return with_adapters(model, lora, quantization)
+    if quantization is not None:
+        mark_quantized(model, kind_of(quantization))
+    return add_lora(model, lora)
 
 
 def _estimator(

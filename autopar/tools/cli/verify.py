@@ -52,6 +52,10 @@ def verify(
         typer.Option(help="Of forward, backward, step, generate, save, reshard, dropout, with commas. All by default."),
     ] = None,
     small: Annotated[bool, typer.Option("--small", help="Small sizes and random weights, whatever MODEL is.")] = False,
+    quantization: Annotated[
+        str | None, typer.Option(help="nf4, nf4-double, fp4 or int8: bitsandbytes' layers.")
+    ] = None,
+    lora: Annotated[int | None, typer.Option("--lora", min=1, help="Rank of LoRA on all linear layers.")] = None,
     dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float32",
     sequence: Annotated[int, typer.Option(min=4, help="Tokens of each sample.")] = 16,
     batches: Annotated[str | None, typer.Option(help="my_model.py:NAME, a list of dicts, or what returns one.")] = None,
@@ -70,8 +74,9 @@ def verify(
             from autopar.errors import ConfigError
 
             raise ConfigError("one process is the plain model: say --tp 2, --pp 2, --dp 2, --cp 2 or several of them")
-        report = _verified(model, sections, task, small, dtype, batches, trust, policy=policy, checks=_listed(checks),
-                           data_parallel_size=dp, sequence=sequence, device=device)  # fmt: skip
+        built = _model(model, task, small, dtype, quantization, lora, trust, _listed(checks))
+        report = _verified(built, sections, batches, policy=policy, checks=_listed(checks), data_parallel_size=dp,
+                           sequence=sequence, device=device)  # fmt: skip
     if as_json:
         print(json.dumps(report.to_dict(), indent=1))
     else:
@@ -97,36 +102,49 @@ def _listed(checks: str | None) -> list[str] | None:
     return None if checks is None else [name.strip() for name in checks.split(",") if name.strip()]
 
 
-def _verified(
+def _model(
     source: str,
-    sections: Any,
     task: str | None,
     small: bool,
     dtype: str,
-    batches: str | None,
+    quantization: str | None,
+    lora: int | None,
     trust: bool,
-    **options: Any,
-) -> Report:
+    checks: list[str] | None,
+) -> nn.Module:
+    """Build the model with memory, quantized and with adapters if asked."""
     import torch
     import transformers
 
     from autopar.errors import ConfigError, nearest
-    from autopar.tools.cli.models import named_object, of_task
+    from autopar.tools.cli.models import of_task
+    from autopar.tools.planner.adapted import kind_of
+    from autopar.tools.verification.quantized import fine_tuned, quantize
     from autopar.tools.verification.verify import checks_of
-    from autopar.tools.verification.verify import verify as compare
 
-    checks_of(options["checks"])  # before a model is built
+    checks_of(checks)  # before a model is built
     if dtype not in _DTYPES:
         raise ConfigError(f"--dtype {dtype} must be one of {', '.join(_DTYPES)}.{nearest(dtype, _DTYPES)}")
+    kind = None if quantization is None else kind_of(quantization)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    block = 1 if kind is None else kind.block[1]
+    model = _build(of_task(source, task, trust=trust), small, getattr(torch, dtype), block)
+    if kind is not None:
+        model = quantize(model, kind)
+    return model if lora is None else fine_tuned(model, lora)
+
+
+def _verified(model: nn.Module, sections: Any, batches: str | None, **options: Any) -> Report:
+    from autopar.tools.cli.models import named_object
+    from autopar.tools.verification.verify import verify as compare
+
     given = None if batches is None else named_object(batches)
-    built = _build(of_task(source, task, trust=trust), small, getattr(torch, dtype))
-    return compare(built, sections, batches=given() if callable(given) else given, **options)
+    return compare(model, sections, batches=given() if callable(given) else given, **options)
 
 
-def _build(head: Head, small: bool, dtype: torch.dtype) -> nn.Module:
-    """The model with memory: with its weights if there are any, else small and random."""
+def _build(head: Head, small: bool, dtype: torch.dtype, block: int) -> nn.Module:
+    """The model with memory: with its weights if there are any, else small and random, in whole blocks."""
     from autopar.errors import ConfigError, clip
     from autopar.tools.verification.small_models import build_small
 
@@ -136,7 +154,7 @@ def _build(head: Head, small: bool, dtype: torch.dtype) -> nn.Module:
     kind: Any = head.kind
     if small or not _has_weights(head.folder):
         config = head.config if head.config is not None else kind.config_class()
-        return build_small(kind, config, dtype=dtype)
+        return build_small(kind, config, dtype=dtype, block=block)
     try:
         model: nn.Module = kind.from_pretrained(head.folder, dtype=dtype, local_files_only=Path(head.folder).is_dir())
     except Exception as error:  # whatever transformers stumbles over

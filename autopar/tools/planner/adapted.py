@@ -1,4 +1,4 @@
-"""A model as it is fine-tuned with adapters on a base that is frozen, and quantized if asked: without any weights."""
+"""A model as it is fine-tuned: with adapters on a base that is frozen, and quantized if asked, without any weights."""
 
 from __future__ import annotations
 
@@ -15,40 +15,45 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from autopar.errors import ConfigError, nearest
 from autopar.foreign.modules import own_parameters
 from autopar.quantized.layers import KINDS, stand_in
+from autopar.quantized.stored import Kind
 
-__all__ = ["with_adapters"]
+__all__ = ["add_lora", "kind_of", "mark_quantized"]
 
 
-def with_adapters(model: nn.Module, rank: int, quantization: str | None = None) -> nn.Module:
+def kind_of(name: str) -> Kind:
+    """Return the form of weights that a name stands for. Raises ConfigError for another name."""
+    if name not in KINDS:
+        raise ConfigError(f"--quantization {name} must be one of {', '.join(KINDS)}.{nearest(name, KINDS)}")
+    return KINDS[name]
+
+
+def add_lora(model: nn.Module, rank: int) -> nn.Module:
     """Return ``model`` with LoRA on all linear layers but the head, as PEFT makes it of ``all-linear``.
 
-    Args:
-        model: on the meta device; changed.
-        rank: of the adapters.
-        quantization: the form of the base's linear layers, of those that transformers quantizes; None: as they are.
-
     Raises:
-        ConfigError: the form is unknown, the model has no such layers, or PEFT is not installed.
+        ConfigError: PEFT is not installed, or the model has no such layers.
     """
-    if quantization is not None:
-        quantize(model, quantization)
     try:
         import peft
     except ImportError as error:
-        raise ConfigError("--lora counts the adapters that PEFT makes: pip install 'autopar[quantized]'") from error
-    settings = peft.LoraConfig(r=rank, target_modules="all-linear")
+        raise ConfigError("--lora is PEFT's: pip install 'autopar[quantized]'") from error
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT asks transformers for what is deprecated
-            return peft.get_peft_model(model, settings)
+            return peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules="all-linear"))
     except ValueError as error:
         raise ConfigError(f"--lora: PEFT finds no layers in a {type(model).__name__}: {error}") from error
 
 
-def quantize(model: nn.Module, kind: str) -> None:
-    """Put what stands for quantized weights in the place of those that transformers would quantize."""
-    if kind not in KINDS:
-        raise ConfigError(f"--quantization {kind} must be one of {', '.join(KINDS)}.{nearest(kind, KINDS)}")
+def mark_quantized(model: nn.Module, kind: Kind) -> None:
+    """Put what stands for quantized weights in the place of those that transformers would quantize.
+
+    Args:
+        model: on the meta device.
+
+    Raises:
+        ConfigError: it has no linear layers.
+    """
     inner: Any = model
     kept = get_keys_to_not_convert(inner) if isinstance(inner, PreTrainedModel) else []
     found = [
@@ -57,12 +62,13 @@ def quantize(model: nn.Module, kind: str) -> None:
         if isinstance(module, nn.Linear | Conv1D) and should_convert_module(path, kept)
     ]
     if not found:
-        raise ConfigError(f"--quantization {kind}: a {type(model).__name__} has no linear layers to be quantized")
+        raise ConfigError(f"--quantization: a {type(model).__name__} has no linear layers to be quantized")
     for path, module in found:
         layer = _linear(module)
-        weight, form = layer.weight, KINDS[kind]
-        shape = (weight.shape[0], weight.shape[1])
-        own_parameters(layer)["weight"] = stand_in(shape, weight.dtype, form.form, form.block)
+        weight = layer.weight
+        own_parameters(layer)["weight"] = stand_in(
+            (weight.shape[0], weight.shape[1]), weight.dtype, kind.form, kind.block
+        )
         model.set_submodule(path, layer)
 
 

@@ -27,13 +27,18 @@ from autopar import errors
 from autopar.errors import AutoparError, ConfigError, VerificationError
 from autopar.tools.verification.report import Report
 
-__all__ = ["Work", "run_on_ranks"]
+__all__ = ["Work", "forks", "run_on_ranks"]
 
 Work = Callable[..., Report]
 """Done on each rank; its ``alarm`` is to be called with a report when the rank fails while others may wait for it."""
 
 _GRACE = 20.0  # seconds that the others of a rank that failed get to come to the same verdict
 _PATIENCE = timedelta(minutes=10)
+
+
+def forks(device: str) -> bool:
+    """Return whether the processes have the memory of this one."""
+    return device == "cpu" and not torch.cuda.is_initialized() and not dist.is_initialized()
 
 
 def run_on_ranks(work: Work, world: int, *, device: str = "cpu", timeout: float = 1800.0) -> Report:
@@ -52,8 +57,7 @@ def run_on_ranks(work: Work, world: int, *, device: str = "cpu", timeout: float 
             f"{world} ranks need {world} GPUs, this machine has {torch.cuda.device_count()}: --device cpu compares the "
             "same on the CPU"
         )
-    forks = device == "cpu" and not torch.cuda.is_initialized() and not dist.is_initialized()
-    context: Any = multiprocessing.get_context("fork" if forks else "spawn")
+    context: Any = multiprocessing.get_context("fork" if forks(device) else "spawn")
     with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder:
         pipes, processes = {}, []
         for rank in range(world):

@@ -65,23 +65,27 @@ _STATE_HEADS = (
 _TOKEN = re.compile(r".*_token_(id|index)|.*_token_ids")
 
 
-def small_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Return a copy of a config with small sizes; of one with configs inside, all of them."""
+def small_config(config: PretrainedConfig, *, block: int = 1) -> PretrainedConfig:
+    """Return a copy of a config with small sizes; of one with configs inside, all of them.
+
+    Args:
+        block: heads and features of layers are multiples of it, and wider.
+    """
     small = copy.deepcopy(config)
-    _shrink(small)
+    _shrink(small, block)
     return small
 
 
-def _shrink(config: PretrainedConfig) -> None:
+def _shrink(config: PretrainedConfig, block: int = 1) -> None:
     if any(_is_list(value) and _HEAD_COUNTS.fullmatch(name) for name, value in vars(config).items()):
         _set_stages(config)  # widths and heads of its stages follow from each other
         _set_fields(config, small_fields(config.model_type))
         return
     inner = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
     for each in inner:
-        _shrink(each)
+        _shrink(each, block)
     _set_layers(config)
-    changes = dict(_changes(config))
+    changes = dict(_changes(config, block))
     changes |= dict(_tokens(config, changes.get("vocab_size", getattr(config, "vocab_size", None))))
     for name, value in changes.items():
         setattr(config, name, value)
@@ -104,7 +108,7 @@ def _numbers(config: PretrainedConfig) -> Iterator[tuple[str, int]]:
             yield name, value
 
 
-def _changes(config: PretrainedConfig) -> Iterator[tuple[str, int]]:
+def _changes(config: PretrainedConfig, block: int) -> Iterator[tuple[str, int]]:
     """The fields that are sizes, and what they become; hidden sizes are whole heads."""
     heads = max((value for name, value in _numbers(config) if _HEAD_COUNTS.fullmatch(name)), default=0)
     hidden = next((value for name, value in _numbers(config) if _HIDDEN.fullmatch(name)), 0)
@@ -114,10 +118,10 @@ def _changes(config: PretrainedConfig) -> Iterator[tuple[str, int]]:
             most = _HEADS
         elif _KEY_COUNTS.fullmatch(name):
             most = _KV_HEADS
-        elif _HIDDEN.fullmatch(name) or (
-            value == hidden and "size" in name and not re.fullmatch(f"{_HEAD_WIDTH}|{_INNER}", name)
-        ):
-            most = _HEADS * _WIDTH
+        elif re.fullmatch(f"{_HEAD_WIDTH}|{_INNER}", name):
+            most = -(-(most or 1) * max(1, block // _WIDTH) // block) * block
+        elif _HIDDEN.fullmatch(name) or (value == hidden and "size" in name):
+            most = _HEADS * max(_WIDTH, block)
         elif name == "image_size" and type(getattr(config, "patch_size", None)) is int:
             most = _PATCHES * config.patch_size
         if most is not None and value > 1:
@@ -254,9 +258,17 @@ def _tokens(config: PretrainedConfig, vocabulary: Any) -> Iterator[tuple[str, An
 
 
 def build_small(
-    kind: type[PreTrainedModel], config: PretrainedConfig, *, seed: int = 0, dtype: torch.dtype | None = None
+    kind: type[PreTrainedModel],
+    config: PretrainedConfig,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    block: int = 1,
 ) -> PreTrainedModel:
     """Build a model of a class with a small config and random weights, the same on every rank.
+
+    Args:
+        block: as in :func:`small_config`.
 
     Raises:
         ConfigError: the small config fits no model of the class.
@@ -264,7 +276,7 @@ def build_small(
     torch.manual_seed(seed)
     try:
         wanted: Any = kind.config_class or PretrainedConfig
-        small: Any = small_config(_config_for(wanted, config))
+        small: Any = small_config(_config_for(wanted, config), block=block)
         if callable(getattr(small, "validate", None)):
             small.validate()  # what it would say only when it is saved
         model: PreTrainedModel = from_config(kind, small)

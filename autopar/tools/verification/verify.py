@@ -18,16 +18,18 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.adapters import is_peft_model
 from autopar.config import ParallelConfig
 from autopar.distributed.process import start_process_group
 from autopar.distributed.rng import kept
 from autopar.errors import AutoparError, ConfigError, clip, nearest
 from autopar.policy.schema import Policy
+from autopar.quantized.layers import form_kept, stored_weights
 from autopar.tools.verification.batches import make_batches
 from autopar.tools.verification.diagnosis import culprit_of_error, diagnose
 from autopar.tools.verification.draws import dropout
 from autopar.tools.verification.outputs import gathered, of_first
-from autopar.tools.verification.processes import run_on_ranks
+from autopar.tools.verification.processes import forks, run_on_ranks
 from autopar.tools.verification.recording import counted
 from autopar.tools.verification.report import Culprit, Report, Row, merged
 from autopar.tools.verification.saving import reshard, save
@@ -83,14 +85,20 @@ def verify(
     world = job if job > 1 else _world(config, data_parallel_size)
     parsed = ParallelConfig.parse(config, world)
     _refuse(model, parsed)
-    listed: list[Batch] = list(batches) if batches is not None else [*_make(model, parsed, world, sequence)]
-    if not listed:
-        raise ConfigError("batches is empty: give at least one dict of the model's arguments")
-    work = partial(verify_on_ranks, model, parsed, policy, listed, chosen)
-    if job == 1:
-        return run_on_ranks(work, world, device=device, timeout=timeout)
-    with kept():  # the script goes on with its own random states
-        return work()
+    with form_kept(model):
+        listed: list[Batch] = list(batches) if batches is not None else [*_make(model, parsed, world, sequence)]
+        if not listed:
+            raise ConfigError("batches is empty: give at least one dict of the model's arguments")
+        work = partial(verify_on_ranks, model, parsed, policy, listed, chosen)
+        if job == 1 and not forks(device) and (quantized := stored_weights(model)):
+            raise ConfigError(
+                f"verify starts new processes here, and {len(quantized)} quantized weights do not travel to them: call "
+                "it in a job (torchrun),\n  or on the CPU in a process without a process group."
+            )
+        if job == 1:
+            return run_on_ranks(work, world, device=device, timeout=timeout)
+        with kept():  # the script goes on with its own random states
+            return work()
 
 
 def _world(config: Any, dp: int) -> int:
@@ -113,7 +121,7 @@ def _refuse(model: nn.Module, config: ParallelConfig) -> None:
 
 def _make(model: nn.Module, config: ParallelConfig, world: int, sequence: int) -> list[dict[str, Any]]:
     inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    if not inner or inner[0] is not model:
+    if not inner or (inner[0] is not model and not is_peft_model(model)):
         raise ConfigError(
             f"what the forward of {type(model).__name__} takes is not known: give batches=[{{'input': tensor, ...}}]"
         )
