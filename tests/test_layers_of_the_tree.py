@@ -36,7 +36,7 @@ TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["verification"], ["c
 LINES = {
     "applied": 800,
     "checkpoint": 6080,
-    "checks": 2240,
+    "checks": 2241,
     "config": 940,
     "context_parallel": 2880,
     "data_parallel": 2770,
@@ -48,7 +48,7 @@ LINES = {
     "pipeline_parallel": 3890,
     "plan": 2870,
     "policy": 1650,
-    "quantized": 460,
+    "quantized": 650,
     "storage": 1490,
     "tensor_parallel": 5670,
     "tools": 11320,

@@ -50,6 +50,7 @@ class FourBit:
     """The weight of a ``Linear4bit``."""
 
     hidden: tuple[str, ...] = ("quant_state",)
+    dtype: torch.dtype | None = None
     whole_rows = None
 
     def __init__(self, module: Any) -> None:
@@ -207,6 +208,7 @@ class EightBit:
     """The weight of a ``Linear8bitLt``. The shard of a rank that has some of the inputs has four columns more, of 0."""
 
     hidden: tuple[str, ...] = ("state",)
+    dtype: torch.dtype | None = None
     format = "bitsandbytes int8"
     block: tuple[int, int] = (1, 1)
 

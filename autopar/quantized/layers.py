@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.errors import ConfigError
 from autopar.foreign.modules import own_parameters
-from autopar.quantized import bitsandbytes
+from autopar.quantized import bitsandbytes, torchao
 from autopar.quantized.stored import StoredWeight
 
-__all__ = ["StandIn", "as_plain", "block_of", "stored_weight", "stored_weights"]
+__all__ = ["StandIn", "as_plain", "block_of", "check_dtype", "stored_weight", "stored_weights", "without_memory"]
 
-_FORMATS: tuple[Callable[[nn.Module], StoredWeight | None], ...] = (bitsandbytes.find,)
+_FORMATS: tuple[Callable[[nn.Module], StoredWeight | None], ...] = (bitsandbytes.find, torchao.find)
 
 
 def stored_weight(module: nn.Module) -> StoredWeight | None:
@@ -44,6 +45,26 @@ class StandIn(nn.Parameter):
 def block_of(model: nn.Module) -> int:
     """Return how many inputs of quantized weights lie on one rank together, inside of :func:`as_plain`."""
     return max((p.block[1] for p in model.parameters() if isinstance(p, StandIn)), default=1)
+
+
+def without_memory(model: nn.Module) -> set[int]:
+    """Return the ids of parameters that look like weights and have no memory of their own."""
+    held = ((model.get_submodule(path), stored) for path, stored in stored_weights(model).items())
+    return {id(own_parameters(module)["weight"]) for module, stored in held if stored.dtype is not None}
+
+
+def check_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Check that quantized weights multiply with inputs of a dtype.
+
+    Raises:
+        ConfigError: some are quantized from another one, which their library does not change.
+    """
+    for path, stored in stored_weights(model).items():
+        if stored.dtype not in (None, dtype):
+            raise ConfigError(
+                f"precision.dtype is {dtype}, and the weight of {path} ({stored.format}) was quantized as one of "
+                f"{stored.dtype}, which stays.\n  Load the model with dtype={dtype}."
+            )
 
 
 @contextlib.contextmanager

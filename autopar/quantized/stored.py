@@ -47,6 +47,7 @@ class StoredWeight(Protocol):
         block: elements beside each other along each of the two that no rank may part.
         pending: it has no memory yet, and :meth:`fill` quantizes it.
         hidden: attributes of the layer that hold tensors of the weight, too.
+        dtype: of a parameter that looks like the weight and has no memory: all tensors are beside it; else None.
         whole_rows: of a layer that quantizes its inputs: what a rank with some of them adds, given a function that
             returns the largest numbers of all ranks; else None.
     """
@@ -56,6 +57,7 @@ class StoredWeight(Protocol):
     block: tuple[int, int]
     pending: bool
     hidden: tuple[str, ...]
+    dtype: torch.dtype | None
 
     @property
     def whole_rows(self) -> Callable[[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor] | None: ...
