@@ -34,7 +34,7 @@ ROWS = [*CORE, ["integrations"], ["tools"], ["__init__", "__main__"]]
 TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["verification"], ["cli"]]
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
-    "applied": 800,
+    "applied": 803,
     "checkpoint": 6080,
     "checks": 2241,
     "config": 940,
@@ -43,12 +43,12 @@ LINES = {
     "deferred_init": 1140,
     "distributed": 4410,
     "dry_run": 3390,
-    "foreign": 1000,
+    "foreign": 1015,
     "integrations": 1810,
     "pipeline_parallel": 3890,
     "plan": 2870,
     "policy": 1650,
-    "quantized": 650,
+    "quantized": 710,
     "storage": 1490,
     "tensor_parallel": 5670,
     "tools": 11320,

@@ -30,6 +30,7 @@ from autopar.policy.described_model import model_inside
 from autopar.policy.match import find_policy, given_policy
 from autopar.policy.schema import Policy
 from autopar.quantized.layers import as_plain, check_dtype
+from autopar.quantized.methods import check_quantizer
 
 __all__ = ["Call", "check_call", "make_plans"]
 
@@ -138,6 +139,8 @@ def make_plans(model: nn.Module, call: Call, mpu: MPU, optimizer: Any) -> tuple[
             check_state(optimizer, model, plan, call.config)
 
     def make() -> tuple[Plans, Materializer]:
+        if mpu.world_size > 1:
+            check_quantizer(type(call.inner).__name__, getattr(call.inner, "hf_quantizer", None))
         if call.config.precision != "fp32":
             check_dtype(model, DTYPES[call.config.precision])
         with as_plain(model):

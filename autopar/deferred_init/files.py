@@ -27,6 +27,7 @@ from autopar.foreign.modules import own_buffers, own_parameters
 from autopar.foreign.transformers import INITIALIZED, dtype_plan
 from autopar.quantized import torchao
 from autopar.quantized.layers import stored_weights
+from autopar.quantized.methods import check_quantizer, dequantizes
 from autopar.storage.hugging_face import damage, open_files, same_values
 from autopar.storage.lazy_conversion import Sketch
 from autopar.storage.safetensors_io import dtype_name
@@ -44,7 +45,8 @@ def load_lazily(original: Callable[..., Any], model: Any, files: Any, config: An
         torchao.prepare(model, quantizer)
     pending = [path for path, stored in stored_weights(model).items() if stored.pending]
     quantized = {path: own_parameters(model.get_submodule(path))["weight"] for path in pending}
-    if quantizer is not None:
+    check_quantizer(str(config.pretrained_model_name_or_path or type(model).__name__), quantizer)
+    if quantizer is not None and not dequantizes(quantizer):
         if not quantized or quantizer.pre_quantized:
             raise ConfigError(
                 "quantized checkpoints cannot be loaded lazily: load the model with transformers' from_pretrained.\n"

@@ -18,11 +18,11 @@ from autopar.layout import Layout
 from autopar.quantized.layers import stored_weight, stored_weights
 from autopar.quantized.stored import join, shard
 from tests.adapters.adapted import whole_of
+from tests.fetched_packages import with_package
 from tests.parity import close
 from tests.quantized import test_loading, test_training, test_use
 from tests.quantized.models import FAMILIES, OF_TORCHAO, adapted, batches, how, loaded, quantized
 from tests.quantized.test_stored import units
-from tests.torchao_package import with_torchao
 from tests.worlds import raises_everywhere
 
 pytestmark = pytest.mark.tier("all")
@@ -73,7 +73,7 @@ def same(model: Any, other: Any) -> None:
         assert set(mine) == set(due) and all(torch.equal(mine[name], due[name]) for name in due), path
 
 
-@with_torchao(world_size=1)
+@with_package("torchao", world_size=1)
 def test_shards() -> None:
     for form in OF_TORCHAO:
         for scales in SCALES:
@@ -116,7 +116,7 @@ def check_shards(form: str, scales: str, dim: int, layout: Layout) -> None:
     assert set(vars(shards[0])) == set(vars(plain))
 
 
-@with_torchao(world_size=2)
+@with_package("torchao", world_size=2)
 @pytest.mark.parametrize("form", OF_TORCHAO)
 def test_losses_and_gradients(form: str) -> None:
     for family in FAMILIES:
@@ -136,7 +136,7 @@ def test_losses_and_gradients(form: str) -> None:
     test_training.check_training(form, "llama", {"tp": 2}, use_dora=True)
 
 
-@with_torchao(world_size=2)
+@with_package("torchao", world_size=2)
 @pytest.mark.parametrize("form", OF_TORCHAO)
 def test_five_steps(form: str) -> None:
     plain: Any = adapted(form)
@@ -157,20 +157,20 @@ def test_five_steps(form: str) -> None:
     close(copied(IDS).logits[:], plain(IDS).logits, "logits of a copy")
 
 
-@with_torchao(world_size=3)
+@with_package("torchao", world_size=3)
 def test_three_ranks() -> None:
     for form in OF_TORCHAO:
         test_training.check_training(form, "llama", {"tp": 3})
         test_training.check_training(form, "qwen3", {"tp": 3})
 
 
-@with_torchao(world_size=4)
+@with_package("torchao", world_size=4)
 @pytest.mark.parametrize("form", OF_TORCHAO)
 def test_steps_on_meshes(form: str, tmp_path: Path) -> None:
     test_training.test_steps_on_meshes_and_on_another_one.body(form, tmp_path)  # type: ignore[attr-defined]
 
 
-@with_torchao(world_size=2)
+@with_package("torchao", world_size=2)
 @pytest.mark.parametrize("form", OF_TORCHAO)
 def test_weights_quantized_while_they_are_loaded(form: str, tmp_path: Path) -> None:
     for family in ("llama", "phi3"):
@@ -185,7 +185,7 @@ def test_weights_quantized_while_they_are_loaded(form: str, tmp_path: Path) -> N
     test_loading.test_adapters_of_a_model_that_no_process_holds.body(form, tmp_path)  # type: ignore[attr-defined]
 
 
-@with_torchao(world_size=2)
+@with_package("torchao", world_size=2)
 @pytest.mark.parametrize("form", OF_TORCHAO)
 def test_what_else_is_done_with_it(form: str, tmp_path: Path) -> None:
     test_use.test_blocks_are_compiled.body(form)  # type: ignore[attr-defined]
@@ -209,7 +209,7 @@ def test_what_else_is_done_with_it(form: str, tmp_path: Path) -> None:
     assert f" parameters, {sum(x.nbytes for x in held_here) / 1e6:,.1f} MB" in autopar.summary(model)
 
 
-@with_torchao(world_size=2)
+@with_package("torchao", world_size=2)
 def test_refusals(tmp_path: Path) -> None:
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, IntxWeightOnlyConfig, quantize_
 
