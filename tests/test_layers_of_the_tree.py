@@ -46,7 +46,7 @@ LINES = {
     "foreign": 1015,
     "integrations": 1810,
     "pipeline_parallel": 3890,
-    "plan": 2870,
+    "plan": 2884,
     "policy": 1650,
     "quantized": 710,
     "storage": 1490,

@@ -36,10 +36,12 @@ class StandIn(nn.Parameter):
     Attributes:
         block: as in :class:`~autopar.quantized.stored.StoredWeight`.
         format: likewise.
+        takes_rows: its layer quantizes its inputs, with a scale for each token.
     """
 
     block: tuple[int, int]
     format: str
+    takes_rows: bool
 
 
 def block_of(model: nn.Module) -> int:
@@ -79,6 +81,7 @@ def as_plain(model: nn.Module) -> Iterator[None]:
             found.append((module, type(module), own_parameters(module)["weight"], hidden))
             stand_in = StandIn(torch.empty(stored.shape, dtype=dtype, device="meta"), requires_grad=False)
             stand_in.block, stand_in.format = stored.block, stored.format
+            stand_in.takes_rows = stored.whole_rows is not None
             own_parameters(module)["weight"] = stand_in
             module.__class__ = nn.Linear
         yield

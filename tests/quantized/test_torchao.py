@@ -190,6 +190,7 @@ def test_weights_quantized_while_they_are_loaded(form: str, tmp_path: Path) -> N
 def test_what_else_is_done_with_it(form: str, tmp_path: Path) -> None:
     test_use.test_blocks_are_compiled.body(form)  # type: ignore[attr-defined]
     test_use.test_verify.body(form, tmp_path)  # type: ignore[attr-defined]
+    test_training.check_region(form)
     for scales in SCALES:
         settings = TorchAoConfig(config(form, scales), modules_to_not_convert=["none"])  # the head, too
         plain, model = loaded(settings), autopar.initialize(loaded(settings).train(), {"tp": 2})
