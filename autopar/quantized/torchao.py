@@ -56,14 +56,20 @@ def prepare(model: nn.Module, quantizer: Any) -> None:
 
     Args:
         quantizer: transformers' object that knows which these are.
+
+    Raises:
+        ConfigError: it quantizes layers in ways of their own, or a copy of the embedding.
     """
     settings = quantizer.quantization_config
     library: Any = sys.modules.get("torchao.quantization")
-    if library is None or settings.quant_method != "torchao" or settings.untie_embedding_weights:
+    if library is None or settings.quant_method != "torchao":
         return
     how = settings.get_apply_tensor_subclass()
-    if isinstance(how, library.FqnToConfig):
-        return
+    if isinstance(how, library.FqnToConfig) or settings.untie_embedding_weights:
+        raise ConfigError(
+            "TorchAoConfig with FqnToConfig or untie_embedding_weights cannot be loaded lazily: load the model with "
+            "transformers' from_pretrained."
+        )
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear) and quantizer.param_needs_quantization(model, f"{path}.weight"):
             library.quantize_(module, how)

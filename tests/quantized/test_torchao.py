@@ -212,7 +212,13 @@ def test_what_else_is_done_with_it(form: str, tmp_path: Path) -> None:
 
 @with_package("torchao", world_size=2)
 def test_refusals(tmp_path: Path) -> None:
-    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, IntxWeightOnlyConfig, quantize_
+    from torchao.quantization import (
+        FqnToConfig,
+        Int8DynamicActivationInt8WeightConfig,
+        Int8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+        quantize_,
+    )
 
     model: Any = autopar.initialize(adapted("torchao int8"), {"tp": 2})
     with raises_everywhere(CheckpointError, "merge_checkpoints=True would leave out 14 quantized weights, such as"):
@@ -239,6 +245,12 @@ def test_refusals(tmp_path: Path) -> None:
         quantize_(made.model.layers[1].mlp.up_proj, config)
         with raises_everywhere(ConfigError, text):
             autopar.initialize(made, {"tp": 2})
+    of_each = FqnToConfig({"_default": Int8WeightOnlyConfig()})
+    untied = TorchAoConfig(Int8WeightOnlyConfig(), untie_embedding_weights=True)
+    for settings in (TorchAoConfig(of_each), untied):
+        folder = test_loading.written(tmp_path / "plain")
+        with raises_everywhere(ConfigError, "TorchAoConfig with FqnToConfig or untie_embedding_weights cannot be load"):
+            autopar.from_pretrained(AutoModelForCausalLM, folder, {"tp": 2}, quantization_config=settings)
     if dist.get_rank() == 0:
         import transformers.quantizers.quantizer_torchao as quantizer
         from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
