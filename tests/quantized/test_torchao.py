@@ -19,12 +19,14 @@ from autopar.quantized.layers import stored_weight, stored_weights
 from autopar.quantized.stored import join, shard
 from tests.adapters.adapted import whole_of
 from tests.fetched_packages import with_package
+from tests.integrations.runs import launched
 from tests.parity import close
 from tests.quantized import test_loading, test_training, test_use
 from tests.quantized.models import FAMILIES, OF_TORCHAO, adapted, batches, how, loaded, quantized
 from tests.quantized.test_stored import units
 from tests.worlds import raises_everywhere
 
+peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.tier("all")
 SCALES = ("row", "group", "tensor")
 IDS = batches(1)[0]["input_ids"]
@@ -208,6 +210,40 @@ def test_what_else_is_done_with_it(form: str, tmp_path: Path) -> None:
     held_here = [x for stored in stored_weights(model).values() for x in stored.beside().values()]
     held_here += [p for p in model.parameters() if not hasattr(p, "qdata")]
     assert f" parameters, {sum(x.nbytes for x in held_here) / 1e6:,.1f} MB" in autopar.summary(model)
+
+
+@with_package("torchao", world_size=2)
+@pytest.mark.parametrize("form", OF_TORCHAO)
+def test_ranks_begin_with_what_the_first_one_has(form: str) -> None:
+    for mesh in test_loading.MESHES:
+        model: Any = quantized(form)
+        for stored in stored_weights(model).values() if dist.get_rank() else ():
+            tensors = stored.beside()
+            tensors["qdata"].view(torch.uint8).add_(1)
+            tensors["scale"].mul_(2)
+        same(autopar.initialize(model, mesh), autopar.initialize(quantized(form), mesh))
+
+
+@with_package("torchao", world_size=2)
+@pytest.mark.parametrize("form", OF_TORCHAO)
+def test_the_trainer(form: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from transformers import TrainingArguments
+
+    from autopar.integrations.trainer.trainers import ParallelTrainer
+
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(1, 131, (8, 9))]
+    args: dict[str, Any] = {"max_steps": 2, "per_device_train_batch_size": 2, "report_to": [], "use_cpu": True}
+    args |= {"output_dir": str(tmp_path / "run"), "save_strategy": "no", "gradient_checkpointing": True}
+    with launched():
+        given: dict[str, Any] = {"args": TrainingArguments(**args), "train_dataset": rows}
+        trainer = ParallelTrainer(model=adapted(form), parallel_config={"tp": 2}, **given)
+        trainer.train()
+        trainer.save_model(str(tmp_path / "adapters"))
+    dist.barrier()
+    assert trainer.state.global_step == 2 and trainer.model.mpu.tp.size == 2
+    loaded_again = peft.PeftModel.from_pretrained(quantized(form), tmp_path / "adapters")
+    close(trainer.model.eval()(IDS).logits[:], loaded_again(IDS).logits, "logits")
 
 
 @with_package("torchao", world_size=2)
