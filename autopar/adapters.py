@@ -126,6 +126,7 @@ def _is(module: Any, kind: tuple[str, str]) -> bool:
 _LAYERS = {  # module of PEFT -> classes, named as in it
     "peft.tuners.lora.layer": ("Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d", "ParamWrapper"),
     "peft.tuners.lora.bnb": ("Linear4bit", "Linear8bitLt"),
+    "peft.tuners.lora.torchao": ("TorchaoLoraLinear",),
     "peft.tuners.ia3.layer": ("Linear",),
 }
 _METHODS = ("LORA", "IA3", "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")

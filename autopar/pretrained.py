@@ -24,6 +24,7 @@ from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import AutoparError, CheckpointError, ConfigError, clip
 from autopar.foreign.transformers import from_config, has_own_adapters
 from autopar.policy.schema import Policy
+from autopar.quantized.methods import check_folder
 
 __all__ = ["from_pretrained"]
 
@@ -113,6 +114,7 @@ def _load(
 ) -> tuple[Any, dict[str, Any]]:
     """Build a lazy model whose values are in a checkpoint, and say what that lacks. ``given`` is for transformers."""
     folder = Path(path) / (given.get("subfolder") or "")
+    check_folder(folder)
     try:
         with on_cpu():
             if (folder / MANIFEST).is_file():

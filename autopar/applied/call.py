@@ -16,6 +16,7 @@ from autopar.config import ParallelConfig
 from autopar.config.sections import explain_argument
 from autopar.data_parallel.apply import check_offload, check_tied_experts
 from autopar.data_parallel.optimizer_state import check_optimizer, check_state
+from autopar.data_parallel.precision import DTYPES
 from autopar.deferred_init.context import in_lazy_init
 from autopar.deferred_init.materialize import Materializer, deferred_fingerprint
 from autopar.distributed.agree import same_on_every_rank
@@ -28,7 +29,8 @@ from autopar.plan.stages import elements_of
 from autopar.policy.described_model import model_inside
 from autopar.policy.match import find_policy, given_policy
 from autopar.policy.schema import Policy
-from autopar.quantized.layers import as_plain
+from autopar.quantized.layers import as_plain, check_dtype
+from autopar.quantized.methods import check_quantizer
 
 __all__ = ["Call", "check_call", "make_plans"]
 
@@ -131,6 +133,10 @@ def make_plans(model: nn.Module, call: Call, mpu: MPU, optimizer: Any) -> tuple[
             check_state(optimizer, model, plan, call.config)
 
     def make() -> tuple[Plans, Materializer]:
+        if mpu.world_size > 1:
+            check_quantizer(type(call.inner).__name__, getattr(call.inner, "hf_quantizer", None))
+        if call.config.precision != "fp32":
+            check_dtype(model, DTYPES[call.config.precision])
         with as_plain(model):
             plans = plan_model(ModelPlans(model, call.inner, call.prefix, call.policy), call.config, check)
         if not plans.tried and call.own_policy and plans.tensors.tp > 1:

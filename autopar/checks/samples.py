@@ -26,6 +26,7 @@ from autopar.distributed.shard_reads import PLAIN
 from autopar.foreign.autograd import untransformed
 from autopar.foreign.modules import own_parameters
 from autopar.foreign.tensors import no_overrides, writes_into
+from autopar.quantized.layers import without_memory
 
 __all__ = [
     "OVERFLOW",
@@ -183,8 +184,8 @@ def _current(owner: nn.Module, leaf: str, known: nn.Parameter) -> torch.Tensor:
 
 
 def _replicated(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that are replicated over tp."""
-    sharded: set[int] = set()
+    """The parameters that are replicated over tp and have memory, which torchao's have not."""
+    sharded = without_memory(model)
     for module in model.modules():
         axis: Axis | None = vars(module).get("tp")
         for name, layout in vars(module).get("autopar_layouts", {}).items():

@@ -25,7 +25,9 @@ from autopar.deferred_init.sources import set_source, sources_of
 from autopar.errors import AutoparError, CheckpointError, ConfigError
 from autopar.foreign.modules import own_buffers, own_parameters
 from autopar.foreign.transformers import INITIALIZED, dtype_plan
+from autopar.quantized import torchao
 from autopar.quantized.layers import stored_weights
+from autopar.quantized.methods import check_quantizer, dequantizes
 from autopar.storage.hugging_face import damage, open_files, same_values
 from autopar.storage.lazy_conversion import Sketch
 from autopar.storage.safetensors_io import dtype_name
@@ -38,13 +40,17 @@ _log = logging.get_logger(f"transformers.{__name__}")  # shown, and turned off, 
 
 def load_lazily(original: Callable[..., Any], model: Any, files: Any, config: Any, *rest: Any, **kwargs: Any) -> Any:
     """Run transformers' ``_load_pretrained_model`` with sketches of the tensors in the files."""
+    quantizer = config.hf_quantizer
+    if quantizer is not None and not quantizer.pre_quantized:
+        torchao.prepare(model, quantizer)
     pending = [path for path, stored in stored_weights(model).items() if stored.pending]
     quantized = {path: own_parameters(model.get_submodule(path))["weight"] for path in pending}
-    if config.hf_quantizer is not None:
-        if not quantized or config.hf_quantizer.pre_quantized:
+    check_quantizer(str(config.pretrained_model_name_or_path or type(model).__name__), quantizer)
+    if quantizer is not None and not dequantizes(quantizer):
+        if not quantized or quantizer.pre_quantized:
             raise ConfigError(
                 "quantized checkpoints cannot be loaded lazily: load the model with transformers' from_pretrained.\n"
-                "  quantization_config= of bitsandbytes goes with files that are not quantized."
+                "  quantization_config= of bitsandbytes or torchao goes with files that are not quantized."
             )
         config = dataclasses.replace(config, hf_quantizer=None, device_map=None)
     elif config.device_map is not None:
@@ -85,7 +91,7 @@ def _keep_sources(model: nn.Module, quantized: Mapping[str, nn.Parameter]) -> No
                 plain = quantized[path] if name == "weight" and path in quantized else None
                 if plain is None:
                     plain = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                else:
+                elif (plain.shape, plain.dtype) != (empty.shape, empty.dtype):
                     plain.data = empty
                 vars(plain).update({INITIALIZED: True})
                 own_parameters(module)[name] = plain

@@ -22,7 +22,7 @@ from autopar.distributed.axis import Group, axis_of, device_of
 from autopar.distributed.digest import checksum
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.errors import ConfigError, nearest
-from autopar.quantized.layers import stored_weights
+from autopar.quantized.layers import stored_weights, without_memory
 
 if TYPE_CHECKING:
     from autopar.distributed.mesh import MPU
@@ -139,10 +139,11 @@ def sync_parameters(model: nn.Module, mpu: MPU) -> list[str]:
     weights agree already exchange one checksum per tensor and nothing else. By name: some models register buffers in
     the order of a set, which every process has its own of.
     """
+    hollow = without_memory(model)
     tensors = {
         name: tensor.data
         for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()], key=itemgetter(0))
-        if not tensor.is_meta
+        if not tensor.is_meta and id(tensor) not in hollow
     }
     for path, stored in sorted(stored_weights(model).items()):
         tensors |= {f"{path}.weight.{name}": tensor for name, tensor in stored.beside().items()}

@@ -17,6 +17,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from autopar.foreign import autograd, groups, modules, optimizers, tensors, transformers
 
@@ -220,7 +221,8 @@ def _model() -> bool:
 
 def _private_of_models() -> bool:
     names = ("_keys_to_ignore_on_save", "_get_dtype_plan", "_tp_plan")
-    return all(hasattr(GPT2LMHeadModel, name) for name in names)
+    reverts = transformers._CONVERSIONS in inspect.getsource(revert_weight_conversion)
+    return reverts and all(hasattr(GPT2LMHeadModel, name) for name in names)
 
 
 def _muon() -> bool:

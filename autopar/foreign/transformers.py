@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, cast
 
 from torch import nn
@@ -12,6 +14,7 @@ __all__ = [
     "INITIALIZED",
     "RECOMPUTE",
     "adapters_available",
+    "as_never_quantized",
     "attention_of",
     "dtype_plan",
     "forget_own_adapters",
@@ -33,6 +36,7 @@ __all__ = [
 ATTENTION = "_attn_implementation"  # of a config: the name of the function that attends
 EXPERTS = "_experts_implementation"  # of a config: how the experts of a mixture are multiplied
 RECOMPUTE = "_gradient_checkpointing_func"  # of a module: what runs its forward again
+_CONVERSIONS = "_weight_conversions"  # of a loaded model: what was done to the tensors of the files
 INITIALIZED = "_is_hf_initialized"  # of a module or tensor: it was loaded, and is not drawn
 
 
@@ -49,6 +53,20 @@ def initialize_weights(model: Any, module: nn.Module) -> None:
 def unsaved_keys(model: Any) -> set[str]:
     """Return patterns of the names that ``save_pretrained`` leaves out."""
     return {str(key) for key in model._keys_to_ignore_on_save or ()}
+
+
+@contextlib.contextmanager
+def as_never_quantized(model: Any) -> Iterator[None]:
+    """Let transformers save what it dequantized on loading as plain weights; it would quantize them again."""
+    kept = vars(model).get(_CONVERSIONS) or ()
+    quantizes = any(getattr(step, "hf_quantizer", None) for one in kept for step in getattr(one, "operations", ()))
+    if quantizes:
+        del vars(model)[_CONVERSIONS]
+    try:
+        yield
+    finally:
+        if quantizes:
+            vars(model)[_CONVERSIONS] = kept
 
 
 def fp32_modules(model: Any, *, strict: bool) -> set[str]:

@@ -126,7 +126,8 @@ def release(model: nn.Module, plan: StagePlan, rank: int, device: torch.device) 
                 released.buffers.append((module, name, start + name, buffer))
                 own_buffers(module)[name] = None
     for parameter in released.parameters.values():
-        parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        if parameter.numel():
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         parameter.grad = None
     for module, dtype in zip(models, dtypes, strict=True):
         if dtype is not None and not any(parameter.is_floating_point() for parameter in module.parameters()):

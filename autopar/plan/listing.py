@@ -79,7 +79,8 @@ def held(model: nn.Module) -> tuple[int, int]:
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         weight = stored.get(name)
         elements += local.numel() if weight is None else prod(weight.shape)
-        size += local.nbytes + (0 if weight is None else sum(tensor.nbytes for tensor in weight.beside().values()))
+        size += local.nbytes if weight is None or weight.dtype is None else 0
+        size += 0 if weight is None else sum(tensor.nbytes for tensor in weight.beside().values())
     return elements, size
 
 

@@ -137,6 +137,7 @@ def _own_parameters(match: RuleMatch) -> Iterator[TensorRule]:
             _check_plain(shown, parameter, match)
             layouts[name] = match.layout(_repeated_parts(match), dim, parameter.shape[dim], shown)
             _check_blocks(shown, parameter, layouts[name], match)
+            _check_inputs(shown, parameter, layouts[name], match)
         if own or (rule.kind == "norm_over" and not inside):
             first = next(iter(layouts.values()), None)
             if first is None:
@@ -219,10 +220,10 @@ def _check_blocks(shown: str, weight: torch.Tensor, layout: Layout, match: RuleM
     """
     if not isinstance(weight, StandIn) or layout.axis_size == 1:
         return
-    step, dim, table = weight.block[layout.dim], layout.dim, match.scope.table
-    what = f"tensor_parallel_size={table.size} does not fit {shown}: its weight ({weight.format}) has"
-    if weight.shape[1] % weight.block[1]:
-        raise ConfigError(f"{what} {weight.shape[1]} inputs, no whole number of blocks of {weight.block[1]}.")
+    step, dim, table = weight.kind.block[layout.dim], layout.dim, match.scope.table
+    what = f"tensor_parallel_size={table.size} does not fit {shown}: its weight ({weight.kind.form}) has"
+    if weight.shape[1] % weight.kind.block[1]:
+        raise ConfigError(f"{what} {weight.shape[1]} inputs, no whole number of blocks of {weight.kind.block[1]}.")
 
     def fits(size: int) -> bool:
         try:
@@ -242,6 +243,22 @@ def _check_blocks(shown: str, weight: torch.Tensor, layout: Layout, match: RuleM
             f"{what} blocks of {step} inputs, and ranks would hold {sizes} of {layout.size}.\n"
             f"  Sizes that fit this layer: {', '.join(map(str, [1, *others]))}."
         ) from None
+
+
+def _check_inputs(shown: str, weight: torch.Tensor, layout: Layout, match: RuleMatch) -> None:
+    """Check that a layer that works inside a region, as plain code, has what it quantizes its inputs with.
+
+    Raises:
+        ConfigError: ranks would hold parts of the inputs, and nobody tells it the scale of all.
+    """
+    if isinstance(weight, StandIn) and weight.kind.takes_rows and layout.dim == 1 and layout.axis_size > 1:
+        sizes = [layout.local_size(rank) for rank in range(layout.axis_size)]
+        raise ConfigError(
+            f"tensor_parallel_size={layout.axis_size} does not fit {shown}: its weight ({weight.kind.form}) is "
+            f"'sharded' inside a region, where ranks\n  would hold {sizes} of {layout.size} inputs, and its layer "
+            f"quantizes them with one scale for all ({match.rule.where}).\n  Make it a 'row', quantize it in 4 bits, or leave "
+            "it out of the quantization."
+        )
 
 
 def _weight_and_dim(match: RuleMatch) -> tuple[nn.Parameter, int]:

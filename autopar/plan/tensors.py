@@ -22,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from autopar.adapters import plain_name
 from autopar.errors import UnsupportedModelError
 from autopar.foreign.tensors import UNSAFE_VIEW, TorchDispatchMode, base_of
-from autopar.foreign.transformers import unsaved_keys
+from autopar.foreign.transformers import as_never_quantized, unsaved_keys
 from autopar.layout import Layout
 from autopar.plan.plan import Joined, Piece, TensorPlan
 from autopar.quantized.layers import StandIn
@@ -79,7 +79,7 @@ def plan_tensors(
             outside=not name.startswith(start),
             pieces=parts.get(name, ()),
             where=places.get(key, ""),
-            quantized=tensor.format if isinstance(tensor, StandIn) else "",
+            quantized=tensor.kind.form if isinstance(tensor, StandIn) else "",
         )
     return plans
 
@@ -128,7 +128,7 @@ def saved_form(model: PreTrainedModel, names: Mapping[str, str]) -> tuple[dict[s
     }
     views = _ViewTracking(state)
     try:
-        with torch.no_grad(), views:
+        with torch.no_grad(), views, as_never_quantized(model):
             converted = dict(revert_weight_conversion(model, dict(state)))
         renamed, pieces = _named(converted, views)
         _check_complete(state, renamed, pieces)

@@ -53,6 +53,7 @@ class FourBit:
     """The weight of a ``Linear4bit``."""
 
     hidden: tuple[str, ...] = ("quant_state",)
+    dtype: torch.dtype | None = None
     whole_rows = None
 
     def __init__(self, module: Any) -> None:
@@ -77,6 +78,11 @@ class FourBit:
         self.shape: tuple[int, int] = (shape[0], shape[1])
         self.block: tuple[int, int] = (1, module.weight.blocksize)
         self.pending = state is None
+
+    @property
+    def kind(self) -> Kind:
+        """Return the form without the weight."""
+        return _BY_FORM[self.format]
 
     @property
     def _state(self) -> Any:
@@ -227,6 +233,7 @@ class EightBit:
     """The weight of a ``Linear8bitLt``. The shard of a rank that has some of the inputs has four columns more, of 0."""
 
     hidden: tuple[str, ...] = ("state",)
+    dtype: torch.dtype | None = None
     format = "bitsandbytes int8"
     block: tuple[int, int] = (1, 1)
 
@@ -234,6 +241,11 @@ class EightBit:
         self._module, self._weight = module, module.weight
         self.shape: tuple[int, int] = (module.weight.shape[0], min(module.weight.shape[1], module.in_features))
         self.pending = module.weight.is_meta
+
+    @property
+    def kind(self) -> Kind:
+        """Return the form without the weight."""
+        return _BY_FORM[self.format]
 
     @property
     def _scales(self) -> torch.Tensor:
@@ -316,7 +328,7 @@ def _kind_of(name: str, nested: bool) -> Kind:
     how = {"load_in_4bit": True, "bnb_4bit_quant_type": name, "bnb_4bit_use_double_quant": nested}
     form = f"bitsandbytes {name}{_NESTED if nested else ''}"
     nbytes, config = functools.partial(_four_bit, nested=nested), functools.partial(_config, **how)
-    return Kind(form, (1, _BLOCK), nbytes, config)
+    return Kind(form, (1, _BLOCK), False, nbytes, config)
 
 
 KINDS = {
@@ -324,6 +336,7 @@ KINDS = {
     "nf4-double": _kind_of("nf4", True),
     "fp4": _kind_of("fp4", False),
     "fp4-double": _kind_of("fp4", True),
-    "int8": Kind(EightBit.format, EightBit.block, _eight_bit, functools.partial(_config, load_in_8bit=True)),
+    "int8": Kind(EightBit.format, EightBit.block, True, _eight_bit, functools.partial(_config, load_in_8bit=True)),
 }
 """The forms that a plan can be made for without any weights, by the name that a user gives them."""
+_BY_FORM = {kind.form: kind for kind in KINDS.values()}

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.errors import ConfigError
 from autopar.foreign.modules import own_parameters
-from autopar.layout import Layout
-from autopar.quantized import bitsandbytes
+from autopar.quantized import bitsandbytes, torchao
 from autopar.quantized.stored import Kind, StoredWeight
 
 __all__ = [
@@ -19,15 +19,16 @@ __all__ = [
     "StandIn",
     "as_plain",
     "block_of",
+    "check_dtype",
     "form_kept",
     "keep_form",
-    "nbytes_of",
     "stand_in",
     "stored_weight",
     "stored_weights",
+    "without_memory",
 ]
 
-_FORMATS: tuple[Callable[[nn.Module], StoredWeight | None], ...] = (bitsandbytes.find,)
+_FORMATS: tuple[Callable[[nn.Module], StoredWeight | None], ...] = (bitsandbytes.find, torchao.find)
 KINDS: dict[str, Kind] = {**bitsandbytes.KINDS}
 
 
@@ -62,30 +63,42 @@ class StandIn(nn.Parameter):
     """Stands for a quantized weight while a plan is made: of its shape, without memory.
 
     Attributes:
-        block: as in :class:`~autopar.quantized.stored.StoredWeight`.
-        format: likewise.
+        kind: its form.
     """
 
-    block: tuple[int, int]
-    format: str
+    kind: Kind
 
 
-def stand_in(shape: tuple[int, int], dtype: torch.dtype, form: str, block: tuple[int, int]) -> StandIn:
+def stand_in(shape: tuple[int, int], dtype: torch.dtype, kind: Kind) -> StandIn:
     """Return what stands for a weight of this shape."""
     made = StandIn(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
-    made.block, made.format = block, form
+    made.kind = kind
     return made
-
-
-def nbytes_of(form: str, shape: tuple[int, int], layout: Layout | None, rank: int) -> int:
-    """Return the bytes of a rank's part of a quantized weight of this shape, with all that stands beside it."""
-    (kind,) = (kind for kind in KINDS.values() if kind.form == form)
-    return kind.nbytes(shape, layout if layout is not None and layout.axis_size > 1 else None, rank)
 
 
 def block_of(model: nn.Module) -> int:
     """Return how many inputs of quantized weights lie on one rank together, inside of :func:`as_plain`."""
-    return max((p.block[1] for p in model.parameters() if isinstance(p, StandIn)), default=1)
+    return max((p.kind.block[1] for p in model.parameters() if isinstance(p, StandIn)), default=1)
+
+
+def without_memory(model: nn.Module) -> set[int]:
+    """Return the ids of parameters that look like weights and have no memory of their own."""
+    held = ((model.get_submodule(path), stored) for path, stored in stored_weights(model).items())
+    return {id(own_parameters(module)["weight"]) for module, stored in held if stored.dtype is not None}
+
+
+def check_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Check that quantized weights multiply with inputs of a dtype.
+
+    Raises:
+        ConfigError: some are quantized from another one, which their library does not change.
+    """
+    for path, stored in stored_weights(model).items():
+        if stored.dtype not in (None, dtype):
+            raise ConfigError(
+                f"precision.dtype is {dtype}, and the weight of {path} ({stored.format}) was quantized as one of "
+                f"{stored.dtype}, which stays.\n  Load the model with dtype={dtype}."
+            )
 
 
 @contextlib.contextmanager
@@ -98,7 +111,7 @@ def as_plain(model: nn.Module) -> Iterator[None]:
             module = model.get_submodule(path)
             hidden = {name: vars(module).pop(name) for name in stored.hidden if name in vars(module)}
             found.append((module, type(module), own_parameters(module)["weight"], hidden))
-            own_parameters(module)["weight"] = stand_in(stored.shape, dtype, stored.format, stored.block)
+            own_parameters(module)["weight"] = stand_in(stored.shape, dtype, stored.kind)
             module.__class__ = nn.Linear
         yield
     finally:

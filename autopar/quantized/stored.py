@@ -29,14 +29,21 @@ class Kind(NamedTuple):
     Attributes:
         form: as :attr:`StoredWeight.format`.
         block: as :attr:`StoredWeight.block`.
-        nbytes: returns the bytes of a rank's part of a weight of this shape, with all that stands beside it.
-        config: makes transformers' ``quantization_config``.
+        takes_rows: its layer quantizes its inputs, with a scale for each token.
+        parts: returns the bytes of a rank's part of a weight of this shape, with all that stands beside it; the layout
+            is None of a weight that every rank has.
+        config: makes transformers' ``quantization_config``, where the name alone says all of it.
     """
 
     form: str
     block: tuple[int, int]
-    nbytes: Callable[[tuple[int, int], Layout | None, int], int]
-    config: Callable[[], Any]
+    takes_rows: bool
+    parts: Callable[[tuple[int, int], Layout | None, int], int]
+    config: Callable[[], Any] | None = None
+
+    def nbytes(self, shape: tuple[int, int], layout: Layout | None, rank: int) -> int:
+        """Return the bytes of a rank's part of a weight of this shape, with all that stands beside it."""
+        return self.parts(shape, layout if layout is not None and layout.axis_size > 1 else None, rank)
 
 
 class Part(NamedTuple):
@@ -63,6 +70,7 @@ class StoredWeight(Protocol):
         block: elements beside each other along each of the two that no rank may part.
         pending: it has no memory yet, and :meth:`fill` quantizes it.
         hidden: attributes of the layer that hold tensors of the weight, too.
+        dtype: of a parameter that looks like the weight and has no memory: all tensors are beside it; else None.
         whole_rows: of a layer that quantizes its inputs: what a rank with some of them adds, given a function that
             returns the largest numbers of all ranks; else None.
     """
@@ -72,6 +80,11 @@ class StoredWeight(Protocol):
     block: tuple[int, int]
     pending: bool
     hidden: tuple[str, ...]
+    dtype: torch.dtype | None
+
+    @property
+    def kind(self) -> Kind:
+        """Return the form without the weight."""
 
     @property
     def whole_rows(self) -> Callable[[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor] | None: ...

@@ -97,7 +97,7 @@ def apply(
         for name, layout in vars(module)["autopar_layouts"].items():
             parameter = own_parameters(module).get(name)
             stored = stored_weight(module) if name == "weight" else None
-            if stored is not None and not stored.pending:
+            if stored is not None and (not stored.pending or stored.dtype is not None):
                 stored_form.shard(stored, layout, rank)
             elif parameter is not None and id(parameter) not in done:  # tied weights are sharded once
                 done.add(id(parameter))

@@ -39,7 +39,7 @@ RUN = {
     DOCS / "launching.md": 1,
     DOCS / "long-sequences.md": 1,
     DOCS / "own-code.md": 5,
-    DOCS / "quantized.md": 2,
+    DOCS / "quantized.md": 3,
     DOCS / "peft.md": 3,
     DOCS / "planner.md": 1,
     DOCS / "policies.md": 3,
@@ -104,13 +104,16 @@ def test_launching(tmp_path: Path) -> None:
 @distributed(world_size=2)
 def test_quantized(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
+    from tests.quantized.folders import write_fp8
     from tests.quantized.models import write
 
     if dist.get_rank() == 0:
         write(tmp_path / "base")
+    write_fp8(tmp_path / "base in FP8", "llama")
     names = run(DOCS / "quantized.md", tmp_path)
     assert names["lazy"].get_base_model().model.layers[0].mlp.up_proj.base_layer.weight.dtype == torch.uint8
     assert (tmp_path / "adapters" / "adapter_model.safetensors").is_file()
+    assert not names["model"].is_quantized and names["model"].model.layers[0].mlp.up_proj.weight.is_floating_point()
 
 
 @distributed(world_size=2)

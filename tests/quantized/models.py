@@ -20,6 +20,7 @@ from transformers import (
     Phi3ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    TorchAoConfig,
 )
 
 from tests.adapters.adapted import with_lora
@@ -32,6 +33,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
     "int8": {"load_in_8bit": True},
 }
+OF_TORCHAO = ("torchao int8", "torchao float8")  # in ranks that have started torchao
 _SIZES = {"hidden_size": 192, "num_attention_heads": 3, "head_dim": 64, "intermediate_size": 320, "vocab_size": 131}
 _SIZES |= {"num_hidden_layers": 2, "num_key_value_heads": 3, "max_position_embeddings": 64, "pad_token_id": 0}
 _OF_GPT2 = {"n_embd": 192, "n_head": 3, "n_layer": 2, "vocab_size": 131, "n_positions": 64, "eos_token_id": 0}
@@ -55,12 +57,25 @@ def write(folder: Any, family: str = "llama") -> Any:
     return kind
 
 
-def quantized(form: str, family: str = "llama", **changes: Any) -> Any:
-    """Return a model as ``from_pretrained(quantization_config=)`` gives it."""
+def how(form: str) -> Any:
+    """Return the ``quantization_config`` of a form."""
+    if form in FORMS:
+        return BitsAndBytesConfig(**FORMS[form])
+    from torchao import quantization
+
+    kinds = {"torchao int8": quantization.Int8WeightOnlyConfig, "torchao float8": quantization.Float8WeightOnlyConfig}
+    return TorchAoConfig(kinds[form]())
+
+
+def loaded(settings: Any, family: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
+    """Return what ``from_pretrained(quantization_config=settings)`` gives."""
     with tempfile.TemporaryDirectory() as folder:
-        kind = write(folder, family)
-        how = BitsAndBytesConfig(**FORMS[form], **changes)
-        model = kind.from_pretrained(folder, quantization_config=how, dtype=torch.float32)
+        return write(folder, family).from_pretrained(folder, quantization_config=settings, dtype=dtype)
+
+
+def quantized(form: str, family: str = "llama") -> Any:
+    """Return a quantized model that computes alike on all CPUs."""
+    model = loaded(how(form), family)
     for module in model.modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
             module.support_avx512bf16_for_cpu = False  # evaluation would compute in bf16 on some CPUs

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import autopar
 from autopar.errors import ConfigError
@@ -16,7 +16,7 @@ from autopar.quantized.layers import stored_weights
 from tests.adapters.adapted import randomise_adapters, whole_of, with_lora
 from tests.parity import close
 from tests.pool import pooled
-from tests.quantized.models import FORMS, batches, quantized, write
+from tests.quantized.models import FORMS, batches, how, quantized, write
 from tests.quantized.test_training import gradients
 
 peft = pytest.importorskip("peft")
@@ -46,11 +46,11 @@ def test_shards_are_quantized_to_the_same_bytes(form: str, tmp_path: Path) -> No
     folder = written(tmp_path)
     for config in MESHES:
         due = autopar.initialize(quantized(form), config)
-        how = BitsAndBytesConfig(**FORMS[form])
-        kept: dict[str, Any] = {"quantization_config": how, "dtype": torch.float32}
+        settings = how(form)
+        kept: dict[str, Any] = {"quantization_config": settings, "dtype": torch.float32}
         model = autopar.from_pretrained(AutoModelForCausalLM, folder, config, **kept)
         same(model, due)
-        assert model.is_quantized and model.config.quantization_config.quant_method == how.quant_method
+        assert model.is_quantized and model.config.quantization_config.quant_method == settings.quant_method
         ids = batches(1)[0]["input_ids"]
         if config.get("pp", 1) == 1:
             close(model.train()(ids).logits[:], due.train()(ids).logits[:], "logits")
@@ -59,9 +59,9 @@ def test_shards_are_quantized_to_the_same_bytes(form: str, tmp_path: Path) -> No
 @pooled(world_size=3)
 def test_three_ranks(tmp_path: Path) -> None:
     folder = written(tmp_path, "qwen3")
-    how = BitsAndBytesConfig(**FORMS["nf4 nested"])
+    settings = how("nf4 nested")
     model = autopar.from_pretrained(
-        AutoModelForCausalLM, folder, {"tp": 3}, quantization_config=how, dtype=torch.float32
+        AutoModelForCausalLM, folder, {"tp": 3}, quantization_config=settings, dtype=torch.float32
     )
     same(model, autopar.initialize(quantized("nf4 nested", "qwen3"), {"tp": 3}))
 
@@ -71,9 +71,7 @@ def test_three_ranks(tmp_path: Path) -> None:
 def test_adapters_of_a_model_that_no_process_holds(form: str, tmp_path: Path) -> None:
     folder = written(tmp_path)
     with autopar.lazy_init():
-        model: Any = LlamaForCausalLM.from_pretrained(
-            folder, quantization_config=BitsAndBytesConfig(**FORMS[form]), dtype=torch.float32
-        )
+        model: Any = LlamaForCausalLM.from_pretrained(folder, quantization_config=how(form), dtype=torch.float32)
     assert all(parameter.is_meta for parameter in model.parameters())
     settings = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM", "target_modules": "all-linear"}
     model = autopar.initialize(peft.get_peft_model(model, peft.LoraConfig(**settings)).train(), {"tp": 2})

@@ -10,7 +10,7 @@ from torch import nn
 
 from autopar.errors import ConfigError
 from autopar.layout import Block, Layout, even_shards
-from autopar.quantized.layers import as_plain, block_of, nbytes_of, stored_weight, stored_weights
+from autopar.quantized.layers import as_plain, block_of, stored_weight, stored_weights
 from autopar.quantized.stored import join, shard
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -45,7 +45,7 @@ def test_shards(kind: str, nested: bool, dim: int, ranks: int, shape: tuple[int,
     layout = units(dim, shape[dim], ranks, width)
     plain = layer(kind, *shape, nested)
     before, whole = everything(plain), stored_weight(plain).dequantized()
-    assert sum(x.nbytes for x in before.values()) == nbytes_of(stored_weight(plain).format, shape, None, 0)
+    assert sum(x.nbytes for x in before.values()) == stored_weight(plain).kind.nbytes(shape, None, 0)
     shards = []
     for rank in range(ranks):
         made = layer(kind, *shape, nested)
@@ -56,7 +56,7 @@ def test_shards(kind: str, nested: bool, dim: int, ranks: int, shape: tuple[int,
         assert stored.shape == layout.local_shape(shape, rank)
         assert torch.equal(stored.dequantized(), layout.shard(whole, rank))
         numbers = stored.pieces()["numbers" if kind == "int8" else "bytes"].tensor
-        assert sum(x.nbytes for x in everything(made).values()) == nbytes_of(stored.format, shape, layout, rank)
+        assert sum(x.nbytes for x in everything(made).values()) == stored.kind.nbytes(shape, layout, rank)
         assert numbers.nbytes * shape[dim] == before["parameter"].nbytes * layout.local_size(rank)
         setattr(made, "in_features" if dim else "out_features", layout.local_size(rank))
         shards.append(made)

@@ -179,3 +179,25 @@ def test_sizes_that_do_not_fit() -> None:
         "and ranks would hold [96, 96] of 192.\n  Sizes that fit this layer: 1, 3."
     )
     assert isinstance(layer.o_proj, nn.Linear)
+
+
+REGION: dict[str, Any] = {"mlp": {"region": "ffn"}, "mlp.down_proj": {"sharded": "ffn", "dim": 1}}
+REGION |= {f"mlp.{name}_proj": {"sharded": "ffn", "dim": 0} for name in ("gate", "up")}
+
+
+def check_region(form: str) -> None:
+    """Layers inside a region that a policy names are as they are outside."""
+    plain, model = quantized(form), quantized(form)
+    model = autopar.initialize(model, {"tp": 2}, policy={"extends": "llama", "blocks": {"modules": REGION}})
+    batch = batches(1)[0]
+    close(model(**batch).loss, plain(**batch).loss, "loss")
+    assert model.model.layers[0].mlp.down_proj.in_features < 320
+
+
+@pooled(world_size=2)
+def test_layers_inside_a_region() -> None:
+    check_region("nf4")
+    text = "does not fit mlp.down_proj.weight: its weight (bitsandbytes int8) is 'sharded' inside a region, where ranks"
+    sizes = "would hold [160, 160] of 320 inputs, and its layer quantizes them with one scale for all (policy dict:bloc"
+    with raises_everywhere(ConfigError, text, sizes, "Make it a 'row', quantize it in 4 bits, or leave it out of the"):
+        check_region("int8")

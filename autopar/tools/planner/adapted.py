@@ -66,9 +66,7 @@ def mark_quantized(model: nn.Module, kind: Kind) -> None:
     for path, module in found:
         layer = _linear(module)
         weight = layer.weight
-        own_parameters(layer)["weight"] = stand_in(
-            (weight.shape[0], weight.shape[1]), weight.dtype, kind.form, kind.block
-        )
+        own_parameters(layer)["weight"] = stand_in((weight.shape[0], weight.shape[1]), weight.dtype, kind)
         model.set_submodule(path, layer)
 
 

@@ -183,9 +183,10 @@ def planned_bytes(
     name = _KNOWN.get(type(optimizer))
     if name == "sgd" and any(group.get("momentum") for group in optimizer.param_groups):
         name = "sgd-momentum"
-    states = ModelStates(model, inner, plan, name or "sgd")
     place = (mpu.tp.rank, mpu.pp.rank, mpu.dp_cp.rank)
-    return states.of_rank(stages, config, *place, mpu.dp_cp.size), name is not None
+    with as_plain(model):
+        states = ModelStates(model, inner, plan, name or "sgd")
+        return states.of_rank(stages, config, *place, mpu.dp_cp.size), name is not None
 
 
 def allocated_line(model: nn.Module, planned: tuple[RankBytes, bool], device: torch.device) -> str:

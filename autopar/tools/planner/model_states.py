@@ -21,7 +21,8 @@ from autopar.data_parallel.zero1 import assign
 from autopar.errors import ConfigError, nearest
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan
-from autopar.quantized.layers import nbytes_of
+from autopar.quantized.layers import StandIn
+from autopar.quantized.stored import Kind
 
 __all__ = ["OPTIMIZERS", "ModelStates", "RankBytes", "check_optimizer_name"]
 
@@ -69,7 +70,7 @@ class _Parameter(NamedTuple):
     dtype: torch.dtype  # before precision
     half: bool  # whether precision makes it half
     trained: bool
-    quantized: str = ""  # the form in which it is stored
+    quantized: Kind | None = None  # the form in which it is stored
 
 
 class ModelStates:
@@ -124,8 +125,8 @@ class ModelStates:
         dtype = DTYPES.get(config.precision)
         weights = gradients = optimizer = stepped = largest = expert_weights = expert_gradients = 0
         for parameter, size, own, expert in zip(held, sizes, owned, spread, strict=True):
-            if parameter.quantized:
-                weights += self._stored(parameter, shard)
+            if parameter.quantized is not None:
+                weights += self._stored(parameter, parameter.quantized, shard)
                 continue
             width = dtype.itemsize if parameter.half and dtype is not None else parameter.dtype.itemsize
             if dtype is not None and not parameter.half and parameter.dtype.is_floating_point:
@@ -159,10 +160,10 @@ class ModelStates:
                 blocks[path] += size
         return max(blocks.values(), default=0), outside
 
-    def _stored(self, parameter: _Parameter, shard: int) -> int:
+    def _stored(self, parameter: _Parameter, kind: Kind, shard: int) -> int:
         planned = self.plan.tensors[parameter.name]
         rows, columns = planned.shape
-        return nbytes_of(parameter.quantized, (rows, columns), planned.layout, shard)
+        return kind.nbytes((rows, columns), planned.layout, shard)
 
     def _held(self, stages: StagePlan, config: ParallelConfig, pp: int) -> list[_Parameter]:
         key = (id(stages), config.precision, config.zero_stage == 3, pp)
@@ -178,9 +179,9 @@ class ModelStates:
             if pp in stages.holders(name):
                 half = parameter.is_floating_point() and not stays(name) and config.zero_stage != 3
                 canonical = self._aliases.get(name, name)
-                form = self.plan.tensors[canonical].quantized if canonical in self.plan.tensors else ""
+                kind = parameter.kind if isinstance(parameter, StandIn) else None
                 shape, trained = tuple(parameter.shape), parameter.requires_grad
-                yield _Parameter(canonical, shape, parameter.dtype, half, trained, form)
+                yield _Parameter(canonical, shape, parameter.dtype, half, trained, kind)
 
     def _shape(self, name: str, shape: tuple[int, ...], shard: int) -> tuple[int, ...]:
         key = (name, shard)

@@ -111,7 +111,7 @@ class PlannedModel:
         parameters = list(self.model.parameters())
         trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         whole = sum(parameter.numel() for parameter in parameters)
-        forms = sorted({parameter.format for parameter in parameters if isinstance(parameter, StandIn)})
+        forms = sorted({parameter.kind.form for parameter in parameters if isinstance(parameter, StandIn)})
         stored = f", others in {' and '.join(forms)}" if forms else ""
         return f"{whole:,} parameters" + (f", {trained:,} of them trained{stored}" if trained < whole else "")
 

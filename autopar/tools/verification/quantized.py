@@ -22,6 +22,7 @@ def quantize(model: nn.Module, kind: Kind) -> nn.Module:
     Raises:
         ConfigError: transformers does not have the model, or cannot quantize it here.
     """
+    assert kind.config is not None
     own: Any = type(model)
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(f"--quantization: transformers quantizes its own models, not a {own.__name__}")

@@ -1,0 +1,170 @@
+"""Weights of torchao, int8 and float8 weight-only: numbers of 8 bits, and scales for rows or for groups of inputs.
+
+The parameter is a tensor of a class of torchao, with the shape and the dtype of the weight; the numbers and the scales
+are attributes of it. A layer computes what its slice of such a tensor computes, so shards are slices: exact to the bit
+where outputs are cut. Scales of rows are replicated where inputs are.
+
+torchao is never imported here: a weight can only be its own where somebody else has imported it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import ConfigError
+from autopar.foreign.modules import own_parameters
+from autopar.layout import Layout
+from autopar.quantized.stored import Kind, Part, Piece
+
+__all__ = ["EightBitTensor", "find", "prepare"]
+
+_FORMATS = {"Int8Tensor": "torchao int8", "Float8Tensor": "torchao float8"}
+_STEP = "_autopar_step"  # attribute of a layer: what its weight does not show
+_OF_INPUTS = ("act_quant_kwargs", "act_quant_scale", "act_quant_zero_point", "act_pre_scale")
+
+
+def find(module: nn.Module) -> EightBitTensor | None:
+    """Return the weight of a layer if it is one of torchao; else None.
+
+    Raises:
+        ConfigError: it is a form that cannot be sharded.
+    """
+    library: Any = sys.modules.get("torchao.utils")
+    weight = own_parameters(module).get("weight")
+    if library is None or not isinstance(weight, library.TorchAOBaseTensor):
+        return None
+    kind, layer = type(weight).__name__, type(module).__name__
+    if kind not in _FORMATS or not isinstance(module, nn.Linear):
+        raise ConfigError(
+            f"the weight of a layer ({layer}) is torchao's {kind}: Int8WeightOnlyConfig and Float8WeightOnlyConfig "
+            "of linear layers\n  are what autopar takes."
+        )
+    if any(getattr(weight, name, None) is not None for name in _OF_INPUTS):
+        raise ConfigError(
+            f"torchao's {kind} with quantized inputs: Int8WeightOnlyConfig and Float8WeightOnlyConfig quantize weights "
+            "alone,\n  and that is what autopar takes."
+        )
+    return EightBitTensor(module)
+
+
+def prepare(model: nn.Module, quantizer: Any) -> None:
+    """Give the layers of a model without memory that transformers would quantize the weights that it would give them.
+
+    Args:
+        quantizer: transformers' object that knows which these are.
+
+    Raises:
+        ConfigError: it quantizes layers in ways of their own, or a copy of the embedding.
+    """
+    settings = quantizer.quantization_config
+    library: Any = sys.modules.get("torchao.quantization")
+    if library is None or settings.quant_method != "torchao":
+        return
+    how = settings.get_apply_tensor_subclass()
+    if isinstance(how, library.FqnToConfig) or settings.untie_embedding_weights:
+        raise ConfigError(
+            "TorchAoConfig with FqnToConfig or untie_embedding_weights cannot be loaded lazily: load the model with "
+            "transformers' from_pretrained."
+        )
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear) and quantizer.param_needs_quantization(model, f"{path}.weight"):
+            library.quantize_(module, how)
+
+
+class EightBitTensor:
+    """An ``Int8Tensor`` or a ``Float8Tensor`` as the weight of a linear layer."""
+
+    hidden: tuple[str, ...] = ()
+    whole_rows = None
+
+    def __init__(self, module: Any) -> None:
+        self._module, self._weight = module, module.weight
+        self.dtype: torch.dtype | None = module.weight.dtype
+        self.format = _FORMATS[type(module.weight).__name__]
+        self.shape: tuple[int, int] = tuple(module.weight.qdata.shape)
+        self.block: tuple[int, int] = (max(self._step[0], 1), max(self._step[1], 1))
+        self.pending = module.weight.is_meta
+
+    @property
+    def kind(self) -> Kind:
+        """Return the form without the weight."""
+        widths = [x.element_size() for name, x in self._held().items() if name != "qdata"]
+        return Kind(self.format, self.block, False, functools.partial(_nbytes, step=self._step, beside=sum(widths)))
+
+    @property
+    def _step(self) -> tuple[int, int]:
+        """Outputs and inputs of one scale; 0: all of them."""
+        known: tuple[int, int] | None = vars(self._module).get(_STEP)
+        return _step_of(self._weight) if known is None else known
+
+    def pieces(self, layout: Layout | None = None) -> dict[str, Piece]:
+        """Return numbers, ``[out, in]``, and scales and zero points, which are ``[out, 1]`` where rows have one."""
+        return {name: Piece(x, (1, 1) if name == "qdata" else self._step) for name, x in self._held().items()}
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        names, _ = self._weight.__tensor_flatten__()
+        return {name: getattr(self._weight, name) for name in names}
+
+    def beside(self) -> dict[str, torch.Tensor]:
+        """Return all of them, by their names in torchao."""
+        return {} if self.pending else self._held()
+
+    def put(self, shape: tuple[int, int], tensors: dict[str, torch.Tensor]) -> None:
+        """Take the tensors of a weight of this shape."""
+        weight, step = self._weight, self._step
+        block = [size or all_of_it for size, all_of_it in zip(step, shape, strict=True)]
+        _, settings = weight.__tensor_flatten__()
+        weight.data = type(weight).__tensor_unflatten__(tensors, settings | {"block_size": block}, None, None)
+        for name, tensor in tensors.items():  # ``.data =`` changes the shape alone
+            setattr(weight, name, tensor)
+        weight.block_size, self.shape = block, shape
+        vars(self._module).pop(_STEP, None)
+        if _step_of(weight) != step:  # one group of inputs is left, and looks like a row
+            vars(self._module)[_STEP] = step
+
+    def fill(self, values: torch.Tensor, part: Part) -> None:
+        """Quantize a weight that is this rank's part of one that has no memory yet."""
+        library, step, layout = sys.modules["torchao.quantization"], self._step, part.layout
+        shape, kind = (values.shape[0], values.shape[1]), type(self._weight)
+        if layout is not None and step[layout.dim] == 0:  # a scale is that of what other ranks have, too
+            dims = [dim for dim in (0, 1) if step[dim] == 0]
+            most = part.largest(values.abs().amax(dims, keepdim=True).float()).to(values.dtype)
+            values = torch.cat([values, most.expand_as(values.narrow(layout.dim, 0, 1))], layout.dim)
+        how = {"granularity": library.PerGroup(step[1]) if step[1] else library.PerRow()}
+        if step == (0, 0):
+            how = {"granularity": library.PerTensor()}
+        if kind is library.Float8Tensor:
+            how["float8_dtype"] = self._weight.qdata.dtype
+        self._weight = nn.Parameter(kind.from_hp(values, **how), requires_grad=False)
+        own_parameters(self._module)["weight"] = self._weight
+        self.pending = False
+        self.put(shape, self._held() | {"qdata": self._weight.qdata[: shape[0], : shape[1]].contiguous()})
+
+    def keep_form(self, keep: bool) -> None:
+        """Do nothing: it has one form."""
+
+    def drop(self) -> None:
+        """Free numbers and scales."""
+        self.put((0, 0), {name: x.new_empty(0, 0) for name, x in self._held().items()})
+
+    def dequantized(self) -> torch.Tensor:
+        """Return the weight, ``[out, in]``."""
+        whole: torch.Tensor = self._weight.dequantize()
+        return whole
+
+
+def _nbytes(shape: tuple[int, int], layout: Layout | None, rank: int, *, step: tuple[int, int], beside: int) -> int:
+    """Return the bytes of a shard: of numbers, and of scales, each with ``beside`` bytes in all."""
+    rows, columns = shape if layout is None else layout.local_shape(shape, rank)
+    scales = (rows // step[0] if step[0] else 1) * (columns // step[1] if step[1] else 1)
+    return rows * columns + scales * beside
+
+
+def _step_of(weight: Any) -> tuple[int, int]:
+    rows, columns = (0 if n == 1 else size for n, size in zip(weight.scale.shape, weight.block_size, strict=True))
+    return rows, columns

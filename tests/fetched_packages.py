@@ -1,0 +1,61 @@
+"""Packages that ``make fetch`` installs beside the environment: others look for them, and torchao prints when imported.
+
+Only ranks of their own put one on their path: ``@with_package("torchao", world_size=2)``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.worlds import distributed
+
+__all__ = ["with_package"]
+
+_CACHE = Path(__file__).parents[1] / ".cache"
+
+
+def with_package(name: str, world_size: int, timeout: float = 240.0) -> Callable[..., Callable[..., None]]:
+    """Run the decorated test on ranks of their own that have imported a package; skip it where that is not there."""
+    folder, module = _CACHE / name, name.replace("-", "_")
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def started(*args: Any, **kwargs: Any) -> None:
+            _start(folder, module)
+            body(*args, **kwargs)
+
+        world = distributed(world_size, timeout)(started)
+
+        @functools.wraps(body)
+        def run(*args: Any, **kwargs: Any) -> None:
+            if not (folder / module).is_dir() and importlib.util.find_spec(module) is None:
+                pytest.skip(f"{name} is not there: make fetch")
+            world(*args, **kwargs)
+
+        run.body, run.world_size = started, world_size  # type: ignore[attr-defined]
+        run.__signature__ = inspect.signature(body)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def _start(folder: Path, module: str) -> None:
+    """Let transformers and PEFT find a package in this process; one that is installed goes first."""
+    if folder.is_dir():
+        sys.path.append(str(folder))
+    importlib.invalidate_caches()
+    import peft.import_utils
+    from transformers.utils import import_utils
+
+    importlib.import_module(module)
+    for known in (import_utils, peft.import_utils):
+        known_there = getattr(known, f"is_{module}_available", None)
+        getattr(known_there, "cache_clear", bool)()

@@ -1,0 +1,124 @@
+"""Checkpoints that transformers dequantizes while it loads them: plain models, also for autopar; others are refused."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AwqConfig,
+    CompressedTensorsConfig,
+    FineGrainedFP8Config,
+    GPTQConfig,
+    Mxfp4Config,
+)
+
+import autopar
+from autopar.errors import ConfigError
+from tests.fetched_packages import with_package
+from tests.parity import close
+from tests.pool import pooled
+from tests.quantized.folders import say, write_compressed, write_fp8, write_mxfp4
+from tests.quantized.models import FAMILIES, batches, write
+from tests.quantized.test_loading import MESHES
+from tests.worlds import raises_everywhere
+
+
+def check_plain(kind: Any, folder: Path, how: Any) -> Path:
+    """Compare what is loaded, by transformers and lazily, trained and saved with the plain model; returns the saved."""
+    given: dict[str, Any] = {"dtype": torch.float32} | ({} if how is None else {"quantization_config": how})
+    plain = kind.from_pretrained(folder, **given)
+    state = {name: value.clone() for name, value in plain.state_dict().items()}
+    for mesh in MESHES:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="how save_pretrained converts")
+            model = autopar.initialize(kind.from_pretrained(folder, **given), mesh)
+            lazy = autopar.from_pretrained(AutoModelForCausalLM, folder, mesh, **given)
+        for (name, one), (also, two) in zip(model.named_parameters(), lazy.named_parameters(), strict=True):
+            assert name == also and one.dtype == two.dtype and torch.equal(one, two), name
+        for each in (model, lazy):
+            assert not getattr(each, "is_quantized", False) and not hasattr(each.config, "quantization_config")
+    model = autopar.initialize(kind.from_pretrained(folder, **given).train(), {"tp": 2})
+    losses = [each(**batches(1)[0]).loss for each in (plain.train(), model)]
+    close(losses[1].detach(), losses[0].detach(), "loss")
+    for loss in losses:
+        loss.backward()
+    found = {name: p.grad for name, p in autopar.deparallelize(model).named_parameters()}
+    for name, parameter in plain.named_parameters():
+        assert parameter.grad is not None and found[name] is not None
+        close(found[name], parameter.grad, name)
+    merged = folder / f"merged {how is None}"
+    autopar.initialize(model, {"tp": 2}).save_parallelized(str(merged), merge_checkpoints=True)
+    dist.barrier()
+    assert "quantization_config" not in json.loads((merged / "config.json").read_text())
+    again = kind.from_pretrained(merged, dtype=torch.float32).state_dict()
+    assert set(again) == set(state) and all(torch.equal(again[name], state[name]) for name in state)
+    return merged
+
+
+@pooled(world_size=2)
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.tier("test", only=("mixtral",))
+def test_fine_grained_fp8(family: str, tmp_path: Path) -> None:
+    kind = write_fp8(tmp_path, family)
+    check_plain(kind, tmp_path, None)  # without a GPU transformers dequantizes by itself
+    merged = check_plain(kind, tmp_path, FineGrainedFP8Config(dequantize=True))
+    names = set(load_file(merged / "model.safetensors"))
+    assert family == "llama" or any(name.endswith("experts.0.w1.weight") for name in names)
+
+
+@pooled(world_size=2)
+def test_mxfp4(tmp_path: Path) -> None:
+    check_plain(write_mxfp4(tmp_path), tmp_path, Mxfp4Config(dequantize=True))
+
+
+@with_package("compressed-tensors", world_size=2)
+@pytest.mark.parametrize("form", ["pack-quantized", "float-quantized"])
+def test_compressed_tensors(form: str, tmp_path: Path) -> None:
+    kind = write_compressed(tmp_path, form)
+    check_plain(kind, tmp_path, CompressedTensorsConfig(dequantize=True))
+    text = "has weights quantized by compressed-tensors, which autopar does not shard", "CompressedTensorsConfig(dequan"
+    with raises_everywhere(ConfigError, *text):
+        autopar.from_pretrained(AutoModelForCausalLM, tmp_path, {"tp": 2})
+    with raises_everywhere(ConfigError, "LlamaForCausalLM has weights quantized by compressed-tensors", text[1]):
+        autopar.initialize(kind.from_pretrained(tmp_path), {"tp": 2})
+
+
+@pooled(world_size=2)
+def test_formats_that_are_refused(tmp_path: Path) -> None:
+    if dist.get_rank() == 0:
+        write(tmp_path)
+    dist.barrier()
+    instead = "Load the weights that were quantized: BitsAndBytesConfig and TorchAoConfig quantize them for autopar."
+    for method in ("gptq", "awq", "hqq", "quanto"):
+        if dist.get_rank() == 0:
+            say(tmp_path, {"quant_method": method, "bits": 4})
+        dist.barrier()
+        with raises_everywhere(
+            ConfigError, f"has weights quantized by {method}, which autopar does not shard.", instead
+        ):
+            autopar.from_pretrained(AutoModelForCausalLM, tmp_path, {"tp": 2})
+        dist.barrier()
+    if dist.get_rank() == 0:
+        say(tmp_path, None)
+    dist.barrier()
+    for settings, advice in (
+        (GPTQConfig(bits=4), instead),
+        (AwqConfig(), instead),
+        (FineGrainedFP8Config(), "quantization_config=FineGrainedFP8Config(dequantize=True)) makes plain weights of"),
+        (Mxfp4Config(), "quantization_config=Mxfp4Config(dequantize=True)) makes plain weights of them."),
+    ):
+        for mesh in ({"tp": 2}, {"pp": 2}, {}):
+            model = FAMILIES["llama"][0].from_pretrained(tmp_path)
+            model.hf_quantizer = SimpleNamespace(quantization_config=settings, pre_quantized=True)
+            text = f"LlamaForCausalLM has weights quantized by {settings.quant_method.value}, which autopar does not sh"
+            with raises_everywhere(ConfigError, text, advice):
+                autopar.initialize(model, mesh)

@@ -1,0 +1,298 @@
+"""Weights of torchao, int8 and float8: cut and joined, loaded, and trained over ranks with adapters."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoModelForCausalLM, TorchAoConfig
+
+import autopar
+from autopar.errors import CheckpointError, ConfigError
+from autopar.layout import Layout
+from autopar.quantized.layers import stored_weight, stored_weights
+from autopar.quantized.stored import join, shard
+from tests.adapters.adapted import whole_of
+from tests.fetched_packages import with_package
+from tests.integrations.runs import launched
+from tests.parity import close
+from tests.quantized import test_loading, test_training, test_use
+from tests.quantized.models import FAMILIES, OF_TORCHAO, adapted, batches, how, loaded, quantized
+from tests.quantized.test_stored import units
+from tests.worlds import raises_everywhere
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.tier("all")
+SCALES = ("row", "group", "tensor")
+IDS = batches(1)[0]["input_ids"]
+
+
+def kind_of(form: str) -> Any:
+    from torchao import quantization
+
+    return quantization.Int8WeightOnlyConfig if form == "torchao int8" else quantization.Float8WeightOnlyConfig
+
+
+def config(form: str, scales: str) -> Any:
+    """The configuration of a form with one scale for each row, for 64 inputs of one, or for the whole weight."""
+    from torchao.quantization import PerGroup, PerRow, PerTensor
+
+    return kind_of(form)(granularity={"row": PerRow(), "group": PerGroup(64), "tensor": PerTensor()}[scales])
+
+
+def layer(form: str, scales: str, rows: int = 96, columns: int = 320) -> Any:
+    from torchao.quantization import quantize_
+
+    torch.manual_seed(0)
+    made = nn.Linear(columns, rows)
+    quantize_(made, config(form, scales))
+    return made
+
+
+def held(made: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of a weight; float8 numbers as bytes, which can be compared."""
+    stored: Any = stored_weight(made)
+    return {name: x.view(torch.uint8) if x.itemsize == 1 else x for name, x in stored.beside().items()}
+
+
+def same(model: Any, other: Any) -> None:
+    """All weights are equal, and so are those of torchao to the bit, with their settings."""
+    for (name, one), (also, two) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        assert name == also and type(one) is type(two) and one.shape == two.shape
+        if hasattr(one, "qdata"):
+            assert one.__tensor_flatten__()[1] == two.__tensor_flatten__()[1], name
+        else:
+            assert torch.equal(one, two), name
+    ours, theirs = stored_weights(model), stored_weights(other)
+    assert ours and set(ours) == set(theirs)
+    for path in ours:
+        mine, due = held(model.get_submodule(path)), held(other.get_submodule(path))
+        assert set(mine) == set(due) and all(torch.equal(mine[name], due[name]) for name in due), path
+
+
+@with_package("torchao", world_size=1)
+def test_shards() -> None:
+    for form in OF_TORCHAO:
+        for scales in SCALES:
+            for dim in (0, 1):
+                for ranks in (2, 3, 5):
+                    check_shards(form, scales, dim, units(dim, (96, 320)[dim], ranks, 64 if dim else 16))
+
+
+def check_shards(form: str, scales: str, dim: int, layout: Layout) -> None:
+    plain, shards = layer(form, scales), []
+    whole: Any = stored_weight(plain)
+    x, columns = torch.randn(3, 320), torch.arange(320)
+    parts = []
+    for rank in range(layout.axis_size):
+        made = layer(form, scales)
+        stored: Any = stored_weight(made)
+        parameter = made.weight
+        shard(stored, layout, rank)
+        stored = stored_weight(made)
+        assert made.weight is parameter and stored.shape == layout.local_shape((96, 320), rank) == made.weight.shape
+        assert torch.equal(stored.dequantized(), layout.shard(whole.dequantized(), rank))
+        assert made.weight.qdata.nbytes * (96, 320)[dim] == plain.weight.qdata.nbytes * layout.local_size(rank)
+        cut = (scales == "row" and dim == 0) or scales == "group"
+        assert made.weight.scale.numel() * (96, 320)[dim] == plain.weight.scale.numel() * (
+            layout.local_size(rank) if cut else (96, 320)[dim]
+        )
+        local = x if dim == 0 else x[:, layout.shard(columns[None], rank)[0]]
+        parts.append(nn.functional.linear(local, made.weight))
+        shards.append(made)
+    y = torch.cat(parts, 1) if dim == 0 else sum(parts[1:], parts[0])
+    close(y, nn.functional.linear(x, plain.weight), "product", 1e-6)
+    pieces = [stored_weight(made).pieces() for made in shards]  # type: ignore[union-attr]
+
+    def gather(tensor: torch.Tensor, scaled: Layout) -> torch.Tensor:
+        (name,) = [name for name, piece in pieces[0].items() if piece.tensor is tensor]
+        return scaled.unshard([piece[name].tensor for piece in pieces])
+
+    join(stored_weight(shards[0]), layout, gather)  # type: ignore[arg-type]
+    same(nn.ModuleList([shards[0]]), nn.ModuleList([plain]))
+    assert set(vars(shards[0])) == set(vars(plain))
+
+
+@with_package("torchao", world_size=2)
+@pytest.mark.parametrize("form", OF_TORCHAO)
+def test_losses_and_gradients(form: str) -> None:
+    for family in FAMILIES:
+        plain, model = test_training.check_training(form, family, {"tp": 2})
+        here = sum(stored.beside()["qdata"].nbytes for stored in stored_weights(model).values())
+        whole = sum(stored.beside()["qdata"].nbytes for stored in stored_weights(plain).values())
+        assert whole * 0.3 < here < whole * 0.7 or family == "gpt2"  # 3 heads; Conv1D stays as it is
+        for path, stored in stored_weights(model).items():
+            layout = model._autopar.plan.tensors[f"{path}.weight"].layout
+            due = layout.shard(stored_weights(plain)[path].dequantized(), model.mpu.tp.rank)
+            assert torch.equal(stored.dequantized(), due)
+        plain.eval(), model.eval()
+        with torch.no_grad():
+            close(model(IDS).logits[:], plain(IDS).logits, "logits", 1e-6)
+            tokens = [each.generate(input_ids=IDS, max_new_tokens=4, do_sample=False) for each in (plain, model)]
+        assert torch.equal(*tokens)
+    test_training.check_training(form, "llama", {"tp": 2}, use_dora=True)
+
+
+@with_package("torchao", world_size=2)
+@pytest.mark.parametrize("form", OF_TORCHAO)
+def test_five_steps(form: str) -> None:
+    plain: Any = adapted(form)
+    model: Any = autopar.initialize(copy.deepcopy(plain), {"tp": 2})
+    steps = [torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-3) for each in (plain, model)]
+    for batch in batches(5):
+        losses = [each(**batch).loss for each in (plain, model)]
+        close(losses[1].detach(), losses[0].detach(), "loss")
+        for loss, optimizer in zip(losses, steps, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    due = dict(plain.named_parameters())
+    for name, value in whole_of(model, trained).items():
+        close(value, due[name].detach(), name)
+    copied = copy.deepcopy(model)
+    close(copied(IDS).logits[:], plain(IDS).logits, "logits of a copy")
+
+
+@with_package("torchao", world_size=3)
+def test_three_ranks() -> None:
+    for form in OF_TORCHAO:
+        test_training.check_training(form, "llama", {"tp": 3})
+        test_training.check_training(form, "qwen3", {"tp": 3})
+
+
+@with_package("torchao", world_size=4)
+@pytest.mark.parametrize("form", OF_TORCHAO)
+def test_steps_on_meshes(form: str, tmp_path: Path) -> None:
+    test_training.test_steps_on_meshes_and_on_another_one.body(form, tmp_path)  # type: ignore[attr-defined]
+
+
+@with_package("torchao", world_size=2)
+@pytest.mark.parametrize("form", OF_TORCHAO)
+def test_weights_quantized_while_they_are_loaded(form: str, tmp_path: Path) -> None:
+    for family in ("llama", "phi3"):
+        folder = test_loading.written(tmp_path, family)
+        for scales in SCALES if family == "llama" else ("row",):
+            for mesh in test_loading.MESHES:
+                given: dict[str, Any] = {"quantization_config": TorchAoConfig(config(form, scales))}
+                given["dtype"] = torch.bfloat16 if scales == "tensor" else torch.float32
+                model = autopar.from_pretrained(AutoModelForCausalLM, folder, mesh, **given)
+                same(model, autopar.initialize(FAMILIES[family][0].from_pretrained(folder, **given), mesh))
+                assert model.is_quantized and model.config.quantization_config.quant_method == "torchao"
+    test_loading.test_adapters_of_a_model_that_no_process_holds.body(form, tmp_path)  # type: ignore[attr-defined]
+
+
+@with_package("torchao", world_size=2)
+@pytest.mark.parametrize("form", OF_TORCHAO)
+def test_what_else_is_done_with_it(form: str, tmp_path: Path) -> None:
+    test_use.test_blocks_are_compiled.body(form)  # type: ignore[attr-defined]
+    test_use.test_verify.body(form, tmp_path)  # type: ignore[attr-defined]
+    test_training.check_region(form)
+    for scales in SCALES:
+        settings = TorchAoConfig(config(form, scales), modules_to_not_convert=["none"])  # the head, too
+        plain, model = loaded(settings), autopar.initialize(loaded(settings).train(), {"tp": 2})
+        assert hasattr(model.lm_head.weight, "qdata") and model.num_parameters() == plain.num_parameters()
+        close(model(**batches(1)[0]).loss.detach(), plain(**batches(1)[0]).loss.detach(), "loss")
+        model = autopar.deparallelize(model)
+        same(model, plain)
+        assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
+    half = loaded(how(form), dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(half.parameters(), lr=1e-3)
+    model, _ = autopar.initialize(half, {"tp": 2, "precision": {"dtype": "bf16"}}, optimizer=optimizer)
+    close(model(IDS).logits[:], loaded(how(form), dtype=torch.bfloat16)(IDS).logits, "logits", 0.02)
+    model = autopar.initialize(quantized(form), {"tp": 2})
+    assert "weight [160, 192] of [320, 192]" in repr(model.model.layers[0].mlp.up_proj)
+    held_here = [x for stored in stored_weights(model).values() for x in stored.beside().values()]
+    held_here += [p for p in model.parameters() if not hasattr(p, "qdata")]
+    assert f" parameters, {sum(x.nbytes for x in held_here) / 1e6:,.1f} MB" in autopar.summary(model)
+
+
+@with_package("torchao", world_size=2)
+@pytest.mark.parametrize("form", OF_TORCHAO)
+def test_ranks_begin_with_what_the_first_one_has(form: str) -> None:
+    for mesh in test_loading.MESHES:
+        model: Any = quantized(form)
+        for stored in stored_weights(model).values() if dist.get_rank() else ():
+            tensors = stored.beside()
+            tensors["qdata"].view(torch.uint8).add_(1)
+            tensors["scale"].mul_(2)
+        same(autopar.initialize(model, mesh), autopar.initialize(quantized(form), mesh))
+
+
+@with_package("torchao", world_size=2)
+@pytest.mark.parametrize("form", OF_TORCHAO)
+def test_the_trainer(form: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from transformers import TrainingArguments
+
+    from autopar.integrations.trainer.trainers import ParallelTrainer
+
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(1, 131, (8, 9))]
+    args: dict[str, Any] = {"max_steps": 2, "per_device_train_batch_size": 2, "report_to": [], "use_cpu": True}
+    args |= {"output_dir": str(tmp_path / "run"), "save_strategy": "no", "gradient_checkpointing": True}
+    with launched():
+        given: dict[str, Any] = {"args": TrainingArguments(**args), "train_dataset": rows}
+        trainer = ParallelTrainer(model=adapted(form), parallel_config={"tp": 2}, **given)
+        trainer.train()
+        trainer.save_model(str(tmp_path / "adapters"))
+    dist.barrier()
+    assert trainer.state.global_step == 2 and trainer.model.mpu.tp.size == 2
+    loaded_again = peft.PeftModel.from_pretrained(quantized(form), tmp_path / "adapters")
+    close(trainer.model.eval()(IDS).logits[:], loaded_again(IDS).logits, "logits")
+
+
+@with_package("torchao", world_size=2)
+def test_refusals(tmp_path: Path) -> None:
+    from torchao.quantization import (
+        FqnToConfig,
+        Int8DynamicActivationInt8WeightConfig,
+        Int8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+        quantize_,
+    )
+
+    model: Any = autopar.initialize(adapted("torchao int8"), {"tp": 2})
+    with raises_everywhere(CheckpointError, "merge_checkpoints=True would leave out 14 quantized weights, such as"):
+        model.save_parallelized(str(tmp_path / "merged"), merge_checkpoints=True)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.base_layer"
+    with raises_everywhere(ConfigError, f"full: {name}.weight is quantized (torchao int8): its layer holds bytes of"):
+        autopar.full(model.get_submodule(name).weight)
+    model.merge_adapter()  # PEFT quantizes each rank's part anew
+    with raises_everywhere(ConfigError, "since autopar.initialize, holds bias, weight now", "deparallelize(model), ch"):
+        model(IDS)
+    with raises_everywhere(ConfigError, "zero.stage=3 does not go with quantized weights, such as"):
+        autopar.initialize(adapted("torchao float8"), {"zero": {"stage": 3}})
+    fp32: Any = adapted("torchao float8")
+    optimizer = torch.optim.AdamW([p for p in fp32.parameters() if p.requires_grad])
+    with raises_everywhere(
+        ConfigError, "precision.dtype is torch.bfloat16, and the weight of base_model.model.model.layers.0.self_attn."
+    ):
+        autopar.initialize(fp32, {"precision": {"dtype": "bf16"}}, optimizer=optimizer)
+    for config, text in (
+        (Int8DynamicActivationInt8WeightConfig(), "torchao's Int8Tensor with quantized inputs: Int8WeightOnlyConfig"),
+        (IntxWeightOnlyConfig(), "the weight of a layer (Linear) is torchao's IntxUnpackedToInt8Tensor: Int8Weig"),
+    ):
+        made: Any = loaded(None)
+        quantize_(made.model.layers[1].mlp.up_proj, config)
+        with raises_everywhere(ConfigError, text):
+            autopar.initialize(made, {"tp": 2})
+    of_each = FqnToConfig({"_default": Int8WeightOnlyConfig()})
+    untied = TorchAoConfig(Int8WeightOnlyConfig(), untie_embedding_weights=True)
+    for settings in (TorchAoConfig(of_each), untied):
+        folder = test_loading.written(tmp_path / "plain")
+        with raises_everywhere(ConfigError, "TorchAoConfig with FqnToConfig or untie_embedding_weights cannot be load"):
+            autopar.from_pretrained(AutoModelForCausalLM, folder, {"tp": 2}, quantization_config=settings)
+    if dist.get_rank() == 0:
+        import transformers.quantizers.quantizer_torchao as quantizer
+        from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+        quantizer.flatten_tensor_state_dict = flatten_tensor_state_dict  # it was imported before torchao was there
+        quantized("torchao int8").save_pretrained(tmp_path / "quantized")
+    dist.barrier()
+    with raises_everywhere(ConfigError, "quantized checkpoints cannot be loaded lazily: load the model with transfor"):
+        autopar.from_pretrained(AutoModelForCausalLM, tmp_path / "quantized", {"tp": 2})
