@@ -48,7 +48,7 @@ LINES = {
     "pipeline_parallel": 3890,
     "plan": 2884,
     "policy": 1650,
-    "quantized": 710,
+    "quantized": 730,
     "storage": 1490,
     "tensor_parallel": 5670,
     "tools": 11320,

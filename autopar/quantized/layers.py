@@ -14,7 +14,16 @@ from autopar.foreign.modules import own_parameters
 from autopar.quantized import bitsandbytes, torchao
 from autopar.quantized.stored import StoredWeight
 
-__all__ = ["StandIn", "as_plain", "block_of", "check_dtype", "stored_weight", "stored_weights", "without_memory"]
+__all__ = [
+    "StandIn",
+    "as_plain",
+    "block_of",
+    "check_dtype",
+    "prepare",
+    "stored_weight",
+    "stored_weights",
+    "without_memory",
+]
 
 _FORMATS: tuple[Callable[[nn.Module], StoredWeight | None], ...] = (bitsandbytes.find, torchao.find)
 
@@ -47,6 +56,15 @@ class StandIn(nn.Parameter):
 def block_of(model: nn.Module) -> int:
     """Return how many inputs of quantized weights lie on one rank together, inside of :func:`as_plain`."""
     return max((p.block[1] for p in model.parameters() if isinstance(p, StandIn)), default=1)
+
+
+def prepare(model: nn.Module, quantizer: Any) -> None:
+    """Let a model without memory have the quantized weights, still pending, that ``from_pretrained`` would give it.
+
+    Args:
+        quantizer: transformers' object; libraries that replace layers have been there already.
+    """
+    torchao.prepare(model, quantizer)
 
 
 def without_memory(model: nn.Module) -> set[int]:
