@@ -25,8 +25,7 @@ from autopar.deferred_init.sources import set_source, sources_of
 from autopar.errors import AutoparError, CheckpointError, ConfigError
 from autopar.foreign.modules import own_buffers, own_parameters
 from autopar.foreign.transformers import INITIALIZED, dtype_plan
-from autopar.quantized import torchao
-from autopar.quantized.layers import stored_weights
+from autopar.quantized.layers import prepare, stored_weights
 from autopar.quantized.methods import check_quantizer, dequantizes
 from autopar.storage.hugging_face import damage, open_files, same_values
 from autopar.storage.lazy_conversion import Sketch
@@ -42,7 +41,7 @@ def load_lazily(original: Callable[..., Any], model: Any, files: Any, config: An
     """Run transformers' ``_load_pretrained_model`` with sketches of the tensors in the files."""
     quantizer = config.hf_quantizer
     if quantizer is not None and not quantizer.pre_quantized:
-        torchao.prepare(model, quantizer)
+        prepare(model, quantizer)
     pending = [path for path, stored in stored_weights(model).items() if stored.pending]
     quantized = {path: own_parameters(model.get_submodule(path))["weight"] for path in pending}
     check_quantizer(str(config.pretrained_model_name_or_path or type(model).__name__), quantizer)

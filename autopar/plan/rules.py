@@ -256,8 +256,8 @@ def _check_inputs(shown: str, weight: torch.Tensor, layout: Layout, match: RuleM
         raise ConfigError(
             f"tensor_parallel_size={layout.axis_size} does not fit {shown}: its weight ({weight.kind.form}) is "
             f"'sharded' inside a region, where ranks\n  would hold {sizes} of {layout.size} inputs, and its layer "
-            f"quantizes them with one scale for all ({match.rule.where}).\n  Make it a 'row', quantize it in 4 bits, or leave "
-            "it out of the quantization."
+            f"quantizes them with one scale for all ({match.rule.where}).\n  Make it a 'row', quantize it in 4 bits, "
+            "or leave it out of the quantization."
         )
 
 

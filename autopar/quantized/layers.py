@@ -22,6 +22,7 @@ __all__ = [
     "check_dtype",
     "form_kept",
     "keep_form",
+    "prepare",
     "stand_in",
     "stored_weight",
     "stored_weights",
@@ -79,6 +80,15 @@ def stand_in(shape: tuple[int, int], dtype: torch.dtype, kind: Kind) -> StandIn:
 def block_of(model: nn.Module) -> int:
     """Return how many inputs of quantized weights lie on one rank together, inside of :func:`as_plain`."""
     return max((p.kind.block[1] for p in model.parameters() if isinstance(p, StandIn)), default=1)
+
+
+def prepare(model: nn.Module, quantizer: Any) -> None:
+    """Let a model without memory have the quantized weights, still pending, that ``from_pretrained`` would give it.
+
+    Args:
+        quantizer: transformers' object; libraries that replace layers have been there already.
+    """
+    torchao.prepare(model, quantizer)
 
 
 def without_memory(model: nn.Module) -> set[int]:
