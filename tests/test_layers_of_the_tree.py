@@ -48,7 +48,7 @@ LINES = {
     "pipeline_parallel": 3890,
     "plan": 2894,
     "policy": 1650,
-    "quantized": 890,
+    "quantized": 860,
     "storage": 1490,
     "tensor_parallel": 5670,
     "tools": 11570,

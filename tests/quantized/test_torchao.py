@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, TorchAoConfig
 import autopar
 from autopar.errors import CheckpointError, ConfigError
 from autopar.layout import Layout
+from autopar.plan.listing import held as count
 from autopar.quantized.layers import stored_weight, stored_weights
 from autopar.quantized.stored import join, shard
 from tests.adapters.adapted import whole_of
@@ -98,6 +100,7 @@ def check_shards(form: str, scales: str, dim: int, layout: Layout) -> None:
         assert made.weight is parameter and stored.shape == layout.local_shape((96, 320), rank) == made.weight.shape
         assert torch.equal(stored.dequantized(), layout.shard(whole.dequantized(), rank))
         assert made.weight.qdata.nbytes * (96, 320)[dim] == plain.weight.qdata.nbytes * layout.local_size(rank)
+        assert sum(x.nbytes for x in stored.beside().values()) == whole.kind.nbytes((96, 320), layout, rank)
         cut = (scales == "row" and dim == 0) or scales == "group"
         assert made.weight.scale.numel() * (96, 320)[dim] == plain.weight.scale.numel() * (
             layout.local_size(rank) if cut else (96, 320)[dim]
@@ -205,7 +208,13 @@ def test_what_else_is_done_with_it(form: str, tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(half.parameters(), lr=1e-3)
     model, _ = autopar.initialize(half, {"tp": 2, "precision": {"dtype": "bf16"}}, optimizer=optimizer)
     close(model(IDS).logits[:], loaded(how(form), dtype=torch.bfloat16)(IDS).logits, "logits", 0.02)
+    planned = autopar.plan_memory(quantized(form), {"tp": 2}, sequence=8).ranks
     model = autopar.initialize(quantized(form), {"tp": 2})
+    assert planned[0, 0, model.mpu.tp.rank].weights == count(model)[1]
+    model.save_parallelized(str(tmp_path / "saved"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of another base
+        autopar.initialize(quantized(form), {"pp": 2}).from_parallelized(str(tmp_path / "saved"))
     assert "weight [160, 192] of [320, 192]" in repr(model.model.layers[0].mlp.up_proj)
     held_here = [x for stored in stored_weights(model).values() for x in stored.beside().values()]
     held_here += [p for p in model.parameters() if not hasattr(p, "qdata")]
