@@ -42,7 +42,7 @@ LINES = {
     "data_parallel": 2940,
     "deferred_init": 1140,
     "distributed": 4420,
-    "dry_run": 3390,
+    "dry_run": 3395,
     "foreign": 1055,
     "integrations": 1810,
     "pipeline_parallel": 3890,

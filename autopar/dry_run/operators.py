@@ -7,7 +7,9 @@ and again: results on meta tensors are computed once per operator and shapes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
@@ -24,6 +26,7 @@ __all__ = [
     "SHAPE_ONLY",
     "SIZES",
     "ValuelessTracking",
+    "autocast_on_meta",
     "matrices_of",
     "name_of",
     "on_meta",
@@ -168,13 +171,12 @@ class ValuelessTracking(TensorTracking):
     """Follow tensors without values: what asks for values is told something that leads on."""
 
     def __enter__(self) -> Self:
-        self._autocast = torch.autocast.__init__
-        changed: Any = functools.partialmethod(_autocast, self._autocast)
-        torch.autocast.__init__ = changed  # type: ignore[method-assign]
+        self._autocast = autocast_on_meta()
+        self._autocast.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        torch.autocast.__init__ = self._autocast  # type: ignore[method-assign]
+        self._autocast.__exit__(None, None, None)
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -190,8 +192,20 @@ class ValuelessTracking(TensorTracking):
         return on_meta(func, args, kwargs)
 
 
+@contextlib.contextmanager
+def autocast_on_meta() -> Iterator[None]:
+    """Let code turn autocast off for the device of a tensor without values, as adapters do."""
+    plain = torch.autocast.__init__
+    changed: Any = functools.partialmethod(_autocast, plain)
+    torch.autocast.__init__ = changed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = plain  # type: ignore[method-assign]
+
+
 def _autocast(self: Any, plain: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-    """Make a context of another device in the place of meta's, which torch does not have; adapters turn it off."""
+    """Make a context of another device in the place of meta's, which torch does not have."""
     plain(self, "cpu" if device_type == "meta" else device_type, *args, **kwargs)
 
 

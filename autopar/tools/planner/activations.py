@@ -25,6 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from autopar.distributed.rng import kept
 from autopar.dry_run.block_replay import BlockReplay, Form, form_of, tensor_of
 from autopar.dry_run.equal_blocks import EqualBlocks
+from autopar.dry_run.operators import autocast_on_meta
 from autopar.foreign.autograd import sequence_number
 from autopar.foreign.tensors import tree_map_only
 from autopar.pipeline_parallel.backward import backward_halves
@@ -63,7 +64,7 @@ def count_forward(
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        for context in (kept(), torch.enable_grad(), storages, FusedKernels(storages), count):
+        for context in (kept(), torch.enable_grad(), autocast_on_meta(), storages, FusedKernels(storages), count):
             stack.enter_context(context)
         return count.run(inputs)
 
