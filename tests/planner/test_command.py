@@ -80,7 +80,9 @@ def test_nothing_fits(folder: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     result = run(folder, *SIZES[:-1], 1.5, "-o", config)
     assert result.exit_code == 1 and not config.exists()
-    assert "nothing fits" in result.stderr and f"{config} is not written" in result.stderr
+    assert (
+        "candidates: more GPUs or adapters (LoRA) may" in result.stderr and f"{config} is not written" in result.stderr
+    )
     assert "the nearest, of " in result.stdout and "the others, of" not in result.stdout
     assert any("needs 1.5 GB: reserve 1.5" in line for line in result.stdout.splitlines())
 

@@ -150,7 +150,7 @@ def _show(estimator: Estimator, space: Space, found: Found) -> None:
         f"{model.optimizer}"
     )
     if not found.best:
-        print(f"nothing fits, of {found.tried} candidates", file=sys.stderr)
+        print(f"nothing fits, of {found.tried} candidates: more GPUs or adapters (LoRA) may", file=sys.stderr)
     if found.best:
         print("\n".join(filter(None, lines(_table(found, space)))))
     others = list(rejected(found, space))
