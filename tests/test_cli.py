@@ -80,8 +80,8 @@ def test_errors_are_one_line_without_traceback(ckpt, monkeypatch, arguments, mes
 def test_inspect(ckpt):
     result = run("inspect", ckpt)
     assert result.exit_code == 0, result.output
-    for part in ("tensor_parallel_size 3", "model-tp2-pp0.safetensors", "vocab 6+6+5", "whole on every rank",
-                 "not saved", "17 x 4", "bfloat16"):  # fmt: skip
+    for part in ("tensor_parallel_size 3", "model-tp2-pp0.safetensors", "vocab 6+6+5", "whole on every rank", "layout",
+                 "saved in", "not saved", "17 x 4", "bfloat16"):  # fmt: skip
         assert part in result.stdout
     os.remove(ckpt / "model-tp2-pp0.safetensors")
     os.truncate(ckpt / "model-tp1-pp0.safetensors", 99)
@@ -163,6 +163,7 @@ def test_help_fits_and_has_an_example_that_is_right(name: str, monkeypatch: pyte
     command.make_context(name, words)  # its arguments are those of the command
     listed = run(*name.split()[:-1], "--help").stdout
     assert command.short_help and command.short_help in listed
+    assert "..." not in listed.partition("Commands:")[2], "a line is cut"
 
 
 def test_a_table_that_is_too_wide_becomes_a_list() -> None:

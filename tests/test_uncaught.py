@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -202,6 +203,25 @@ def test_torchrun_shows_the_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
     kept = file.read_text()
     _printed(_refused({"tp": 0}))
     assert file.read_text() == kept  # as the script's own @record has written it
+
+
+def test_torchrun_shows_the_line_of_the_script_and_not_of_a_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, library = tmp_path / "error.json", "/env/site-packages/library.py"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    names: dict[str, Any] = {"refused": autopar.initialize, "model": gpt2()}
+    exec(compile("def call(): refused(model, {'tp': 0})", library, "exec"), names)
+    with pytest.raises(ConfigError) as info:
+        names["call"]()
+    _printed(info.value)
+    assert f"{__file__}:" in file.read_text() and library not in file.read_text()
+    file.unlink()
+    exec(compile("def call(): {}['key']", library, "exec"), names)
+    with pytest.raises(KeyError) as missing:
+        names["call"]()
+    _printed(missing.value)
+    assert f"{library}:1, in call" in file.read_text()
 
 
 def _caught(error: Exception) -> Exception:

@@ -290,13 +290,13 @@ def _reason(error: BaseException) -> str:
 def _why_missing(folder: Path) -> str:
     if (folder / REMOVED).is_file():
         return (
-            f"{folder} was being deleted when its process ended: it has no {MANIFEST} any more\n"
+            f"{folder} was being deleted when its process ended: it has no {MANIFEST} any more.\n"
             "  keep_last deletes old checkpoints, and the next save deletes the rest of this one. "
             "autopar.latest finds the newest."
         )
     if (folder / "config.json").is_file():
         return (
-            f"{folder} is no sharded checkpoint: it has config.json but no {MANIFEST}\n"
+            f"{folder} is no sharded checkpoint: it has config.json but no {MANIFEST}.\n"
             "  It looks like a Hugging Face checkpoint: from_pretrained reads it as it is."
         )
     if folder.is_dir():
@@ -304,7 +304,7 @@ def _why_missing(folder: Path) -> str:
     whole = [path for path in leftovers(folder) if (path / MANIFEST).is_file()]
     if whole:
         return (
-            f"{folder} does not exist, but a save that was interrupted left {whole[0].name} beside it\n"
+            f"{folder} does not exist, but a save that was interrupted left {whole[0].name} beside it.\n"
             f"  It is a whole checkpoint: rename {whole[0]} to {folder.name}."
         )
     hint = ""

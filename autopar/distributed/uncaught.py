@@ -108,7 +108,9 @@ def _tell_torchrun(error: BaseException, trace: TracebackType | None) -> None:
         return
     text = f"{type(error).__name__}: {error}"
     if trace is not None:
-        last = traceback.extract_tb(trace)[-1]
+        frames = traceback.extract_tb(trace)
+        own = [frame for frame in frames if "site-packages" not in frame.filename]
+        last = (own or frames)[-1] if isinstance(error, AutoparError) else frames[-1]
         text += f"\n  {last.filename}:{last.lineno}, in {last.name}"
     message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
     with contextlib.suppress(OSError):

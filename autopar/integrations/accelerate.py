@@ -146,6 +146,12 @@ def _check_sizes(accelerator: Any) -> None:
             "Accelerator(parallelism_config=...) is for models that accelerate shards, and this one is parallelized "
             "already: it would\n  deal out batches by both. Leave parallelism_config out."
         )
+    world = dist.get_world_size()
+    if accelerator.distributed_type.value == "NO" and world > 1:
+        raise ConfigError(
+            f"Accelerator() counts 1 process, and there are {world}: without a GPU it would gather nothing, and take "
+            "each process for the main one.\n  Write Accelerator(cpu=True)."
+        )
 
 
 def prepare_data_loader(plain: Any, accelerator: Any, data_loader: Any, *args: Any, **kwargs: Any) -> Any:

@@ -70,7 +70,9 @@ def test_the_readme_is_short_and_leads_to_every_page() -> None:
 
 def test_the_readme_counts_the_tutorials() -> None:
     words = {19: "nineteen", 20: "twenty", 21: "twenty-one", 22: "twenty-two", 23: "twenty-three"}
-    assert f"{words[len(list((ROOT / 'tutorials').glob('[0-9]*.py')))]} scripts" in README.read_text()
+    counted = f"{words[len(list((ROOT / 'tutorials').glob('[0-9]*.py')))]} scripts"
+    assert counted in README.read_text()
+    assert counted in (ROOT / "tutorials" / "README.md").read_text().lower()
 
 
 def test_anchors_are_those_of_headings() -> None:

@@ -202,6 +202,8 @@ def test_a_model_that_shares_weights_only_within_its_replica() -> None:
 
 @pooled(world_size=2)
 def test_what_accelerate_would_get_wrong_is_refused(tmp_path: Any) -> None:
+    from accelerate.utils import DistributedType
+
     accelerator = accelerator_of()
     model = autopar.initialize(grouped(), PARALLEL)
     model = accelerator.prepare(model)
@@ -216,6 +218,12 @@ def test_what_accelerate_would_get_wrong_is_refused(tmp_path: Any) -> None:
     with raises_everywhere(ConfigError, "Accelerator(parallelism_config=...) is for models that accelerate shards"):
         accelerator.prepare_data_loader(DataLoader(Sequences()))
     accelerator.state.parallelism_config = None
+    many, accelerator.state.distributed_type = accelerator.state.distributed_type, DistributedType.NO
+    with raises_everywhere(ConfigError, "Accelerator() counts 1 process, and there are 2", "Accelerator(cpu=True)"):
+        accelerator.prepare(DataLoader(Sequences()))
+    with raises_everywhere(ConfigError, "Accelerator() counts 1 process, and there are 2"):
+        accelerator.prepare(accelerator.unwrap_model(model))
+    accelerator.state.distributed_type = many
     for save in (
         lambda: accelerator.save_model(model, tmp_path),
         lambda: accelerator.save_state(tmp_path),

@@ -76,10 +76,14 @@ def test_what_is_asked_for_is_all_that_is_tried(folder: Path) -> None:
     assert any("ZeRO stage 1 does not go with" in line for line in found["rejected"])
 
 
-def test_nothing_fits(folder: Path) -> None:
-    result = run(folder, *SIZES[:-1], 1.5)
-    assert result.exit_code == 1
-    assert "nothing fits" in result.stderr
+def test_nothing_fits(folder: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    result = run(folder, *SIZES[:-1], 1.5, "-o", config)
+    assert result.exit_code == 1 and not config.exists()
+    assert (
+        "candidates: more GPUs or adapters (LoRA) may" in result.stderr and f"{config} is not written" in result.stderr
+    )
+    assert "the nearest, of " in result.stdout and "the others, of" not in result.stdout
     assert any("needs 1.5 GB: reserve 1.5" in line for line in result.stdout.splitlines())
 
 

@@ -214,7 +214,7 @@ def test_a_large_model_takes_the_policy_of_a_small_one(monkeypatch: pytest.Monke
     assert plan.tensors["model.layers.79.self_attn.q_proj.weight"].local_shape(7) == (1024, 8192)
     assert plan.tensors["model.layers.79.self_attn.k_proj.weight"].local_shape(7) == (128, 8192)
     monkeypatch.setattr(policy_of_small, "build_small", lambda *_: own(3, 3))  # another structure: no grouped keys
-    monkeypatch.setattr(policy_of_small, "_LARGE", 0)
+    monkeypatch.setattr(policy_of_small, "LARGE", 0)
     found = make_plan(own(8, 2), find_policy(own(8, 2)), 2)
     assert found.tensors["model.layers.0.self_attn.k_proj.weight"].local_shape(0) == (8, 64)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 import autopar
 from autopar.tools.cli.models import of_task
@@ -43,6 +47,46 @@ def test_a_small_model_runs_with_the_batches_made_for_it(model_type: str, taken:
     assert len(batches) == 2 and taken <= set(batches[0])
     with torch.no_grad():
         assert torch.isfinite(total_loss(model.eval()(**batches[1])))
+
+
+class OddConfig(PretrainedConfig):
+    """``dim`` has a name that is known, ``n_q`` and ``hidden`` have not: small sizes do not fit each other."""
+
+    model_type = "odd_names"
+
+    def __init__(self, dim: int = 48, n_q: int = 6, hidden: int = 20, strict: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.vocab_size, self.dim, self.n_q, self.hidden, self.strict = 11, dim, n_q, hidden, strict
+
+
+class Odd(PreTrainedModel):
+    """Reads its heads as ``n_q`` of ``dim // n_q`` features."""
+
+    config_class = OddConfig
+
+    def __init__(self, config: OddConfig) -> None:
+        super().__init__(config)
+        width = config.dim // config.n_q * config.n_q
+        assert not config.strict or width == config.dim
+        self.words = nn.Embedding(config.vocab_size, config.dim)
+        self.out = nn.Linear(width, config.hidden)
+        self.post_init()
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """A vector for each word."""
+        return self.out(self.words(input_ids))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_class_of_ones_own_keeps_its_sizes_where_small_ones_do_not_fit(strict: bool) -> None:
+    assert build_small(Odd, OddConfig(strict=strict)).words.embedding_dim == 48
+    assert build_small(Odd, OddConfig(n_q=8, strict=strict)).words.embedding_dim == 32
+    large = OddConfig(n_q=6, hidden=1 << 20, strict=strict)
+    if not strict:
+        assert build_small(Odd, large).words.embedding_dim == 32  # the next call says that it does not run
+        return
+    with pytest.raises(autopar.ConfigError, match="Odd cannot be built small: AssertionError"):
+        build_small(Odd, large)
 
 
 def test_what_cannot_be_run_says_what_was_tried() -> None:

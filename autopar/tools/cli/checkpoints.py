@@ -237,7 +237,7 @@ def _show(manifest: Manifest, files: list[dict[str, Any]], directory: Path) -> N
     out.print(*fitting(_HEADS, list(_tensors(manifest)), out.width), sep="\n", soft_wrap=True, markup=False)
 
 
-_HEADS = ("tensor", "shape", "dtype", "sharded", "in", "merged as")
+_HEADS = ("tensor", "shape", "dtype", "layout", "saved in", "merged as")
 
 
 def _tensors(manifest: Manifest) -> Iterator[list[str]]:

@@ -137,6 +137,8 @@ def _write(estimator: Estimator, space: Space, found: Found, output: Path | None
     from autopar.tools.planner.svg import draw
 
     if not found.best:
+        for file in filter(None, (output, svg)):
+            print(f"{file} is not written", file=sys.stderr)
         raise typer.Exit(1)
     best, model = found.best[0], estimator.model
     title = f"{type(model.inner).__name__} on {space.gpus} x {estimator.gpu.name}, sequence {model.sequence}"
@@ -165,12 +167,12 @@ def _show(estimator: Estimator, space: Space, found: Found) -> None:
         f"{model.optimizer}"
     )
     if not found.best:
-        print(f"nothing fits, of {found.tried} candidates", file=sys.stderr)
+        print(f"nothing fits, of {found.tried} candidates: more GPUs or adapters (LoRA) may", file=sys.stderr)
     if found.best:
         print("\n".join(filter(None, lines(_table(found, space)))))
     others = list(rejected(found, space))
     if others:
-        print(f"the others, of {found.tried} candidates:")
+        print(f"the {'others' if found.best else 'nearest'}, of {found.tried} candidates:")
         for line in others[:_SHOWN]:
             print(f"  {line}")
         if len(others) > _SHOWN:

@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 __all__ = ["BY_EXPERT", "MODEL", "PP", "TP", "build", "policy", "policy_and_model", "show"]
 
 
-policy = typer.Typer(help="Work with policies, which say how the weights of a model are sharded.", no_args_is_help=True)
+policy = typer.Typer(
+    help="Work with policies, which say how the weights of a model are sharded.",
+    short_help="List, show, check and derive policies.",
+    no_args_is_help=True,
+)
 app.add_typer(policy, name="policy")
 
 MODEL = Annotated[

@@ -21,6 +21,7 @@ from autopar.tools.derivation.marks import unique_pairs
 __all__ = ["Family", "Member", "Named", "families", "named_families"]
 
 _KEYS = ("key_value", "kv")
+_SHORT = ("n_q", "n_kv")  # of heads
 
 
 @dataclass(eq=False)
@@ -336,7 +337,7 @@ def _count_of(
 def _fits(name: str, like: str) -> bool:
     if like in ("heads", "keys"):
         return (
-            any(part in name for part in ("head", "group", "num_k", "num_v"))
+            (name in _SHORT or any(part in name for part in ("head", "group", "num_k", "num_v")))
             and "dim" not in name
             and "layer" not in name
         )

@@ -23,11 +23,10 @@ from autopar.policy.load import read_user_policy
 from autopar.policy.match import loss_kind
 from autopar.tools.derivation.derive import derive
 from autopar.tools.verification.batches import make_batches
-from autopar.tools.verification.small_models import build_small
+from autopar.tools.verification.small_models import LARGE, build_small
 
 __all__ = ["derived_tree", "losses_of", "measured_kind"]
 
-_LARGE = 1 << 24  # parameters
 _SAMPLES, _TOKENS, _SEEN = 3, 10, 1e-6  # of a batch whose loss is measured; the difference that is one
 
 
@@ -42,7 +41,7 @@ def derived_tree(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _tree(model: PreTrainedModel) -> dict[str, Any]:
-    if sum(parameter.numel() for parameter in model.parameters()) < _LARGE:
+    if sum(parameter.numel() for parameter in model.parameters()) < LARGE:
         return derive(model).tree
     try:
         with kept():

@@ -21,10 +21,14 @@ import yaml
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from autopar.distributed.rng import kept
 from autopar.errors import ConfigError, clip
 from autopar.foreign.transformers import from_config
+from autopar.tools.verification.batches import make_batches
 
-__all__ = ["build_small", "randomise", "read_data", "small_config", "small_fields"]
+__all__ = ["LARGE", "build_small", "randomise", "read_data", "small_config", "small_fields"]
+
+LARGE = 1 << 24  # parameters; a model with fewer is small enough for what is done with small ones
 
 _HEADS, _KV_HEADS, _WIDTH, _VOCABULARY, _FEATURES = 4, 2, 8, 131, 36
 _LENGTH, _LAYERS, _EXPERTS, _RANK, _PATCHES = 64, 2, 4, 16, 2
@@ -267,28 +271,66 @@ def build_small(
 ) -> PreTrainedModel:
     """Build a model of a class with a small config and random weights, the same on every rank.
 
+    A class that transformers does not have keeps the sizes of its config where the small ones do not fit each other.
+
     Args:
         block: as in :func:`small_config`.
 
     Raises:
         ConfigError: the small config fits no model of the class.
     """
-    torch.manual_seed(seed)
+    own = _config_for(kind.config_class or PretrainedConfig, config)
     try:
-        wanted: Any = kind.config_class or PretrainedConfig
-        small: Any = small_config(_config_for(wanted, config), block=block)
-        if callable(getattr(small, "validate", None)):
-            small.validate()  # what it would say only when it is saved
-        model: PreTrainedModel = from_config(kind, small)
+        model = _built(kind, small_config(own, block=block), seed)
     except Exception as error:  # whatever a constructor stumbles over
-        raise ConfigError(
-            f"{kind.__name__} cannot be built small: {type(error).__name__}: {clip(' '.join(str(error).split()))}\n"
-            "  Name a folder with a config of small sizes, or code that returns a small model: my_model.py:make."
-        ) from error
-    randomise(model, seed)
+        if not _keeps_its_sizes(kind, own, seed):
+            raise ConfigError(
+                f"{kind.__name__} cannot be built small: {type(error).__name__}: "
+                f"{clip(' '.join(str(error).split()))}\n"
+                "  Name a folder with a config of small sizes, or code that returns a small model: my_model.py:make."
+            ) from error
+        model = _built(kind, own, seed)
+    else:
+        if _is_of_others(kind) and not _runs(model) and _keeps_its_sizes(kind, own, seed):
+            model = _built(kind, own, seed)
     if dtype is not None:
         nn.Module.to(model, dtype)
     return model
+
+
+def _built(kind: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    if callable(getattr(config, "validate", None)):
+        config.validate()  # what it would say only when it is saved
+    model: PreTrainedModel = from_config(kind, copy.deepcopy(config))
+    randomise(model, seed)
+    return model
+
+
+def _is_of_others(kind: type[PreTrainedModel]) -> bool:
+    """Return whether transformers does not have the class: names may tell one of its sizes and not the next."""
+    return not kind.__module__.startswith("transformers.")
+
+
+def _keeps_its_sizes(kind: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> bool:
+    """Return whether a class of others runs with the sizes that its config has, and is small with them."""
+    if not _is_of_others(kind):
+        return False
+    try:
+        with torch.device("meta"):
+            empty: Any = from_config(kind, copy.deepcopy(config))
+        return sum(p.numel() for p in empty.parameters()) < LARGE and _runs(_built(kind, config, seed))
+    except Exception:  # whatever a constructor stumbles over
+        return False
+
+
+def _runs(model: PreTrainedModel) -> bool:
+    try:
+        with kept(), torch.no_grad():
+            make_batches(model, count=1, rows=2, length=8)
+    except ConfigError:
+        return False
+    return True
 
 
 def _config_for(wanted: Any, config: PretrainedConfig) -> PretrainedConfig:
