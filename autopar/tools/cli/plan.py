@@ -74,7 +74,6 @@ def plan(
     """Say which mesh to take: the five fastest that fit, with memory and time, and why others do not."""
     with errors(as_json):
         from autopar.tools.planner.hardware import find_gpu
-        from autopar.tools.planner.report import to_json
         from autopar.tools.planner.search import Space, rehearsed, search
 
         machine = find_gpu(gpu, gpu_memory, tflops, bandwidth)
@@ -84,11 +83,10 @@ def plan(
         space = Space(*sizes, cp=cp, sequence_parallel=sequence_parallel, by_expert=by_expert, ep=ep)
         found = search(estimator, space)
         rehearsed(estimator, found)
-        if as_json:
-            print(json.dumps(to_json(estimator, space, found), indent=1))
-        else:
-            _show(estimator, space, found)
-        _write(estimator, space, found, output, svg)
+        _write(estimator, space, found, output, svg)  # before what is printed, of which a pipe may take a part
+        _show(estimator, space, found, as_json)
+        if not found.best:
+            raise typer.Exit(1)
 
 
 def _model(source: str, lora: int | None, quantization: str | None, trust: bool) -> nn.Module:
@@ -139,7 +137,7 @@ def _write(estimator: Estimator, space: Space, found: Found, output: Path | None
     if not found.best:
         for file in filter(None, (output, svg)):
             print(f"{file} is not written", file=sys.stderr)
-        raise typer.Exit(1)
+        return
     best, model = found.best[0], estimator.model
     title = f"{type(model.inner).__name__} on {space.gpus} x {estimator.gpu.name}, sequence {model.sequence}"
     if output is not None:
@@ -155,9 +153,12 @@ def _write(estimator: Estimator, space: Space, found: Found, output: Path | None
         svg.write_text(draw(best, estimator.played(best.candidate, shown), estimator.gpu.memory, title), "utf-8")
 
 
-def _show(estimator: Estimator, space: Space, found: Found) -> None:
-    from autopar.tools.planner.report import assumptions, gigabytes, rejected
+def _show(estimator: Estimator, space: Space, found: Found, as_json: bool) -> None:
+    from autopar.tools.planner.report import assumptions, gigabytes, rejected, to_json
 
+    if as_json:
+        print(json.dumps(to_json(estimator, space, found), indent=1))
+        return
     model, gpu = estimator.model, estimator.gpu
     print(f"{type(model.inner).__name__}: {model.parameters_in_words()}, policy {model.policy.name}")
     tokens = space.global_batch * model.sequence
