@@ -39,7 +39,7 @@ LINES = {
     "checks": 2241,
     "config": 940,
     "context_parallel": 2880,
-    "data_parallel": 2940,
+    "data_parallel": 2945,
     "deferred_init": 1140,
     "distributed": 4425,
     "dry_run": 3395,

@@ -32,7 +32,7 @@ class OwnedParameters:
         self.sharded = sharded
         self.names: dict[torch.Tensor, str] = {}
         self._owners: dict[torch.Tensor, int] = {}
-        self._loads: dict[Axis, list[int]] = {}
+        self._loads: dict[tuple[Axis, bool], list[int]] = {}
         self.update()
 
     def update(self) -> None:
@@ -48,12 +48,13 @@ class OwnedParameters:
                     f"{type(self.model).__name__}: was it made or replaced after autopar.initialize?"
                 )
         self.names.update((parameter, names[parameter]) for parameter in new)
-        for axis, theirs in self._by_axis(new).items():
-            loads = self._loads.setdefault(axis, [0] * axis.size)
-            sizes = [self.size_of(p, self.names[p]) if p.requires_grad else 0 for p in theirs]  # frozen: no state
-            for parameter, size, owner in zip(theirs, sizes, assign(sizes, axis.size, loads), strict=True):
-                self._owners[parameter] = owner
-                loads[owner] += size
+        for trained in (True, False):  # those that are frozen, which have no state, by themselves: they may thaw
+            for axis, theirs in self._by_axis(p for p in new if p.requires_grad is trained).items():
+                loads = self._loads.setdefault((axis, trained), [0] * axis.size)
+                sizes = [self.size_of(parameter, self.names[parameter]) for parameter in theirs]
+                for parameter, size, owner in zip(theirs, sizes, assign(sizes, axis.size, loads), strict=True):
+                    self._owners[parameter] = owner
+                    loads[owner] += size
 
     def axis_of(self, parameter: torch.Tensor) -> Axis:
         """Return the ranks that hold the same of a parameter."""

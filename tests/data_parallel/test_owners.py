@@ -4,9 +4,10 @@ import random
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from autopar.data_parallel.grad_sync import buckets
-from autopar.data_parallel.zero1 import assign, broadcast_from_owners
+from autopar.data_parallel.zero1 import OwnedParameters, assign, broadcast_from_owners
 from autopar.distributed.axis import Axis
 from tests.pool import pooled
 
@@ -28,6 +29,15 @@ def test_what_is_owned_already_counts():
     assert assign([5, 5, 5], 1) == [0, 0, 0]
     assert assign([4, 1, 3, 2], 2) == [0, 0, 1, 1]
     assert assign([3, 2], 2, loads=[4, 0]) == [1, 1]
+
+
+def test_frozen_parameters_are_dealt_by_themselves():
+    model = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in (90, 50, 3, 3, 2, 2)])
+    for frozen in model[:2]:
+        frozen.requires_grad_(False)
+    axis = Axis("dp", None, range(2), 0)
+    steps = OwnedParameters(torch.optim.SGD(model.parameters(), lr=1.0), model, lambda name: axis, sharded=True)
+    assert [steps.owner(parameter) for parameter in model] == [0, 1, 0, 1, 0, 1]
 
 
 def test_buckets_hold_at_most_the_limit_or_one_tensor():
