@@ -1,7 +1,8 @@
 """Which model types and policies stand for others where real ranks are needed.
 
-``make test`` compares :data:`REPRESENTATIVES` with the plain model, ``make test-all`` one policy of each structure, and
-``make sweep`` every model type. A policy that has been changed is tried in each of them.
+``make test`` compares :data:`REPRESENTATIVES` with the plain model, ``make test-all`` one policy of each structure, in
+turns on two tensor-parallel ranks and in two stages, and ``make sweep`` every model type in both. A policy that has
+been changed is tried in each of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from autopar.policy.load import own_policies
 from autopar.policy.schema import Rule, Tower
 from tests.changed import touched_policies
 
-__all__ = ["REPRESENTATIVES", "first_policies", "first_types", "one_of_each_structure"]
+__all__ = ["REPRESENTATIVES", "every_other", "first_policies", "first_types", "one_of_each_structure"]
 
 REPRESENTATIVES = {
     "gpt2": "fused q, k, v in Conv1D layers, whose weights are transposed; tied head",
@@ -74,6 +75,11 @@ def one_of_each_structure(model_types: Collection[str]) -> list[str]:
             found.append(name)
             seen |= structures
     return found
+
+
+def every_other(names: Sequence[str], start: int) -> list[str]:
+    """Return each second policy, from the first or the second one on; and those that have been changed."""
+    return [*dict.fromkeys([*names[start::2], *(name for name in names if name in touched_policies())])]
 
 
 def _structure(tower: Tower) -> Any:

@@ -2,7 +2,7 @@
 
 What needs no ranks (plans at several sizes, shards put together again, a rehearsal) runs for the representatives of
 tests/representatives.py and for changed policies in ``make check``, for all model types in ``make test-all``. On two
-ranks ``make test`` compares the main heads of representatives, ``make test-all`` one policy of each structure, and
+ranks ``make test`` compares the main heads of representatives, ``make test-all`` policies of every other structure, and
 ``make sweep`` all heads of all model types; on four it takes one policy of each structure. The cases of a model type
 share one world; a failure names its case. That each single rule matters is in tests/policy/test_every_rule.py.
 """
@@ -39,7 +39,7 @@ from tests.parity import check
 from tests.pool import pooled
 from tests.random_models import Case, auto_heads, batches, build, cases, heads_of, kind, of_type
 from tests.refused_types import LATE_IN_CONTEXT, NOT_BY_ROWS, NOT_IN_CONTEXT, NOT_REHEARSED, ROWS_ON_FOUR
-from tests.representatives import REPRESENTATIVES, first_types, one_of_each_structure
+from tests.representatives import REPRESENTATIVES, every_other, first_types, one_of_each_structure
 
 # Heads and KV heads at each size: sharded unevenly (6 as 4 + 2), unevenly with replicas, fewer KV heads than ranks.
 SIZES = {2: (6, 3), 3: (8, 2), 4: (8, 2)}
@@ -249,7 +249,7 @@ def test_one_of_each_family_on_three() -> None:
 # -- over ranks: all of them --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", one_of_each_structure(WHOLE))
+@pytest.mark.parametrize("name", every_other(one_of_each_structure(WHOLE), 0))  # the others in stages
 @pooled(world_size=2, timeout=600)
 def test_one_of_each_structure_on_two(name: str) -> None:
     first = next(model_type for model_type in _types(name) if model_type in WHOLE)
