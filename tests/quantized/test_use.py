@@ -126,6 +126,12 @@ def test_verify_command(form: str) -> None:
     assert "worst gradient" in result.stdout and "all holds" in result.stdout
 
 
+def test_verify_of_a_base_alone() -> None:
+    result = CliRunner().invoke(app, ["verify", "gpt2", "--tp", "2", "--quantization", "nf4"])
+    assert result.exit_code == 0, result.output
+    assert "merged checkpoint: quantized weights are not merged" in result.stdout and "all holds" in result.stdout
+
+
 @pooled(world_size=2)
 @pytest.mark.parametrize("form", ["nf4 nested", "int8"])
 def test_verify(form: str, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from autopar.checkpoint.offline.merge import merge_checkpoint
 from autopar.checkpoint.offline.reshard import reshard_checkpoint
+from autopar.quantized.layers import stored_weights
 from autopar.tools.verification.outputs import Distance, local, measure, of_first
 from autopar.tools.verification.report import Row
 from autopar.tools.verification.session import Session
@@ -28,13 +29,16 @@ __all__ = ["reshard", "save"]
 
 def save(session: Session) -> list[Row]:
     """Save merged; compare names and bits with what the plain model saves."""
-    if not isinstance(session.plain, PreTrainedModel):
-        return [Row("save", "merged checkpoint", None, note="the plain module has no save_pretrained")]
+    if not _merges(session):
+        quantized = bool(stored_weights(session.plain))
+        why = "quantized weights are not merged" if quantized else "the plain module has no save_pretrained"
+        return [Row("save", "merged checkpoint", None, note=why)]
+    plain: Any = session.plain
     with _folder() as folder:
         session.parallel.save_parallelized(folder / "merged", merge_checkpoints=True)
         found = list[Named]()
         if dist.get_rank() == 0:
-            session.plain.save_pretrained(folder / "plain")
+            plain.save_pretrained(folder / "plain")
             found = list(_files(folder / "merged", folder / "plain"))
         dist.barrier()
     return [worst_row("save", "merged checkpoint", found, _allowed(session), show=False)]
@@ -43,13 +47,14 @@ def save(session: Session) -> list[Row]:
 def reshard(session: Session) -> list[Row]:
     """Save shards, write them again for another mesh, merge those, and load them into the model."""
     tp = 3 if session.mpu.tp.size != 3 else 2
+    plain: Any = session.plain
     with _folder() as folder:
         session.parallel.save_parallelized(folder / "shards")
         found = list[Named]()
         if dist.get_rank() == 0:
             reshard_checkpoint(folder / "shards", folder / "again", tp=tp, progress=False)
-            if isinstance(session.plain, PreTrainedModel):
-                session.plain.save_pretrained(folder / "plain")
+            if _merges(session):
+                plain.save_pretrained(folder / "plain")
                 merge_checkpoint(folder / "again", folder / "merged", progress=False)
                 found = list(_files(folder / "merged", folder / "plain"))
         dist.barrier()
@@ -65,7 +70,12 @@ def reshard(session: Session) -> list[Row]:
                 mine.copy_(before[name])  # where loading fails, what follows is not to fail with it
     rows = [Row("reshard", f"loaded from tp {tp}", *_facts(loaded))]
     merged = worst_row("reshard", f"merged from tp {tp}", found, _allowed(session), show=False)
-    return [*rows, merged] if isinstance(session.plain, PreTrainedModel) else rows
+    return [*rows, merged] if _merges(session) else rows
+
+
+def _merges(session: Session) -> bool:
+    """Return whether the model has a merged checkpoint: transformers' own do, if nothing of them is quantized."""
+    return isinstance(session.plain, PreTrainedModel) and not stored_weights(session.plain)
 
 
 def _facts(row: Row) -> tuple[Any, ...]:
