@@ -94,6 +94,7 @@ class MuonSteps:
             pieces = [newton_schulz(part, groups[parameter]) for part in direction.split(parts.whole, parts.dim)]
             found[parameter] = torch.cat(pieces, parts.dim)
         for parameter, direction in sharded.items():
+            # The dtype in which torch iterates, which ranks that only receive a shard of the result do not see.
             dtype = newton_schulz(direction.new_zeros(1, 1), {**groups[parameter], "ns_steps": 0}).dtype
             sharded[parameter] = torch.empty_like(direction, dtype=dtype)
         self.shards.deal(found, sharded)
