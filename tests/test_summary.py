@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 import autopar
@@ -51,6 +52,7 @@ def test_one_line_on_rank_0() -> None:
     assert "whole model" in model.num_parameters.__doc__
 
 
+@pytest.mark.tier("test")
 def test_the_line_is_printed_where_no_logging_is_set_up() -> None:
     script = "import autopar; from tests.small import gpt2; autopar.initialize(gpt2(), {})"
     command = [sys.executable, "-c", script]

@@ -68,6 +68,7 @@ def run(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["plan", *map(str, arguments)])
 
 
+@pytest.mark.tier("test")
 def test_the_command(tmp_path: Path) -> None:
     FAMILIES["llama"][1]().save_pretrained(tmp_path)
     sizes = ("--gpus", 2, "--sequence", 16, "--global-batch", 4, "--zero", 0, "--no-checkpointing")

@@ -118,6 +118,7 @@ def test_quantized_weights_do_not_travel(monkeypatch: pytest.MonkeyPatch) -> Non
         autopar.verify(quantized("nf4"), {"tp": 2})
 
 
+@pytest.mark.tier("all")
 @pytest.mark.parametrize("form", ["nf4-double", "int8"])
 def test_verify_command(form: str) -> None:
     arguments = ["verify", "llama", "--tp", "2", "--quantization", form, "--lora", "4"]
@@ -126,6 +127,7 @@ def test_verify_command(form: str) -> None:
     assert "worst gradient" in result.stdout and "all holds" in result.stdout
 
 
+@pytest.mark.tier("all")
 def test_verify_of_a_base_alone() -> None:
     result = CliRunner().invoke(app, ["verify", "gpt2", "--tp", "2", "--quantization", "nf4"])
     assert result.exit_code == 0, result.output
