@@ -15,6 +15,7 @@ __all__ = [
     "OURS",
     "calls",
     "frames_of",
+    "is_installed",
     "is_library",
     "is_of_libraries",
     "is_of_library",
@@ -33,13 +34,17 @@ def is_ours(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(OURS)
 
 
+def is_installed(file: str) -> bool:
+    """Return whether a file belongs to an installed package."""
+    return "site-packages" in file or "dist-packages" in file
+
+
 def is_library(frame: FrameType) -> bool:
     """Return whether code of autopar, of an installed package, or of a model's own files from the hub runs there."""
     place = frame.f_code.co_filename
     return (
         is_ours(frame)
-        or "site-packages" in place
-        or "dist-packages" in place
+        or is_installed(place)
         or place.startswith("<")  # made at run time: dataclasses, torch.fx
         or str(frame.f_globals.get("__name__")).startswith("transformers_modules")
     )

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from autopar.call_site import is_installed
 from autopar.distributed.failures import FailureLog
 from autopar.errors import AutoparError, PipelineError, first_line
 
@@ -109,7 +110,7 @@ def _tell_torchrun(error: BaseException, trace: TracebackType | None) -> None:
     text = f"{type(error).__name__}: {error}"
     if trace is not None:
         frames = traceback.extract_tb(trace)
-        own = [frame for frame in frames if "site-packages" not in frame.filename]
+        own = [frame for frame in frames if not is_installed(frame.filename)]
         last = (own or frames)[-1] if isinstance(error, AutoparError) else frames[-1]
         text += f"\n  {last.filename}:{last.lineno}, in {last.name}"
     message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
