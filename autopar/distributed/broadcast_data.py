@@ -149,10 +149,10 @@ def sync_parameters(model: nn.Module, mpu: MPU) -> list[str]:
         tensors |= {f"{path}.weight.{name}": tensor for name, tensor in stored.beside().items()}
     if mpu.world_size == 1 or not tensors:
         return []
-    sums = torch.stack([checksum(tensor) for tensor in tensors.values()])  # [tensors, 2]
-    first = sums.clone().to(mpu.device)
+    sums = torch.stack([checksum(tensor).to(mpu.device) for tensor in tensors.values()])  # [tensors, 2]
+    first = sums.clone()
     dist.broadcast(first, src=0)
-    differs = (first.cpu() != sums).any(dim=1).to(torch.int32).to(mpu.device)
+    differs = (first != sums).any(dim=1).to(torch.int32)
     all_reduce(differs, op=dist.ReduceOp.MAX)
     different = [name for name, flag in zip(tensors, differs.tolist(), strict=True) if flag]
     for name in different:

@@ -155,6 +155,74 @@ def _trained(
     raise RuntimeError("not even a batch of 1 fits into the memory")
 
 
+def decode(options: dict[str, Any], device: Device, notes: Notes) -> None:
+    """Generate tokens of a 1 B Llama: with the growing cache, and with a static one, compiled into CUDA graphs."""
+    import autopar
+
+    size = _sized(options, ONE_B)
+    with device.torch:
+        plain = build("llama", size).to(_bf16(device)).eval()
+    models = {"plain": plain, "autopar": autopar.initialize(copy.deepcopy(plain), TP1).eval()}
+    ids = tokens(size, batch=1, seq=4 if options["tiny"] else 128).to(device.torch)
+    settings = {"max_new_tokens": 4 if options["tiny"] else 64, "do_sample": False, "eos_token_id": None}
+    found: dict[str, torch.Tensor] = {}
+    for cache in (None,) if options["tiny"] else (None, "static"):
+        with notes.part(f"cache {cache}"):
+            for name, model in models.items():
+
+                def work(model: Any = model, name: str = name, cache: Any = cache) -> None:
+                    found[name] = model.generate(ids, cache_implementation=cache, **settings)
+
+                first = device.seconds(work)
+                taken = sorted(device.seconds(work) for _ in range(5))[2]
+                per_token = round(taken * 1e3 / settings["max_new_tokens"], 3)
+                notes(f"{name}, cache {cache}", {"ms a token": per_token, "first call, s": round(first, 1)})
+            notes(f"tokens are equal, cache {cache}", torch.equal(found["plain"], found["autopar"]))
+
+
+def memory(options: dict[str, Any], device: Device, notes: Notes) -> None:
+    """Compare the most memory of a training step with the planner's."""
+    import autopar
+
+    size = _sized(options, LARGE)
+    configs: dict[str, dict[str, Any]] = {
+        "fp32": {},
+        "bf16": {"precision": {"dtype": "bf16"}, "zero": {"stage": 1}},
+        "bf16, recomputed": {"precision": {"dtype": "bf16"}, "activation_checkpointing": {"enable": True}},
+    }
+    for name, extra in configs.items():
+        with notes.part(name):
+            model, config = build("llama", size), {**TP1, **extra}
+            plan = autopar.plan_memory(model, config, sequence=size["seq"], batch=size["batch"], device="cuda").peak
+            device.release()
+            before = device.held_mib()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+            model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
+            ids = tokens(size).to(device.torch)
+
+            def step(model: Any = model, optimizer: Any = optimizer, ids: Any = ids) -> None:
+                model(input_ids=ids, labels=ids).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+            step()
+            held = device.held_mib() - before
+            peak = device.peak_mib(step)
+            parts = {key: round(value / 2**20, 1) for key, value in plan.parts().items()}
+            notes(
+                name,
+                {
+                    "most, MiB": round(held + peak, 1),
+                    "planned without reserve, MiB": round((plan.total - plan.reserve) / 2**20, 1),
+                    "held between steps, MiB": round(held, 1),
+                    "planned weights and optimizer, MiB": round((plan.weights + plan.optimizer) / 2**20, 1),
+                    "planned parts, MiB": str(parts),
+                },
+            )
+        model = optimizer = step = None  # type: ignore[assignment]
+        device.release()
+
+
 def loss_memory(options: dict[str, Any], device: Device, notes: Notes) -> None:
     """Compare the memory and time of a step with a wide vocabulary, with the loss in chunks and without."""
     import autopar

@@ -1,16 +1,21 @@
-"""Ranks whose process group serves the simulated device, see :mod:`tests.gpu.simulated`."""
+"""Ranks whose process group serves the simulated device, see :mod:`tests.gpu.simulated`, or one GPU that they share."""
 
 from __future__ import annotations
 
 import functools
+import inspect
+import os
 import shutil
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.gpu import simulated
+from tests.pool import pooled
 from tests.worlds import distributed
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the simulated device needs g++")
@@ -38,3 +43,37 @@ def _join(timeout: float) -> None:
     simulated.start()
     limit = timedelta(seconds=timeout)
     dist.init_process_group(simulated.BACKEND, store=store, rank=rank, world_size=size, timeout=limit)
+
+
+def sharing_a_gpu(world_size: int, timeout: float = 120.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the decorated test on ranks that share one GPU over nccl if its ``place`` is ``cuda``, else on the CPU."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def on_rank(place: str, *args: Any, **kwargs: Any) -> None:
+            if place == "cuda":
+                _share(timeout)
+            body(place, *args, **kwargs)
+
+        over_nccl, over_gloo = distributed(world_size, timeout)(on_rank), pooled(world_size)(on_rank)
+
+        @functools.wraps(body)
+        def run(place: str, *args: Any, **kwargs: Any) -> None:
+            (over_nccl if place == "cuda" else over_gloo)(place, *args, **kwargs)
+
+        run.body, run.world_size = on_rank, world_size  # type: ignore[attr-defined]
+        run.__signature__ = inspect.signature(body)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def _share(timeout: float) -> None:
+    """Replace the world by one over nccl, on GPU 0 of a host of its own for each rank: nccl takes one rank a GPU."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.PrefixStore("shared", dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    os.environ |= {"NCCL_HOSTID": f"host-{rank}", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+    torch.cuda.set_device(0)
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size, timeout=limit)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import autopar
 from autopar.tensor_parallel import vocab_parallel_cross_entropy
-from tests.gpu.places import on_each
+from tests.gpu.places import GPU, on_each
 from tests.parity import close
 from tests.small import gpt2, llama
 
@@ -171,6 +171,36 @@ def test_the_plain_model_stays_on_the_device(place: str) -> None:
     assert {parameter.device.type for parameter in model.parameters()} == {place}
     for name, value in model.state_dict().items():
         assert torch.equal(value.cpu(), plain.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("place", [GPU])
+@pytest.mark.parametrize("config", [{}, {"zero": {"stage": 1}, "precision": {"dtype": "bf16"}}], ids=["plain", "bf16"])
+def test_a_step_does_not_wait_for_the_gpu(place: str, config: dict[str, Any]) -> None:
+    model = llama().train()
+    settings = {**TP1, **config, "gradient_clipping": 1.0, "consistency_check": {"enable": False}}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = autopar.initialize(model, settings, optimizer=optimizer)
+    ids = IDS.to(place)
+    for number in range(4):
+        torch.cuda.set_sync_debug_mode("error" if number > 1 else "default")
+        try:
+            model(ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("place", [GPU])
+def test_decoding_replays_a_graph(place: str) -> None:
+    plain = llama().eval()
+    model = started(copy.deepcopy(plain), place).eval()
+    plain, ids = plain.to(place), IDS[:1].to(place)
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    expected = plain.generate(ids, **settings)
+    for _ in range(2):  # compiled and recorded in the first
+        assert torch.equal(model.generate(ids, cache_implementation="static", **settings), expected)
 
 
 @on_each

@@ -7,6 +7,7 @@ A step (forward, backward, average, clipping, ``optimizer.step``) waits nowhere.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,10 @@ import pytest
 import torch
 
 import autopar
+from tests.gpu import simulated
 from tests.gpu.device_ranks import needs_compiler, on_device
 from tests.gpu.host_waits import Wait, waits
+from tests.gpu.test_shared_gpu import ON_TWO, mixtral, trained
 from tests.parity import all_close, close, whole
 from tests.small import llama
 
@@ -110,6 +113,15 @@ def test_three_steps_are_the_plain_models_and_wait_for_nothing(mesh: str) -> Non
     if mesh != "pp":
         weights = whole(model, lambda parameter: parameter.data)
         all_close(weights, {name: parameter.data for name, parameter in plain.named_parameters()}, "{} after the steps")
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("name", ON_TWO)
+@on_device(world_size=2)
+def test_a_model_that_lies_on_the_device_and_differs_between_ranks(name: str) -> None:
+    build, config = ON_TWO[name]
+    # its kernels are those of the CPU, which counts no integers for the grouped matrix product
+    trained(simulated.NAME, functools.partial(mixtral, "eager") if build is mixtral else build, config, moved=True)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
