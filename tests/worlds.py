@@ -39,13 +39,18 @@ without_ranks = False
 """Whether the test that runs is of a tier for one process: set for each test by tests/tier_run.py."""
 
 
-def distributed(world_size: int, timeout: float = 120.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run the decorated test on ``world_size`` gloo ranks; ``timeout`` in seconds for the whole world."""
+def distributed(
+    world_size: int, timeout: float = 120.0, method: str = "forkserver"
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the decorated test on ``world_size`` gloo ranks; ``timeout`` in seconds for the whole world.
+
+    ``method`` is multiprocessing's: ``spawn`` for ranks that use a GPU, which none may have touched before a fork.
+    """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
         def run(*args: Any, **kwargs: Any) -> None:
-            spawn(body.__module__, body.__qualname__, world_size, timeout, args, kwargs)
+            spawn(body.__module__, body.__qualname__, world_size, timeout, args, kwargs, method=method)
 
         run.body, run.world_size = body, world_size  # type: ignore[attr-defined]
         run.__signature__ = inspect.signature(body)  # type: ignore[attr-defined]
@@ -62,6 +67,7 @@ def spawn(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
     expect_dead: tuple[int, ...] = (),
+    method: str = "forkserver",
 ) -> None:
     """Run ``module.name(*args, **kwargs)`` on every rank; AssertionError with the first failing rank's traceback.
 
@@ -69,11 +75,11 @@ def spawn(
     """
     check_ranks_are_allowed()
     try:
-        _spawn(module, name, world_size, timeout, args, kwargs, expect_dead)
+        _spawn(module, name, world_size, timeout, args, kwargs, expect_dead, method)
     except AssertionError as error:
         if expect_dead or not connection_failed(error):
             raise
-        _spawn(module, name, world_size, timeout, args, kwargs, expect_dead)
+        _spawn(module, name, world_size, timeout, args, kwargs, expect_dead, method)
 
 
 def check_ranks_are_allowed() -> None:
@@ -94,8 +100,9 @@ def _spawn(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
     expect_dead: tuple[int, ...],
+    method: str,
 ) -> None:
-    context = multiprocessing.get_context("forkserver")
+    context: Any = multiprocessing.get_context(method)
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory(prefix="autopar-world-") as folder:
         pipes, processes = [], []

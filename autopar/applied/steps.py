@@ -81,7 +81,7 @@ def shard_layers(model: nn.Module, state: Parallelized, given: Given) -> None:
         given.first_forward = FirstForward(inner, state.plan)  # of a copy, while the module is whole
     keep_form(model, keep=True)
     state.undo.append(lambda model, own: keep_form(model, keep=False))
-    state.region = tensor_parallel.apply(model, state.plan, state.mpu, state.config.expert_dispatch)
+    state.region = tensor_parallel.apply(model, inner, state.plan, state.mpu, state.config)
     state.undo.append(lambda model, own: tensor_parallel.undo(model, own.inner_of(model), own.plan, own.mpu))
 
 

@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.checks.forward import ForwardCheck
 from autopar.checks.step import StepCheck
 from autopar.config import ParallelConfig
+from autopar.distributed.axis import Axis
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
-from autopar.plan.plan import Plan
+from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.stages import StagePlan
 from autopar.tensor_parallel import hooks, parameter_marks
 from autopar.tensor_parallel.regions import Region
 
-__all__ = ["apply", "attach", "keep_logits_sharded", "mark_parameters", "undo"]
+__all__ = ["apply", "attach", "chunk_head", "keep_logits_sharded", "mark_parameters", "undo"]
 
 _MODELS = itertools.count(1)  # every rank makes the same ones, in the same order
 
 
-def apply(model: nn.Module, plan: Plan, mpu: MPU, dispatch: str) -> Region:
-    """Swap the layers of ``model`` and shard its parameters, in place; no communication. At tp 1 nothing changes."""
+def apply(model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU, config: ParallelConfig) -> Region:
+    """Swap the layers of ``model`` and shard its parameters, in place; no communication.
+
+    At tp 1 nothing changes, but the head of the Hugging Face model ``inner`` with ``loss.chunk``.
+    """
     region = Region(mpu.tp)
     region.model = str(next(_MODELS))
     if plan.shards > 1:
         from autopar.tensor_parallel import parallelize
 
-        parallelize.apply(model, plan, mpu.tp, region, mpu.shards, dispatch)
+        parallelize.apply(model, plan, mpu.tp, region, mpu.shards, config.expert_dispatch)
+    if plan.tp == 1 and config.loss_chunk:
+        chunk_head(inner, mpu.tp, region)
     region.find_dropout(model)
     return region
 
@@ -60,22 +68,48 @@ def attach(
     hooks.attach(inner, plan, mpu, region, failures, check)
     if mpu.tp_cp.size > 1:
         hooks.draw_seeds_alike(inner)
-    if plan.tp > 1 and config.loss_gather_logits == "on_read":
-        keep_logits_sharded(inner, config.loss_chunk)
+    if (plan.tp > 1 or config.loss_chunk) and config.loss_gather_logits == "on_read":
+        kept = keep_logits_sharded(inner, config.loss_chunk)
+        if config.loss_chunk and not kept and dist.get_rank() == 0:
+            warnings.warn(
+                f"loss.chunk={config.loss_chunk} changes nothing for {type(inner).__name__}: it has no plain linear "
+                "head whose logits a loss could make some tokens at a time",
+                stacklevel=2,
+            )
 
 
-def keep_logits_sharded(model: nn.Module, chunk: int) -> None:
-    """Let the head of a language model leave its logits sharded until they are read."""
+def chunk_head(model: nn.Module, axis: Axis, region: Region) -> None:
+    """Make the head of a language model at tp 1 the only shard of a column-parallel layer."""
+    head = _head_of(model)
+    if type(head) is nn.Linear:
+        from autopar.tensor_parallel import parallelize
+        from autopar.tensor_parallel.parallel_layer import layout_of
+
+        layout = layout_of("the head", "out_features", head.out_features, 0, axis)
+        layouts = dict.fromkeys(("weight",) if head.bias is None else ("weight", "bias"), layout)
+        parallelize.swap(
+            head, ModulePlan("", "column", "loss.chunk", layout, layouts, gather_output=True), axis, region
+        )
+
+
+def _head_of(model: nn.Module) -> nn.Module | None:
+    return model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+
+
+def keep_logits_sharded(model: nn.Module, chunk: int) -> bool:
+    """Let the head of a language model leave its logits sharded until they are read; whether there is one."""
     from autopar.tensor_parallel.parallel_layer import ParallelLayer
 
-    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    head = _head_of(model)
     if not isinstance(head, ParallelLayer) or not head.autopar.gather_output:
-        return
+        return False
     layout = head.autopar_layouts["weight"]
     ranges = [list(layout.ranges(rank)) for rank in range(head.tp.size)]
     one_each = all(len(held) <= 1 for held in ranges) and sorted(ranges) == ranges
-    if isinstance(head, nn.Linear) and one_each and not layout.replicated:
-        head.chunk = chunk
+    if not isinstance(head, nn.Linear) or not one_each or layout.replicated:
+        return False
+    head.chunk = chunk
+    return True
 
 
 def mark_parameters(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
@@ -89,10 +123,14 @@ def mark_parameters(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -
 
 def undo(model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU) -> None:
     """Give back plain layers with full weights and gradients, without hooks and methods. Collective over tp."""
-    if plan.shards > 1:
-        from autopar.tensor_parallel import adapters, parallelize
+    from autopar.tensor_parallel import adapters, parallelize
+    from autopar.tensor_parallel.parallel_layer import ParallelLayer
 
+    if plan.shards > 1:
         parallelize.undo(model, plan)
         adapters.detach(model)
+    head = _head_of(inner)
+    if isinstance(head, ParallelLayer):  # of chunk_head
+        parallelize.swap_back(head)
     hooks.detach(inner)
     parameter_marks.unmark(model)

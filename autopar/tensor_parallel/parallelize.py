@@ -29,7 +29,17 @@ from autopar.tensor_parallel.layers import parallel_class, plain_class
 from autopar.tensor_parallel.quantized_product import part_on
 from autopar.tensor_parallel.regions import Region
 
-__all__ = ["apply", "full_state_dict", "hide_sizes", "load_full_state_dict", "resize", "show_sizes", "undo"]
+__all__ = [
+    "apply",
+    "full_state_dict",
+    "hide_sizes",
+    "load_full_state_dict",
+    "resize",
+    "show_sizes",
+    "swap",
+    "swap_back",
+    "undo",
+]
 
 
 _OWNER = "printed sizes"
@@ -86,7 +96,7 @@ def apply(
     for path, module_plan in plan.modules.items():
         module = modules[path]
         drop_plain_forward(module)
-        _swap(module, module_plan, axis, region)
+        swap(module, module_plan, axis, region)
         if module_plan.rule == "experts":
             module.tp, module.beside, module.dispatch = shards, axis, dispatch
             assert module_plan.layout is not None
@@ -117,7 +127,8 @@ def apply(
         _set(modules[attribute.path], attribute, attribute.values[(shards if of_experts else axis).rank])
 
 
-def _swap(module: nn.Module, plan: ModulePlan, axis: Axis, region: Region) -> None:
+def swap(module: nn.Module, plan: ModulePlan, axis: Axis, region: Region) -> None:
+    """Make a layer the parallel one of its plan, in place; its parameters stay as they are."""
     if (
         plan.rule != "sharded"
         or any(layout.replicated for layout in plan.layouts.values())
@@ -127,6 +138,13 @@ def _swap(module: nn.Module, plan: ModulePlan, axis: Axis, region: Region) -> No
         module.__class__ = parallel_class(type(module), plan, stored=stored_weight(module) is not None)
     module.tp, module.region, module.autopar = axis, region, plan  # type: ignore[assignment]
     module.autopar_layouts = dict(plan.layouts)  # type: ignore[assignment]
+
+
+def swap_back(module: nn.Module) -> None:
+    """Undo :func:`swap`."""
+    module.__class__ = plain_class(module)
+    for name in ("tp", "region", "autopar", "autopar_layouts", "beside", "dispatch", "tokens", "chunk"):
+        module.__dict__.pop(name, None)
 
 
 def resize(module: nn.Module, plan: ModulePlan, rank: int | None) -> None:
@@ -204,9 +222,7 @@ def undo(model: nn.Module, plan: Plan) -> None:
             if buffer is not None:
                 own_buffers(module)[name] = all_gather(buffer, axis, layout)
         resize(module, module_plan, None)
-        module.__class__ = plain_class(module)
-        for name in ("tp", "region", "autopar", "autopar_layouts", "beside", "dispatch", "tokens", "chunk"):
-            module.__dict__.pop(name, None)
+        swap_back(module)
     for attribute in plan.attributes:
         module = modules[attribute.path]
         if not attribute.name.startswith("config."):

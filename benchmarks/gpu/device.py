@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import time
 import traceback
@@ -88,7 +89,8 @@ class Device:
         return round(torch.cuda.memory_allocated() / MIB, 1) if self.kind == "cuda" else 0.0
 
     def release(self) -> None:
-        """Give cached memory back."""
+        """Give cached memory back, and what only reference cycles hold."""
+        gc.collect()
         if self.kind == "cuda":
             torch.cuda.empty_cache()
 

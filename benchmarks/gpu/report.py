@@ -105,8 +105,10 @@ def run_tests(limit: float) -> dict[str, Any]:
         "-q",
         "-rsfE",
         "--tb=short",
+        "-p",
+        "no:benchmark",  # of pytest-benchmark, where that is installed: it warns beside -n
         "-n",
-        "4",
+        "3",
         "--tier",
         "all",
         "-m",

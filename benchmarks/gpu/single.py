@@ -168,15 +168,15 @@ def decode(options: dict[str, Any], device: Device, notes: Notes) -> None:
     found: dict[str, torch.Tensor] = {}
     for cache in (None,) if options["tiny"] else (None, "static"):
         with notes.part(f"cache {cache}"):
-            for name, model in models.items():
 
-                def work(model: Any = model, name: str = name, cache: Any = cache) -> None:
-                    found[name] = model.generate(ids, cache_implementation=cache, **settings)
+            def work(name: str, cache: Any = cache) -> None:
+                found[name] = models[name].generate(ids, cache_implementation=cache, **settings)
 
-                first = device.seconds(work)
-                taken = sorted(device.seconds(work) for _ in range(5))[2]
-                per_token = round(taken * 1e3 / settings["max_new_tokens"], 3)
-                notes(f"{name}, cache {cache}", {"ms a token": per_token, "first call, s": round(first, 1)})
+            first = {name: round(device.seconds(partial(work, name)), 1) for name in models}
+            notes(f"first call, s, cache {cache}", first)  # the second one finds what the first has compiled
+            variants = {name: Variant(device.synced(partial(work, name))) for name in models}
+            samples = interleave(variants, 2 if options["tiny"] else 7, _turns(options))
+            notes(f"{settings['max_new_tokens']} tokens, cache {cache}", summary(samples, base="plain"))
             notes(f"tokens are equal, cache {cache}", torch.equal(found["plain"], found["autopar"]))
 
 
@@ -207,12 +207,17 @@ def memory(options: dict[str, Any], device: Device, notes: Notes) -> None:
 
             step()
             held = device.held_mib() - before
-            peak = device.peak_mib(step)
+            backward = device.peak_mib(lambda model=model, ids=ids: model(input_ids=ids, labels=ids).loss.backward())
+            after = device.held_mib() - before
+            update = device.peak_mib(optimizer.step)
             parts = {key: round(value / 2**20, 1) for key, value in plan.parts().items()}
             notes(
                 name,
                 {
-                    "most, MiB": round(held + peak, 1),
+                    "most, MiB": round(max(held + backward, after + update), 1),
+                    "most in forward and backward, MiB": round(held + backward, 1),
+                    "held with gradients, MiB": round(after, 1),
+                    "most in the optimizer's step, MiB": round(after + update, 1),
                     "planned without reserve, MiB": round((plan.total - plan.reserve) / 2**20, 1),
                     "held between steps, MiB": round(held, 1),
                     "planned weights and optimizer, MiB": round((plan.weights + plan.optimizer) / 2**20, 1),
@@ -260,19 +265,16 @@ def loading(options: dict[str, Any], device: Device, notes: Notes) -> None:
         total = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
         notes("checkpoint, MiB", round(total / 2**20, 1))
 
-        def parallelized() -> Any:
-            with autopar.lazy_init():
-                model = kind.from_config(written.config, dtype=dtype)
-            return autopar.initialize(model, TP1).from_parallelized(f"{folder}/shards", timeout=120)
-
         ways = {
             "transformers": lambda: kind.from_pretrained(folder, dtype=dtype).to(device.torch),
             "autopar.from_pretrained": lambda: autopar.from_pretrained(kind, folder, TP1, dtype=dtype),
-            "from_parallelized": parallelized,
+            "autopar.from_pretrained, shards": lambda: autopar.from_pretrained(
+                kind, f"{folder}/shards", TP1, dtype=dtype
+            ),
         }
         for name, way in ways.items():
             with notes.part(name):
-                if name == "from_parallelized":
+                if "shards" in name:
                     model = autopar.from_pretrained(kind, folder, TP1, dtype=dtype)
                     model.save_parallelized(f"{folder}/shards", timeout=120)
                     model = None

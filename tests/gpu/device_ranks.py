@@ -55,7 +55,7 @@ def sharing_a_gpu(world_size: int, timeout: float = 120.0) -> Callable[[Callable
                 _share(timeout)
             body(place, *args, **kwargs)
 
-        over_nccl, over_gloo = distributed(world_size, timeout)(on_rank), pooled(world_size)(on_rank)
+        over_nccl, over_gloo = distributed(world_size, timeout, "spawn")(on_rank), pooled(world_size)(on_rank)
 
         @functools.wraps(body)
         def run(place: str, *args: Any, **kwargs: Any) -> None:

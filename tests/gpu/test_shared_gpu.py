@@ -7,43 +7,19 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import MixtralConfig, MixtralForCausalLM
 
 import autopar
 from autopar.config.pipeline import SCHEDULES
 from tests.gpu.device_ranks import sharing_a_gpu
 from tests.gpu.places import on_each
-from tests.parity import close, randomise
+from tests.parity import close
 from tests.small import gpt2, llama
-
-IDS = torch.randint(0, 131, (4, 9), generator=torch.Generator().manual_seed(3))
-TOLERANCE = 1e-4  # fp32 of two devices' kernels, after three steps
-
-
-def mixtral(experts: str = "grouped_mm") -> Any:
-    """2 layers, 4 experts, 2 of them for each token."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 36}
-    config = MixtralConfig(
-        **sizes, num_hidden_layers=2, vocab_size=131, num_local_experts=4, max_position_embeddings=64
-    )
-    model = randomise(MixtralForCausalLM(config))
-    model.set_experts_implementation(experts)
-    return model
-
-
-Case = tuple[Callable[[], Any], dict[str, Any]]
-
-
-def case(build: Callable[[], Any] = llama, extra: dict[str, Any] | None = None, **sizes: Any) -> Case:
-    return build, {"model_parallelism": sizes, **(extra or {})}
-
+from tests.three_steps import IDS, TOLERANCE, Case, case, mixtral, trained
 
 ZERO_1: dict[str, Any] = {"zero": {"stage": 1}, "gradient_clipping": 1.0}
 STAGES = {
@@ -69,52 +45,12 @@ ON_FOUR: dict[str, Case] = {
     "tp x dp, zero 1": case(extra=ZERO_1, tensor_parallel_size=2),
     "tp x pp": case(tensor_parallel_size=2, pipeline_parallel_size=2),
     "tp x cp": case(tensor_parallel_size=2, context_parallel_size=2),
+    "tp x cp, gathered": case(tensor_parallel_size=2, context_parallel_size=2, context_parallel_method="gather"),
     "tp x ep": case(mixtral, tensor_parallel_size=2, expert_parallel_size=4),
 }
 
 
-def trained(place: str, build: Callable[[], Any], config: dict[str, Any], *, moved: bool) -> None:
-    """Compare three steps with the plain model on the same device: losses, and all weights.
-
-    Args:
-        moved: the model lies on the device when ``initialize`` gets it; there, rank 1 has drawn other weights.
-    """
-    plain = build().train()
-    model = copy.deepcopy(plain)
-    if moved:
-        model = model.to(place)
-        if dist.get_rank() == 1:
-            model.get_input_embeddings().weight.data.normal_()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
-    plain = plain.to(place)
-    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-3)
-    mpu, zero_3 = model.mpu, config.get("zero", {}).get("stage") == 3
-    assert mpu.device.type == place
-    share = IDS.chunk(mpu.dp.size)[mpu.dp.rank].to(place)
-    for _ in range(3):
-        expected = plain(IDS.to(place), labels=IDS.to(place)).loss
-        expected.backward()
-        if "gradient_clipping" in config:
-            torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        reference.step(), reference.zero_grad()
-        if mpu.pp.size > 1:
-            loss = model.execute_pipeline({"input_ids": share, "labels": share}).loss
-        else:
-            loss = model(share, labels=share).loss
-            loss.backward()
-        if mpu.dp_cp.size > 1 and not zero_3:
-            autopar.average_gradients(model)
-        optimizer.step(), optimizer.zero_grad()
-        if loss is not None and mpu.dp.size == 1:
-            close(loss.detach(), expected.detach(), "loss", TOLERANCE)
-    if zero_3:
-        found = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
-    else:
-        found = {name: parameter.data for name, parameter in autopar.deparallelize(model).named_parameters()}
-    for name, parameter in plain.named_parameters():
-        close(found[name].cpu(), parameter.data.cpu(), f"{name} after the steps", TOLERANCE)
-    mpu.destroy()
+COMPILED = case(extra={"compile": {"enable": True}}, tensor_parallel_size=2)
 
 
 def all_of(place: str, cases: dict[str, Case]) -> None:
@@ -132,7 +68,7 @@ def all_of(place: str, cases: dict[str, Case]) -> None:
 @on_each
 @sharing_a_gpu(world_size=2)
 def test_three_steps_on_two_ranks(place: str) -> None:
-    all_of(place, ON_TWO)
+    all_of(place, ON_TWO | ({"compiled": COMPILED} if place == "cuda" else {}))
 
 
 @pytest.mark.tier("all")
@@ -150,3 +86,59 @@ def test_tokens_of_a_sharded_model_are_the_plain_models(place: str) -> None:
     plain, ids = plain.to(place), IDS[:2].to(place)
     settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     assert torch.equal(model.generate(ids, **settings), plain.generate(ids, **settings))
+
+
+@on_each
+@sharing_a_gpu(world_size=2)
+def test_a_run_goes_on_from_a_checkpoint_on_another_mesh(place: str, tmp_path: Any) -> None:
+    def started(model: Any, **config: Any) -> tuple[Any, Any]:
+        return autopar.initialize(model, config, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    model, optimizer = started(llama().train(), tp=2)
+    other, other_optimizer = started(llama(seed=1).train(), pp=2)
+    ids, losses = IDS.to(place), []
+    for step in range(3):
+        losses.append(model(ids, labels=ids).loss)
+        losses[-1].backward()
+        optimizer.step(), optimizer.zero_grad()
+        if step == 1:
+            model.save_parallelized(tmp_path, timeout=60, optimizer=optimizer)
+            other.from_parallelized(tmp_path, timeout=60, optimizer=other_optimizer)
+    loss = other.execute_pipeline({"input_ids": ids, "labels": ids}).loss
+    if loss is not None:
+        close(loss.detach(), losses[2].detach(), "loss after two steps", TOLERANCE)
+    other_optimizer.step()
+    weights = {name: value.cpu() for name, value in autopar.deparallelize(other).state_dict().items()}
+    for name, value in autopar.deparallelize(model).state_dict().items():
+        close(value.cpu(), weights[name], name, TOLERANCE)
+
+
+@on_each
+@sharing_a_gpu(world_size=2)
+def test_a_checkpoint_is_loaded_into_shards_and_stages(place: str, tmp_path: Any) -> None:
+    from transformers import LlamaForCausalLM
+
+    plain = llama().eval()
+    if dist.get_rank() == 0:
+        plain.save_pretrained(tmp_path)
+    dist.barrier()
+    for config in ({"tp": 2}, {"pp": 2}):
+        model = autopar.from_pretrained(LlamaForCausalLM, tmp_path, config).eval()
+        settings: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+        assert torch.equal(model.generate(IDS.to(place), **settings).cpu(), plain.generate(IDS, **settings))
+        model.mpu.destroy()
+
+
+@on_each
+@sharing_a_gpu(world_size=2)
+def test_distributed_data_parallel_around_the_model(place: str) -> None:
+    plain = llama().train()
+    model = autopar.initialize(copy.deepcopy(plain), {}).train()
+    devices = [model.mpu.device] if place == "cuda" else None
+    group = model.mpu.get_data_parallel_group()
+    wrapped = torch.nn.parallel.DistributedDataParallel(model, devices, process_group=group)
+    ids = IDS.to(place)
+    wrapped(input_ids=ids.chunk(2)[dist.get_rank()], labels=ids.chunk(2)[dist.get_rank()]).loss.backward()
+    plain.to(place)(input_ids=ids, labels=ids).loss.backward()
+    for name, parameter in plain.named_parameters():
+        close(model.get_parameter(name).grad, parameter.grad, name, TOLERANCE)

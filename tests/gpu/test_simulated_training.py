@@ -18,9 +18,10 @@ import autopar
 from tests.gpu import simulated
 from tests.gpu.device_ranks import needs_compiler, on_device
 from tests.gpu.host_waits import Wait, waits
-from tests.gpu.test_shared_gpu import ON_TWO, mixtral, trained
+from tests.gpu.test_shared_gpu import ON_TWO
 from tests.parity import all_close, close, whole
 from tests.small import llama
+from tests.three_steps import mixtral, trained
 
 pytestmark = needs_compiler
 

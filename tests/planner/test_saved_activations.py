@@ -143,6 +143,7 @@ def test_of_tensor_parallel_ranks(build: Any) -> None:
 def test_of_tensor_parallel_ranks_in_parts() -> None:
     for build in (gpt2, llama):
         _kept_is_as_planned(build, **TP, loss={"chunk": 8})
+        _kept_is_as_planned(build, **PP, loss={"chunk": 8})
         _kept_is_as_planned(build, **TP, **RECOMPUTED)
     _kept_is_as_planned(llama, **TP, sequence_parallel=True)
     _kept_is_as_planned(_mixtral, **TP, precision={"dtype": "bf16"})

@@ -29,7 +29,7 @@ from autopar.policy.match import find_policy, given_policy
 from autopar.policy.schema import Policy
 from autopar.quantized.layers import StandIn
 from autopar.tensor_parallel import sequence_parallel
-from autopar.tensor_parallel.apply import keep_logits_sharded
+from autopar.tensor_parallel.apply import chunk_head, keep_logits_sharded
 from autopar.tensor_parallel.parallelize import apply
 from autopar.tensor_parallel.regions import Region
 from autopar.tools.planner.activations import count_forward
@@ -198,7 +198,9 @@ class PlannedModel:
         shards = Axis("ep", None, range(plan.shards), held) if wide else None
         apply(shard, plan, region.axis, region, shards, self._dispatch)
         inner = shard.get_submodule(self.prefix)
-        if plan.tp > 1:
+        if plan.tp == 1 and self._chunk:
+            chunk_head(inner, region.axis, region)
+        if plan.tp > 1 or self._chunk:
             keep_logits_sharded(inner, self._chunk)
         dtype = DTYPES.get(self.precision)
         if dtype is not None:
