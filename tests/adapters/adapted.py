@@ -36,7 +36,7 @@ def randomise_adapters(model: Any, seed: int = 2) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+                parameter.add_((torch.randn(parameter.shape, generator=generator) * 0.1).to(parameter.device))
     return model
 
 
