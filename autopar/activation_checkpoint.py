@@ -1,17 +1,18 @@
-"""Activation checkpointing: of a plain module's blocks, and with saved inputs that wait in the CPU's memory."""
+"""Activation checkpointing: of a plain module's blocks, of what is not saved, and with inputs in the CPU's memory."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
+from autopar.distributed.collective_tape import Tape
 from autopar.distributed.process import accelerator
 from autopar.errors import ConfigError
 from autopar.foreign.transformers import RECOMPUTE, recompute_function, set_recompute_function
@@ -39,17 +40,21 @@ def check(model: nn.Module, blocks: Sequence[str], policy: object) -> None:
         )
 
 
-def apply(model: nn.Module, blocks: Iterable[nn.Module], *, on_cpu: bool) -> None:
+def apply(model: nn.Module, blocks: Iterable[nn.Module], *, on_cpu: bool, save: Sequence[str] = ()) -> None:
     """Recompute the activations of a model's blocks in the backward pass.
 
     Args:
         blocks: of a plain module; transformers knows those of a Hugging Face model.
         on_cpu: keep the inputs of the blocks in the CPU's memory.
+        save: what is kept instead of being computed again: names of :data:`autopar.config.sections.SAVED`.
     """
+    how: dict[str, Any] = {"use_reentrant": False}
+    if save:
+        how["context_fn"] = functools.partial(contexts, tuple(save))
     if isinstance(model, PreTrainedModel):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
     else:
-        recompute(blocks)
+        recompute(blocks, how)
     if on_cpu:
         keep_on_cpu(model)
 
@@ -88,16 +93,69 @@ class _Recomputed:
         return self._gradient_checkpointing_func(plain, *args, **kwargs)
 
 
-def recompute(blocks: Iterable[nn.Module]) -> None:
+def recompute(blocks: Iterable[nn.Module], how: Mapping[str, Any]) -> None:
     """Do for the blocks of a plain module what ``gradient_checkpointing_enable`` does for a Hugging Face model's."""
     for block in blocks:
-        swap(block, _Recomputed, **{RECOMPUTE: functools.partial(checkpoint, use_reentrant=False)})
+        swap(block, _Recomputed, **{RECOMPUTE: functools.partial(checkpoint, **how)})
 
 
 def keep(model: nn.Module) -> None:
     """Undo :func:`recompute`."""
     for module in model.modules():
         unswap(module, _Recomputed, RECOMPUTE)
+
+
+_OPERATORS = {  # of torch.ops.aten; those that a version of torch lacks are left out
+    "attention": (
+        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+        *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+        *("_scaled_dot_product_attention_math", "_scaled_dot_product_fused_attention_overrideable"),
+    ),
+    "matmuls": ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm"),
+}
+
+
+@functools.cache
+def _saved_operators(save: tuple[str, ...]) -> frozenset[Any]:
+    names = [name for kind in save for name in _OPERATORS.get(kind, ())]
+    packets = [getattr(torch.ops.aten, name, None) for name in names]
+    return frozenset(getattr(packet, each) for packet in packets if packet is not None for each in packet.overloads())
+
+
+def contexts(save: tuple[str, ...]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return what a block runs in, in its forward and when it is recomputed: torch's ``context_fn``.
+
+    Torch keeps ``attention`` and ``matmuls``, by looking at every operator. A tape keeps ``collectives``.
+    """
+    forward, again = [], []
+    if {"attention", "matmuls"} & {*save}:
+        saved = _saved_operators(save)
+
+        def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+        kept, played = create_selective_checkpoint_contexts(policy)
+        forward.append(lambda: kept)
+        again.append(lambda: played)
+    if "collectives" in save:
+        tape = Tape()
+        forward.append(tape.kept)
+        again.append(tape.played)
+    return _Nested(forward), _Nested(again)
+
+
+class _Nested(AbstractContextManager[None]):
+    """Contexts inside of each other, entered any number of times: a second backward recomputes again."""
+
+    def __init__(self, made: Sequence[Callable[[], AbstractContextManager[Any]]]) -> None:
+        self._made, self._entered = made, ExitStack()
+
+    def __enter__(self) -> None:
+        for make in self._made:
+            self._entered.enter_context(make())
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
 
 
 def keep_on_cpu(model: nn.Module) -> None:

@@ -89,7 +89,8 @@ def recompute_blocks(model: nn.Module, state: Parallelized, given: Given) -> Non
     """After sharding, around it: blocks as they are now are run again."""
     config = state.config
     if config.activation_checkpointing:
-        activation_checkpoint.apply(state.inner_of(model), state.blocks_of(model), on_cpu=config.cpu_checkpointing)
+        how: Any = {"on_cpu": config.cpu_checkpointing, "save": config.checkpoint_saves}
+        activation_checkpoint.apply(state.inner_of(model), state.blocks_of(model), **how)
         state.undo.append(lambda model, own: activation_checkpoint.undo(own.inner_of(model)))
 
 

@@ -14,6 +14,7 @@ from autopar.config.pipeline import PipelineConfig
 from autopar.config.sections import (
     FIELDS,
     PLAIN,
+    SAVED,
     SECTIONS,
     SHORT,
     check_section,
@@ -22,7 +23,7 @@ from autopar.config.sections import (
     explain_section,
     explain_unknown,
 )
-from autopar.errors import ConfigError
+from autopar.errors import ConfigError, clip, nearest
 from autopar.policy.yaml_reader import plain, read_text, yaml_tree
 
 __all__ = ["ParallelConfig"]
@@ -68,6 +69,7 @@ class ParallelConfig:
         loss_router_aux: of which tokens the auxiliary loss of a mixture's routers is: ``global``, those of all replicas
             and of all rows, or ``replica``, of each one's own.
         cpu_checkpointing: keep the inputs of the recomputed blocks in the CPU's memory.
+        checkpoint_saves: what recomputed blocks keep of their forward: ``attention``, ``collectives``, ``matmuls``.
         zero_stage: 0; 1: the optimizer's state is sharded over data parallel; 3: weights and gradients too (FSDP2).
         zero_cpu_offload: with stage 3, keep the shards in the CPU's memory.
         optimizer_whole: where an optimizer that is not element by element steps a matrix whose parts lie on several
@@ -118,6 +120,7 @@ class ParallelConfig:
     loss_read_timeout: float = 20.0
     loss_router_aux: str = "global"
     cpu_checkpointing: bool = False
+    checkpoint_saves: tuple[str, ...] = ()
     zero_stage: int = 0
     zero_cpu_offload: bool = False
     optimizer_whole: str = "owned"
@@ -233,7 +236,7 @@ def _fields(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         content = {"enable": True, **given}
         for key, value in content.items() if content["enable"] else [("enable", False)]:
             if key != "enable" or (section, key) in FIELDS:
-                fields[FIELDS.get((section, key), key)] = value
+                fields[FIELDS.get((section, key), key)] = tuple(value) if isinstance(value, list) else value
     return fields
 
 
@@ -281,6 +284,18 @@ def _contradictions(values: Mapping[str, Any]) -> list[str]:
         )
     if values["cpu_checkpointing"] and not values["activation_checkpointing"]:
         problems.append("cpu_checkpointing=True needs activation_checkpointing=True")
+    saves = values["checkpoint_saves"]
+    for name in saves:
+        if name not in SAVED:
+            problems.append(
+                f"activation_checkpointing.save lists {clip(repr(name))}.{nearest(str(name), SAVED)} Known: "
+                f"{', '.join(SAVED)}"
+            )
+    if saves and values["compile"]:
+        problems.append(
+            f"activation_checkpointing.save={list(saves)} does not go with compile, whose graphs choose by themselves "
+            "what they keep. Leave one out"
+        )
     return problems
 
 

@@ -13,6 +13,7 @@ from autopar.errors import clip, nearest
 __all__ = [
     "FIELDS",
     "PLAIN",
+    "SAVED",
     "SECTIONS",
     "SHORT",
     "check_section",
@@ -36,7 +37,7 @@ SECTIONS: dict[str, dict[str, type]] = {
         "cpu_transport": str,
         "reduce_dtype": str,
     },
-    "activation_checkpointing": {"enable": bool, "cpu_checkpointing": bool},
+    "activation_checkpointing": {"enable": bool, "cpu_checkpointing": bool, "save": list},
     "compile": {"enable": bool, "backend": str, "mode": str, "fullgraph": bool},
     "zero": {"enable": bool, "stage": int, "cpu_offload": bool},
     "optimizer": {"whole": str, "split_fused": bool},
@@ -97,6 +98,8 @@ _PARAMETERS = re.compile(r"auto|every [1-9]\d*")
 _STAGE_2 = ": 1 shards what the optimizer keeps, 3 weights and gradients too"
 # The key that a section's name alone stands for, as other libraries write it: precision: fp16, pipeline: 2
 _CHIEF = {"precision": "precision.dtype", "zero": "zero.stage", "pipeline": "model_parallelism.pipeline_parallel_size"}
+SAVED = ("attention", "collectives", "matmuls")  # what recomputed blocks may keep
+
 # section, key -> field of ParallelConfig, where that is not the key's name.
 FIELDS = {
     ("zero", "stage"): "zero_stage",
@@ -107,6 +110,7 @@ FIELDS = {
     ("consistency_check", "inputs"): "consistency_inputs",
     ("consistency_check", "parameters"): "consistency_parameters",
     ("activation_checkpointing", "enable"): "activation_checkpointing",
+    ("activation_checkpointing", "save"): "checkpoint_saves",
     ("compile", "enable"): "compile",
     ("compile", "backend"): "compile_backend",
     ("compile", "mode"): "compile_mode",

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from autopar.distributed import gloo_collectives
 from autopar.distributed.axis import Axis
+from autopar.distributed.collective_tape import current_tape
 from autopar.distributed.digest import extremes
 from autopar.layout import Block, Layout, even_shards
 
@@ -29,13 +30,21 @@ __all__ = [
 
 
 def run(collective: Callable[..., Any], axis: Axis, *args: Any) -> None:
-    """Run one of ``gloo_collectives`` by what carries it; if a rank failed, the error names it and its reason."""
+    """Run one of ``gloo_collectives`` by what carries it; if a rank failed, the error names it and its reason.
+
+    ``args[0]`` is written. The recomputation of a block that keeps its collectives reads it from a tape.
+    """
+    tape, name = current_tape(), getattr(collective, "__name__", "")
+    if tape is not None and tape.plays(name, args[0]):
+        return
     transport = axis.transport
     try:
-        if transport is None or not transport.run(getattr(collective, "__name__", ""), *args):
+        if transport is None or not transport.run(name, *args):
             collective(*args, group=axis.group)
     except RuntimeError as error:
         _explain(error, axis)
+    if tape is not None:
+        tape.note(name, args[0])
 
 
 def _explain(error: RuntimeError, axis: Axis) -> NoReturn:

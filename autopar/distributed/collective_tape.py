@@ -1,0 +1,99 @@
+"""What the collectives of a recomputed block gave: its recomputation reads that, and sends nothing.
+
+[Note: why results are kept outside of autograd] torch's selective checkpointing keeps what an operator returns. A
+collective returns nothing: it writes into a tensor. So the tape stands where all collectives of activations pass
+(:func:`autopar.distributed.plain_collectives.run`): in the forward it keeps the tensor that was written, with its
+version, and in the recomputation it copies the value into the tensor that is to be written. Both runs of a block make
+the same collectives in the same order; the recomputation may end earlier.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from autopar.errors import ConsistencyError
+from autopar.foreign.tensors import no_dispatch_modes, version_of
+
+__all__ = ["Tape", "current_tape"]
+
+_running = threading.local()  # backward passes recompute in threads of autograd's
+
+
+def current_tape() -> Tape | None:
+    """Return the tape that keeps or gives collectives in this thread now; graphs of torch.compile have none."""
+    if torch.compiler.is_compiling():
+        return None
+    tape: Tape | None = getattr(_running, "tape", None)
+    return tape
+
+
+class _Kept(NamedTuple):
+    name: str
+    result: torch.Tensor
+    version: int
+
+
+class Tape:
+    """The results of one block's collectives in one forward."""
+
+    def __init__(self) -> None:
+        self._kept: list[_Kept] = []
+        self._next = -1  # of the recomputation; -1 in the forward
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep what collectives give."""
+        with self._running_from(-1):
+            yield
+
+    @contextmanager
+    def played(self) -> Iterator[None]:
+        """Give what was kept, instead of sending."""
+        with self._running_from(0):
+            yield
+
+    @contextmanager
+    def _running_from(self, start: int) -> Iterator[None]:
+        outer, self._next, _running.tape = current_tape(), start, self
+        try:
+            yield
+        finally:
+            _running.tape = outer
+
+    def note(self, name: str, result: torch.Tensor) -> None:
+        """Keep what the collective ``name`` has written; in a recomputation nothing."""
+        if self._next < 0:
+            result = result.detach()
+            self._kept.append(_Kept(name, result, version_of(result)))
+
+    def plays(self, name: str, result: torch.Tensor) -> bool:
+        """Write what the collective gave in the forward; whether this is a recomputation.
+
+        Raises:
+            ConsistencyError: the recomputation is not the forward again, or the value was overwritten since.
+        """
+        if self._next < 0:
+            return False
+        kept = self._kept[self._next] if self._next < len(self._kept) else None
+        if kept is None or kept.name != name or kept.result.shape != result.shape or kept.result.dtype != result.dtype:
+            was = "none" if kept is None else f"{kept.name} of {tuple(kept.result.shape)}"
+            raise ConsistencyError(
+                f"activation_checkpointing.save=[collectives]: collective {self._next + 1} of a block is {name} of "
+                f"{tuple(result.shape)} when it is\n  recomputed, and was {was} in its forward. The block must do the "
+                "same both times; or leave collectives out."
+            )
+        if version_of(kept.result) != kept.version:
+            raise ConsistencyError(
+                f"activation_checkpointing.save=[collectives]: the result of {name} ({tuple(result.shape)}) was "
+                "overwritten in place after the\n  forward kept it. Write y = y + x instead of y += x there, or leave "
+                "collectives out."
+            )
+        self._next += 1
+        with no_dispatch_modes():  # selective checkpointing counts operators, and the forward had no such one
+            result.copy_(kept.result)
+        return True

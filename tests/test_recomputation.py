@@ -1,0 +1,193 @@
+"""What recomputed blocks keep of their forward: gradients bit for bit, and what is computed and sent again."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autopar
+from autopar.config import ParallelConfig
+from autopar.distributed import gloo_collectives
+from autopar.distributed.collective_tape import Tape
+from autopar.errors import ConfigError, ConsistencyError
+from tests.parity import all_close
+from tests.pool import pooled
+from tests.small import gpt2, llama
+from tests.three_steps import IDS, Case, case, mixtral, trained
+
+pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+
+KINDS: dict[str, list[str]] = {
+    "nothing": [],
+    "collectives": ["collectives"],
+    "attention": ["attention"],
+    "all": ["attention", "collectives", "matmuls"],
+}
+
+
+@contextmanager
+def sent() -> Iterator[collections.Counter[str]]:
+    """Count the collectives that gloo gets."""
+    found = collections.Counter[str]()
+    places = [(dist, "all_reduce"), (dist, "all_to_all_single")]
+    places += [(gloo_collectives, "_torch_all_gather"), (gloo_collectives, "_torch_reduce_scatter")]
+    plain = {name: getattr(home, name) for home, name in places}
+
+    def counted(name: str, *args: Any, **kwargs: Any) -> Any:
+        found[name] += 1
+        return plain[name](*args, **kwargs)
+
+    for home, name in places:
+        setattr(home, name, functools.partial(counted, name))
+    try:
+        yield found
+    finally:
+        for home, name in places:
+            setattr(home, name, plain[name])
+
+
+class Operators(TorchDispatchMode):
+    """Count operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = collections.Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def gradients(model: Any, ids: torch.Tensor) -> tuple[dict[str, torch.Tensor], collections.Counter[str]]:
+    """Gradients of two micro-batches on this rank, and what the last backward sent."""
+    for part in ids.chunk(2):
+        torch.manual_seed(5)
+        loss = model(part, labels=part).loss
+        with sent() as found:
+            loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, found
+
+
+@pytest.mark.tier("test", only=("sequence-llama", "tp-gpt2"))
+@pytest.mark.parametrize("build", [llama, gpt2])
+@pytest.mark.parametrize("mesh", ["tp", "sequence", "shared memory"])
+@pooled(world_size=2)
+def test_gradients_are_those_without_recomputation(mesh: str, build: Any) -> None:
+    sizes = {"tensor_parallel_size": 2, "sequence_parallel": mesh == "sequence"}
+    plain = build(**({"attn_pdrop": 0.2, "resid_pdrop": 0.2} if build is gpt2 else {})).train()
+    counts, expected = {}, None
+    for kind in (None, *KINDS):
+        config: dict[str, Any] = {"model_parallelism": sizes}
+        if kind is not None:
+            config["activation_checkpointing"] = {"save": KINDS[kind]}
+        model = autopar.initialize(copy.deepcopy(plain), config).train()
+        if mesh != "shared memory":
+            model.mpu.tp.transport = None  # what is sent is counted on its way to gloo
+        found, counts[kind] = gradients(model, IDS)
+        expected = expected or found
+        for name, gradient in expected.items():
+            assert torch.equal(found[name], gradient), (kind, name)
+        model.mpu.destroy()
+    counts = {kind: sum(count.values()) for kind, count in counts.items()}
+    if mesh == "shared memory":
+        return
+    assert counts["collectives"] == counts[None] < counts["nothing"], counts
+    assert counts["all"] < counts["attention"], counts
+
+
+@pooled(world_size=2)
+def test_what_is_computed_again() -> None:
+    plain, found = llama().train(), {}
+    for kind, save in KINDS.items():
+        model = autopar.initialize(copy.deepcopy(plain), {"tp": 2, "activation_checkpointing": {"save": save}}).train()
+        loss = model(IDS, labels=IDS).loss
+        with Operators() as operators:
+            loss.backward()
+        found[kind] = operators.found
+        model.mpu.destroy()
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    again = {kind: (counts["mm"], counts[attention]) for kind, counts in found.items()}
+    assert again["attention"] == (again["nothing"][0], 0) and again["nothing"][1] == 2
+    assert again["collectives"] == again["nothing"]
+    # of a Llama's block only the last product is not needed in its backward; the others are kept with matmuls
+    assert again["all"][1] == 0 and again["nothing"][0] - again["all"][0] == 2 * 6, again
+
+
+KEPT: dict[str, Any] = {"activation_checkpointing": {"save": ["collectives", "attention"]}}
+ON_TWO: dict[str, Case] = {
+    "cp": case(extra=KEPT, context_parallel_size=2),
+    "cp, gathered": case(extra=KEPT, context_parallel_size=2, context_parallel_method="gather"),
+    "zero 3": case(extra={**KEPT, "zero": {"stage": 3}}),
+    "experts": case(mixtral, extra=KEPT, tensor_parallel_size=2),
+    "experts by rank": case(mixtral, extra=KEPT, tensor_parallel_size=2, expert_parallel_size=2),
+    "experts of replicas": case(mixtral, extra=KEPT, expert_parallel_size=2),
+}
+ON_FOUR: dict[str, Case] = {
+    schedule: case(
+        lambda: llama(num_hidden_layers=4),
+        {**KEPT, "pipeline": {"schedule": schedule, "microbatch_size": 1}},
+        tensor_parallel_size=2,
+        pipeline_parallel_size=2,
+    )
+    for schedule in ("1f1b", "gpipe", "interleaved", "zero-bubble", "zbv", "dualpipev")
+}
+
+
+@pytest.mark.tier("test", only=("experts of replicas", "cp"))
+@pytest.mark.parametrize("name", ON_TWO)
+@pooled(world_size=2)
+def test_three_steps(name: str) -> None:
+    trained("cpu", *ON_TWO[name], moved=False)
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("schedule", ON_FOUR)
+@pooled(world_size=4)
+def test_three_steps_in_stages(schedule: str) -> None:
+    trained("cpu", *ON_FOUR[schedule], moved=False)
+
+
+@pooled(world_size=2)
+def test_a_graph_that_is_kept_goes_back_twice() -> None:
+    model = autopar.initialize(llama().train(), {"tp": 2, "activation_checkpointing": {"save": ["collectives"]}})
+    loss = model(IDS, labels=IDS).loss
+    once = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    twice = torch.autograd.grad(loss, list(model.parameters()))
+    all_close({str(at): x for at, x in enumerate(twice)}, {str(at): x for at, x in enumerate(once)}, "{}", 0.0)
+
+
+def test_a_tape_is_the_forward_or_an_error() -> None:
+    tape, x = Tape(), torch.ones(3)
+    with tape.kept():
+        tape.note("all_reduce", x)
+    with tape.played():
+        assert tape.plays("all_reduce", torch.zeros(3))
+        with pytest.raises(ConsistencyError, match=r"collective 2 of a block is all_reduce of \(3,\) .*\n.* was none"):
+            tape.plays("all_reduce", torch.zeros(3))
+    with tape.played(), pytest.raises(ConsistencyError, match=r"all_gather of \(3,\) .*\n.* was all_reduce of \(3,\)"):
+        tape.plays("all_gather", torch.zeros(3))
+    x += 1
+    with tape.played(), pytest.raises(ConsistencyError, match=r"all_reduce \(\(3,\)\) was overwritten in place after"):
+        tape.plays("all_reduce", torch.zeros(3))
+
+
+def test_words_that_are_not_known() -> None:
+    for section, error in {
+        "{save: [attention, matmul]}": r"save lists 'matmul'. Did you mean 'matmuls'\? Known: attention, collectives",
+        "{save: 3}": "activation_checkpointing.save must be a list, not",
+    }.items():
+        import yaml
+
+        with pytest.raises(ConfigError, match=error):
+            ParallelConfig.parse({"activation_checkpointing": yaml.safe_load(section)})
+    with pytest.raises(ConfigError, match=r"save=\['attention'\] does not go with compile"):
+        ParallelConfig.parse({"activation_checkpointing": {"save": ["attention"]}, "compile": {"enable": True}})
