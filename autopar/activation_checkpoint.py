@@ -18,7 +18,7 @@ from autopar.errors import ConfigError
 from autopar.foreign.transformers import RECOMPUTE, recompute_function, set_recompute_function
 from autopar.swap import swap, unswap
 
-__all__ = ["apply", "check", "keep", "keep_on_cpu", "paused", "recompute", "undo"]
+__all__ = ["apply", "check", "keep", "keep_on_cpu", "paused", "recompute", "saved_operators", "undo"]
 
 
 def check(model: nn.Module, blocks: Sequence[str], policy: object) -> None:
@@ -116,7 +116,8 @@ _OPERATORS = {  # of torch.ops.aten; those that a version of torch lacks are lef
 
 
 @functools.cache
-def _saved_operators(save: tuple[str, ...]) -> frozenset[Any]:
+def saved_operators(save: tuple[str, ...]) -> frozenset[Any]:
+    """Return the operators of torch whose results are kept."""
     names = [name for kind in save for name in _OPERATORS.get(kind, ())]
     packets = [getattr(torch.ops.aten, name, None) for name in names]
     return frozenset(getattr(packet, each) for packet in packets if packet is not None for each in packet.overloads())
@@ -129,7 +130,7 @@ def contexts(save: tuple[str, ...]) -> tuple[AbstractContextManager[Any], Abstra
     """
     forward, again = [], []
     if {"attention", "matmuls"} & {*save}:
-        saved = _saved_operators(save)
+        saved = saved_operators(save)
 
         def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE

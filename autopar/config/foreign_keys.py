@@ -63,7 +63,10 @@ _DDP = "give it to torch's DistributedDataParallel(model, process_group=model.mp
 _ZERO = "write zero: {stage: 1} for its stages 1 and 2, zero: {stage: 3} for 3 (there also cpu_offload: true)"
 _TORCH_DECIDES = "autopar leaves buckets and overlap to torch; leave it out"
 _FSDP = "zero: {stage: 3} shards with torch's FSDP2, which decides that itself; leave it out"
-_RECOMPUTE = "write activation_checkpointing: {enable: true}: every block is recomputed"
+_RECOMPUTE = (
+    "write activation_checkpointing: {enable: true}: every block is recomputed, whole or with save: [attention, "
+    "collectives, matmuls] as much of it as you like"
+)
 _FP16 = "write precision: {dtype: fp16}; initial_scale, min_scale and growth_interval stand beside dtype"
 _BF16 = "write precision: {dtype: bf16}"
 _LAZY = "build the model inside `with autopar.lazy_init():`, or call autopar.from_pretrained"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from autopar.distributed.axis import Axis
+from autopar.distributed.collective_tape import note_on_meta
 from autopar.distributed.collectives import gather_sum, reduce, run
 from autopar.distributed.derivatives import keep_none, single_backward
 from autopar.distributed.gloo_collectives import all_to_all_single
@@ -92,6 +93,7 @@ def _exchange(x: torch.Tensor, axis: Axis, heads: Layout, rows: Layout, to_heads
         shape[taken] = by_taken.local_size(rank)
         received.append(tuple(shape))
     if x.is_meta:
+        note_on_meta("all_to_all_single", x, [sum(math.prod(each) for each in received)])
         shape[taken] = by_taken.size
         return x.new_empty(shape)
     sent = [by_given.shard(x, rank, given).view(-1) for rank in range(axis.size)]

@@ -1,4 +1,4 @@
-"""What the collectives of a recomputed block gave: its recomputation reads that, and sends nothing.
+"""Keep the results of a recomputed block's collectives: its recomputation reads them, and sends nothing.
 
 [Note: why results are kept outside of autograd] torch's selective checkpointing keeps what an operator returns. A
 collective returns nothing: it writes into a tensor. So the tape stands where all collectives of activations pass
@@ -10,7 +10,7 @@ the same collectives in the same order; the recomputation may end earlier.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ import torch
 from autopar.errors import ConsistencyError
 from autopar.foreign.tensors import no_dispatch_modes, version_of
 
-__all__ = ["Tape", "current_tape"]
+__all__ = ["Tape", "current_tape", "note_on_meta"]
 
 _running = threading.local()  # backward passes recompute in threads of autograd's
 
@@ -30,6 +30,13 @@ def current_tape() -> Tape | None:
         return None
     tape: Tape | None = getattr(_running, "tape", None)
     return tape
+
+
+def note_on_meta(name: str, x: torch.Tensor, shape: Sequence[int] | None = None) -> None:
+    """Let a dry run's tape keep ``x``, or a tensor like it of another shape, as the collective would."""
+    tape = current_tape()
+    if tape is not None:
+        tape.note(name, x if shape is None else x.new_empty(shape))
 
 
 class _Kept(NamedTuple):
@@ -66,10 +73,15 @@ class Tape:
             _running.tape = outer
 
     def note(self, name: str, result: torch.Tensor) -> None:
-        """Keep what the collective ``name`` has written; in a recomputation nothing."""
+        """Keep what the collective ``name`` has written, or on the meta device would; in a recomputation nothing."""
         if self._next < 0:
             result = result.detach()
             self._kept.append(_Kept(name, result, version_of(result)))
+
+    @property
+    def results(self) -> list[torch.Tensor]:
+        """The tensors that are kept, in the order of the forward."""
+        return [kept.result for kept in self._kept]
 
     def plays(self, name: str, result: torch.Tensor) -> bool:
         """Write what the collective gave in the forward; whether this is a recomputation.

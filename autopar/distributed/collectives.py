@@ -31,7 +31,7 @@ import torch
 from autopar.distributed import gloo_collectives
 from autopar.distributed import plain_collectives as plain
 from autopar.distributed.axis import Axis
-from autopar.distributed.collective_tape import current_tape
+from autopar.distributed.collective_tape import current_tape, note_on_meta
 from autopar.distributed.derivatives import (
     NoGraph,
     Transformed,
@@ -183,7 +183,9 @@ class _AllToAll(torch.autograd.Function):
         ctx.axis, ctx.splits = axis, (input_splits, output_splits)
         rows = x.shape[0] if output_splits is None else sum(output_splits)
         out = x.new_empty(rows, *x.shape[1:])
-        if not x.is_meta:
+        if x.is_meta:
+            note_on_meta("all_to_all_single", out)
+        else:
             run(gloo_collectives.all_to_all_single, axis, out, x.contiguous(), output_splits, input_splits)
         return out
 

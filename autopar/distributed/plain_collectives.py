@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from autopar.distributed import gloo_collectives
 from autopar.distributed.axis import Axis
-from autopar.distributed.collective_tape import current_tape
+from autopar.distributed.collective_tape import current_tape, note_on_meta
 from autopar.distributed.digest import extremes
 from autopar.layout import Block, Layout, even_shards
 
@@ -68,9 +68,10 @@ def all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 def sum_in_place(x: torch.Tensor, axis: Axis) -> None:
     """Sum a contiguous ``x`` over the axis in place."""
-    if x.is_meta:
-        return
     wide = axis.widened(x)
+    if x.is_meta:
+        note_on_meta("all_reduce", wide)
+        return
     run(gloo_collectives.all_reduce, axis, wide)
     if wide is not x:
         x.copy_(wide)
@@ -100,6 +101,7 @@ def all_gather(x: torch.Tensor, axis: Axis, layout: Layout, dim: int | None = No
     dim = layout.dim if dim is None else dim
     sizes = [layout.local_size(rank) for rank in range(axis.size)]
     if x.is_meta:
+        note_on_meta("all_gather_into_tensor", x, [axis.size, *_resized(x, dim, max(sizes))])
         return x.new_empty(_resized(x, dim, layout.size))
     missing = max(sizes) - x.shape[dim]
     if missing > 0:
@@ -149,9 +151,10 @@ def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int, layout: Layout | None 
     """Sum over the axis and keep this rank's part of ``dim``: an even one, or that of ``layout``, padded on the way."""
     layout = layout or even_layout(x.shape[dim], axis.size)
     sizes = [layout.local_size(rank) for rank in range(axis.size)]
-    if x.is_meta:
-        return x.new_empty(_resized(x, dim, sizes[axis.rank]))
     wide = axis.widened(x[:0])
+    if x.is_meta:
+        note_on_meta("reduce_scatter_tensor", wide, _resized(x, dim, max(sizes)))
+        return x.new_empty(_resized(x, dim, sizes[axis.rank]))
     make = wide.new_empty if min(sizes) == max(sizes) else wide.new_zeros
     parts = make(axis.size, *_resized(x, dim, max(sizes)))
     for rank in range(axis.size):

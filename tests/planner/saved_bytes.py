@@ -10,8 +10,12 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import _CachedTorchDispatchMode as CachedMode
 
+from autopar import activation_checkpoint
+from autopar.distributed.collective_tape import Tape
 from autopar.pipeline_parallel.engine import Engine
 
 
@@ -38,6 +42,8 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         self._weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
         self._named: list[weakref.ref[torch.Tensor]] = []
+        self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
+        self._selective: weakref.WeakSet[Any] = weakref.WeakSet()  # torch's modes that keep operators
         self.most = 0
 
         def pack(tensor: torch.Tensor) -> Any:
@@ -51,12 +57,29 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
     def now(self, roots: Any = ()) -> int:
         """Return the bytes that wait now."""
-        tensors = [*(saved.tensor for saved in self._saved), *roots, *self._alive_by_name()]
+        tensors = [*(saved.tensor for saved in self._saved), *roots, *self._alive_by_name(), *self._remembered()]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         return sum(size for key, size in storages.items() if key not in self._weights)
 
+    def _remembered(self) -> Iterator[torch.Tensor]:
+        """What ``activation_checkpointing.save`` keeps."""
+        for tape in self._tapes:
+            yield from tape.results
+        for mode in self._selective:
+            for entries in mode.storage.values():
+                yield from (one.val for one in tree_leaves(list(entries.values())) if hasattr(one, "val"))
+
     def _alive_by_name(self) -> Iterator[torch.Tensor]:
         return (tensor for ref in self._named if (tensor := ref()) is not None)
+
+    @staticmethod
+    def _noting(kind: Any, found: Any) -> Any:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            made = kind(*args, **kwargs)
+            found.add(made)
+            return made
+
+        return make
 
     def __enter__(self) -> SavedBytes:
         forward, saved = Engine._forward, self
@@ -67,8 +90,13 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
             sent = [root for (at, _), opened in engine._open.items() if at < last for root in opened.roots]
             saved.most = max(saved.most, saved.now(sent))
 
-        self._engine = patch.object(Engine, "_forward", counted)
-        self._engine.start()
+        self._patches = [
+            patch.object(Engine, "_forward", counted),
+            patch.object(activation_checkpoint, "Tape", self._noting(Tape, self._tapes)),
+            patch.object(checkpoint, CachedMode.__name__, self._noting(CachedMode, self._selective)),
+        ]
+        for each in self._patches:
+            each.start()
         for module in self._model.modules():
             function = vars(module).get("_gradient_checkpointing_func")
             if function is not None:
@@ -78,7 +106,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._engine.stop()
+        [each.stop() for each in self._patches]
 
     def _noting_names(self, function: Any) -> Any:
         def checkpoint(block: Any, *args: Any, **kwargs: Any) -> Any:

@@ -149,6 +149,23 @@ def test_of_tensor_parallel_ranks_in_parts() -> None:
     _kept_is_as_planned(_mixtral, **TP, precision={"dtype": "bf16"})
 
 
+SAVES = [["attention"], ["matmuls"], ["collectives"], ["attention", "collectives", "matmuls"]]
+
+
+@pytest.mark.tier("test", only=("save3-llama",))
+@pytest.mark.parametrize("build", [gpt2, llama, _bert, _phi3, _mixtral])
+@pytest.mark.parametrize("save", SAVES)
+@pooled(world_size=2)
+def test_of_blocks_that_keep_some_of_their_forward(save: list[str], build: Any) -> None:
+    section = {"activation_checkpointing": {"save": save}}
+    if build is not _mixtral or "collectives" not in save:
+        _kept_is_as_planned(build, **PP, **section)
+    _kept_is_as_planned(build, **TP, **section)
+    if build is llama:
+        _kept_is_as_planned(build, **TP, sequence_parallel=True, **section)
+        _kept_is_as_planned(build, **CP, **section)
+
+
 @pytest.mark.tier("test", only=("gpt2",))
 @pytest.mark.parametrize("build", [gpt2, llama, _bert, _bart, _t5, _mixtral])
 @pooled(world_size=2)

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from autopar.activation_checkpoint import saved_operators
+from autopar.distributed.collective_tape import Tape
 from autopar.distributed.rng import kept
 from autopar.dry_run.block_replay import BlockReplay, Form, form_of, tensor_of
 from autopar.dry_run.equal_blocks import EqualBlocks
@@ -30,7 +33,7 @@ from autopar.foreign.autograd import sequence_number
 from autopar.foreign.tensors import tree_map_only
 from autopar.pipeline_parallel.backward import backward_halves
 from autopar.tensor_tracking import tensors_in
-from autopar.tools.planner.storages import Entry, FusedKernels, SavedStorages, Storages, alive
+from autopar.tools.planner.storages import Entry, FusedKernels, Operation, SavedStorages, Storages, alive
 from autopar.tools.planner.units import ForwardCount, Unit, collectives_of
 
 __all__ = ["count_forward"]
@@ -45,6 +48,7 @@ def count_forward(
     equal: Sequence[EqualBlocks],
     encoder: int | None = None,
     quantized: Sequence[torch.Tensor] = (),
+    save: tuple[str, ...] = (),
 ) -> ForwardCount:
     """Run a shard's forward on the meta device, and count.
 
@@ -55,12 +59,13 @@ def count_forward(
         equal: blocks that are.
         encoder: place of the encoder among the elements.
         quantized: weights of the shard that are stored otherwise.
+        save: what recomputed blocks keep (``activation_checkpointing.save``).
 
     Raises:
         Exception: whatever the forward raises where it does not run on the meta device.
     """
     storages = Storages([p for p in shard.parameters() if not p.requires_grad], quantized)
-    count = _Count(shard, elements, equal, storages, encoder)
+    count = _Count(shard, elements, equal, storages, encoder, save)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -99,8 +104,10 @@ class _Count(BlockReplay):
         equal: Sequence[EqualBlocks],
         storages: Storages,
         encoder: int | None,
+        save: tuple[str, ...],
     ) -> None:
         super().__init__(shard, equal)
+        self._save = save
         self._shard, self._storages, self._encoder = shard, storages, encoder
         self._places: dict[int, list[int]] = {}
         for place, path in enumerate(elements):
@@ -231,7 +238,7 @@ class _Count(BlockReplay):
         outside, self._first_inside = self._saved.take(), self._storages.count
         self._inside_a_block = True
         try:
-            unit, out = _measure_block(forward, args, kwargs, self._storages, self._saved)
+            unit, out = _measure_block(forward, args, kwargs, self._storages, self._saved, self._save)
         finally:
             self._inside_a_block = False
         self._saved.put(outside)
@@ -259,7 +266,7 @@ class _Count(BlockReplay):
             known = dict(zip(kept.before, now, strict=True))
             self._replays += 1
             fresh = -self._replays * 1_000_000  # what the block makes by itself is made again
-            inside = {*kept.unit.saved, *kept.unit.outputs} - known.keys()
+            inside = {*kept.unit.saved, *kept.unit.remembered, *kept.unit.outputs} - known.keys()
             known |= {number: fresh - number for number in inside if number > kept.first}
             self._renumbered, self._unit = known, kept.unit.renumbered(known)
         number = self._saved.number(made)
@@ -284,13 +291,19 @@ class _Kept(NamedTuple):
 
 
 def _measure_block(
-    forward: Callable[..., Any], args: Any, kwargs: Any, storages: Storages, saved_storages: SavedStorages
+    forward: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    storages: Storages,
+    saved_storages: SavedStorages,
+    save: tuple[str, ...],
 ) -> tuple[Unit, Any]:
     """Run a block forward and backward.
 
     Args:
         forward: of the block; on the meta device, inside of ``storages``.
         saved_storages: of the hooks that are on; it has no entries.
+        save: what a recomputed block keeps.
 
     Returns:
         The unit, and what the block returned, of which no graph is left.
@@ -312,7 +325,8 @@ def _measure_block(
     given = saved_storages.numbered(tensors_in((args, kwargs)))
     operations = storages.start_operations()
     start = storages.reset_peak()
-    out = forward(*args, **kwargs)
+    with _Remembered(storages, saved_storages, save) as remembered:
+        out = forward(*args, **kwargs)
     storages.operations = None
     entries = saved_storages.take()
     saved = alive(entries)
@@ -328,8 +342,45 @@ def _measure_block(
     backward_peak = _backward_peak(storages, made, leaves, held, sum(saved.values())) if made and leaves else 0
     storages.operations = operations_outside
     peaks = max(forward_peak, 0), backward_peak
-    unit = Unit(saved, late, halves.apart, halves.gradients, given, outputs, *peaks, operations, calls)
+    beside = {number: size for number, size in remembered.sizes.items() if number not in given}
+    again = [operation for operation in operations if not _is_kept(operation, save)]
+    sends_again = "collectives" not in save
+    unit = Unit(
+        *(saved, late, halves.apart, halves.gradients, given, beside, outputs, *peaks, operations, again, calls),
+        sends_again=sends_again,
+    )
     return unit, tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), out)
+
+
+class _Remembered:
+    """Number and bytes of the storages that ``activation_checkpointing.save`` keeps of a block's forward."""
+
+    def __init__(self, storages: Storages, saved_storages: SavedStorages, save: tuple[str, ...]) -> None:
+        self.sizes: dict[int, int] = {}
+        self._storages, self._saved, self._tape = storages, saved_storages, Tape()
+        self._operators = saved_operators(save)
+        if "attention" in save:
+            self._operators |= {F.scaled_dot_product_attention}
+        self._playing = self._tape.kept() if "collectives" in save else nullcontext()
+
+    def __enter__(self) -> _Remembered:
+        self._storages.keep = self._keep if self._operators else None
+        self._playing.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._storages.keep = None
+        self._playing.__exit__(*error)
+        self.sizes |= self._saved.numbered(self._tape.results)
+
+    def _keep(self, operator: Any, made: Sequence[torch.Tensor]) -> None:
+        if operator in self._operators:
+            self.sizes |= self._saved.numbered(made)
+
+
+def _is_kept(operation: Operation, save: tuple[str, ...]) -> bool:
+    """Return whether a recomputation finds its result."""
+    return ("attention" if operation.attention else "matmuls" if operation.flops else "") in save
 
 
 def _backward_peak(

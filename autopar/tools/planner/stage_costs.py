@@ -85,7 +85,8 @@ def stage_costs(
         gpus_per_node: tp stays within a node, and cp, then replicas that share experts, do where there is room.
     """
     network = _Network(rows, gpu, gpus_per_node)
-    lists = {id(unit.operations): unit.operations for unit in count.units()}  # equal blocks have the same
+    # Equal blocks have the same lists.
+    lists = {id(made): made for unit in count.units() for made in (unit.operations, unit.again)}
     works = {key: _work(operations, gpu, precision) for key, operations in lists.items()}
     costs = []
     for stage in range(stages.stages):
@@ -98,7 +99,8 @@ def stage_costs(
         own = [works[id(unit.operations)] for unit in row]
         again = [unit for unit in row if unit.recomputed and checkpointing]
         calls = [call for unit in row for call in unit.collectives]
-        repeated = [call for unit in again for call in unit.collectives if not call.backward]
+        sending = [unit for unit in again if unit.sends_again]
+        repeated = [call for unit in sending for call in unit.collectives if not call.backward]
         costs.append(
             StageCost(
                 kept=memory.kept,
@@ -111,7 +113,7 @@ def stage_costs(
                 backward_work=memory.backward_work,
                 forward=sum(work.forward for work in own),
                 backward_input=sum(work.of_input for work in own)
-                + sum(works[id(unit.operations)].forward for unit in again),
+                + sum(works[id(unit.again)].forward for unit in again),
                 backward_weight=sum(work.of_weight for work in own),
                 travel={axis: network.travel(axis, calls, repeated) for axis in ("tp", "cp", "ep")},
                 flops=sum(work.flops for work in own),
@@ -211,7 +213,7 @@ def _add(known: dict[int, int], sizes: Mapping[int, int]) -> int:
 
 
 def _kept(unit: Unit, again: bool) -> Mapping[int, int]:
-    return unit.arguments if again else unit.saved
+    return {**unit.arguments, **unit.remembered} if again else unit.saved
 
 
 class _Work(NamedTuple):

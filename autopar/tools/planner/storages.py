@@ -9,7 +9,7 @@ row (Dao et al., "FlashAttention", 2022); dropout keeps a mask of one byte an el
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -60,7 +60,10 @@ class Storages(TensorTracking):
         count: of the storages that have a number; that of the last one.
         live, peak: bytes of the storages that live, and the most since :meth:`reset_peak`.
         operations: since :meth:`start_operations`; None: they are not noted.
+        keep: called with what an operator returns, fused attention included; None: nobody keeps that.
     """
+
+    keep: Callable[[Any, Sequence[torch.Tensor]], None] | None = None
 
     def __init__(self, frozen: Iterable[torch.Tensor] = (), quantized: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
@@ -112,6 +115,8 @@ class Storages(TensorTracking):
         new = [tensor for tensor in made if storage_key(tensor) not in known]
         for tensor in new:
             self._number(tensor, counted=True)
+        if self.keep is not None:
+            self.keep(func, made)
         if not (new or schema_of(func).is_mutable):
             return  # a view
         dequantized = sum(self._quantized.get(key, 0) for key in known) if self._quantized else 0
@@ -260,13 +265,14 @@ class FusedKernels(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return self._attention(*args, **kwargs)
+            return self._attention(func, *args, **kwargs)
         if func in (F.dropout, torch.dropout):
             return self._dropout(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _attention(
         self,
+        func: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -277,16 +283,17 @@ class FusedKernels(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         if query.ndim != 4 or not query.is_meta or max(query.shape[-1], value.shape[-1]) > _WIDEST_HEAD:
-            return F.scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
+            return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)  # what is added to the scores
         batch, heads, rows, width = query.shape
         flops = 2 * batch * heads * rows * key.shape[-2] * (width + value.shape[-1])
         moved = sum(x.numel() * x.element_size() for x in (query, query, key, value, attn_mask) if x is not None)
         self._storages.add_operation(flops // 2 if is_causal else flops, moved, attention=True)
-        out: torch.Tensor = _Attention.apply(query, key, value, attn_mask)
+        logarithms = query.new_empty(batch, heads, rows, dtype=torch.float32)
+        out: torch.Tensor = _Attention.apply(query, key, value, attn_mask, logarithms)
+        if self._storages.keep is not None:
+            self._storages.keep(func, [out, logarithms])
         return out
 
     def _dropout(
@@ -302,14 +309,18 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        logarithms: torch.Tensor,
     ) -> torch.Tensor:
         batch, heads, rows, _ = query.shape
         if query.shape[-1] == value.shape[-1]:
             out = torch.empty_like(query)  # in the query's order of dims
         else:
             out = query.new_empty(batch, rows, heads, value.shape[-1]).transpose(1, 2)
-        logarithms = query.new_empty(batch, heads, rows, dtype=torch.float32)
         ctx.save_for_backward(query, key, value, mask, out, logarithms)
         return out
 
@@ -318,4 +329,4 @@ class _Attention(torch.autograd.Function):
         query, key, value, mask, *_ = ctx.saved_tensors
         gradients = [torch.empty_like(x) for x in (query, key, value)]
         of_mask = torch.empty_like(mask) if mask is not None and ctx.needs_input_grad[3] else None
-        return (*gradients, of_mask)
+        return (*gradients, of_mask, None)

@@ -112,10 +112,13 @@ class Unit:
         halves: whether the two can be computed one after the other.
         gradients: bytes of those that wait between them.
         arguments: as ``saved``, what the block was called with: all that is kept of a block that is recomputed.
+        remembered: as ``saved``, what a recomputed block keeps beside (``activation_checkpointing.save``).
         outputs: as ``saved``, what it returns.
         forward_peak, backward_peak: the most bytes beside ``saved`` while it runs forward, and backward.
         operations: of the forward.
+        again: those of them that a recomputation makes.
         collectives: over tp, of forward and backward.
+        sends_again: whether a recomputation makes those of the forward.
         recomputed: whether activation checkpointing recomputes it.
     """
 
@@ -124,11 +127,14 @@ class Unit:
     halves: bool = True
     gradients: int = 0
     arguments: Mapping[int, int] = field(default_factory=dict)
+    remembered: Mapping[int, int] = field(default_factory=dict)
     outputs: Mapping[int, int] = field(default_factory=dict)
     forward_peak: int = 0
     backward_peak: int = 0
     operations: Sequence[Operation] = ()
+    again: Sequence[Operation] = ()
     collectives: Sequence[Collective] = ()
+    sends_again: bool = True
     recomputed: bool = False
 
     @property
@@ -145,11 +151,14 @@ class Unit:
             self.halves and other.halves,
             self.gradients + other.gradients,
             {**self.arguments, **other.arguments},
+            {**self.remembered, **other.remembered},
             other.outputs,
             max(self.forward_peak, other.forward_peak),
             max(self.backward_peak, other.backward_peak),
             [*self.operations, *other.operations],
+            [*self.again, *other.again],
             [*self.collectives, *other.collectives],
+            self.sends_again and other.sends_again,
             self.recomputed and other.recomputed,
         )
 
@@ -165,6 +174,7 @@ class Unit:
             saved=renamed(self.saved),
             late=late,
             arguments=renamed(self.arguments),
+            remembered=renamed(self.remembered),
             outputs=renamed(self.outputs),
         )
 
