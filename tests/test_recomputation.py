@@ -175,9 +175,10 @@ def test_a_tape_is_the_forward_or_an_error() -> None:
             tape.plays("all_reduce", torch.zeros(3))
     with tape.played(), pytest.raises(ConsistencyError, match=r"all_gather of \(3,\) .*\n.* was all_reduce of \(3,\)"):
         tape.plays("all_gather", torch.zeros(3))
-    x += 1
-    with tape.played(), pytest.raises(ConsistencyError, match=r"all_reduce \(\(3,\)\) was overwritten in place after"):
-        tape.plays("all_reduce", torch.zeros(3))
+    x += 1  # a block may write into what a collective gave
+    with tape.played():
+        y = torch.zeros(3)
+        assert tape.plays("all_reduce", y) and torch.equal(y, torch.ones(3))
 
 
 def test_words_that_are_not_known() -> None:

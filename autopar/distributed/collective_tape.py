@@ -2,9 +2,9 @@
 
 [Note: why results are kept outside of autograd] torch's selective checkpointing keeps what an operator returns. A
 collective returns nothing: it writes into a tensor. So the tape stands where all collectives of activations pass
-(:func:`autopar.distributed.plain_collectives.run`): in the forward it keeps the tensor that was written, with its
-version, and in the recomputation it copies the value into the tensor that is to be written. Both runs of a block make
-the same collectives in the same order; the recomputation may end earlier.
+(:func:`autopar.distributed.plain_collectives.run`): in the forward it keeps a copy of the tensor that was written,
+which the block may go on writing into, and in the recomputation it copies that into the tensor that is to be written.
+Both runs of a block make the same collectives in the same order; the recomputation may end earlier.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from autopar.errors import ConsistencyError
-from autopar.foreign.tensors import no_dispatch_modes, version_of
+from autopar.foreign.tensors import no_dispatch_modes
 
 __all__ = ["Tape", "current_tape", "note_on_meta"]
 
@@ -42,7 +42,6 @@ def note_on_meta(name: str, x: torch.Tensor, shape: Sequence[int] | None = None)
 class _Kept(NamedTuple):
     name: str
     result: torch.Tensor
-    version: int
 
 
 class Tape:
@@ -75,8 +74,8 @@ class Tape:
     def note(self, name: str, result: torch.Tensor) -> None:
         """Keep what the collective ``name`` has written, or on the meta device would; in a recomputation nothing."""
         if self._next < 0:
-            result = result.detach()
-            self._kept.append(_Kept(name, result, version_of(result)))
+            with no_dispatch_modes():  # selective checkpointing counts operators, and a recomputation has no such one
+                self._kept.append(_Kept(name, result.detach().clone()))
 
     @property
     def results(self) -> list[torch.Tensor]:
@@ -87,7 +86,7 @@ class Tape:
         """Write what the collective gave in the forward; whether this is a recomputation.
 
         Raises:
-            ConsistencyError: the recomputation is not the forward again, or the value was overwritten since.
+            ConsistencyError: the recomputation is not the forward again.
         """
         if self._next < 0:
             return False
@@ -99,13 +98,7 @@ class Tape:
                 f"{tuple(result.shape)} when it is\n  recomputed, and was {was} in its forward. The block must do the "
                 "same both times; or leave collectives out."
             )
-        if version_of(kept.result) != kept.version:
-            raise ConsistencyError(
-                f"activation_checkpointing.save=[collectives]: the result of {name} ({tuple(result.shape)}) was "
-                "overwritten in place after the\n  forward kept it. Write y = y + x instead of y += x there, or leave "
-                "collectives out."
-            )
         self._next += 1
-        with no_dispatch_modes():  # selective checkpointing counts operators, and the forward had no such one
+        with no_dispatch_modes():
             result.copy_(kept.result)
         return True

@@ -31,7 +31,7 @@ import torch
 from autopar.distributed import gloo_collectives
 from autopar.distributed import plain_collectives as plain
 from autopar.distributed.axis import Axis
-from autopar.distributed.collective_tape import current_tape, note_on_meta
+from autopar.distributed.collective_tape import note_on_meta
 from autopar.distributed.derivatives import (
     NoGraph,
     Transformed,
@@ -281,8 +281,7 @@ def reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 def reduce_(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Reduce in place, like :func:`reduce`, a contiguous matmul output that nothing has saved."""
-    kept = torch.is_grad_enabled() and (is_watched(x) or current_tape() is not None)
-    return _apply(_Reduce if kept else _ReduceInPlace, x, axis)
+    return _apply(_Reduce if torch.is_grad_enabled() and is_watched(x) else _ReduceInPlace, x, axis)
 
 
 def gather(x: torch.Tensor, axis: Axis, layout: Layout, dim: int = -1) -> torch.Tensor:
