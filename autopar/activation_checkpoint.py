@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from autopar.distributed.collective_tape import Tape
 from autopar.distributed.process import accelerator
+from autopar.distributed.recompute_tape import Tape
 from autopar.errors import ConfigError
+from autopar.foreign.tensors import schema_of
 from autopar.foreign.transformers import RECOMPUTE, recompute_function, set_recompute_function
 from autopar.swap import swap, unswap
 
@@ -118,42 +119,25 @@ _OPERATORS = {  # of torch.ops.aten; those that a version of torch lacks are lef
 @functools.cache
 def saved_operators(save: tuple[str, ...]) -> frozenset[Any]:
     """Return the operators of torch whose results are kept."""
-    names = [name for kind in save for name in _OPERATORS.get(kind, ())]
-    packets = [getattr(torch.ops.aten, name, None) for name in names]
-    return frozenset(getattr(packet, each) for packet in packets if packet is not None for each in packet.overloads())
+    packets = [getattr(torch.ops.aten, name, None) for kind in save for name in _OPERATORS.get(kind, ())]
+    every = [getattr(packet, name) for packet in packets if packet is not None for name in packet.overloads()]
+    return frozenset(each for each in every if not schema_of(each).is_mutable)
 
 
 def contexts(save: tuple[str, ...]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return what a block runs in, in its forward and when it is recomputed: torch's ``context_fn``.
-
-    Torch keeps ``attention`` and ``matmuls``, by looking at every operator. A tape keeps ``collectives``.
-    """
-    forward, again = [], []
-    if {"attention", "matmuls"} & {*save}:
-        saved = saved_operators(save)
-
-        def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-        kept, played = create_selective_checkpoint_contexts(policy)
-        forward.append(lambda: kept)
-        again.append(lambda: played)
-    if "collectives" in save:
-        tape = Tape()
-        forward.append(tape.kept)
-        again.append(tape.played)
-    return _Nested(forward), _Nested(again)
+    """Return what a block runs in, in its forward and when it is recomputed: torch's ``context_fn``."""
+    tape = Tape(collectives="collectives" in save, operators=saved_operators(save))
+    return _Again(tape.kept), _Again(tape.played)
 
 
-class _Nested(AbstractContextManager[None]):
-    """Contexts inside of each other, entered any number of times: a second backward recomputes again."""
+class _Again(AbstractContextManager[None]):
+    """A context that is made anew each time that it is entered: a second backward recomputes again."""
 
-    def __init__(self, made: Sequence[Callable[[], AbstractContextManager[Any]]]) -> None:
-        self._made, self._entered = made, ExitStack()
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._make, self._entered = make, ExitStack()
 
     def __enter__(self) -> None:
-        for make in self._made:
-            self._entered.enter_context(make())
+        self._entered.enter_context(self._make())
 
     def __exit__(self, *error: Any) -> None:
         self._entered.__exit__(*error)

@@ -31,7 +31,6 @@ import torch
 from autopar.distributed import gloo_collectives
 from autopar.distributed import plain_collectives as plain
 from autopar.distributed.axis import Axis
-from autopar.distributed.collective_tape import note_on_meta
 from autopar.distributed.derivatives import (
     NoGraph,
     Transformed,
@@ -49,6 +48,7 @@ from autopar.distributed.plain_collectives import (
     start_all_reduce,
 )
 from autopar.distributed.profiling import named_collective
+from autopar.distributed.recompute_tape import note_on_meta
 from autopar.layout import Layout
 
 __all__ = [

@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.autograd import forward_ad
 
+from autopar.distributed.recompute_tape import KeptOperators
 from autopar.errors import ConfigError
 from autopar.foreign.autograd import is_functorch_active, is_recorded, is_transformed, untransformed, without_transforms
 from autopar.foreign.tensors import dispatch_modes, tree_leaves, tree_map_only
@@ -211,8 +212,8 @@ def check_transforms(cause: str, given: Callable[[], Any]) -> None:
 def is_watched(x: torch.Tensor) -> bool:
     """Return whether a dispatch mode sees what operations return, and may keep it, as selective checkpointing does.
 
-    Our own modes keep nothing.
+    Our own modes keep nothing, or copies.
     """
     if x.is_meta or torch.compiler.is_compiling():
         return False
-    return not all(isinstance(mode, TensorTracking) for mode in dispatch_modes())
+    return not all(isinstance(mode, TensorTracking | KeptOperators) for mode in dispatch_modes())

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from autopar.distributed import gloo_collectives
 from autopar.distributed.axis import Axis
-from autopar.distributed.collective_tape import current_tape, note_on_meta
 from autopar.distributed.digest import extremes
+from autopar.distributed.recompute_tape import current_tape, note_on_meta
 from autopar.layout import Block, Layout, even_shards
 
 __all__ = [

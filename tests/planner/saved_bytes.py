@@ -10,12 +10,10 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import _CachedTorchDispatchMode as CachedMode
 
 from autopar import activation_checkpoint
-from autopar.distributed.collective_tape import Tape
+from autopar.distributed.recompute_tape import Tape
 from autopar.pipeline_parallel.engine import Engine
 
 
@@ -43,7 +41,6 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
         self._named: list[weakref.ref[torch.Tensor]] = []
         self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
-        self._selective: weakref.WeakSet[Any] = weakref.WeakSet()  # torch's modes that keep operators
         self.most = 0
 
         def pack(tensor: torch.Tensor) -> Any:
@@ -63,11 +60,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
     def _remembered(self) -> Iterator[torch.Tensor]:
         """What ``activation_checkpointing.save`` keeps."""
-        for tape in self._tapes:
-            yield from tape.results
-        for mode in self._selective:
-            for entries in mode.storage.values():
-                yield from (one.val for one in tree_leaves(list(entries.values())) if hasattr(one, "val"))
+        return (x for tape in self._tapes for x in tree_leaves(tape.results) if isinstance(x, torch.Tensor))
 
     def _alive_by_name(self) -> Iterator[torch.Tensor]:
         return (tensor for ref in self._named if (tensor := ref()) is not None)
@@ -93,7 +86,6 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         self._patches = [
             patch.object(Engine, "_forward", counted),
             patch.object(activation_checkpoint, "Tape", self._noting(Tape, self._tapes)),
-            patch.object(checkpoint, CachedMode.__name__, self._noting(CachedMode, self._selective)),
         ]
         for each in self._patches:
             each.start()

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from autopar.activation_checkpoint import saved_operators
-from autopar.distributed.collective_tape import Tape
+from autopar.distributed.recompute_tape import Tape
 from autopar.distributed.rng import kept
 from autopar.dry_run.block_replay import BlockReplay, Form, form_of, tensor_of
 from autopar.dry_run.equal_blocks import EqualBlocks
@@ -357,7 +357,8 @@ class _Remembered:
 
     def __init__(self, storages: Storages, saved_storages: SavedStorages, save: tuple[str, ...]) -> None:
         self.sizes: dict[int, int] = {}
-        self._storages, self._saved, self._tape = storages, saved_storages, Tape()
+        self._storages, self._saved = storages, saved_storages
+        self._tape = Tape()
         self._operators = saved_operators(save)
         if "attention" in save:
             self._operators |= {F.scaled_dot_product_attention}
