@@ -16,10 +16,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.errors import ConsistencyError
-from autopar.foreign.tensors import no_dispatch_modes, schema_of, tree_map_only
+from autopar.foreign.tensors import TorchDispatchMode, no_dispatch_modes, schema_of, tree_map_only
 
 __all__ = ["KeptOperators", "Tape", "current_tape", "note_on_meta"]
 

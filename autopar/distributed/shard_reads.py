@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,8 +49,8 @@ _NEW_PARAMETER = nn.Parameter.__new__.__code__
 _STEP = Optimizer.profile_hook_step(lambda: None).__code__
 
 
-class Switch:
-    """Whether torch takes shards as plain parameters for now; ``off`` may be lost by another thread: that only costs.
+class Switch(threading.local):
+    """Whether torch takes shards as plain parameters for now, in this thread; what is hidden is so in all of them.
 
     It is off while a model runs and an optimizer steps.
     """
@@ -61,8 +62,8 @@ class Switch:
 
     def hide(self, hidden: bool) -> None:
         """Let torch find its own function in the classes, so that nothing of Python is called, as for a token."""
-        if hidden is not self._hidden:
-            self._hidden = hidden
+        if hidden is not Switch._hidden:
+            Switch._hidden = hidden
             for kind in _KINDS:
                 kind.__torch_function__ = disabled_torch_function if hidden else _NOTICING  # type: ignore[assignment]
 

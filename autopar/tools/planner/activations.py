@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from autopar.activation_checkpoint import saved_operators
-from autopar.distributed.recompute_tape import Tape
 from autopar.distributed.rng import kept
 from autopar.dry_run.block_replay import BlockReplay, Form, form_of, tensor_of
 from autopar.dry_run.equal_blocks import EqualBlocks
@@ -33,7 +30,8 @@ from autopar.foreign.autograd import sequence_number
 from autopar.foreign.tensors import tree_map_only
 from autopar.pipeline_parallel.backward import backward_halves
 from autopar.tensor_tracking import tensors_in
-from autopar.tools.planner.storages import Entry, FusedKernels, Operation, SavedStorages, Storages, alive
+from autopar.tools.planner.remembered import Remembered, is_kept
+from autopar.tools.planner.storages import Entry, FusedKernels, SavedStorages, Storages, alive
 from autopar.tools.planner.units import ForwardCount, Unit, collectives_of
 
 __all__ = ["count_forward"]
@@ -325,7 +323,7 @@ def _measure_block(
     given = saved_storages.numbered(tensors_in((args, kwargs)))
     operations = storages.start_operations()
     start = storages.reset_peak()
-    with _Remembered(storages, saved_storages, save) as remembered:
+    with Remembered(storages, saved_storages, save) as remembered:
         out = forward(*args, **kwargs)
     storages.operations = None
     entries = saved_storages.take()
@@ -343,45 +341,13 @@ def _measure_block(
     storages.operations = operations_outside
     peaks = max(forward_peak, 0), backward_peak
     beside = {number: size for number, size in remembered.sizes.items() if number not in given}
-    again = [operation for operation in operations if not _is_kept(operation, save)]
+    again = [operation for operation in operations if not is_kept(operation, save)]
     sends_again = "collectives" not in save
     unit = Unit(
         *(saved, late, halves.apart, halves.gradients, given, beside, outputs, *peaks, operations, again, calls),
         sends_again=sends_again,
     )
     return unit, tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), out)
-
-
-class _Remembered:
-    """Number and bytes of the storages that ``activation_checkpointing.save`` keeps of a block's forward."""
-
-    def __init__(self, storages: Storages, saved_storages: SavedStorages, save: tuple[str, ...]) -> None:
-        self.sizes: dict[int, int] = {}
-        self._storages, self._saved = storages, saved_storages
-        self._tape = Tape()
-        self._operators = saved_operators(save)
-        if "attention" in save:
-            self._operators |= {F.scaled_dot_product_attention}
-        self._playing = self._tape.kept() if "collectives" in save else nullcontext()
-
-    def __enter__(self) -> _Remembered:
-        self._storages.keep = self._keep if self._operators else None
-        self._playing.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._storages.keep = None
-        self._playing.__exit__(*error)
-        self.sizes |= self._saved.numbered(self._tape.results)
-
-    def _keep(self, operator: Any, made: Sequence[torch.Tensor]) -> None:
-        if operator in self._operators:
-            self.sizes |= self._saved.numbered(made)
-
-
-def _is_kept(operation: Operation, save: tuple[str, ...]) -> bool:
-    """Return whether a recomputation finds its result."""
-    return ("attention" if operation.attention else "matmuls" if operation.flops else "") in save
 
 
 def _backward_peak(
