@@ -32,7 +32,10 @@ def check(model: nn.Module, blocks: Sequence[str], policy: object) -> None:
     Raises:
         ConfigError: transformers does not support it for this model; or a plain module's policy names no blocks.
     """
-    if not getattr(model, "supports_gradient_checkpointing", True):
+    known = any(hasattr(module, "gradient_checkpointing") for module in model.modules())
+    if not getattr(model, "supports_gradient_checkpointing", True) or (
+        isinstance(model, PreTrainedModel) and not known
+    ):
         raise ConfigError(f"activation_checkpointing: {type(model).__name__} does not support it; leave it out.")
     if not isinstance(model, PreTrainedModel) and not blocks:
         raise ConfigError(
