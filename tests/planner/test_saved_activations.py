@@ -166,6 +166,15 @@ def test_of_blocks_that_keep_some_of_their_forward(save: list[str], build: Any) 
         _kept_is_as_planned(build, **CP, **section)
 
 
+def test_attention_that_drops_weights_is_computed_again() -> None:
+    def kept(save: list[str], **settings: Any) -> int:
+        config = {"activation_checkpointing": {"save": save}}
+        return autopar.plan_memory(gpt2(**settings), config, sequence=SEQUENCE, device="cpu").kept[0, 0, 0]
+
+    assert kept(["attention"]) > kept([])
+    assert kept(["attention"], attn_pdrop=0.1) == kept([], attn_pdrop=0.1)
+
+
 @pytest.mark.tier("test", only=("gpt2",))
 @pytest.mark.parametrize("build", [gpt2, llama, _bert, _bart, _t5, _mixtral])
 @pooled(world_size=2)

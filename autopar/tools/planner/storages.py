@@ -292,7 +292,7 @@ class FusedKernels(TorchFunctionMode):
         self._storages.add_operation(flops // 2 if is_causal else flops, moved, attention=True)
         logarithms = query.new_empty(batch, heads, rows, dtype=torch.float32)
         out: torch.Tensor = _Attention.apply(query, key, value, attn_mask, logarithms)
-        if self._storages.keep is not None:
+        if self._storages.keep is not None and not dropout_p:  # with a mask it is computed again
             self._storages.keep(func, [out, logarithms])
         return out
 
