@@ -22,6 +22,7 @@ from tests.gpu.test_shared_gpu import ON_TWO
 from tests.parity import all_close, close, whole
 from tests.small import llama
 from tests.three_steps import mixtral, trained
+from tests.tiers import mainly
 
 pytestmark = needs_compiler
 
@@ -117,7 +118,7 @@ def test_three_steps_are_the_plain_models_and_wait_for_nothing(mesh: str) -> Non
 
 
 @pytest.mark.tier("all")
-@pytest.mark.parametrize("name", ON_TWO)
+@pytest.mark.parametrize("name", mainly(*ON_TWO, later="sweep"))
 @on_device(world_size=2)
 def test_a_model_that_lies_on_the_device_and_differs_between_ranks(name: str) -> None:
     build, config = ON_TWO[name]

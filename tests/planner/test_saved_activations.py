@@ -29,6 +29,7 @@ from autopar.tools.planner.planned_model import PlannedModel
 from tests.planner.saved_bytes import SavedBytes
 from tests.pool import pooled
 from tests.small import gpt2, llama
+from tests.tiers import mainly
 
 BATCH, SEQUENCE = 4, 15
 _ODD = {"vocab_size": 131, "intermediate_size": 37, "hidden_size": 24, "num_attention_heads": 6}
@@ -153,7 +154,7 @@ SAVES = [["attention"], ["matmuls"], ["collectives"], ["attention", "collectives
 
 
 @pytest.mark.tier("test", only=("save3-llama",))
-@pytest.mark.parametrize("build", [gpt2, llama, _bert, _phi3, _mixtral])
+@pytest.mark.parametrize("build", mainly(llama, gpt2, _bert, _phi3, _mixtral, later="sweep"))
 @pytest.mark.parametrize("save", SAVES)
 @pooled(world_size=2)
 def test_of_blocks_that_keep_some_of_their_forward(save: list[str], build: Any) -> None:
