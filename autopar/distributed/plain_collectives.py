@@ -11,7 +11,7 @@ import torch.distributed as dist
 from autopar.distributed import gloo_collectives
 from autopar.distributed.axis import Axis
 from autopar.distributed.digest import extremes
-from autopar.distributed.recompute_tape import current_tape, note_on_meta
+from autopar.distributed.recompute_tape import note_on_meta, running
 from autopar.layout import Block, Layout, even_shards
 
 __all__ = [
@@ -34,7 +34,7 @@ def run(collective: Callable[..., Any], axis: Axis, *args: Any) -> None:
 
     ``args[0]`` is written. The recomputation of a block that keeps its collectives reads it from a tape.
     """
-    tape, name = current_tape(), getattr(collective, "__name__", "")
+    tape, name = running.tape, getattr(collective, "__name__", "")
     if tape is not None and tape.plays(name, args[0]):
         return
     transport = axis.transport

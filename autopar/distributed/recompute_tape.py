@@ -20,22 +20,24 @@ import torch
 from autopar.errors import ConsistencyError
 from autopar.foreign.tensors import TorchDispatchMode, no_dispatch_modes, schema_of, tree_map_only
 
-__all__ = ["KeptOperators", "Tape", "current_tape", "note_on_meta"]
-
-_running = threading.local()  # backward passes recompute in threads of autograd's
+__all__ = ["KeptOperators", "Tape", "note_on_meta", "running"]
 
 
-def current_tape() -> Tape | None:
-    """Return the tape that keeps or gives collectives in this thread now; graphs of torch.compile have none."""
-    if torch.compiler.is_compiling():
-        return None
-    tape: Tape | None = getattr(_running, "tape", None)
-    return tape
+class _Running(threading.local):
+    """The tape that keeps or gives collectives in this thread now: backward passes recompute in threads of autograd's.
+
+    An attribute, since a token of a sharded model reads it many times.
+    """
+
+    tape: Tape | None = None
+
+
+running = _Running()
 
 
 def note_on_meta(name: str, x: torch.Tensor, shape: Sequence[int] | None = None) -> None:
     """Let a dry run's tape keep ``x``, or a tensor like it of another shape, as the collective would."""
-    tape = current_tape()
+    tape = running.tape
     if tape is not None:
         tape.note(name, x if shape is None else x.new_empty(shape))
 
@@ -71,15 +73,15 @@ class Tape:
 
     @contextmanager
     def _running_from(self, start: int) -> Iterator[None]:
-        outer, self._next = current_tape(), start
+        outer, self._next = running.tape, start
         with ExitStack() as stack:
             if self._operators:
                 stack.enter_context(KeptOperators(self, self._operators))
-            _running.tape = self if self._collectives else outer
+            running.tape = self if self._collectives else outer
             try:
                 yield
             finally:
-                _running.tape = outer
+                running.tape = outer
 
     def note(self, name: str, result: Any) -> None:
         """Keep what the call ``name`` has given, or on the meta device would; in a recomputation nothing."""
