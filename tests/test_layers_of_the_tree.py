@@ -41,7 +41,7 @@ LINES = {
     "context_parallel": 2880,
     "data_parallel": 2945,
     "deferred_init": 1140,
-    "distributed": 4598,
+    "distributed": 4605,
     "dry_run": 3395,
     "foreign": 1055,
     "integrations": 1810,
