@@ -167,6 +167,24 @@ def test_a_graph_that_is_kept_goes_back_twice() -> None:
     all_close({str(at): x for at, x in enumerate(twice)}, {str(at): x for at, x in enumerate(once)}, "{}", 0.0)
 
 
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("model_type", ["mamba2", "qwen3_next", "llama"])
+@pooled(world_size=2)
+def test_rows_whose_layers_hand_states_on(model_type: str) -> None:
+    head = cases(model_type)[0]
+    plain = build(head, 6, 3, vocab=131).train()
+    ids = torch.randint(2, 131, (2, 24), generator=torch.Generator().manual_seed(1))
+    expected: dict[str, torch.Tensor] = {}
+    for kind in ("nothing", "all"):
+        model = autopar.initialize(copy.deepcopy(plain), {"cp": 2, "activation_checkpointing": {"save": KINDS[kind]}})
+        for part in (ids, ids[:1, :17]):
+            model(input_ids=part, labels=part).loss.backward()
+        found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        expected = expected or found
+        all_close(found, expected, "gradient of {}", 0.0)
+        model.mpu.destroy()
+
+
 NOT_RECOMPUTED = {"roformer"}  # a block of the plain model adds its keys to a cache once more
 
 
@@ -174,6 +192,7 @@ NOT_RECOMPUTED = {"roformer"}  # a block of the plain model adds its keys to a c
 @pytest.mark.parametrize("part", range(12))
 @pooled(world_size=2)
 def test_every_model_type(part: int) -> None:
+    compared = 0
     for model_type in [name for name in sorted(supported_model_types()) if not of_type(name).inside][part::12]:
         if model_type in NOT_RECOMPUTED:
             continue
@@ -185,14 +204,18 @@ def test_every_model_type(part: int) -> None:
             config = {"tp": 2, "activation_checkpointing": {"save": KINDS[kind]}}
             try:
                 model = autopar.initialize(copy.deepcopy(plain), config)
-            except ConfigError:  # the model is not recomputed at all
+            except ConfigError as error:
+                assert "activation_checkpointing" in str(error) and not found, f"{model_type}, {kind}: {error}"
                 break
             reseed(3)
             total_loss(named(model(**copy.deepcopy(batch)))).backward()
             model.mpu.destroy()
             found[kind] = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            assert found[kind].keys() == found["nothing"].keys() != set(), (model_type, kind)
             for name, gradient in found["nothing"].items():
                 assert torch.equal(found[kind][name], gradient), (model_type, kind, name)
+        compared += len(found) == 3
+    assert compared > 20, compared
 
 
 @pooled(world_size=2)

@@ -45,7 +45,7 @@ class Neighbours:
         if device_of(self.axis).type != "cpu":
             return forgets
         ranks, everyone = self.axis.ranks, torch.empty(2 * self.axis.size, dtype=torch.int64)
-        run(all_gather_into_tensor, self.axis, everyone, torch.tensor([_BEGUN[ranks], forgets]))
+        run(all_gather_into_tensor, self.axis, everyone, torch.tensor([_BEGUN[ranks], forgets]), kept=False)
         begun, forgetting = everyone.view(-1, 2).amax(0).tolist()
         _BEGUN[ranks] = begun + 1
         self._tag = _BEGUN[ranks] % _TAGS
@@ -61,7 +61,7 @@ class Neighbours:
         if backward not in (-1, self._backward):
             after_backward(self.wait_sent)
         self._backward = backward
-        run(self._start, self.axis, x.detach().contiguous(), self.axis.ranks[self.axis.rank + step])
+        run(self._start, self.axis, x.detach().contiguous(), self.axis.ranks[self.axis.rank + step], kept=False)
         if len(self._sent) > _AHEAD:
             self._wait(1)
 
@@ -69,7 +69,7 @@ class Neighbours:
         """Receive the next tensor from the rank ``step`` places along the axis."""
         x = torch.empty(shape, dtype=dtype, device=device)
         if x.numel():
-            run(self._receive, self.axis, x, self.axis.ranks[self.axis.rank + step])
+            run(self._receive, self.axis, x, self.axis.ranks[self.axis.rank + step], kept=False)
         return x
 
     def wait_sent(self) -> None:
@@ -85,7 +85,7 @@ class Neighbours:
 
     def _wait(self, number: int) -> None:
         for _ in range(number):
-            run(_finish, self.axis, *self._sent.pop(0))
+            run(_finish, self.axis, *self._sent.pop(0), kept=False)
 
 
 def _finish(work: Any, x: torch.Tensor, group: Any) -> None:

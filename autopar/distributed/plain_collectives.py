@@ -29,12 +29,13 @@ __all__ = [
 ]
 
 
-def run(collective: Callable[..., Any], axis: Axis, *args: Any) -> None:
+def run(collective: Callable[..., Any], axis: Axis, *args: Any, kept: bool = True) -> None:
     """Run one of ``gloo_collectives`` by what carries it; if a rank failed, the error names it and its reason.
 
-    ``args[0]`` is written. The recomputation of a block that keeps its collectives reads it from a tape.
+    ``args[0]`` is written. The recomputation of a block that keeps its collectives reads it from a tape; not with
+    ``kept=False``, of messages between two ranks, which a recomputation sends again.
     """
-    tape, name = running.tape, getattr(collective, "__name__", "")
+    tape, name = running.tape if kept else None, getattr(collective, "__name__", "")
     if tape is not None and tape.plays(name, args[0]):
         return
     transport = axis.transport

@@ -85,7 +85,7 @@ class Tape:
 
     def note(self, name: str, result: Any) -> None:
         """Keep what the call ``name`` has given, or on the meta device would; in a recomputation nothing."""
-        if self._next < 0:
+        if not self.is_playing:
             self._kept.append(_Kept(name, _copied(result)))
 
     @property
@@ -95,7 +95,7 @@ class Tape:
 
     def plays(self, name: str, result: torch.Tensor) -> bool:
         """Write what a collective gave in the forward; whether this is a recomputation. Raises as :meth:`next`."""
-        if self._next < 0:
+        if not self.is_playing:
             return False
         kept = self.next(name, result.shape)
         with no_dispatch_modes():

@@ -98,23 +98,9 @@ def status(error: str, notes: Sequence[Mapping[str, Any]]) -> str:
 
 def run_tests(limit: float) -> dict[str, Any]:
     """Run the tests that are marked ``gpu``."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-rsfE",
-        "--tb=short",
-        "-p",
-        "no:benchmark",  # of pytest-benchmark, where that is installed: it warns beside -n
-        "-n",
-        "3",
-        "--tier",
-        "all",
-        "-m",
-        "gpu",
-        "tests/gpu",
-    ]
+    asked = "-q -rsfE --tb=short -n 3 --tier all -m gpu tests/gpu"
+    asked += " -p no:benchmark"  # of pytest-benchmark, where that is installed: it warns beside -n
+    command = [sys.executable, "-m", "pytest", *asked.split()]
     start = time.perf_counter()
     try:
         done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=limit)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.gpu.report import BOTH, TWO_HOSTS
 from tests.gpu import simulated
 from tests.pool import pooled
 from tests.worlds import distributed
@@ -27,22 +28,13 @@ def on_device(world_size: int, timeout: float = 120.0) -> Callable[[Callable[...
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
         def run(*args: object, **kwargs: object) -> None:
-            _join(timeout)
+            simulated.start()
+            _join(simulated.BACKEND, timeout)
             body(*args, **kwargs)
 
         return distributed(world_size, timeout)(run)
 
     return decorate
-
-
-def _join(timeout: float) -> None:
-    """Replace the world by one that has a backend for the device."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    store = dist.PrefixStore(simulated.NAME, dist.distributed_c10d._get_default_store())
-    dist.destroy_process_group()
-    simulated.start()
-    limit = timedelta(seconds=timeout)
-    dist.init_process_group(simulated.BACKEND, store=store, rank=rank, world_size=size, timeout=limit)
 
 
 def sharing_a_gpu(world_size: int, timeout: float = 120.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -52,7 +44,7 @@ def sharing_a_gpu(world_size: int, timeout: float = 120.0) -> Callable[[Callable
         @functools.wraps(body)
         def on_rank(place: str, *args: Any, **kwargs: Any) -> None:
             if place == "cuda":
-                _share(timeout)
+                _share_gpu(timeout)
             body(place, *args, **kwargs)
 
         over_nccl, over_gloo = distributed(world_size, timeout, "spawn")(on_rank), pooled(world_size)(on_rank)
@@ -68,12 +60,17 @@ def sharing_a_gpu(world_size: int, timeout: float = 120.0) -> Callable[[Callable
     return decorate
 
 
-def _share(timeout: float) -> None:
-    """Replace the world by one over nccl, on GPU 0 of a host of its own for each rank: nccl takes one rank a GPU."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    store = dist.PrefixStore("shared", dist.distributed_c10d._get_default_store())
-    dist.destroy_process_group()
-    os.environ |= {"NCCL_HOSTID": f"host-{rank}", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+def _share_gpu(timeout: float) -> None:
+    """Replace the world by one over nccl, each rank on GPU 0 of a host of its own."""
+    os.environ |= {name: value.format(rank=dist.get_rank()) for name, value in TWO_HOSTS.items()}
     torch.cuda.set_device(0)
+    _join(BOTH, timeout)
+
+
+def _join(backend: str, timeout: float) -> None:
+    """Replace the world by one of another backend."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
     limit = timedelta(seconds=timeout)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size, timeout=limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
