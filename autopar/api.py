@@ -115,8 +115,11 @@ def deparallelize(model: Model) -> Model:
     state: Parallelized | None = vars(model).get("_autopar")
     if state is None:
         raise ConfigError(f"{type(model).__name__} is not parallelized; autopar.initialize does that")
-    if state.config.zero_stage == 3:
-        raise ConfigError("deparallelize: with zero.stage 3 torch's FSDP holds the weights, and it cannot be undone")
+    if state.config.fully_sharded:
+        stage = state.config.zero_stage
+        raise ConfigError(
+            f"deparallelize: with zero.stage {stage} torch's FSDP holds the weights, and it cannot be undone"
+        )
     if state.mpu.pp.size > 1 and state.plan.quantized():
         raise ConfigError(
             "deparallelize: quantized weights of other stages are gone from this rank: load the model again.\n"

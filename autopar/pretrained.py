@@ -209,7 +209,7 @@ def _from_shards(
         if name not in _OF_FILES and name not in _REFUSED and (value or name not in _OFF)
     }
     dtype, generation = options.pop("dtype"), options.pop("generation_config", None)
-    beside_half = parsed.precision != "fp32" and parsed.zero_stage != 3
+    beside_half = parsed.precision != "fp32" and not parsed.fully_sharded
     if trained and dtype == "auto" and not beside_half and has_master_weights(shards.manifest):
         dtype = torch.float32  # the fp32 weights that from_parallelized(optimizer=) finds have no other place
     with lazy_init():

@@ -326,8 +326,8 @@ def test_null_is_the_default_of_every_key_and_section(tmp_path):
             "section 'consistency_check' must hold keys, not False (bool): write consistency_check: {enable: false}",
         ),
         (
-            {"zero": {"stage": 2}},
-            "zero.stage must be 0, 1 or 3, not 2: 1 shards what the optimizer keeps, 3 weights and gradients too",
+            {"zero": {"stage": 4}},
+            "zero.stage must be 0, 1, 2 or 3, not 4",
         ),
     ],
 )
@@ -366,7 +366,7 @@ def test_a_whole_foreign_config_is_refused_in_ten_lines():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({"zero": {"stage": 1, "cpu_offload": True}}, "zero.cpu_offload needs zero.stage 3, not 1"),
+        ({"zero": {"stage": 1, "cpu_offload": True}}, "zero.cpu_offload needs zero.stage 2 or 3, not 1"),
         (
             {"model_parallelism": {"cpu_transport": "mpi"}},
             "model_parallelism.cpu_transport must be auto, gloo or shm, not mpi",
@@ -388,13 +388,24 @@ def test_a_whole_foreign_config_is_refused_in_ten_lines():
         ({"loss_scael": 2}, "unknown section 'loss_scael'"),
         ({"initial_scale": 2}, "'initial_scale' belongs into the section 'precision'"),
         (
-            {"zero": {"stage": 3}, "model_parallelism": {"pipeline_parallel_size": 2}},
-            "zero.stage=3 does not go with pipeline_parallel_size=2",
+            {"pp": 2, "zero": {"stage": 3}, "pipeline": {"schedule": "zbv", "num_microbatches": 4}},
+            "(?s)zero.stage=3 does not go with pipeline.schedule=zbv: .* Use zero.stage 2, which gathers weights once",
+        ),
+        ({"zero": {"shard_size": 2}}, "zero.shard_size needs zero.stage 2 or 3, not 0"),
+        (
+            {"tp": 2, "ep": 4, "zero": {"stage": 3, "shard_size": 2}},
+            "zero.shard_size=2 does not go with expert_parallel_size=4 above tensor_parallel_size=2",
+        ),
+        (
+            {"optimizer": {"split_fused": True}, "zero": {"stage": 2}},
+            "zero.stage=2 does not go with optimizer.split_fused",
         ),
     ],
 )
 def test_each_mistake_about_training_has_its_message(source, message):
     with pytest.raises(ConfigError, match=message):
         ParallelConfig.parse(source)
+    with pytest.raises(ConfigError, match=r"zero.shard_size=3 must divide the 4 replicas: 1, 2, 4 fit here"):
+        ParallelConfig.parse({"tp": 2, "zero": {"stage": 3, "shard_size": 3}}, world_size=8)
     with pytest.raises(ConfigError, match="cpu_checkpointing=True needs activation_checkpointing=True"):
         ParallelConfig(cpu_checkpointing=True)

@@ -35,15 +35,15 @@ TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["verification"], ["c
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
     "applied": 803,
-    "checkpoint": 6200,
-    "checks": 2241,
-    "config": 961,
+    "checkpoint": 6205,
+    "checks": 2243,
+    "config": 1012,
     "context_parallel": 2880,
-    "data_parallel": 2945,
+    "data_parallel": 3018,
     "deferred_init": 1140,
-    "distributed": 4605,
+    "distributed": 4622,
     "dry_run": 3395,
-    "foreign": 1055,
+    "foreign": 1067,
     "integrations": 1810,
     "pipeline_parallel": 3890,
     "plan": 2894,
@@ -51,7 +51,7 @@ LINES = {
     "quantized": 860,
     "storage": 1490,
     "tensor_parallel": 5722,
-    "tools": 11725,
+    "tools": 11753,
 }
 LOADED = 140  # modules that initialize loads; fewer is better
 ROOT = Path(__file__).parents[1] / "autopar"

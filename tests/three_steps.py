@@ -53,7 +53,7 @@ def trained(place: str, build: Callable[[], Any], config: dict[str, Any], *, mov
     model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
     plain = plain.to(place)
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-3)
-    mpu, zero_3 = model.mpu, config.get("zero", {}).get("stage") == 3
+    mpu, sharded = model.mpu, config.get("zero", {}).get("stage") in (2, 3)
     assert mpu.device.type == place
     share = IDS.chunk(mpu.dp.size)[mpu.dp.rank].to(place)
     for _ in range(3):
@@ -67,13 +67,13 @@ def trained(place: str, build: Callable[[], Any], config: dict[str, Any], *, mov
         else:
             loss = model(share, labels=share).loss
             loss.backward()
-        if mpu.dp_cp.size > 1 and not zero_3:
+        if mpu.dp_cp.size > 1 and not sharded:
             autopar.average_gradients(model)
         optimizer.step(), optimizer.zero_grad()
         if loss is not None and mpu.dp.size == 1:
             close(loss.detach(), expected.detach(), "loss", TOLERANCE)
-    if zero_3:
-        found = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+    if sharded:
+        found = dict(autopar.hf_weights(model))
     else:
         found = {name: parameter.data for name, parameter in autopar.deparallelize(model).named_parameters()}
     for name, parameter in plain.named_parameters():

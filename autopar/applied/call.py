@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from autopar import activation_checkpoint, compiled_blocks
 from autopar.config import ParallelConfig
 from autopar.config.sections import explain_argument
-from autopar.data_parallel.apply import check_offload, check_tied_experts
+from autopar.data_parallel.fully_sharded import check_offload, check_tied_experts
 from autopar.data_parallel.optimizer_state import check_optimizer, check_state
 from autopar.data_parallel.precision import DTYPES
 from autopar.deferred_init.context import in_lazy_init

@@ -173,6 +173,8 @@ def prepare_optimizer(model: nn.Module, state: Parallelized, given: Given) -> No
     state.dp.attach(given.optimizer, state.blocks_of(model))
     state.undo.append(lambda model, own: own.dp.undo())
     if state.pp is not None:
+        if state.config.fully_sharded:
+            state.pp.tied.rebind(model)
         state.pp.expect_steps(given.optimizer)
     tensor_parallel.mark_parameters(model, state.plan, state.stages, state.mpu)
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from autopar.applied.state import Parallelized
 from autopar.checks.process_hooks import listeners
@@ -69,16 +68,17 @@ def whole(model: nn.Module, names: str | Iterable[str] | None = None, *, grads: 
         The model that ``initialize`` returned.
 
     Raises:
-        ConfigError: the model is not parallelized, a name is unknown, ``zero.stage`` is 3, the model runs inside, or a
-            parameter has another shape or dtype afterwards.
+        ConfigError: the model is not parallelized, a name is unknown, ``zero.stage`` is 2 or 3, the model runs inside,
+            or a parameter has another shape or dtype afterwards.
         ConsistencyError: ranks have changed a parameter in different ways. All have their shards from before then.
     """
     root = next((module for module in model.modules() if "_autopar" in vars(module)), None)  # through wrappers
     if root is None:
         raise ConfigError(f"whole: {type(model).__name__} is not parallelized; autopar.initialize does that")
     model, state = root, vars(root)["_autopar"]
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise ConfigError("whole: with zero.stage 3 torch's FSDP holds the weights: use module.unshard()")
+    if state.config.fully_sharded:
+        stage = state.config.zero_stage
+        raise ConfigError(f"whole: with zero.stage {stage} torch's FSDP holds the weights: use module.unshard()")
     chosen = _chosen(state, names)
     mpu, generators = state.mpu, Generators.now()
     alone = mpu.world_size == mpu.shards.size

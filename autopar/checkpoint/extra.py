@@ -21,7 +21,7 @@ from autopar.checkpoint.format import SHARDED_EXTRA, Manifest
 from autopar.checkpoint.optimizer_state import alike
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.state import State, canonical_names, listed
-from autopar.data_parallel.gradients import local_part
+from autopar.checks.samples import local_part
 from autopar.distributed.digest import sum_of_bits
 from autopar.distributed.shard_reads import PLAIN
 from autopar.errors import CheckpointError, clip

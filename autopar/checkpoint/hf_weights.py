@@ -158,6 +158,6 @@ class WholeWeights:
 
     def _over_replicas(self, name: str, held: DTensor) -> torch.Tensor:
         """Gather what replicas have: not by the tensor's mesh, as torch may know an equal one of a model before."""
-        axis, count = self.state.holders_of(name), held.shape[0]
+        axis, count = self.state.rows_of(name), held.shape[0]
         rows = tuple(replica_rows(count, replica, axis.size) for replica in range(axis.size))
         return all_gather(held.to_local(), axis, Layout.of(0, [Block("rows", count, 1, rows)]))

@@ -212,7 +212,7 @@ class Shards(Closing):
             )
         if lazy.shape != tuple(out.shape):
             raise ValueError(f"a tensor of shape {list(out.shape)} cannot take a shard of shape {list(lazy.shape)}")
-        axis = mpu.copies if out.device_mesh.size() == mpu.copies.size else mpu.dp_cp
+        axis = mpu.fsdp if out.device_mesh.size() == mpu.dp_cp.size else mpu.copies
         rows = replica_rows(out.shape[0], axis.rank, axis.size)
         lazy.read_into(local, (rows, *whole_box(lazy.shape[1:])))
 

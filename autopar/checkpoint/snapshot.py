@@ -26,7 +26,7 @@ from autopar.checkpoint.optimizer_weights import (
     writer_of,
 )
 from autopar.checkpoint.state import State, canonical_names, listed, local_tensors, state_of
-from autopar.data_parallel.gradients import local_part
+from autopar.checks.samples import local_part
 from autopar.distributed.axis import Axis
 from autopar.distributed.digest import sum_of_bits
 from autopar.errors import CheckpointError
@@ -181,7 +181,7 @@ def _extra_tensors(
     return tensors, plans
 
 
-# -- weights that FSDP2 shards over the replicas (``zero.stage: 3``) ---------------------------------------------------
+# -- weights that FSDP2 shards over the replicas (ZeRO's stages 2 and 3) -----------------------------------------------
 
 
 @torch.no_grad()
@@ -195,8 +195,9 @@ def _gather_all(tensors: Mapping[str, torch.Tensor], state: State) -> dict[str, 
         if not isinstance(tensor, DTensor):
             result[name] = tensor
             continue
-        full = _gather(tensor, state.holders_of(name.partition("::")[0]), state.mpu.device)
-        if full is not None:
+        parameter = name.partition("::")[0]
+        full = _gather(tensor, state.rows_of(parameter), state.mpu.device)
+        if full is not None and state.holders_of(parameter).rank == 0:
             result[name] = full
     return result
 

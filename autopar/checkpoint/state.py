@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.distributed.agree import Ranks
 from autopar.distributed.axis import Axis
@@ -152,6 +152,10 @@ class State:
         """Return the ranks that hold the same shard of a tensor, or with FSDP2 parts of it; the first one writes it."""
         return self.mpu.copies if name in self.plan.experts else self.mpu.dp_cp
 
+    def rows_of(self, name: str) -> Axis:
+        """Return the ranks over which FSDP2 shards a tensor: all its holders, or neighbours among them."""
+        return self.mpu.copies if name in self.plan.experts else self.mpu.fsdp
+
     def check_whole(self, call: str) -> None:
         """Raise CheckpointError if ``call``, which writes all weights, would leave quantized ones out."""
         if self.quantized:
@@ -228,7 +232,7 @@ def local_tensors(model: nn.Module, *, fsdp: bool = False) -> dict[str, torch.Te
     for name, tensor in found.items():
         due = plan.tensors[name].local_shape(tp)
         if fsdp:
-            check_fsdp_shard(name, tensor, state.holders_of(name).size)
+            check_fsdp_shard(name, tensor, state.rows_of(name).size)
         elif isinstance(tensor, DTensor):
             raise CheckpointError(f"{name} is a DTensor (fully_shard?); its full shard is needed here")
         if tensor.device.type == "meta":
@@ -241,15 +245,16 @@ def local_tensors(model: nn.Module, *, fsdp: bool = False) -> dict[str, torch.Te
     return {name: found[name] for name in plan.tensors if name in found}
 
 
-def check_fsdp_shard(name: str, tensor: torch.Tensor, replicas: int) -> None:
+def check_fsdp_shard(name: str, tensor: torch.Tensor, ranks: int) -> None:
     """Raise CheckpointError if ``tensor`` is a DTensor that ``fully_shard`` would shard otherwise."""
     if not isinstance(tensor, DTensor):
         return
     mesh = tensor.device_mesh
-    if mesh.ndim != 1 or mesh.size() != replicas or tuple(tensor.placements) != (Shard(0),):
+    whole = mesh.ndim - 1  # dims over which there are copies
+    if mesh.size(whole) != ranks or tuple(tensor.placements) != (*[Replicate()] * whole, Shard(0)):
         raise CheckpointError(
             f"{name} is a DTensor with placements {tuple(tensor.placements)} over a mesh of {tuple(mesh.shape)}; a "
-            f"checkpoint can hold those that zero.stage 3 makes: Shard(0) over the {replicas} data-parallel replicas"
+            f"checkpoint can hold those that zero.stage 2 and 3 make: Shard(0) over {ranks} data-parallel replicas"
         )
 
 

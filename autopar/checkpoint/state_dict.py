@@ -293,11 +293,12 @@ def _check(
 
 
 def _shard_as(value: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Shard ``value`` by rows as ``own`` is, if that is a DTensor (``zero.stage: 3``)."""
+    """Shard ``value`` by rows as ``own`` is, if that is a DTensor (ZeRO's stages 2 and 3)."""
     if not isinstance(own, DTensor) or isinstance(value, DTensor) or value.shape != own.shape:
         return value
     mesh = own.device_mesh
-    start, stop = replica_rows(own.shape[0], mesh.get_local_rank(), mesh.size())
+    last = mesh.ndim - 1  # before it: copies
+    start, stop = replica_rows(own.shape[0], mesh.get_local_rank(last), mesh.size(last))
     rows = value.detach()[start:stop].to(own.to_local().device)
     return DTensor.from_local(rows, mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride())
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autopar.checks.messages import same_experts
-from autopar.checks.samples import first_elements, local
+from autopar.checks.samples import first_elements, local_part
 from autopar.checks.step import StepCheck
 from autopar.checks.wrappers import group_call
 from autopar.distributed.collectives import all_gather, even_layout
@@ -98,7 +98,7 @@ class SharedExperts:
 
 def _digest(weight: nn.Parameter | None, apart: int) -> int:
     """Digest a weight's first elements; ``apart`` where its experts are alike, as copies of one layer are at first."""
-    if weight is None or weight.is_meta or len(own := local(weight)) < 2:
+    if weight is None or weight.is_meta or len(own := local_part(weight)) < 2:
         return apart
     with no_overrides():
         part, second = first_elements(own[:1]), first_elements(own[1:2])

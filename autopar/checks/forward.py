@@ -26,7 +26,7 @@ from torch import nn
 
 from autopar.checks.messages import different, explanation, same_gradient, same_shard
 from autopar.checks.process_hooks import listen
-from autopar.checks.samples import WeightSamples, local
+from autopar.checks.samples import WeightSamples, local_part
 from autopar.checks.step import StepCheck
 from autopar.checks.wrappers import group_call
 from autopar.distributed.collectives import extremes_over
@@ -272,7 +272,7 @@ class ForwardCheck:
         if full and model is not None:
             for name, value in leaves(arguments):
                 if isinstance(value, torch.Tensor) and not value.is_meta:
-                    mine[name] = f"{list(value.shape)} {hexdigest(local(value))}{_wants(value)}"
+                    mine[name] = f"{list(value.shape)} {hexdigest(local_part(value))}{_wants(value)}"
             mine |= self._states(model)
             mine |= {f"weight {name}": hexdigest(weight) for name, weight in self._samples.named()}
         everyone = [mine] * axis.size

@@ -36,7 +36,7 @@ __all__ = [
     "WeightSamples",
     "digest_step",
     "first_elements",
-    "local",
+    "local_part",
     "plain_settings",
     "sample_shard",
 ]
@@ -172,7 +172,7 @@ class WeightSamples:
             self._sharded = [weight for weight in _sharded_weights(model) if id(weight) in self.apart]
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local shard of a tensor that FSDP may have sharded over the replicas."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -180,7 +180,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def _current(owner: nn.Module, leaf: str, known: nn.Parameter) -> torch.Tensor:
     """Return what a forward that begins now uses as this weight."""
     found = own_parameters(owner).get(leaf)
-    return local(known) if found is None or isinstance(known, DTensor) else untransformed(found)
+    return local_part(known) if found is None or isinstance(known, DTensor) else untransformed(found)
 
 
 def _replicated(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -192,7 +192,7 @@ def _replicated(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             if axis is not None and any(layout.ranges(rank) != layout.ranges(0) for rank in range(axis.size)):
                 sharded.add(id(own_parameters(module).get(name)))
     for name, parameter in model.named_parameters():
-        if id(parameter) not in sharded and not parameter.is_meta and local(parameter).numel():
+        if id(parameter) not in sharded and not parameter.is_meta and local_part(parameter).numel():
             yield name, parameter
 
 

@@ -49,11 +49,13 @@ class WrapperCheck:
 
     Args:
         shares_experts: replicas hold different experts.
-        zero_3: autopar shards the parameters with ``fully_shard``, experts over other ranks than the rest.
+        fully_sharded: autopar shards the parameters with ``fully_shard``, experts over other ranks than the rest.
     """
 
-    def __init__(self, model: nn.Module, mpu: MPU, *, shares_experts: bool = False, zero_3: bool = False) -> None:
-        self.mpu, self._shares, self._zero_3 = mpu, shares_experts, zero_3
+    def __init__(
+        self, model: nn.Module, mpu: MPU, *, shares_experts: bool = False, fully_sharded: bool = False
+    ) -> None:
+        self.mpu, self._shares, self._fully_sharded = mpu, shares_experts, fully_sharded
         self._model = weakref.ref(model)
         self._checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._handle: Any = None
@@ -116,7 +118,7 @@ class WrapperCheck:
                     "ones. Use zero: {stage: 1} in autopar's config."
                 )
         _check_meshes({parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}, self.mpu)
-        for parameter in parameters if self._shares and not self._zero_3 else ():
+        for parameter in parameters if self._shares and not self._fully_sharded else ():
             if isinstance(parameter, DTensor):
                 raise ConfigError(_SHARDED.format(ep=self.mpu.ep.size, tp=self.mpu.tp.size))
         self._checked.add(optimizer)

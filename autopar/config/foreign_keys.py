@@ -60,9 +60,9 @@ _SCRIPT = "not the configuration's: it belongs to your own loop and data loader"
 _BATCH = "autopar.prepare_dataloader(dataset, batch_size, mpu=model.mpu) takes the samples of a replica and step"
 _OPTIMIZER = "make the optimizer yourself and give it to autopar.initialize(model, config, optimizer=optimizer)"
 _DDP = "give it to torch's DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group(), ...)"
-_ZERO = "write zero: {stage: 1} for its stages 1 and 2, zero: {stage: 3} for 3 (there also cpu_offload: true)"
+_ZERO = "write zero: {stage: 1}, 2 or 3 (in 2 and 3 also cpu_offload: true)"
 _TORCH_DECIDES = "autopar leaves buckets and overlap to torch; leave it out"
-_FSDP = "zero: {stage: 3} shards with torch's FSDP2, which decides that itself; leave it out"
+_FSDP = "zero: {stage: 3} (or 2) shards with torch's FSDP2, which decides that itself; leave it out"
 _RECOMPUTE = (
     "write activation_checkpointing: {enable: true}: every block is recomputed, whole or with save: [attention, "
     "collectives, matmuls] as much of it as you like"
@@ -137,6 +137,8 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         "recompute_method": _RECOMPUTE,
         "recompute_num_layers": _RECOMPUTE,
         "use_distributed_optimizer": "write zero: {stage: 1}",
+        "use_torch_fsdp2": "write zero: {stage: 3}",
+        "num_distributed_optimizer_instances": "write zero: {stage: 3, shard_size: ...}, the ranks of each instance",
         "muon_tp_mode": "write optimizer: {whole: sharded}, and give torch.optim.Muon to autopar.initialize",
         "muon_split_qkv": "write optimizer: {split_fused: true}, and give torch.optim.Muon to autopar.initialize",
         "overlap_grad_reduce": _TORCH_DECIDES,
@@ -179,6 +181,7 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         "round_robin_gradients": _TORCH_DECIDES,
         "offload_param": "write zero: {stage: 3, cpu_offload: true}",
         "offload_optimizer": "write zero: {stage: 3, cpu_offload: true}, which keeps the optimizer's state there too",
+        "zero_hpz_partition_size": "write zero: {stage: 3, shard_size: ...}",
         "sub_group_size": _FSDP,
         "stage3_prefetch_bucket_size": _FSDP,
         "stage3_param_persistence_threshold": _FSDP,

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autopar.config.contradictions import contradictions, does_not_divide, unfit
 from autopar.config.pipeline import PipelineConfig
 from autopar.config.sections import (
     FIELDS,
+    FULLY_SHARDED,
     PLAIN,
-    SAVED,
     SECTIONS,
     SHORT,
     check_section,
@@ -23,7 +24,7 @@ from autopar.config.sections import (
     explain_section,
     explain_unknown,
 )
-from autopar.errors import ConfigError, clip, nearest
+from autopar.errors import ConfigError
 from autopar.policy.yaml_reader import plain, read_text, yaml_tree
 
 __all__ = ["ParallelConfig"]
@@ -70,8 +71,11 @@ class ParallelConfig:
             and of all rows, or ``replica``, of each one's own.
         cpu_checkpointing: keep the inputs of the recomputed blocks in the CPU's memory.
         checkpoint_saves: what recomputed blocks keep of their forward: ``attention``, ``collectives``, ``matmuls``.
-        zero_stage: 0; 1: the optimizer's state is sharded over data parallel; 3: weights and gradients too (FSDP2).
-        zero_cpu_offload: with stage 3, keep the shards in the CPU's memory.
+        zero_stage: 0; 1: the optimizer's state is sharded over data parallel; 2: gradients too, and weights between
+            steps; 3: weights also between a block's forward and its backward (2 and 3 are torch's FSDP2).
+        zero_shard_size: with stages 2 and 3, neighbouring replicas over which to shard; every such group of them has a
+            copy (HSDP). 0: all of them.
+        zero_cpu_offload: with stages 2 and 3, keep the shards in the CPU's memory.
         optimizer_whole: where an optimizer that is not element by element steps a matrix whose parts lie on several
             tensor-parallel ranks: ``owned``: on one of them, ``duplicated``: on each; ``sharded``: Muon's momentum and
             weights stay sharded, and only the direction of the update is whole, on one of them.
@@ -122,6 +126,7 @@ class ParallelConfig:
     cpu_checkpointing: bool = False
     checkpoint_saves: tuple[str, ...] = ()
     zero_stage: int = 0
+    zero_shard_size: int = 0
     zero_cpu_offload: bool = False
     optimizer_whole: str = "owned"
     optimizer_split_fused: bool = False
@@ -147,7 +152,7 @@ class ParallelConfig:
         if not problems:
             given = check_section("pipeline", self.pipeline.given(), SECTIONS["pipeline"], problems)
             object.__setattr__(self, "pipeline", PipelineConfig.of(given, self.pipeline_parallel_size, problems))
-        _raise(problems or _contradictions(vars(self)))
+        _raise(problems or contradictions(vars(self)))
 
     @classmethod
     def parse(
@@ -163,7 +168,7 @@ class ParallelConfig:
         """
         if isinstance(source, ParallelConfig) or source is None:
             config = source or cls()
-            _raise(_unfit(vars(config), world_size))
+            _raise(unfit(vars(config), world_size))
             return config
         loaded = _read(Path(source)) if isinstance(source, (str, Path)) else source
         if not isinstance(loaded, Mapping):
@@ -194,15 +199,20 @@ class ParallelConfig:
         fields |= _fields(values)
         every = {**_defaults(), **fields}
         if not problems:
-            problems = _contradictions(every)
+            problems = contradictions(every)
         fields["pipeline"] = PipelineConfig.of(pipeline, every["pipeline_parallel_size"], problems)
-        _raise(problems + _unfit(every, world_size))
+        _raise(problems + unfit(every, world_size))
         return cls(**fields)
 
     @property
     def transport(self) -> str:
         """The transport on CPUs. Graphs use gloo, and so must a rank that gives up compiling by itself."""
         return "gloo" if self.compile and self.cpu_transport == "auto" else self.cpu_transport
+
+    @property
+    def fully_sharded(self) -> bool:
+        """Whether torch's FSDP2 shards weights, gradients and the optimizer's state over the replicas."""
+        return self.zero_stage in FULLY_SHARDED
 
     @property
     def parameters_every(self) -> int:
@@ -217,7 +227,7 @@ class ParallelConfig:
         """
         tp, cp, pp = self.tensor_parallel_size, self.context_parallel_size, self.pipeline_parallel_size
         if world_size % (tp * cp * pp):
-            raise ConfigError(_does_not_divide(tp, cp, pp, world_size))
+            raise ConfigError(does_not_divide(tp, cp, pp, world_size))
         return world_size // (tp * cp * pp)
 
 
@@ -242,103 +252,6 @@ def _fields(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 def _defaults() -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(ParallelConfig)}
-
-
-def _contradictions(values: Mapping[str, Any]) -> list[str]:
-    """Values that are right one by one and do not go together."""
-    problems = []
-    low, first, high = values["min_scale"], values["initial_scale"], values["max_scale"]
-    if not low <= first <= high:
-        problems.append(f"precision.initial_scale={first:g} must lie between min_scale={low:g} and max_scale={high:g}")
-    if values["growth_factor"] <= 1:
-        problems.append(f"precision.growth_factor must be above 1, not {values['growth_factor']:g}")
-    if values["backoff_factor"] >= 1:
-        problems.append(f"precision.backoff_factor must be below 1, not {values['backoff_factor']:g}")
-    if values["zero_cpu_offload"] and values["zero_stage"] != 3:
-        problems.append(f"zero.cpu_offload needs zero.stage 3, not {values['zero_stage']}")
-    if values["zero_stage"] == 3 and values["pipeline_parallel_size"] > 1:
-        problems.append(
-            f"zero.stage=3 does not go with pipeline_parallel_size={values['pipeline_parallel_size']}: weights would "
-            "be collected for each micro-batch. Use zero.stage 1."
-        )
-    if values["zero_stage"] == 3 and values["optimizer_split_fused"]:
-        problems.append(
-            "zero.stage=3 does not go with optimizer.split_fused: torch's FSDP2 has rows of the fused matrices. Use "
-            "zero.stage 1."
-        )
-    if values["loss_chunk"] and values["loss_gather_logits"] == "always":
-        chunk = values["loss_chunk"]
-        problems.append(f"loss.chunk={chunk} makes no whole logits, which loss.gather_logits=always would gather")
-    if values["compile_mode"] != "default" and values["compile_backend"] != "inductor":
-        mode, backend = values["compile_mode"], values["compile_backend"]
-        problems.append(f"compile.mode={mode} is one of the backend inductor, not of {backend}")
-    if values["compile"] and values["cpu_transport"] == "shm":
-        problems.append("cpu_transport=shm does not go with compile: graphs use the process group. Leave one out")
-    if values["context_parallel_size"] > 1:
-        cp = f"context_parallel_size={values['context_parallel_size']}"
-        if values["compile"]:
-            problems.append(f"{cp} does not go with compile: which rows a block gets is decided in Python")
-    if values["compile"] and values["sequence_parallel"]:
-        problems.append(
-            "sequence_parallel does not go with compile: blocks that are graphs keep whole sequences. Leave one out"
-        )
-    if values["cpu_checkpointing"] and not values["activation_checkpointing"]:
-        problems.append("cpu_checkpointing=True needs activation_checkpointing=True")
-    saves = values["checkpoint_saves"]
-    for name in saves:
-        if name not in SAVED:
-            problems.append(
-                f"activation_checkpointing.save lists {clip(repr(name))}.{nearest(str(name), SAVED)} Known: "
-                f"{', '.join(SAVED)}"
-            )
-    if saves and values["compile"]:
-        problems.append(
-            f"activation_checkpointing.save={list(saves)} does not go with compile, whose graphs choose by themselves "
-            "what they keep. Leave one out"
-        )
-    return problems
-
-
-def _unfit(values: Mapping[str, Any], world_size: int | None) -> list[str]:
-    """List what keeps ``initialize`` from these sizes in a world of that size, if that is known."""
-    tp, cp, pp, ep = (values[f"{kind}_parallel_size"] for kind in ("tensor", "context", "pipeline", "expert"))
-    problems = []
-    divides = world_size is None or world_size % (tp * cp * pp) == 0
-    if not divides:
-        problems.append(_does_not_divide(tp, cp, pp, world_size or 0))
-    replicas = world_size // (tp * cp * pp) if world_size is not None and divides else None
-    if ep != 1 and (ep % tp or (replicas is not None and replicas % (ep // tp))):
-        problems.append(_misfit_of_experts(ep, tp, replicas))
-    return problems
-
-
-def _misfit_of_experts(ep: int, tp: int, replicas: int | None) -> str:
-    """Say which expert-parallel sizes fit; ``replicas``: None if the world is not known."""
-    rule = f"expert_parallel_size={ep} must be 1 or a multiple of tensor_parallel_size={tp}"
-    if replicas is None:
-        return f"{rule}: the ranks that hold a model's other layers, and replicas of them, hold its experts"
-    fitting = sorted({1, *(tp * inner for inner in range(1, replicas + 1) if replicas % inner == 0)})
-    return (
-        f"{rule} that divides {tp} x {replicas} replicas = {tp * replicas}: {', '.join(map(str, fitting))} "
-        f"{'fit' if len(fitting) > 1 else 'fits'} here"
-    )
-
-
-def _does_not_divide(tp: int, cp: int, pp: int, world_size: int) -> str:
-    others = f"context_parallel_size={cp} x pipeline_parallel_size={pp}" if cp > 1 else f"pipeline_parallel_size={pp}"
-    product = tp * cp * pp
-    fitting = [size for size in range(1, world_size + 1) if world_size % (size * cp * pp) == 0]
-    return (
-        f"tensor_parallel_size={tp} x {others} = {product} does not divide "
-        f"the world of {world_size} processes.\n"
-        f"  {world_size} / {product} must be whole: it is the data-parallel size.\n"
-        + (
-            f"  With {world_size} processes tensor_parallel_size can be {', '.join(map(str, fitting))}"
-            if fitting
-            else f"  With {world_size} processes no tensor_parallel_size fits {others}"
-        )
-        + f"; or start a multiple of {product} processes (torchrun --nproc-per-node {product})."
-    )
 
 
 def _read(path: Path) -> object:

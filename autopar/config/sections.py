@@ -39,7 +39,7 @@ SECTIONS: dict[str, dict[str, type]] = {
     },
     "activation_checkpointing": {"enable": bool, "cpu_checkpointing": bool, "save": list},
     "compile": {"enable": bool, "backend": str, "mode": str, "fullgraph": bool},
-    "zero": {"enable": bool, "stage": int, "cpu_offload": bool},
+    "zero": {"enable": bool, "stage": int, "shard_size": int, "cpu_offload": bool},
     "optimizer": {"whole": str, "split_fused": bool},
     "precision": {
         "enable": bool,
@@ -78,8 +78,8 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "context_parallel_method": ("auto", "ulysses", "gather"),
     "model_parallelism.expert_dispatch": ("all_to_all", "all_reduce"),
     "expert_dispatch": ("all_to_all", "all_reduce"),
-    "zero.stage": (0, 1, 3),
-    "zero_stage": (0, 1, 3),
+    "zero.stage": (0, 1, 2, 3),
+    "zero_stage": (0, 1, 2, 3),
     "precision.dtype": ("fp32", "bf16", "fp16"),
     "precision": ("fp32", "bf16", "fp16"),
     "optimizer.whole": ("owned", "duplicated", "sharded"),
@@ -91,18 +91,19 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "loss.router_aux": ("global", "replica"),
     "loss_router_aux": ("global", "replica"),
 }
-_FROM_ZERO = ("loss.chunk", "loss_chunk")
+_FROM_ZERO = ("loss.chunk", "loss_chunk", "zero.shard_size", "zero_shard_size")
 
 _INPUTS = re.compile(r"auto|first|always|every [1-9]\d*")
 _PARAMETERS = re.compile(r"auto|every [1-9]\d*")
-_STAGE_2 = ": 1 shards what the optimizer keeps, 3 weights and gradients too"
 # The key that a section's name alone stands for, as other libraries write it: precision: fp16, pipeline: 2
 _CHIEF = {"precision": "precision.dtype", "zero": "zero.stage", "pipeline": "model_parallelism.pipeline_parallel_size"}
+FULLY_SHARDED = (2, 3)  # stages of ZeRO that torch's FSDP2 is
 SAVED = ("attention", "collectives", "matmuls")  # what recomputed blocks may keep
 
 # section, key -> field of ParallelConfig, where that is not the key's name.
 FIELDS = {
     ("zero", "stage"): "zero_stage",
+    ("zero", "shard_size"): "zero_shard_size",
     ("zero", "cpu_offload"): "zero_cpu_offload",
     ("optimizer", "whole"): "optimizer_whole",
     ("optimizer", "split_fused"): "optimizer_split_fused",
@@ -153,8 +154,7 @@ def check_value(name: str, value: Any, kind: type) -> str | None:
     if name in _CHOICES:
         *most, last = _CHOICES[name]
         choices = f"{', '.join(map(str, most))} or {last}"
-        hint = _STAGE_2 if value == 2 else ""
-        return None if value in _CHOICES[name] else f"{name} must be {choices}, not {clip(str(value))}{hint}"
+        return None if value in _CHOICES[name] else f"{name} must be {choices}, not {clip(str(value))}"
     if name in ("consistency_check.inputs", "consistency_inputs") and not _INPUTS.fullmatch(str(value)):
         return f"{name} must be auto, first, always or 'every N' (every 10), not {clip(str(value))}"
     if name in ("consistency_check.parameters", "consistency_parameters") and not _PARAMETERS.fullmatch(str(value)):

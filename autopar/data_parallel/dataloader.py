@@ -158,7 +158,7 @@ def prepare_dataloader(
         even_batches: repeat some samples so that replicas have equally many (of a stream, drop the last ones). False,
             for evaluation: every sample exactly once, in as many batches on every replica, of which the last may be
             smaller; of a stream, whose length nobody knows, replicas may differ by a batch, so not with
-            ``zero.stage: 3``. :func:`gather_for_metrics` puts the replicas' results in the order of the dataset.
+            ``zero.stage`` 2 and 3. :func:`gather_for_metrics` puts the replicas' results in the order of the dataset.
         kwargs: anything else that ``DataLoader`` takes.
 
     Raises:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.checks.samples import local_part
 from autopar.distributed.digest import extremes, sum_of_bits
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU, new_pipeline_group
@@ -127,7 +128,7 @@ def sum_gradients(
         for parameter in run:
             if kinds[id(parameter)]:
                 gradient = _gradient_in(parameter, torch.float32 if kinds[id(parameter)] == 2 else parameter.dtype)
-                gradients.setdefault(gradient.dtype, []).append(gradient)
+                gradients.setdefault(gradient.dtype, []).append(local_part(gradient))
         for flat in (flat for same in gradients.values() for flat in flattened(same, dtype)):
             if scale != 1.0:
                 flat.mul_(scale)
@@ -215,9 +216,17 @@ class TiedWeights:
         copied._names = {id(memo[key]) if key in memo else key: name for key, name in self._names.items()}
         return copied
 
+    def rebind(self, model: nn.Module) -> None:
+        """Take the parameters that the model has now, by name: ``fully_shard`` made new ones."""
+        now = dict(model.named_parameters())
+        self._sets = [(group, [now[self._names[id(p)]] for p in parameters]) for group, parameters in self._sets]
+        self._names = {id(parameter): name for name, parameter in now.items()}
+
     def digests(self) -> dict[str, str]:
         """Digest each weight that other ranks hold, too."""
-        sums = {self._names[id(p)]: int(sum_of_bits(p.detach())) for p in self._parameters() if not p.is_meta}
+        sums = {
+            self._names[id(p)]: int(sum_of_bits(local_part(p.detach()))) for p in self._parameters() if not p.is_meta
+        }
         return {name: f"{value & (1 << 64) - 1:016x}"[:12] for name, value in sums.items()}
 
     def _parameters(self) -> Iterator[nn.Parameter]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.checks.samples import local_part
 from autopar.data_parallel.grad_sync import average_over_replicas
 from autopar.distributed.axis import Axis, device_of
 from autopar.distributed.gloo_collectives import all_reduce
@@ -27,7 +28,6 @@ __all__ = [
     "clip_grad_norm_",
     "counted_here",
     "gradient_norm",
-    "local_part",
     "own_axis",
     "own_norm",
     "scale_gradients",
@@ -86,11 +86,12 @@ def tensor_norm(
         if canonical in counted:
             layout = plan.tensors[canonical].layout
             apart = isinstance(tensor, DTensor) and canonical not in plan.experts  # replicas hold other rows
-            parts += _parts(tensor, layout, mpu.tp if apart else mpu.shards, mpu.dp_cp)
+            parts += _parts(tensor, layout, mpu.tp if apart else mpu.shards, mpu.fsdp)
     held = list(held)
     sharded = any(isinstance(parameter, DTensor) for parameter in held)  # FSDP2 over dp x cp
     replica = mpu.shards if of_stage else mpu.shards_pp
-    return _combine(parts, p, (replica, mpu.copies) if sharded else (replica,), mpu.device, held)
+    rows = mpu.copies if plan.experts else mpu.fsdp
+    return _combine(parts, p, (replica, rows) if sharded else (replica,), mpu.device, held)
 
 
 def clip_factor(max_norm: float, norm: torch.Tensor) -> torch.Tensor:
@@ -131,11 +132,6 @@ def own_norm(model: nn.Module, axis: Axis, p: float = 2.0) -> torch.Tensor:
     if any(isinstance(parameter, DTensor) for parameter in held):
         raise ConfigError("clip_grad_norm_: FSDP over a model of parallel layers built by hand is not supported")
     return _combine([each.grad for each in counted if each.grad is not None], p, (axis,), device_of(axis), held)
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the shard on this rank of a tensor that FSDP may have sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _parts(gradient: torch.Tensor, layout: Layout | None, axis: Axis, replicas: Axis) -> list[torch.Tensor]:

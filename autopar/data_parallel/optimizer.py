@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.checks.samples import local_part
 from autopar.config import ParallelConfig
-from autopar.data_parallel.gradients import gradient_norm, local_part
+from autopar.data_parallel.gradients import gradient_norm
 from autopar.data_parallel.muon import MuonSteps
 from autopar.data_parallel.optimizer_proxy import OptimizerProxy
 from autopar.data_parallel.optimizer_state import stepping_of
@@ -80,7 +81,7 @@ class ParallelStep(OwnedParameters):
         super().__init__(optimizer, model, self._replicas, sharded=sharded)
         self.max_norm = config.gradient_clipping
         self.scale = LossScale(config) if config.precision == "fp16" else None
-        self.masters = MasterWeights() if config.precision != "fp32" and config.zero_stage != 3 else None
+        self.masters = MasterWeights() if config.precision != "fp32" and not config.fully_sharded else None
         self.step_was_skipped = False
         self.gradient_norm: torch.Tensor | None = None
         self._used_scale = 0.0  # by scale_loss since the last step

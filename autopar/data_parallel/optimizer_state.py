@@ -106,9 +106,9 @@ def _refuse_without(config: ParallelConfig, lr_scheduler: Any) -> None:
     asked = [
         text
         for text, wanted in (
-            ("zero.stage=1", config.zero_stage == 1),
-            (f"precision.dtype={config.precision}", config.precision != "fp32" and config.zero_stage != 3),
-            (f"precision.dtype={config.precision}", config.precision == "fp16" and config.zero_stage == 3),
+            (f"zero.stage={config.zero_stage}", config.zero_stage == 1),
+            (f"precision.dtype={config.precision}", config.precision != "fp32" and not config.fully_sharded),
+            (f"precision.dtype={config.precision}", config.precision == "fp16" and config.fully_sharded),
             ("optimizer.split_fused=true", config.optimizer_split_fused),
             (f"gradient_clipping={config.gradient_clipping:g}", config.gradient_clipping > 0),
             ("lr_scheduler", lr_scheduler is not None),
@@ -128,7 +128,7 @@ def check_state(optimizer: Any, model: nn.Module, plan: Plan, config: ParallelCo
     Raises:
         ConfigError: fused matrices are to be split, and it has none; a state tensor of a parameter that is stepped in
             shards is neither of the parameter's shape nor a single number; or there is state at all and ZeRO's stage is
-            3, or state of a model that has no values yet (except Adagrad's).
+            2 or 3, or state of a model that has no values yet (except Adagrad's).
     """
     whole = stepped_whole(optimizer, config)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -144,10 +144,10 @@ def check_state(optimizer: Any, model: nn.Module, plan: Plan, config: ParallelCo
         name = names.get(id(parameter))
         if name is None:  # of no parameter
             continue
-        if config.zero_stage == 3 and entries:
+        if config.fully_sharded and entries:
             raise ConfigError(
-                f"{type(optimizer).__name__} has state of {name} already: with zero.stage 3 the optimizer must not "
-                "have stepped, and one that makes its state when it is built (Adagrad) does not work"
+                f"{type(optimizer).__name__} has state of {name} already: with zero.stage {config.zero_stage} the "
+                "optimizer must not have stepped, and one that makes its state when it is built (Adagrad) does not work"
             )
         lost = next((key for key, value in entries.items() if isinstance(value, torch.Tensor) and value.is_meta), None)
         if lost is not None and not isinstance(optimizer, torch.optim.Adagrad):

@@ -11,8 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.checks.process_hooks import forget, listen
+from autopar.checks.samples import local_part
 from autopar.checks.wrappers import refuse_flat
-from autopar.data_parallel.gradients import counted_here, local_part, tensor_norm
+from autopar.data_parallel.gradients import counted_here, tensor_norm
 from autopar.data_parallel.precision import agree_on_found
 from autopar.distributed.digest import extremes, of_text
 from autopar.distributed.failures import FailureLog

@@ -52,7 +52,7 @@ _AXES = ("pp", "dp", "cp", "tp")  # of the mesh, the slowest first
 _DIMS = ("pp", "edp", "inner", "cp", "tp")  # the same, with dp in two
 
 
-def rank_groups(sizes: MeshSizes, experts: int = 1) -> dict[str, list[list[int]]]:
+def rank_groups(sizes: MeshSizes, experts: int = 1, zero: int = 0) -> dict[str, list[list[int]]]:
     """Return the global ranks of every group of every axis; each axis partitions the world. Pure arithmetic.
 
     Joined axes vary what they name: ``dp_cp``, ``tp_cp``, ``tp_pp``, and ``model``, one whole model replica (tp x cp x
@@ -60,6 +60,7 @@ def rank_groups(sizes: MeshSizes, experts: int = 1) -> dict[str, list[list[int]]
 
     Args:
         experts: the expert-parallel size. Above tp, ``ep`` joins tp and the innermost replicas, ``edp`` the others.
+        zero: neighbours in ``dp_cp`` over which FSDP2 shards, the axis ``fsdp``; ranks with the same rows: ``hsdp``.
     """
     inner = max(experts // sizes.tp, 1)
     ranks = np.arange(math.prod(sizes)).reshape(sizes.pp, sizes.dp // inner, inner, sizes.cp, sizes.tp)
@@ -78,6 +79,10 @@ def rank_groups(sizes: MeshSizes, experts: int = 1) -> dict[str, list[list[int]]
     groups |= {"tp_cp": groups_of("cp", "tp"), "tp_pp": groups_of("pp", "tp")}
     groups |= {"ep": groups_of("ep"), "edp": groups_of("edp")}
     groups |= {"edp_cp": groups_of("edp", "cp"), "ep_pp": groups_of("pp", "inner", "tp")}
+    if zero:
+        joint = groups["dp_cp"]
+        groups["fsdp"] = [line[at : at + zero] for line in joint for at in range(0, len(line), zero)]
+        groups["hsdp"] = [line[at::zero] for line in joint for at in range(zero)]
     groups["embedding"] = [[stages[0], stages[-1]] if sizes.pp > 1 else stages for stages in groups["pp"]]
     return groups
 
@@ -96,6 +101,7 @@ class MPU(MeshAccessors):
         reduce_dtype: in which tensors of half precision are summed: ``same``, their own dtype, or ``fp32``.
         expert_parallel_size: ranks over which the experts of mixtures are sharded by number: 1, or a multiple of the
             tensor-parallel size.
+        zero_shard_size: neighbouring ranks of ``dp_cp`` over which ZeRO's stages 2 and 3 shard; 0: all of them.
 
     Attributes:
         tp: the axis (:class:`~autopar.distributed.axis.Axis`) of the ranks that hold the other shards of its layers.
@@ -110,6 +116,7 @@ class MPU(MeshAccessors):
         edp: of the ranks that hold the same experts and read other data; ``dp`` itself unless ep is above tp.
         shards: of the ranks that together hold the weights of a stage: ``ep`` where it is above tp, else ``tp``.
         copies: of the ranks that hold the same shards as this one, experts among them.
+        fsdp: of the ranks over which ZeRO's stages 2 and 3 shard; ``dp_cp`` itself, or a part of it.
         shards_pp: of the ranks that together hold the weights of all stages.
         sizes: ``MeshSizes(tp, pp, dp, cp)``.
         device: where this rank computes: its GPU under nccl, another accelerator under its own backend, else the CPU.
@@ -129,6 +136,7 @@ class MPU(MeshAccessors):
         context_parallel_size: int = 1,
         reduce_dtype: str = "same",
         expert_parallel_size: int = 1,
+        zero_shard_size: int = 0,
     ) -> None:
         tp, pp, cp, ep = tensor_parallel_size, pipeline_parallel_size, context_parallel_size, expert_parallel_size
         config = ParallelConfig(
@@ -148,7 +156,7 @@ class MPU(MeshAccessors):
         self._lines: dict[str, DeviceMesh] = {}  # by the names of their axes
         self._alive = True
         made: dict[tuple[int, ...], Any] = {}
-        groups = rank_groups(self.sizes, ep)
+        groups = rank_groups(self.sizes, ep, zero_shard_size)
         axes = {name: self._make_axis(name, groups[name], made) for name in groups}
         for axis in filter(None, axes.values()):  # stages in the middle have no embedding
             axis.reduce_dtype = torch.float32 if reduce_dtype == "fp32" else None
@@ -162,6 +170,7 @@ class MPU(MeshAccessors):
         if ep > tp:
             self.edp, self.copies, self.shards_pp = (axes[name] for name in ("edp", "edp_cp", "ep_pp"))
             self.shards = self.ep
+        self.fsdp, self._hsdp = axes.get("fsdp", self.dp_cp), axes.get("hsdp")
         self._embedding = axes["embedding"]
         # Objects and errors travel over gloo, whatever the tensors use.
         if self.device.type != "cpu":
@@ -185,6 +194,7 @@ class MPU(MeshAccessors):
             config.context_parallel_size,
             config.reduce_dtype,
             config.expert_parallel_size,
+            config.zero_shard_size,
         )
 
     def _make_axis(self, name: str, groups: list[list[int]], made: dict[tuple[int, ...], Any]) -> Any:
@@ -234,6 +244,18 @@ class MPU(MeshAccessors):
     def copies_mesh(self) -> DeviceMesh:
         """Return the ranks that hold the same experts as a one-dimensional ``DeviceMesh``, for ``fully_shard``."""
         return self.dp_cp_mesh if self.copies is self.dp_cp else self._line(self.copies)
+
+    @property
+    def fsdp_mesh(self) -> DeviceMesh:
+        """Return the mesh for ``fully_shard``: of one dim, or (copies, shards) where a part of the ranks shards."""
+        if self._hsdp is None:
+            return self.dp_cp_mesh
+        if "fsdp" not in self._lines:
+            ranks = torch.tensor(self.dp_cp.ranks, dtype=torch.int).view(-1, self.fsdp.size)
+            groups = [axis.group for axis in (self._hsdp, self.fsdp)]
+            names = ("copies", "shards")
+            self._lines["fsdp"] = DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=names)
+        return self._lines["fsdp"]
 
     @property
     def shards_mesh(self) -> DeviceMesh:

@@ -25,6 +25,7 @@ __all__ = [
     "leave_out_of_ddp",
     "left_out_of_ddp",
     "meshes_of_fsdp",
+    "reduce_gradients",
     "set_timeout",
 ]
 
@@ -74,3 +75,18 @@ def meshes_of_fsdp(module: nn.Module) -> set[Any]:
     """Return the meshes over which FSDP2 shards a module's own parameters."""
     state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
     return {group.mesh_info.mesh for group in getattr(state, "_fsdp_param_groups", ())}
+
+
+def reduce_gradients(root: FSDPModule) -> None:
+    """Reduce the gradients that FSDP2 has accumulated, as torch's pipeline stages do after their last backward.
+
+    Source: ``torch.distributed.pipelining.stage``, ``_PipelineStageBase.perform_reduce_grad``.
+    """
+    root.set_is_last_backward(True)
+    root.set_reshard_after_backward(True)
+    root.set_requires_gradient_sync(True)
+    state = root._get_fsdp_state()
+    for each in state._state_ctx.all_states:
+        for group in each._fsdp_param_groups:
+            group.post_backward()
+    state._root_post_backward_final_callback()

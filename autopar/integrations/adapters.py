@@ -33,7 +33,7 @@ def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default", 
         The ``PeftModel``, parallelized with the config and policy of ``model``.
 
     Raises:
-        ConfigError: the model was initialized with an optimizer or ``zero.stage`` 3, nothing is changed; or these
+        ConfigError: the model was initialized with an optimizer or ``zero.stage`` 2 or 3, nothing is changed; or these
             adapters cannot be sharded: the model is parallelized as before then.
     """
     import peft
@@ -90,7 +90,8 @@ def _state_of(model: nn.Module, name: str) -> Parallelized | None:
     state: Parallelized | None = vars(model).get("_autopar")
     if state is None:
         return None
-    held = "zero.stage 3" if state.config.zero_stage == 3 else "an optimizer" if state.step is not None else None
+    stage = f"zero.stage {state.config.zero_stage}"
+    held = stage if state.config.fully_sharded else "an optimizer" if state.step is not None else None
     if held is not None:
         raise ConfigError(
             f"{name}: the model was initialized with {held}, which knows the parameters that it had then.\n"

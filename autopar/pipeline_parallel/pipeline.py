@@ -206,19 +206,21 @@ class Pipeline:
             self._penalise(model, step)
             return
         state = vars(model)["_autopar"]
+        rows = state.dp.fully_sharded if self.plan.stages > 1 else None
         ours = state.step is not None and state.step.model is model
         with state.step.fp32_gradients() if ours else contextlib.nullcontext():
             summing = "summing the gradients of weights that several stages hold"
             with self.tied.apart():
-                self.engine.run(actions, step)
-                self._penalise(model, step)
+                with rows.one_pass() if rows else contextlib.nullcontext():
+                    self.engine.run(actions, step)
+                    self._penalise(model, step)
                 with self.failures.blame(summing, self.mpu.pp.ranks):
                     self.tied.sum(held_alike(model, state.plan, self.mpu))
             if self.averages:
                 averaging = "averaging the gradients over the data-parallel replicas"
                 with self.failures.blame(averaging, self.mpu.dp_cp.ranks):
                     average_over_replicas(model, state.plan, self.plan, self.mpu)
-        self.unaveraged = not self.averages and self.mpu.dp_cp.size > 1
+        self.unaveraged = not self.averages and self.mpu.dp_cp.size > 1 and not state.config.fully_sharded
 
     def _penalise(self, model: nn.Module, step: Step) -> None:
         """Add the penalty of this stage's parameters, each of which is one stage's, and its gradients."""

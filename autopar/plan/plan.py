@@ -294,11 +294,11 @@ class Plan:
 
     def check_zero(self, stage: int) -> None:
         """Raise ConfigError for a stage of ZeRO that would shard quantized weights."""
-        if stage == 3 and (quantized := self.quantized()):
+        if stage >= 2 and (quantized := self.quantized()):
             name, form = next(iter(quantized.items()))
             raise ConfigError(
-                f"zero.stage=3 does not go with quantized weights, such as {name} ({form}): torch's FSDP2 would part "
-                "bytes and scales.\n  Use zero.stage 1, which shards the state of what is trained; "
+                f"zero.stage={stage} does not go with quantized weights, such as {name} ({form}): torch's FSDP2 would "
+                "part bytes and scales.\n  Use zero.stage 1, which shards the state of what is trained; "
                 "tensor_parallel_size shards the quantized weights."
             )
 

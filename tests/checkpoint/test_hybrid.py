@@ -208,7 +208,7 @@ def test_dtensors_of_other_kinds_are_refused() -> None:
             check_fsdp_shard("w", distribute_tensor(torch.zeros(4, 4), mesh, [placement]), 2)
     fine = distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)])
     check_fsdp_shard("w", fine, 2)
-    with pytest.raises(CheckpointError, match="over the 4 data-parallel replicas"):
+    with pytest.raises(CheckpointError, match="over 4 data-parallel replicas"):
         check_fsdp_shard("w", fine, 4)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.data_parallel.apply import blocks_of
+from autopar.data_parallel.fully_sharded import blocks_of
 from autopar.errors import ConfigError
 from tests.parity import close, whole
 from tests.pool import pooled

@@ -132,8 +132,10 @@ def test_sizes_of_accelerate(tmp_path):
         assert (context.tensor_parallel_size, context.context_parallel_size) == (2, 2)
         ulysses = parse_parallel_config(ParallelismConfig(sp_size=4), arguments(tmp_path, 2), 4)
         assert (ulysses.context_parallel_size, ulysses.context_parallel_method) == (4, "ulysses")
+        hybrid = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+        sharded = parse_parallel_config(hybrid, arguments(tmp_path, 2), 4)
+        assert (sharded.zero_stage, sharded.zero_shard_size) == (3, 2)
         refused = {
-            "dp_replicate_size=2 and dp_shard_size=2": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
             "= 2 is not the world of 4 processes": ParallelismConfig(tp_size=2),
         }
         for text, sizes in refused.items():

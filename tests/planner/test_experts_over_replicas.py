@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.checks.samples import local
+from autopar.checks.samples import local_part
 from autopar.errors import ConfigError
 from autopar.tools.planner.candidate import Candidate, Rows
 from autopar.tools.planner.estimate import Estimator
@@ -52,17 +52,17 @@ def test_states_are_those_that_ranks_hold(mesh: str) -> None:
     model, optimizer = autopar.initialize(model, config, optimizer=torch.optim.AdamW(model.parameters()))
     for _ in range(2):
         model.execute_pipeline({"input_ids": _ids(BATCH), "labels": _ids(BATCH)}, optimizer=optimizer)
-    gradients = sum(local(parameter.grad).nbytes for parameter in model.parameters())
+    gradients = sum(local_part(parameter.grad).nbytes for parameter in model.parameters())
     optimizer.step()
     mpu, steps = model.mpu, vars(optimizer)["_autopar"]
     held = plan.ranks[mpu.pp.rank, mpu.dp_cp.rank, mpu.tp.rank]
     masters = [] if steps.masters is None else [steps.masters.of(p) for p in steps.names if steps.owns(p)]
     states = [entry for state in optimizer.state.values() for entry in state.values()]
-    assert held.weights == sum(local(parameter).nbytes for parameter in model.parameters())
+    assert held.weights == sum(local_part(parameter).nbytes for parameter in model.parameters())
     assert held.gradients == gradients
-    assert held.optimizer == sum(local(tensor).nbytes for tensor in [*states, *(m for m in masters if m is not None)])
+    assert held.optimizer == sum(local_part(tensor).nbytes for tensor in [*states, *(m for m in masters if m is not None)])
     experts = [parameter for name, parameter in model.named_parameters() if ".experts." in name]
-    assert held.expert_weights == sum(local(parameter).nbytes for parameter in experts)
+    assert held.expert_weights == sum(local_part(parameter).nbytes for parameter in experts)
     stage = plan.stages[mpu.pp.rank]
     peers = [bytes_ for (pp, _, _), bytes_ in plan.ranks.items() if pp == mpu.pp.rank]
     assert stage.weights == max(peer.weights for peer in peers)

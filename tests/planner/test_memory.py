@@ -64,6 +64,7 @@ MESHES = {
     "pp 2, bf16": {"pipeline_parallel_size": 2, "precision": {"dtype": "bf16"}},
     "dp 2, ZeRO-1": {"zero": {"stage": 1}},
     "dp 2, ZeRO-1, bf16": {"zero": {"stage": 1}, "precision": {"dtype": "bf16"}},
+    "dp 2, ZeRO-2, bf16": {"zero": {"stage": 2}, "precision": {"dtype": "bf16"}},
     "dp 2, ZeRO-3, bf16": {"zero": {"stage": 3}, "precision": {"dtype": "bf16"}},
 }
 
@@ -73,6 +74,19 @@ MESHES = {
 @pooled(world_size=2)
 def test_states_are_those_that_ranks_hold(build: Any, mesh: str) -> None:
     _states_are_as_planned(build, _config(**MESHES[mesh]))
+
+
+@pytest.mark.parametrize("mesh", ["pp 2, ZeRO-2", "pp 2, ZeRO-3", "tp 2, ZeRO-2", "ZeRO-3 over 2"])
+@pytest.mark.parametrize("build", [gpt2, llama], ids=["gpt2", "llama"])
+@pooled(world_size=4)
+def test_fully_sharded_states_are_those_that_ranks_hold(build: Any, mesh: str) -> None:
+    meshes: dict[str, dict[str, Any]] = {
+        "pp 2, ZeRO-2": {"pipeline_parallel_size": 2, "zero": {"stage": 2}},
+        "pp 2, ZeRO-3": {"pipeline_parallel_size": 2, "zero": {"stage": 3}},
+        "tp 2, ZeRO-2": {"tensor_parallel_size": 2, "zero": {"stage": 2}, "precision": {"dtype": "bf16"}},
+        "ZeRO-3 over 2": {"zero": {"stage": 3, "shard_size": 2}},
+    }
+    _states_are_as_planned(build, _config(**meshes[mesh]))
 
 
 class LiveBytes(TorchDispatchMode):

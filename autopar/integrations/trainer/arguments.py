@@ -50,23 +50,20 @@ def parse_parallel_config(given: Any, args: Any, world_size: int) -> ParallelCon
 
 
 def _from_accelerate(sizes: Any, world_size: int) -> ParallelConfig:
-    if sizes.dp_replicate_size > 1 and sizes.dp_shard_size > 1:
-        raise ConfigError(
-            f"ParallelismConfig has dp_replicate_size={sizes.dp_replicate_size} and dp_shard_size="
-            f"{sizes.dp_shard_size}: autopar shards over all replicas or over none\n"
-            f"  dp_shard_size={sizes.dp_replicate_size * sizes.dp_shard_size} shards over all (ZeRO-3)."
-        )
     if sizes.total_size not in (1, world_size):
         raise ConfigError(
             f"ParallelismConfig: dp_replicate_size={sizes.dp_replicate_size} x dp_shard_size={sizes.dp_shard_size} x "
             f"cp_size={sizes.cp_size} x sp_size={sizes.sp_size} x tp_size={sizes.tp_size} = {sizes.total_size} is not "
             f"the world of {world_size} processes"
         )
+    cp = max(sizes.cp_size, sizes.sp_size)  # one of them is 1
+    hybrid = sizes.dp_replicate_size > 1 and sizes.dp_shard_size > 1
     return ParallelConfig(
         tensor_parallel_size=sizes.tp_size,
-        context_parallel_size=max(sizes.cp_size, sizes.sp_size),  # one of them is 1
+        context_parallel_size=cp,
         context_parallel_method="ulysses" if sizes.sp_size > 1 else "auto",
         zero_stage=3 if sizes.dp_shard_size > 1 else 0,
+        zero_shard_size=sizes.dp_shard_size * cp if hybrid else 0,
     )
 
 

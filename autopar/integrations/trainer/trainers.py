@@ -156,7 +156,7 @@ class ParallelTrainerMixin(StepMixin, EvaluationMixin, CheckpointMixin):
                 "TrainingArguments start the process group before anything else does, or set use_cpu"
             )
         self.args._n_gpu = 1
-        if state.config.zero_stage == 3 and hasattr(model, "generate"):
+        if state.config.fully_sharded and hasattr(model, "generate"):
             register_fsdp_forward_method(model, "generate")  # an encoder is called without the model around it
         if has_fused_head(base_of(model)):
             give_whole_head(base_of(model), model)

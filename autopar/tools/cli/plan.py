@@ -50,7 +50,7 @@ def plan(
     optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd or sgd-momentum.")] = "adamw",
     lora: Annotated[int | None, typer.Option("--lora", min=1, help="Rank of LoRA; the base is frozen.")] = None,
     quantization: Annotated[str | None, typer.Option(help="nf4, nf4-double, fp4 or int8: of LoRA's base.")] = None,
-    zero: Annotated[int | None, typer.Option(help="ZeRO stage 0, 1 or 3; by default any.")] = None,
+    zero: Annotated[int | None, typer.Option(help="ZeRO stage 0, 1, 2 or 3; by default any.")] = None,
     checkpointing: Annotated[
         bool | None, typer.Option("--checkpointing/--no-checkpointing", help="Recompute blocks; by default either.")
     ] = None,

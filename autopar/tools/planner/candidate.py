@@ -81,6 +81,23 @@ class Candidate:
         return self.replicas // self.sharers
 
     @property
+    def fully_sharded(self) -> bool:
+        """Whether FSDP2 shards the weights over the replicas."""
+        return self.zero >= 2
+
+    @property
+    def exchanges(self) -> tuple[int, int]:
+        """How often FSDP2 gathers a weight in a step, and reduces its gradient.
+
+        In stage 3 before each forward and each backward, in stage 2 before the forward; through stages there once a
+        step, and gradients are reduced once a step.
+        """
+        count = self.microbatches
+        if self.pp == 1:
+            return count * (self.zero - 1), count
+        return 2 * count if self.zero == 3 else 1, 1
+
+    @property
     def rows(self) -> Rows:
         """How sequences lie on the ranks of tp and cp."""
         return Rows(self.tp, self.cp, self.sequence_parallel, self.ep)

@@ -103,8 +103,8 @@ class Estimator:
         if candidate.pp > 1:
             costs = self._costs(_kind(candidate))
             buffers += 2 * max(cost.output for cost in costs)  # a message that leaves, one that comes
-        if candidate.zero == 3 and candidate.replicas > 1:
-            buffers += self._gathered(candidate)
+        if candidate.fully_sharded and candidate.replicas > 1:
+            buffers += self._gathered(candidate, rank)
         elif candidate.replicas > 1:
             alone = held.expert_gradients if candidate.copies == 1 else 0  # no other rank holds these
             buffers += min(max(_BUCKET, held.largest), held.gradients - alone)
@@ -121,12 +121,18 @@ class Estimator:
             _RESERVE if self.device == "cuda" else 0,
         )
 
-    def _gathered(self, candidate: Candidate) -> int:
-        """Return the bytes that FSDP2 holds of other ranks: two blocks, the weights around them, a gradient of each."""
+    def _gathered(self, candidate: Candidate, rank: int) -> int:
+        """Return the bytes that FSDP2 holds of other ranks.
+
+        In stage 3 two blocks and the weights around them, in stage 2 all weights; of gradients a block's, also in
+        fp32, through stages those of all weights, which are reduced at the end of a pass.
+        """
         width = 4 if self.model.precision == "fp32" else 2
-        elements = self._stages(1, "1f1b").elements
-        largest, outside = self.model.states(candidate.tp, candidate.ep).unsharded(elements, 0, width)
-        return 2 * largest + outside + largest + largest * 4 // width
+        stages = self._stages(candidate.pp, candidate.schedule)
+        largest, whole, outside = self.model.states(candidate.tp, candidate.ep).unsharded(stages, rank, 0)
+        weights = whole if candidate.zero == 2 else 2 * largest + outside
+        gradients = whole * 4 if candidate.pp > 1 else largest * (width + 4)
+        return weights * width + gradients
 
     def _config(self, pp: int, schedule: str, zero: int = 0, cp: int = 1) -> ParallelConfig:
         if self.given is not None:
@@ -242,31 +248,34 @@ class Estimator:
             size / (self._between_replicas(candidate, sharers) * self.gpu.network)
             for sharers, size in self._replica_bytes(candidate).items()
         )
-        if candidate.zero == 3 and candidate.replicas > 1:
-            calls = 3 * candidate.microbatches * len(self._stages(1, "1f1b").elements)
+        if candidate.fully_sharded and candidate.replicas > 1:
+            calls = sum(candidate.exchanges) * len(self._stages(1, "1f1b").elements) // candidate.pp
             hops = candidate.replicas - 1 + (candidate.copies - 1 if candidate.sharers > 1 else 0)
             travel += calls * hops * self.gpu.hop
-            travel = max(0.0, travel - max(self._busy(candidate)) * candidate.microbatches)
+            if candidate.pp == 1 or candidate.zero == 3:  # else weights come before all work, and gradients behind it
+                travel = max(0.0, travel - max(self._busy(candidate)) * candidate.microbatches)
         return {"dp": travel, "optimizer": optimizer}
 
     def _replica_bytes(self, candidate: Candidate) -> dict[int, int]:
         """Return the bytes that a rank sends to other replicas in a step, the most of any rank.
 
-        FSDP2 sends weights twice and gradients once, for each micro-batch.
+        FSDP2 sends weights and gradients as often as :attr:`Candidate.exchanges` says.
 
         Returns:
             Replicas that share what is sent -> bytes: 1, what all replicas hold; more: experts, to their copies.
         """
         states, replicas = self._states_of(candidate), candidate.replicas
-        if candidate.zero == 3:
-            width, held = 4 if self.model.precision == "fp32" else 2, states[0]
+        if candidate.fully_sharded:
+            width, held = 4 if self.model.precision == "fp32" else 2, max(states, key=lambda each: each.parameters)
+            gathers, reduces = candidate.exchanges
             experts = held.parameters * held.expert_weights // max(held.weights, 1)
             parts = {1: (held.parameters - experts, replicas)}
             parts |= {candidate.sharers: (experts, candidate.copies)} if candidate.sharers > 1 else {}
             volumes = (
-                (of, volume("all_gather", n * ranks * (2 * width + 4), ranks)) for of, (n, ranks) in parts.items()
+                (of, volume("all_gather", n * ranks * (gathers * width + reduces * 4), ranks))
+                for of, (n, ranks) in parts.items()
             )
-            return {of: candidate.microbatches * sent for of, sent in volumes}
+            return dict(volumes)
 
         def sent(gradients: int, weights: int, ranks: int) -> int:
             gathered = weights if candidate.zero == 1 else 0

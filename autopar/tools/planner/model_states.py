@@ -116,8 +116,9 @@ class ModelStates:
         sizes = [prod(shape) for shape in shapes]
         spread = [parameter.name in self.plan.experts for parameter in held]
         owned = [True] * len(held)
-        if config.zero_stage == 3:
-            whose = [(copies.copy(dp or 0), copies.size) if expert else (dp or 0, replicas) for expert in spread]
+        if config.fully_sharded:
+            at, of = (dp or 0) % (config.zero_shard_size or replicas), config.zero_shard_size or replicas
+            whose = [(copies.copy(dp or 0), copies.size) if expert else (at, of) for expert in spread]
             sizes = [_rows(p, shape, at, of) for p, shape, (at, of) in zip(held, shapes, whose, strict=True)]
         elif config.zero_stage == 1 and replicas > 1:
             trained = [size if parameter.trained else 0 for parameter, size in zip(held, sizes, strict=True)]
@@ -145,20 +146,22 @@ class ModelStates:
         facts = (sum(sizes), stepped, largest, expert_weights, expert_gradients)
         return RankBytes(weights, gradients, optimizer, buffers, *facts)
 
-    def unsharded(self, elements: Sequence[str], tp: int, itemsize: int) -> tuple[int, int]:
-        """Return what FSDP2 gathers: bytes of the largest block, and of all that lies outside of blocks."""
-        blocks = dict.fromkeys(elements, 0)
+    def unsharded(self, stages: StagePlan, pp: int, tp: int) -> tuple[int, int, int]:
+        """Return elements that FSDP2 gathers on a stage: of the largest block, of all, and those outside of blocks."""
+        blocks = dict.fromkeys(stages.elements, 0)
         outside = 0
         for name, parameter in self._named.items():
+            if pp not in stages.holders(name):
+                continue
             canonical = self._aliases.get(name, name)
-            size = prod(self._shape(canonical, tuple(parameter.shape), tp)) * itemsize
+            size = prod(self._shape(canonical, tuple(parameter.shape), tp))
             parts = name.split(".")
             path = next((p for end in range(1, len(parts)) if (p := ".".join(parts[:end])) in blocks), None)
             if path is None:
                 outside += size
             else:
                 blocks[path] += size
-        return max(blocks.values(), default=0), outside
+        return max(blocks.values(), default=0), sum(blocks.values()) + outside, outside
 
     def _stored(self, parameter: _Parameter, kind: Kind, shard: int) -> int:
         planned = self.plan.tensors[parameter.name]
@@ -166,7 +169,7 @@ class ModelStates:
         return kind.nbytes((rows, columns), planned.layout, shard)
 
     def _held(self, stages: StagePlan, config: ParallelConfig, pp: int) -> list[_Parameter]:
-        key = (id(stages), config.precision, config.zero_stage == 3, pp)
+        key = (id(stages), config.precision, config.fully_sharded, pp)
         known = self._known.get(key)
         if known is None or known[0] is not stages:
             known = self._known[key] = (stages, list(self._found(stages, config, pp)))
@@ -177,7 +180,7 @@ class ModelStates:
         stays: Callable[[str], bool] = keeps_fp32(self._inner, dtype) if dtype is not None else lambda name: True
         for name, parameter in self._named.items():
             if pp in stages.holders(name):
-                half = parameter.is_floating_point() and not stays(name) and config.zero_stage != 3
+                half = parameter.is_floating_point() and not stays(name) and not config.fully_sharded
                 canonical = self._aliases.get(name, name)
                 kind = parameter.kind if isinstance(parameter, StandIn) else None
                 shape, trained = tuple(parameter.shape), parameter.requires_grad
@@ -205,7 +208,7 @@ def _rows(parameter: _Parameter, shape: tuple[int, ...], dp: int, replicas: int)
     """Return a replica's elements with FSDP2: of the first dim parts of the same number of rows, as far as they go."""
     if not shape:
         raise ConfigError(
-            f"zero.stage=3: {parameter.name} is a single number, which torch's FSDP2 does not shard. Use zero.stage 1"
+            f"zero.stage 2 and 3: {parameter.name} is a single number, which torch's FSDP2 does not shard. Use stage 1"
         )
     rows = -(-shape[0] // replicas)
     return max(min(rows, shape[0] - rows * dp), 0) * prod(shape[1:])

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from autopar.config.pipeline import SPLIT_BACKWARD
 from autopar.dry_run.plan_model import uncollected
 from autopar.errors import AutoparError, ConfigError, first_line
 from autopar.tools.planner.candidate import Candidate, Estimate, RankMemory
@@ -88,7 +89,7 @@ class Space:
         for schedule in self.schedules if pp > 1 else ("1f1b",):
             if count < (2 * pp if schedule == "dualpipev" else pp) and pp > 1:
                 continue
-            for zero in _zero_stages(self.zero, pp, cp * dp):
+            for zero in _zero_stages(self.zero, schedule if pp > 1 else None, cp * dp):
                 for checkpointing in (False, True) if self.checkpointing is None else (self.checkpointing,):
                     for rows, ep in itertools.product(self._rows(tp, cp), self.experts(tp, dp)):
                         yield Candidate(tp, pp, dp, schedule, batch, count, zero, checkpointing, cp, rows, ep)
@@ -107,8 +108,8 @@ class Space:
         return [ep for ep in fitting if ep <= max(tp, _MOST_EP) and self.by_expert in (None, ep > 1)]
 
 
-def _zero_stages(wanted: int | None, pp: int, dp: int) -> Sequence[int]:
-    fitting = [0] if dp == 1 else [0, 1, 3] if pp == 1 else [0, 1]
+def _zero_stages(wanted: int | None, schedule: str | None, dp: int) -> Sequence[int]:
+    fitting = [0] if dp == 1 else [0, 1, 2] if schedule in SPLIT_BACKWARD else [0, 1, 2, 3]
     return fitting if wanted is None else [stage for stage in fitting if stage == wanted]
 
 

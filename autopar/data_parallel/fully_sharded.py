@@ -1,0 +1,184 @@
+"""ZeRO stages 2 and 3: torch's FSDP2 shards weights, gradients and the optimizer's state over the replicas.
+
+Each block is one group of parameters. In stage 3 its weights are there only while it runs; in stage 2 from its forward
+to its backward. Through pipeline stages the gradients of all micro-batches of a pass are reduced at its end; in stage 2
+weights are gathered once a pass, in stage 3 for each micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from autopar.checks.process_hooks import forget, listen
+from autopar.config import ParallelConfig
+from autopar.data_parallel.precision import DTYPES
+from autopar.distributed.derivatives import check_transforms
+from autopar.distributed.mesh import MPU
+from autopar.errors import ConfigError
+from autopar.foreign.groups import reduce_gradients
+from autopar.foreign.modules import own_parameters
+from autopar.foreign.transformers import unsplit_modules
+from autopar.plan.plan import Plan
+
+__all__ = ["FullySharded", "blocks_of", "check_offload", "check_tied_experts"]
+
+
+def check_offload(cpu_offload: bool) -> None:
+    """Raise ConfigError where FSDP2 cannot offload: it copies through an accelerator's streams."""
+    if cpu_offload and not torch.accelerator.is_available():
+        raise ConfigError(
+            "zero.cpu_offload moves shards between the CPU and an accelerator, and this machine has none; leave it out"
+        )
+
+
+def check_tied_experts(plan: Plan, config: ParallelConfig) -> None:
+    """Raise ConfigError where FSDP2 would make two weights of one that two modules of experts share."""
+    tied = next((each for name, each in plan.tensors.items() if each.aliases and name in plan.experts), None)
+    if tied is not None and config.fully_sharded:
+        raise ConfigError(
+            f"zero.stage={config.zero_stage} does not go with expert_parallel_size={config.expert_parallel_size} above "
+            f"tensor_parallel_size={config.tensor_parallel_size} where\n  experts share a weight, as {tied.name} and "
+            f"{tied.aliases[0]} do: torch's FSDP2 would make two of it. Use zero.stage 1."
+        )
+
+
+class FullySharded:
+    """A model whose parameters FSDP2 shards over dp x cp, block by block, in place.
+
+    ``Parameter`` objects are replaced by ones that hold a ``DTensor``, this rank's shard. Experts that replicas hold
+    different ones of are sharded over the ranks with the same ones, of which there may be one. Its gradients are
+    averaged over these, as FSDP2 does by itself (:mod:`autopar.tensor_parallel.experts`, note on gradients).
+
+    Weights that a forward gathers stay until a backward of it, which may never come: before a step, and after a
+    forward without gradients, they are freed, so that the next forward gathers what the optimizer has made.
+
+    Args:
+        blocks: of a plain module, what its policy names so.
+        experts: names of the parameters of such experts.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: nn.Module,
+        mpu: MPU,
+        config: ParallelConfig,
+        blocks: Sequence[nn.Module] = (),
+        experts: Set[str] = frozenset(),
+    ) -> None:
+        self._stage = config.zero_stage
+        self._keeps = config.zero_stage == 2  # weights, from a block's forward to its backward
+        dtype = DTYPES.get(config.precision)
+        if dtype is not None:
+            for parameter in model.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.float()
+        policy = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, torch.float32)
+        own = replace(policy, cast_forward_inputs=False)  # the block has cast, and routers' weights may stay in fp32
+        offload = CPUOffloadPolicy() if config.zero_cpu_offload else OffloadPolicy()
+        how: dict[str, Any] = {"offload_policy": offload, "reshard_after_forward": False if self._keeps else None}
+        for module in _modules_of(model, experts):
+            fully_shard(module, mesh=mpu.copies_mesh, mp_policy=own, **how)
+        for module in (*blocks_of(inner, blocks), model):
+            fully_shard(module, mesh=mpu.fsdp_mesh, mp_policy=policy, **how)
+        self.model: Any = model
+        self._gathered = False  # whether weights may be
+        model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)  # before FSDP's own
+        model.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
+        encodes = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
+        if encodes and callable(getattr(model, "generate", None)):  # which calls the encoder by itself
+            register_fsdp_forward_method(model, "generate")
+        listen(self)
+
+    def remove(self) -> None:
+        """Listen to steps no longer."""
+        forget(self)
+
+    def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        check_transforms(f"zero.stage {self._stage}, where torch's FSDP holds the weights", lambda: (args, kwargs))
+        self._gathered = True
+
+    def _after_forward(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if not torch.is_grad_enabled() and kwargs.get("past_key_values") is None:  # generate goes on with them
+            self.reshard()
+
+    def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.reshard()
+
+    def reshard(self) -> None:
+        """Free whole weights, if there are any. No communication; gradients that are not reduced yet stay."""
+        if self._gathered:
+            self._gathered = False
+            self.model.reset_iter_state()
+
+    @contextmanager
+    def one_pass(self) -> Iterator[None]:
+        """Run the micro-batches of a pass through stages inside; and reduce their gradients together at its end."""
+        modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        self.model.set_is_last_backward(False)
+        self.model.set_requires_gradient_sync(False)
+        self.model.set_reshard_after_backward(not self._keeps)
+        self._gathered = True
+        try:
+            for module in modules if self._keeps else ():
+                module.unshard()
+            yield
+            reduce_gradients(self.model)
+        finally:
+            self.reshard()
+
+
+def _modules_of(root: nn.Module, names: Set[str], path: str = "") -> Iterator[nn.Module]:
+    """Yield the outermost modules that have these parameters and no others, adapters around experts among them."""
+    held = {path + name for name, _ in root.named_parameters()}
+    if held and held <= names:
+        yield root
+    elif held & names:
+        for name, module in root.named_children():
+            yield from _modules_of(module, names, f"{path}{name}.")
+
+
+def blocks_of(inner: nn.Module, blocks: Sequence[nn.Module] = ()) -> list[nn.Module]:
+    """Return the modules that transformers says must not be split, or recomputes one by one, and ``blocks``.
+
+    Inner ones first; without those that share a weight with a module outside: it would no longer be one weight.
+    """
+    listed = unsplit_modules(inner)
+    named = {id(block) for block in blocks}
+    holders = _holders(inner)
+    found = [
+        module
+        for module in inner.modules()
+        if module is not inner
+        and not isinstance(module, PreTrainedModel)
+        and (
+            isinstance(module, GradientCheckpointingLayer)
+            or any(c.__name__ in listed for c in type(module).__mro__)
+            or id(module) in named
+        )
+        and (own := _holders(module))
+        and all(holders[key] == count for key, count in own.items())
+    ]
+    return found[::-1]
+
+
+def _holders(root: nn.Module) -> Counter[int]:
+    """``id(parameter)`` -> how many modules below ``root`` have it."""
+    return Counter(id(p) for module in root.modules() for p in own_parameters(module).values() if p is not None)
