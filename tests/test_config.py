@@ -391,6 +391,10 @@ def test_a_whole_foreign_config_is_refused_in_ten_lines():
             {"pp": 2, "zero": {"stage": 3}, "pipeline": {"schedule": "zbv", "num_microbatches": 4}},
             "(?s)zero.stage=3 does not go with pipeline.schedule=zbv: .* Use zero.stage 2, which gathers weights once",
         ),
+        (
+            {"zero": {"stage": 3, "optimizer_offload": True}},
+            "zero.optimizer_offload needs zero.stage 0 or 1, not 3, which has zero.cpu_offload",
+        ),
         ({"zero": {"shard_size": 2}}, "zero.shard_size needs zero.stage 2 or 3, not 0"),
         (
             {"tp": 2, "ep": 4, "zero": {"stage": 3, "shard_size": 2}},

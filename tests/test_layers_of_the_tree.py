@@ -35,11 +35,11 @@ TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["verification"], ["c
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
     "applied": 803,
-    "checkpoint": 6205,
+    "checkpoint": 6216,
     "checks": 2243,
-    "config": 1012,
+    "config": 1017,
     "context_parallel": 2880,
-    "data_parallel": 3018,
+    "data_parallel": 3046,
     "deferred_init": 1140,
     "distributed": 4622,
     "dry_run": 3395,
@@ -51,7 +51,7 @@ LINES = {
     "quantized": 860,
     "storage": 1490,
     "tensor_parallel": 5722,
-    "tools": 11753,
+    "tools": 11780,
 }
 LOADED = 140  # modules that initialize loads; fewer is better
 ROOT = Path(__file__).parents[1] / "autopar"

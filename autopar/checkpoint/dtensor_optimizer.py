@@ -82,6 +82,11 @@ def to_dtensor_training_state(
             "to_dtensor_state_dict: with precision.dtype bf16 or fp16 training goes on from fp32 weights and a loss "
             f"scale, for which torch's names have no place.\n{_INSTEAD}"
         )
+    if step is not None and step.host is not None:
+        raise CheckpointError(
+            "to_dtensor_state_dict: with zero.optimizer_offload the state lies in the CPU's memory, of which torch "
+            f"makes copies.\n{_INSTEAD}"
+        )
     groups = named_groups(optimizer, model, state.plan)
     _add_state(optimizer, groups, state)
     entries = _state_entries(optimizer, model, state)

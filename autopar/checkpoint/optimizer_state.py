@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.checkpoint.optimizer_metadata import COUNTERS, OptimizerMetadata, is_sharded
-from autopar.checkpoint.optimizer_weights import as_stepped
+from autopar.checkpoint.optimizer_weights import as_stepped, state_device
 from autopar.checkpoint.state import canonical_names
 from autopar.errors import CheckpointError
 from autopar.layout import Layout
@@ -181,7 +181,7 @@ def prepare(
                     continue
                 source = saved[entry.name(name, key, tp_rank)]
                 shape, layout = entry.shape_on(tp_rank, key, source, due, before.tp, title)
-                device = parameter.device
+                device = state_device(optimizer, parameter)
                 if key in _ON_HOST and not (options.get("capturable") or options.get("fused")):
                     device = torch.device("cpu")
                 dtype = _dtype(source) if entry.kind != "like" else dtype_here(name, parameter, _dtype(source))

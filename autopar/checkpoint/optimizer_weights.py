@@ -67,6 +67,12 @@ def as_stepped(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, due: T
     return due if step is None or parameter not in step.whole else replace(due, layout=None)
 
 
+def state_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.device:
+    """Return where the state of a parameter lies: beside it, or in the CPU's memory."""
+    step = step_of(optimizer)
+    return parameter.device if step is None or step.host is None else step.host
+
+
 def writer_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
     """Return the tensor-parallel rank that writes the state of a parameter, if that is not a shard."""
     step = step_of(optimizer)

@@ -63,6 +63,8 @@ def _of_zero(values: Mapping[str, Any]) -> list[str]:
     for key in ("shard_size", "cpu_offload"):
         if values[f"zero_{key}"] and not sharded:
             problems.append(f"zero.{key} needs zero.stage 2 or 3, not {stage}")
+    if values["zero_optimizer_offload"] and sharded:
+        problems.append(f"zero.optimizer_offload needs zero.stage 0 or 1, not {stage}, which has zero.cpu_offload")
     schedule = values["pipeline"].schedule
     if stage == 3 and values["pipeline_parallel_size"] > 1 and schedule in SPLIT_BACKWARD:
         problems.append(

@@ -180,7 +180,7 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         "allgather_partitions": _TORCH_DECIDES,
         "round_robin_gradients": _TORCH_DECIDES,
         "offload_param": "write zero: {stage: 3, cpu_offload: true}",
-        "offload_optimizer": "write zero: {stage: 3, cpu_offload: true}, which keeps the optimizer's state there too",
+        "offload_optimizer": "write zero: {stage: 1, optimizer_offload: true}, or {stage: 3, cpu_offload: true}",
         "zero_hpz_partition_size": "write zero: {stage: 3, shard_size: ...}",
         "sub_group_size": _FSDP,
         "stage3_prefetch_bucket_size": _FSDP,

@@ -76,6 +76,7 @@ class ParallelConfig:
         zero_shard_size: with stages 2 and 3, neighbouring replicas over which to shard; every such group of them has a
             copy (HSDP). 0: all of them.
         zero_cpu_offload: with stages 2 and 3, keep the shards in the CPU's memory.
+        zero_optimizer_offload: with stages 0 and 1, keep the optimizer's state and fp32 weights there, and step there.
         optimizer_whole: where an optimizer that is not element by element steps a matrix whose parts lie on several
             tensor-parallel ranks: ``owned``: on one of them, ``duplicated``: on each; ``sharded``: Muon's momentum and
             weights stay sharded, and only the direction of the update is whole, on one of them.
@@ -128,6 +129,7 @@ class ParallelConfig:
     zero_stage: int = 0
     zero_shard_size: int = 0
     zero_cpu_offload: bool = False
+    zero_optimizer_offload: bool = False
     optimizer_whole: str = "owned"
     optimizer_split_fused: bool = False
     gradient_clipping: float = 0.0

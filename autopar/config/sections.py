@@ -39,7 +39,7 @@ SECTIONS: dict[str, dict[str, type]] = {
     },
     "activation_checkpointing": {"enable": bool, "cpu_checkpointing": bool, "save": list},
     "compile": {"enable": bool, "backend": str, "mode": str, "fullgraph": bool},
-    "zero": {"enable": bool, "stage": int, "shard_size": int, "cpu_offload": bool},
+    "zero": {"enable": bool, "stage": int, "shard_size": int, "cpu_offload": bool, "optimizer_offload": bool},
     "optimizer": {"whole": str, "split_fused": bool},
     "precision": {
         "enable": bool,
@@ -105,6 +105,7 @@ FIELDS = {
     ("zero", "stage"): "zero_stage",
     ("zero", "shard_size"): "zero_shard_size",
     ("zero", "cpu_offload"): "zero_cpu_offload",
+    ("zero", "optimizer_offload"): "zero_optimizer_offload",
     ("optimizer", "whole"): "optimizer_whole",
     ("optimizer", "split_fused"): "optimizer_split_fused",
     ("precision", "dtype"): "precision",

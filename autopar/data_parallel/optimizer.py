@@ -23,7 +23,7 @@ from autopar.config import ParallelConfig
 from autopar.data_parallel.gradients import gradient_norm
 from autopar.data_parallel.muon import MuonSteps
 from autopar.data_parallel.optimizer_proxy import OptimizerProxy
-from autopar.data_parallel.optimizer_state import stepping_of
+from autopar.data_parallel.optimizer_state import move_state, stepping_of
 from autopar.data_parallel.precision import (
     DTYPES,
     LossScale,
@@ -81,18 +81,24 @@ class ParallelStep(OwnedParameters):
         super().__init__(optimizer, model, self._replicas, sharded=sharded)
         self.max_norm = config.gradient_clipping
         self.scale = LossScale(config) if config.precision == "fp16" else None
-        self.masters = MasterWeights() if config.precision != "fp32" and not config.fully_sharded else None
+        offloads = config.zero_optimizer_offload and mpu.device.type != "cpu"
+        self.host = torch.device("cpu") if offloads else None  # where the optimizer's state lies, and steps
+        self.masters = MasterWeights(self.host) if config.precision != "fp32" and not config.fully_sharded else None
         self.step_was_skipped = False
         self.gradient_norm: torch.Tensor | None = None
         self._used_scale = 0.0  # by scale_loss since the last step
         self._running: OptimizerProxy | None = None
         self._gathered: dict[torch.Tensor, torch.Tensor] = {}  # shards of what is stepped whole in this step
-        self._looked = config.precision == "fp32" and not self.whole  # whether a step changed weights past its groups
+        alone = config.precision == "fp32" and not self.whole and self.host is None
+        self._looked = alone  # whether a step changed weights past its groups
         self._saved: Mapping[str, Any] = {}
         for parameter in [p for p in optimizer.state if p in self.names and not self.keeps_state(p)]:
             del optimizer.state[parameter]
         if self.masters is not None:
             self._halve(inner, DTYPES[config.precision], self.masters)
+        for parameter in self.names:
+            fp32 = self.masters is not None and parameter.dtype in DTYPES.values()
+            move_state(optimizer, parameter, self.host, torch.float32 if fp32 else None)
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
@@ -215,7 +221,7 @@ class ParallelStep(OwnedParameters):
             whole = self._gather()
             stepped = {p: whole.get(p, t) for p, t in stepped.items() if p in whole or p not in self.whole}
             looked, self._looked = self._looked, True
-            watched = {} if looked else {p: n for p, n in self.names.items() if p.itemsize == 2 or p in self.whole}
+            watched = {} if looked else {p: name for p, name in self.names.items() if self._stands_apart(p)}
             self._running = OptimizerProxy(optimizer, self.muon.take(stepped, whole), watched, apart=whole)
         return (self._running.optimizer, *args[1:]), kwargs
 
@@ -262,16 +268,14 @@ class ParallelStep(OwnedParameters):
         with self._failures.deadline(), self._failures.blame("optimizer.step()", ranks):
             yield
 
+    def _stands_apart(self, parameter: torch.Tensor) -> bool:
+        return self.host is not None or parameter.itemsize == 2 or parameter in self.whole
+
     def _halve(self, inner: nn.Module, dtype: torch.dtype, masters: MasterWeights) -> None:
         def stepped(parameter: nn.Parameter) -> bool:
             return parameter in self.names and parameter.requires_grad and self.owns(parameter)
 
         to_half(self.model, inner, dtype, masters, stepped)
-        for parameter, entries in self.optimizer.state.items():
-            if parameter in self.names and parameter.dtype == dtype:
-                for key, value in entries.items():
-                    if isinstance(value, torch.Tensor) and value.is_floating_point():
-                        entries[key] = value.float()
 
     def _agree(self) -> bool:
         """Return whether some rank's fp16 gradients overflowed, the same answer everywhere; one collective.
@@ -317,11 +321,13 @@ class ParallelStep(OwnedParameters):
             weight = self.master(parameter) if owned and (of_some or gradient is not None) else None
             if gradient is not None and self.masters is not None and gradient.dtype in DTYPES.values():
                 gradient = gradient.float() if owned else None  # the model's stays as it is
-            if weight is not None:
-                weight.grad = gradient
+            if weight is None and owned and self.host is not None and gradient is not None:
+                weight = parameter.detach().to(self.host)
             if gradient is not None and not (isinstance(multiplier, float) and multiplier == 1):
                 local = local_part(gradient)
                 local.mul_(multiplier.to(local.device, local.dtype) if torch.is_tensor(multiplier) else multiplier)
+            if weight is not None:
+                weight.grad = gradient if gradient is None else gradient.to(weight.device)
             if owned:
                 stepped[parameter] = parameter if weight is None else weight
         return stepped
@@ -380,6 +386,7 @@ class ParallelStep(OwnedParameters):
             if not keeps:
                 optimizer.state.pop(parameter, None)
             weight = self.master(parameter) if self.owns(parameter) else None
+            move_state(optimizer, parameter, self.host)
             if weight is None:
                 continue
             if index in ours.get("masters", {}):

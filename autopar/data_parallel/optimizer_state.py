@@ -18,6 +18,7 @@ __all__ = [
     "check_optimizer",
     "check_state",
     "keep_stage",
+    "move_state",
     "rebind",
     "shard_state",
     "stepped_whole",
@@ -60,6 +61,11 @@ def check_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, config:
                 "  Make the optimizer from model.parameters() of the model that is passed to initialize."
             )
         how = stepping_of(optimizer, group, config) if group["params"] else ""
+        if config.zero_optimizer_offload and how not in ("parts", ""):
+            raise ConfigError(
+                f"zero.optimizer_offload does not go with {type(optimizer).__name__}, which looks at whole matrices: "
+                "ranks exchange them where they compute.\n  Leave zero.optimizer_offload out."
+            )
         groups.append([how, *(names[id(parameter)] for parameter in group["params"])])
     return groups
 
@@ -107,6 +113,7 @@ def _refuse_without(config: ParallelConfig, lr_scheduler: Any) -> None:
         text
         for text, wanted in (
             (f"zero.stage={config.zero_stage}", config.zero_stage == 1),
+            ("zero.optimizer_offload=true", config.zero_optimizer_offload),
             (f"precision.dtype={config.precision}", config.precision != "fp32" and not config.fully_sharded),
             (f"precision.dtype={config.precision}", config.precision == "fp16" and config.fully_sharded),
             ("optimizer.split_fused=true", config.optimizer_split_fused),
@@ -207,6 +214,16 @@ def keep_stage(optimizer: Any, model: nn.Module) -> None:
                 group[key] = [group[key][index] for index in kept]
     for parameter in gone & optimizer.state.keys():
         del optimizer.state[parameter]
+
+
+def move_state(
+    optimizer: Any, parameter: torch.Tensor, device: torch.device | None, dtype: torch.dtype | None = None
+) -> None:
+    """Move the tensors of a parameter's state to a device, floating ones to a dtype; None: as they are."""
+    entries = optimizer.state.get(parameter, {})
+    for key, value in entries.items():
+        if isinstance(value, torch.Tensor):
+            entries[key] = value.to(device or value.device, dtype if value.is_floating_point() else None)
 
 
 def rebind(optimizer: Any, names: Mapping[int, str], model: nn.Module) -> None:

@@ -42,14 +42,18 @@ class MasterWeights:
 
     A parameter whose half-precision value was changed by somebody else (a loaded checkpoint) wins: what differs from
     the rounded fp32 weight is taken over at the next step.
+
+    Args:
+        device: where they lie; None: beside the parameters.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
         self._weights: dict[torch.Tensor, torch.Tensor] = {}
 
     def keep(self, parameter: torch.Tensor, weight: torch.Tensor) -> None:
         """Register the fp32 master weight of a half-precision parameter."""
-        self._weights[parameter] = weight
+        self._weights[parameter] = weight if self._device is None else weight.to(self._device)
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the fp32 weight of ``parameter`` as it is at this moment; None if that is not half-precision.
@@ -59,7 +63,7 @@ class MasterWeights:
         if parameter.dtype not in DTYPES.values():
             return None
         weight = self._weights.get(parameter)
-        value = parameter.detach()
+        value = parameter.detach() if self._device is None else parameter.detach().to(self._device)
         if weight is None or weight.device != value.device:
             weight = self._weights[parameter] = value.float()
         else:
@@ -119,7 +123,7 @@ def to_fp32(model: nn.Module, weights: Mapping[int, torch.Tensor | None]) -> Non
     for parameter in model.parameters():
         if parameter.dtype in DTYPES.values():
             weight = weights.get(id(parameter))
-            _replace(parameter, parameter.data.float() if weight is None else weight)
+            _replace(parameter, (parameter.data if weight is None else weight).to(parameter.device, torch.float32))
     for buffer in model.buffers():
         if buffer.dtype in DTYPES.values():
             buffer.data = buffer.data.float()

@@ -55,14 +55,14 @@ def _train(model: Any, optimizer: Any, plain: Any, steps: int = 3) -> None:
                     each(input_ids=ids, labels=labels, num_items_in_batch=counted).loss.backward()
             else:
                 each(**batch).loss.backward()
-        if step == 1 and mpu.pp.size == 1:
-            model(**mine)  # its backward never comes
         losses = []
         for each in (model.eval(), plain.eval()):
             with torch.no_grad():
                 losses.append(each(**batch).loss)
         if losses[0] is not None:
             close(losses[0], losses[1], f"evaluation {step}")
+        if step == 1 and mpu.pp.size == 1:
+            model.train()(**mine)  # its backward never comes
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         for each in (optimizer, reference):
             each.step()

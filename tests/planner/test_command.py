@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 import yaml
+from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 import autopar
@@ -115,3 +116,13 @@ def test_a_model_that_is_nowhere(tmp_path: Path) -> None:
     assert (
         "'nobody/nothing' is no folder with a config.json, and its config cannot be read from the hub" in result.stderr
     )
+
+
+def test_where_nothing_fits_the_memory_of_the_cpu_is_named(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+    LlamaConfig(**sizes, vocab_size=32000, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    common = (tmp_path, "--sequence", 2048, "--global-batch", 8, "--no-checkpointing")
+    one = " ".join(run(*common, "--gpus", 1).output.split())
+    assert "fits with zero.optimizer_offload: 55 GB, 81 GB in the CPU's memory, and about" in one
+    four = " ".join(run(*common, "--gpus", 4, "--gpu", "l4", "--zero", 3).output.split())
+    assert "fits with zero.cpu_offload: " in four

@@ -60,7 +60,9 @@ def test_states_are_those_that_ranks_hold(mesh: str) -> None:
     states = [entry for state in optimizer.state.values() for entry in state.values()]
     assert held.weights == sum(local_part(parameter).nbytes for parameter in model.parameters())
     assert held.gradients == gradients
-    assert held.optimizer == sum(local_part(tensor).nbytes for tensor in [*states, *(m for m in masters if m is not None)])
+    assert held.optimizer == sum(
+        local_part(tensor).nbytes for tensor in [*states, *(m for m in masters if m is not None)]
+    )
     experts = [parameter for name, parameter in model.named_parameters() if ".experts." in name]
     assert held.expert_weights == sum(local_part(parameter).nbytes for parameter in experts)
     stage = plan.stages[mpu.pp.rank]

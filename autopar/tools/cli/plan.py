@@ -171,7 +171,7 @@ def _show(estimator: Estimator, space: Space, found: Found, as_json: bool) -> No
         print(f"nothing fits, of {found.tried} candidates: more GPUs or adapters (LoRA) may", file=sys.stderr)
     if found.best:
         print("\n".join(filter(None, lines(_table(found, space)))))
-    others = list(rejected(found, space))
+    others = list(rejected(estimator, found))
     if others:
         print(f"the {'others' if found.best else 'nearest'}, of {found.tried} candidates:")
         for line in others[:_SHOWN]:

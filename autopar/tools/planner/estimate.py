@@ -117,7 +117,7 @@ class Estimator:
             peak.logits,
             peak.work,
             buffers,
-            foreach,
+            0 if held.host else foreach,
             _RESERVE if self.device == "cuda" else 0,
         )
 

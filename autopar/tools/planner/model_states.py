@@ -45,7 +45,7 @@ class RankBytes(NamedTuple):
     """Bytes on one rank.
 
     Attributes:
-        optimizer: the optimizer's state, with the fp32 weights that it works on.
+        optimizer: the optimizer's state, with the fp32 weights that it works on; ``host``: those in the CPU's memory.
         buffers: of the model.
         parameters: elements of the weights.
         stepped: elements that the rank's optimizer steps.
@@ -62,6 +62,7 @@ class RankBytes(NamedTuple):
     largest: int = 0
     expert_weights: int = 0
     expert_gradients: int = 0
+    host: int = 0
 
 
 class _Parameter(NamedTuple):
@@ -144,7 +145,8 @@ class ModelStates:
                 optimizer += self._state(size, 4 if parameter.half else width) + (4 * size if parameter.half else 0)
         buffers = self._bytes_of_buffers(stages, shard, pp)
         facts = (sum(sizes), stepped, largest, expert_weights, expert_gradients)
-        return RankBytes(weights, gradients, optimizer, buffers, *facts)
+        host = optimizer if config.zero_optimizer_offload else 0
+        return RankBytes(weights, gradients, optimizer - host, buffers, *facts, host)
 
     def unsharded(self, stages: StagePlan, pp: int, tp: int) -> tuple[int, int, int]:
         """Return elements that FSDP2 gathers on a stage: of the largest block, of all, and those outside of blocks."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from autopar.tools.planner.candidate import Candidate, Estimate, RankMemory, mesh_words
 from autopar.tools.planner.estimate import Estimator
 from autopar.tools.planner.search import Found, Space
+
+_PCIE = 20e9  # bytes a second between a GPU and the CPU's memory, of a PCIe 4 link; all GPUs of a node at a time
+_HOST = 10e9  # bytes of state a second that the CPU's cores of one GPU step
 
 __all__ = ["assumptions", "gigabytes", "needs", "rejected", "to_json", "yaml_of"]
 
@@ -24,7 +28,7 @@ def gigabytes(size: float) -> str:
     return f"{size / 1e9:.0f}" if size >= 9.95e9 else f"{size / 1e9:.1f}"
 
 
-def rejected(found: Found, space: Space) -> Iterator[str]:
+def rejected(estimator: Estimator, found: Found) -> Iterator[str]:
     """Yield a line for each mesh that is not among the best, and why."""
     shown = {_mesh(estimate.candidate) for estimate in found.best}
     for estimate in found.slower:
@@ -38,13 +42,34 @@ def rejected(found: Found, space: Space) -> Iterator[str]:
             shown.add(_mesh(candidate))
             yield f"{candidate}: fits, at least {least / found.best[0].time:.2f} times as long"
     for candidate, memory in sorted(found.too_large, key=lambda each: each[1].total):
-        yield f"{candidate}: {needs(memory)}"
+        lever = "" if found.best else _on_host(estimator, candidate, memory)
+        yield f"{candidate}: {needs(memory)}{lever}"
     reasons: dict[str, list[str]] = {}
     for sizes, reason in found.refused:
         reasons.setdefault(reason, []).append(mesh_words(*sizes))
     for reason, meshes in reasons.items():
         more = f" and {len(meshes) - 3} more" if len(meshes) > 3 else ""
         yield f"{', '.join(meshes[:3])}{more}: {reason}"
+
+
+def _on_host(estimator: Estimator, candidate: Candidate, memory: RankMemory) -> str:
+    """Say what would make a candidate fit, if the CPU's memory does, and the seconds of what then travels."""
+    if candidate.fully_sharded:  # weights come for each forward and backward, gradients go
+        key, moved = "cpu_offload", memory.weights + memory.gradients + memory.optimizer
+        times = sum(candidate.exchanges)
+    else:  # gradients go, new weights come
+        key, moved, times = "optimizer_offload", memory.optimizer, 1
+    least = replace(memory, step=0, optimizer=0)
+    if candidate.fully_sharded:
+        least = replace(least, weights=0, gradients=0)
+    if least.total > estimator.gpu.memory:
+        return ""
+    travel = times * (memory.weights if candidate.fully_sharded else memory.weights + memory.gradients) / _PCIE
+    stepped = moved / _HOST
+    return (
+        f"; fits with zero.{key}: {gigabytes(least.total)} GB, {gigabytes(moved)} GB in the CPU's memory, and about "
+        f"{travel + stepped:.1f} s more a step"
+    )
 
 
 def _mesh(candidate: Candidate) -> tuple[int, int, int]:
@@ -85,7 +110,7 @@ def to_json(estimator: Estimator, space: Space, found: Found) -> dict[str, Any]:
         "optimizer": model.optimizer,
         "tried": found.tried,
         "best": [_entry(estimate, model.precision) for estimate in found.best],
-        "rejected": list(rejected(found, space)),
+        "rejected": list(rejected(estimator, found)),
         "assumptions": assumptions(estimator),
     }
 
