@@ -201,6 +201,8 @@ def _table(found: Found, space: Space) -> Table:
     row("micro-batches", (f"{c.microbatches} x {c.microbatch}" for c in chosen))
     row("ZeRO", (c.zero or "-" for c in chosen))
     row("recompute", ("blocks" if c.checkpointing else "-" for c in chosen))
+    if any(c.saves for c in chosen):
+        row("  but", ("\n".join(c.saves) or "-" for c in chosen))
     shown.add_section()
     row("seconds a step", (f"{e.time:.2f}" for e in best))
     for name, _ in best[0].parts:

@@ -42,7 +42,7 @@ class Candidate:
         schedule: of the pipeline; with one stage ``1f1b``, forward and backward of one micro-batch after the other.
         microbatch: samples of a micro-batch; ``microbatches``: how many a replica has in a step.
         zero: ZeRO's stage.
-        checkpointing: whether the activations of blocks are recomputed.
+        checkpointing: whether the activations of blocks are recomputed; ``saves``: what these keep of their forward.
         cp: context-parallel size; ``sequence_parallel``: whether tp ranks hold rows between the regions.
         ep: ranks that hold whole experts, to which tokens travel: tp, or more, of several replicas; 1: tp ranks hold a
             part of each expert.
@@ -59,6 +59,7 @@ class Candidate:
     cp: int = 1
     sequence_parallel: bool = False
     ep: int = 1
+    saves: tuple[str, ...] = ()
 
     @property
     def gpus(self) -> int:
@@ -124,7 +125,7 @@ class Candidate:
         if precision != "fp32":
             found["precision"] = {"dtype": precision}
         if self.checkpointing:
-            found["activation_checkpointing"] = {"enable": True}
+            found["activation_checkpointing"] = {"enable": True, **({"save": [*self.saves]} if self.saves else {})}
         return found
 
     def __str__(self) -> str:
@@ -134,7 +135,7 @@ class Candidate:
         parts += [self.schedule] if self.pp > 1 else []
         parts += [f"{self.microbatches} x {self.microbatch}"]
         parts += [f"ZeRO-{self.zero}"] if self.zero else []
-        parts += ["checkpointing"] if self.checkpointing else []
+        parts += ["checkpointing" + (f" but {' and '.join(self.saves)}" if self.saves else "")] * self.checkpointing
         return ", ".join(parts)
 
 

@@ -32,10 +32,12 @@ class _Kind(NamedTuple):
     schedule: str
     batch: int
     checkpointing: bool
+    saves: tuple[str, ...]
 
 
 def _kind(candidate: Candidate) -> _Kind:
-    return _Kind(candidate.rows, candidate.pp, candidate.schedule, candidate.microbatch, candidate.checkpointing)
+    c = candidate
+    return _Kind(c.rows, c.pp, c.schedule, c.microbatch, c.checkpointing, c.saves)
 
 
 def _enough(candidate: Candidate) -> int:
@@ -158,10 +160,10 @@ class Estimator:
 
     def _stage_costs(self, kind: _Kind) -> list[StageCost]:
         stages = self._stages(kind.pp, kind.schedule)
-        key = (kind.rows, kind.batch, kind.checkpointing, stages.bounds)
+        key = (kind.rows, kind.batch, kind.checkpointing, kind.saves, stages.bounds)
         if key not in self._shared:
             self._shared[key] = stage_costs(
-                self.model.count(kind.rows, kind.batch),
+                self.model.count(kind.rows, kind.batch, kind.saves),
                 stages,
                 self.gpu,
                 precision=self.model.precision,

@@ -120,7 +120,6 @@ def _memory(
         loss_chunk=parsed.loss_chunk,
         method=parsed.context_parallel_method,
         dispatch=parsed.expert_dispatch,
-        save=parsed.checkpoint_saves,
     )
     if parsed.activation_checkpointing:
         planned.check_checkpointing()
@@ -130,6 +129,7 @@ def _memory(
         cp=cp,
         sequence_parallel=parsed.sequence_parallel and tp > 1,
         ep=parsed.expert_parallel_size,
+        saves=parsed.checkpoint_saves,
     )
     estimator = Estimator(planned, GPUS["h100"], device=device, given=parsed)
     stages, states, places = planned.stages(parsed), planned.states(tp, candidate.ep), cp * candidate.sharers

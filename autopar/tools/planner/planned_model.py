@@ -64,8 +64,8 @@ class PlannedModel:
         sequence: tokens of each sample.
         precision: ``fp32``, ``bf16`` or ``fp16``, as in the configuration.
         optimizer: one of :data:`~autopar.tools.planner.model_states.OPTIMIZERS`.
-        loss_chunk, method, dispatch, save: as in the configuration; the method of context parallelism, how tokens
-            travel to experts, and what recomputed blocks keep.
+        loss_chunk, method, dispatch: as in the configuration; the method of context parallelism, and how tokens travel
+            to experts.
         dry_run: run the stages of each split, as ``initialize`` does: some models' stages hold more than is read off
             one forward. A search does that for what it has found (:meth:`rehearse`).
 
@@ -84,7 +84,6 @@ class PlannedModel:
         loss_chunk: int = 0,
         method: str = "auto",
         dispatch: str = "all_to_all",
-        save: tuple[str, ...] = (),
         dry_run: bool = True,
     ) -> None:
         own = given_policy(model, policy)
@@ -98,11 +97,10 @@ class PlannedModel:
         self.model, self.inner = model, inner
         self.sequence, self.precision, self.optimizer = sequence, precision, optimizer
         self._chunk, self._method, self._dispatch, self._dry_run = loss_chunk, method, dispatch, dry_run
-        self._save = save
         self._shard_of = functools.cache(self._made_shard)
         self.plans = ModelPlans(model, inner, self.prefix, self.policy)
         self._states: dict[tuple[int, int], ModelStates] = {}
-        self._counts: dict[tuple[Rows, int], ForwardCount] = {}
+        self._counts: dict[tuple[Rows, int, tuple[str, ...]], ForwardCount] = {}
 
     def plan(self, tp: int, ep: int = 1) -> Plan:
         """Return the plan for a tensor- and an expert-parallel size. Raises what ``make_plan`` does."""
@@ -141,16 +139,20 @@ class PlannedModel:
             self._states[key] = ModelStates(self.model, self.inner, self.plan(*key), self.optimizer)
         return self._states[key]
 
-    def count(self, rows: Rows, batch: int) -> ForwardCount:
+    def count(self, rows: Rows, batch: int, saves: tuple[str, ...] = ()) -> ForwardCount:
         """Count what a rank's shard keeps of a micro-batch of ``batch`` samples.
+
+        Args:
+            saves: what recomputed blocks keep (``activation_checkpointing.save``).
 
         Raises:
             ConfigError: sequence or context parallelism does not fit the model.
             UnsupportedModelError: the model does not run on the meta device.
         """
-        if (rows, batch) not in self._counts:
-            self._counts[rows, batch] = self._counted(rows, batch)
-        return self._counts[rows, batch]
+        key = (rows, batch, saves)
+        if key not in self._counts:
+            self._counts[key] = self._counted(*key)
+        return self._counts[key]
 
     def check_checkpointing(self) -> None:
         """Raise ConfigError if the blocks cannot be recomputed."""
@@ -163,7 +165,7 @@ class PlannedModel:
         if ranks > 1:
             self.plans.stages(ranks, pipeline.chunks, pipeline.layers_per_stage, folded=pipeline.folded)
 
-    def _counted(self, rows: Rows, batch: int) -> ForwardCount:
+    def _counted(self, rows: Rows, batch: int, saves: tuple[str, ...]) -> ForwardCount:
         shard = self._shard_of(rows)
         inner, region = shard.inner, shard.region
         start = f"{self.prefix}." if self.prefix else ""
@@ -173,7 +175,7 @@ class PlannedModel:
         region.start()
         try:
             inputs = _with_labels(inner, batch, self.sequence)
-            return count_forward(inner, inputs, elements, shard.equal, encoder, shard.quantized, self._save)
+            return count_forward(inner, inputs, elements, shard.equal, encoder, shard.quantized, saves)
         except Exception as error:
             raise UnsupportedModelError(
                 f"{type(self.inner).__name__} does not run without data, so what it keeps cannot be counted: "

@@ -8,15 +8,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.config.pipeline import SPLIT_BACKWARD
+from autopar.config.sections import SAVED
 from autopar.dry_run.plan_model import uncollected
 from autopar.errors import AutoparError, ConfigError, first_line
 from autopar.tools.planner.candidate import Candidate, Estimate, RankMemory
 from autopar.tools.planner.estimate import Estimator
 
-__all__ = ["Found", "Space", "rehearsed", "search"]
+__all__ = ["Found", "Space", "rehearsed", "search", "with_kept"]
 
 _SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")  # gpipe waits as long as 1f1b and holds more
 _MICROBATCHES = (1, 2, 4, 8, 16)
+_SAVES = (("attention",), ("collectives",), ("attention", "collectives"), SAVED)  # what recomputed blocks may keep
 _FEWEST_ROWS = 4096  # of a sequence on each rank, where the search chooses the size of cp
 _MOST_CP = 64
 _MOST_EP = 64
@@ -166,8 +168,19 @@ def search(estimator: Estimator, space: Space, count: int = 5) -> Found:
             kinds[kind] = estimate
     found.bounded = [(candidate, time) for time, _, candidate in sorted(fitting)]
     ranked = sorted(kinds.values(), key=lambda estimate: estimate.time)
-    found.best, found.slower = ranked[:count], ranked[count:]
+    fastest = [with_kept(estimator, estimate) for estimate in ranked[:count]]
+    found.best, found.slower = sorted(fastest, key=lambda estimate: estimate.time), ranked[count:]
     return found
+
+
+def with_kept(estimator: Estimator, estimate: Estimate) -> Estimate:
+    """Return the fastest that fits of a candidate and, if it recomputes blocks, what these may keep."""
+    found = [estimate]
+    for saves in _SAVES if estimate.candidate.checkpointing else ():
+        candidate = replace(estimate.candidate, saves=saves)
+        if max(rank.total for rank in estimator.memory(candidate)) <= estimator.gpu.memory:
+            found.append(estimator.estimate(candidate))
+    return min(found, key=lambda each: each.time)
 
 
 @uncollected()
