@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from autopar.distributed.process import accelerator
 from autopar.distributed.recompute_tape import Tape
@@ -19,24 +20,41 @@ from autopar.foreign.tensors import schema_of
 from autopar.foreign.transformers import RECOMPUTE, recompute_function, set_recompute_function
 from autopar.swap import swap, unswap
 
-__all__ = ["apply", "check", "keep", "keep_on_cpu", "paused", "recompute", "saved_operators", "undo"]
+__all__ = [
+    "apply",
+    "check",
+    "keep",
+    "keep_on_cpu",
+    "paused",
+    "recompute",
+    "recomputed_layers",
+    "saved_operators",
+    "undo",
+]
 
 
-def check(model: nn.Module, blocks: Sequence[str], policy: object) -> None:
+def check(model: nn.Module, blocks: Sequence[str], policy: object, every: int = 1) -> None:
     """Check that the activations of a model's blocks can be recomputed.
 
     Args:
         blocks: paths of a plain module's blocks.
         policy: where they are described.
+        every: of how many blocks one is.
 
     Raises:
-        ConfigError: transformers does not support it for this model; or a plain module's policy names no blocks.
+        ConfigError: transformers does not support it for this model, or not block by block; or a plain module's policy
+            names no blocks.
     """
     known = any(hasattr(module, "gradient_checkpointing") for module in model.modules())
     if not getattr(model, "supports_gradient_checkpointing", True) or (
         isinstance(model, PreTrainedModel) and not known
     ):
         raise ConfigError(f"activation_checkpointing: {type(model).__name__} does not support it; leave it out.")
+    if every > 1 and isinstance(model, PreTrainedModel) and not recomputed_layers(model):
+        raise ConfigError(
+            f"activation_checkpointing.every={every}: {type(model).__name__} recomputes its blocks all or none. Leave "
+            "it out."
+        )
     if not isinstance(model, PreTrainedModel) and not blocks:
         raise ConfigError(
             f"activation_checkpointing recomputes the blocks of a model, and the policy of {type(model).__name__} "
@@ -44,21 +62,33 @@ def check(model: nn.Module, blocks: Sequence[str], policy: object) -> None:
         )
 
 
-def apply(model: nn.Module, blocks: Iterable[nn.Module], *, on_cpu: bool, save: Sequence[str] = ()) -> None:
+def recomputed_layers(model: nn.Module, every: int = 1) -> list[nn.Module]:
+    """Return the blocks of a Hugging Face model that are recomputed one by one: the first, and each ``every``-th."""
+    found: list[nn.Module] = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+    return found[::every]
+
+
+def apply(
+    model: nn.Module, blocks: Iterable[nn.Module], *, on_cpu: bool, save: Sequence[str] = (), every: int = 1
+) -> None:
     """Recompute the activations of a model's blocks in the backward pass.
 
     Args:
         blocks: of a plain module; transformers knows those of a Hugging Face model.
         on_cpu: keep the inputs of the blocks in the CPU's memory.
         save: what is kept instead of being computed again: names of :data:`autopar.config.sections.SAVED`.
+        every: recompute the first block and every so many-th behind it.
     """
     how: dict[str, Any] = {"use_reentrant": False}
     if save:
         how["context_fn"] = functools.partial(contexts, tuple(save))
     if isinstance(model, PreTrainedModel):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+        chosen = set(recomputed_layers(model, every))
+        for layer in recomputed_layers(model):
+            layer.gradient_checkpointing = layer in chosen  # type: ignore[assignment]
     else:
-        recompute(blocks, how)
+        recompute([*blocks][::every], how)
     if on_cpu:
         keep_on_cpu(model)
 

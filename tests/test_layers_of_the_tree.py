@@ -34,10 +34,10 @@ ROWS = [*CORE, ["integrations"], ["tools"], ["__init__", "__main__"]]
 TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["verification"], ["cli"]]
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
-    "applied": 803,
+    "applied": 804,
     "checkpoint": 6216,
     "checks": 2243,
-    "config": 1017,
+    "config": 1020,
     "context_parallel": 2880,
     "data_parallel": 3046,
     "deferred_init": 1140,
@@ -51,7 +51,7 @@ LINES = {
     "quantized": 860,
     "storage": 1490,
     "tensor_parallel": 5722,
-    "tools": 11780,
+    "tools": 11825,
 }
 LOADED = 140  # modules that initialize loads; fewer is better
 ROOT = Path(__file__).parents[1] / "autopar"

@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaForCausalLM
 
 import autopar
+from autopar import activation_checkpoint
 from autopar.config import ParallelConfig
 from autopar.distributed import gloo_collectives
 from autopar.distributed.recompute_tape import Tape
@@ -156,6 +159,43 @@ def test_three_steps(name: str) -> None:
 @pooled(world_size=4)
 def test_three_steps_in_stages(schedule: str) -> None:
     trained("cpu", *ON_FOUR[schedule], moved=False)
+
+
+def _count(calls: collections.Counter[int], place: int, *_: Any) -> None:
+    calls[place] += 1
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 9])
+@pooled(world_size=2)
+def test_each_so_many_th_block_is_recomputed(every: int) -> None:
+    plain = llama(num_hidden_layers=5).train()
+    expected: dict[str, torch.Tensor] = {}
+    for section in ({"enable": False}, {"every": every}, {"every": every, "save": KINDS["all"]}):
+        model = autopar.initialize(copy.deepcopy(plain), {"tp": 2, "activation_checkpointing": section})
+        calls = collections.Counter[int]()
+        for place, layer in enumerate(model.model.layers):
+            layer.input_layernorm.register_forward_pre_hook(functools.partial(_count, calls, place))
+        model(IDS, labels=IDS).loss.backward()
+        again = range(0, 5, every) if "every" in section else ()
+        assert calls == {place: 2 if place in again else 1 for place in range(5)}
+        found = {name: p.grad.clone() for name, p in model.named_parameters()}
+        expected = expected or found
+        all_close(found, expected, "gradient of {}", 0.0)
+        model.eval().generate(IDS, max_new_tokens=2, do_sample=False)
+        model.mpu.destroy()
+
+
+def test_blocks_that_are_recomputed_all_or_none_are_refused() -> None:
+    class Whole(LlamaForCausalLM):
+        pass
+
+    model = Whole(llama().config)
+    layers = nn.ModuleList(nn.Identity() for _ in model.model.layers)
+    model.model.layers, model.model.gradient_checkpointing = layers, False
+    with pytest.raises(ConfigError, match=r"every=2: Whole recomputes its blocks all or none\. Leave it out"):
+        activation_checkpoint.check(model, (), "a policy", 2)
+    with pytest.raises(ConfigError, match="every must be at least 1, not 0"):
+        autopar.ParallelConfig.parse({"activation_checkpointing": {"every": 0}})
 
 
 @pooled(world_size=2)

@@ -82,7 +82,7 @@ def check_call(
     found = find_policy(inner, own)
     if parsed.activation_checkpointing:
         blocks = () if isinstance(inner, PreTrainedModel) else elements_of(model, found)[0]
-        activation_checkpoint.check(inner, blocks, found.where)
+        activation_checkpoint.check(inner, blocks, found.where, parsed.checkpoint_every)
     if parsed.compile:
         compiled_blocks.check(inner, elements_of(model, found)[0], found.where, parsed.compile_backend)
     return Call(parsed, prefix, inner, found, own is not None, named)

@@ -90,7 +90,8 @@ def recompute_blocks(model: nn.Module, state: Parallelized, given: Given) -> Non
     config = state.config
     if config.activation_checkpointing:
         how: Any = {"on_cpu": config.cpu_checkpointing, "save": config.checkpoint_saves}
-        activation_checkpoint.apply(state.inner_of(model), state.blocks_of(model), **how)
+        every = config.checkpoint_every
+        activation_checkpoint.apply(state.inner_of(model), state.blocks_of(model), **how, every=every)
         state.undo.append(lambda model, own: activation_checkpoint.undo(own.inner_of(model)))
 
 

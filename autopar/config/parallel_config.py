@@ -71,6 +71,7 @@ class ParallelConfig:
             and of all rows, or ``replica``, of each one's own.
         cpu_checkpointing: keep the inputs of the recomputed blocks in the CPU's memory.
         checkpoint_saves: what recomputed blocks keep of their forward: ``attention``, ``collectives``, ``matmuls``.
+        checkpoint_every: recompute the first block and every so many-th behind it; the others keep their activations.
         zero_stage: 0; 1: the optimizer's state is sharded over data parallel; 2: gradients too, and weights between
             steps; 3: weights also between a block's forward and its backward (2 and 3 are torch's FSDP2).
         zero_shard_size: with stages 2 and 3, neighbouring replicas over which to shard; every such group of them has a
@@ -126,6 +127,7 @@ class ParallelConfig:
     loss_router_aux: str = "global"
     cpu_checkpointing: bool = False
     checkpoint_saves: tuple[str, ...] = ()
+    checkpoint_every: int = 1
     zero_stage: int = 0
     zero_shard_size: int = 0
     zero_cpu_offload: bool = False

@@ -167,6 +167,17 @@ def test_of_blocks_that_keep_some_of_their_forward(save: list[str], build: Any) 
         _kept_is_as_planned(build, **CP, **section)
 
 
+@pooled(world_size=2)
+def test_of_every_second_and_every_third_block() -> None:
+    """Of the stages of ``zbv`` some recompute and some do not: there a backward has two halves."""
+    for build in (_deep_llama, _deep_gpt2):
+        for every in (2, 3):
+            section = {"activation_checkpointing": {"every": every}}
+            _kept_is_as_planned(build, **TP, **section)
+            for schedule in ("1f1b", "zbv"):
+                _kept_is_as_planned(build, **PP, schedule=schedule, **section)
+
+
 def test_attention_that_drops_weights_is_computed_again() -> None:
     def kept(save: list[str], **settings: Any) -> int:
         config = {"activation_checkpointing": {"save": save}}

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
+from autopar.activation_checkpoint import recomputed_layers
 from autopar.distributed.rng import kept
 from autopar.dry_run.block_replay import BlockReplay, Form, form_of, tensor_of
 from autopar.dry_run.equal_blocks import EqualBlocks
@@ -47,6 +47,7 @@ def count_forward(
     encoder: int | None = None,
     quantized: Sequence[torch.Tensor] = (),
     save: tuple[str, ...] = (),
+    every: int = 1,
 ) -> ForwardCount:
     """Run a shard's forward on the meta device, and count.
 
@@ -58,12 +59,13 @@ def count_forward(
         encoder: place of the encoder among the elements.
         quantized: weights of the shard that are stored otherwise.
         save: what recomputed blocks keep (``activation_checkpointing.save``).
+        every: of how many blocks one is recomputed.
 
     Raises:
         Exception: whatever the forward raises where it does not run on the meta device.
     """
     storages = Storages([p for p in shard.parameters() if not p.requires_grad], quantized)
-    count = _Count(shard, elements, equal, storages, encoder, save)
+    count = _Count(shard, elements, equal, storages, encoder, save, every)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -103,8 +105,10 @@ class _Count(BlockReplay):
         storages: Storages,
         encoder: int | None,
         save: tuple[str, ...],
+        every: int,
     ) -> None:
         super().__init__(shard, equal)
+        self._recomputed = {id(layer) for layer in recomputed_layers(shard, every)}
         self._save = save
         self._shard, self._storages, self._encoder = shard, storages, encoder
         self._places: dict[int, list[int]] = {}
@@ -222,6 +226,9 @@ class _Count(BlockReplay):
         self._unit = None
         out = super()._call(block, group, differing, measured, args, kwargs)
         unit: Unit | None = self._unit
+        if unit is not None:
+            plain = not isinstance(self._shard, PreTrainedModel)
+            unit = self._unit = replace(unit, recomputed=plain or id(block) in self._recomputed)
         if unit is not None and place is not None:
             known = self._found.get(place)  # of a block that stands for all layers
             self._found[place] = unit if known is None else known.followed_by(unit)
@@ -240,8 +247,7 @@ class _Count(BlockReplay):
         finally:
             self._inside_a_block = False
         self._saved.put(outside)
-        recomputed = isinstance(block, GradientCheckpointingLayer) or not isinstance(self._shard, PreTrainedModel)
-        self._unit = replace(unit, recomputed=recomputed)
+        self._unit = unit
         return out
 
     # -- replay ----------------------------------------------------------------------------------------------------

@@ -41,22 +41,27 @@ class State(NamedTuple):
     waiting: tuple[tuple[int, int, int], ...]
 
 
-def states_of(actions: Sequence[Action], *, recomputed: bool) -> list[State]:
-    """Return the distinct moments of one rank's list; with recomputation the first half of a backward is all of it."""
+def states_of(actions: Sequence[Action], recomputed: Sequence[bool]) -> list[State]:
+    """Return the distinct moments of one rank's list.
+
+    Args:
+        recomputed: of each stage, whether the first half of a backward is all of it.
+    """
     waiting: dict[int, int] = {}
     late: dict[int, int] = {}
     found: dict[State, None] = {}
     for kind, stage, _ in actions:
         if kind == "F":
             waiting[stage] = waiting.get(stage, 0) + 1
-        if not (kind == "W" and recomputed):
+        whole = recomputed[stage]
+        if not (kind == "W" and whole):
             row = tuple((s, number, late.get(s, 0)) for s, number in waiting.items())
             found[State(kind == "F", stage, row)] = None
         if kind == "W":
-            late[stage] = late.get(stage, 0) - (not recomputed)
+            late[stage] = late.get(stage, 0) - (not whole)
         elif kind != "F":
             waiting[stage] -= 1
-            late[stage] = late.get(stage, 0) + (kind == "I" and not recomputed)
+            late[stage] = late.get(stage, 0) + (kind == "I" and not whole)
     return list(found)
 
 

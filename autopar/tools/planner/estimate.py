@@ -40,6 +40,10 @@ def _kind(candidate: Candidate) -> _Kind:
     return _Kind(c.rows, c.pp, c.schedule, c.microbatch, c.checkpointing, c.saves)
 
 
+def _recomputed(costs: Sequence[StageCost]) -> tuple[bool, ...]:
+    return tuple(cost.recomputed for cost in costs)
+
+
 def _enough(candidate: Candidate) -> int:
     """As many micro-batches as show the most that waits: with more of them a schedule goes on as before."""
     if candidate.schedule == "gpipe":
@@ -97,7 +101,7 @@ class Estimator:
         """
         kind = _kind(candidate)
         costs = self._costs(kind._replace(rows=candidate.rows._replace(tp_rank=tp, cp_rank=cp, sharer=sharer)))
-        moments = self._moments(kind.pp, kind.schedule, _enough(candidate), kind.checkpointing)
+        moments = self._moments(kind.pp, kind.schedule, _enough(candidate), _recomputed(costs))
         return [most_kept(states, costs) for states in moments]
 
     def _memory(self, candidate: Candidate, rank: int, held: RankBytes, peak: ActivationBytes) -> RankMemory:
@@ -174,11 +178,14 @@ class Estimator:
         return self._shared[key]
 
     def _activation_peaks(self, kind: _Kind, microbatches: int) -> list[ActivationBytes]:
-        moments = self._moments(kind.pp, kind.schedule, microbatches, kind.checkpointing)
-        return [peak_of(states, self._costs(kind)) for states in moments]
+        costs = self._costs(kind)
+        moments = self._moments(kind.pp, kind.schedule, microbatches, _recomputed(costs))
+        return [peak_of(states, costs) for states in moments]
 
-    def _rank_states(self, pp: int, schedule: str, microbatches: int, checkpointing: bool) -> list[list[State]]:
-        return [states_of(row, recomputed=checkpointing) for row in self._lists(pp, schedule, microbatches)]
+    def _rank_states(
+        self, pp: int, schedule: str, microbatches: int, recomputed: tuple[bool, ...]
+    ) -> list[list[State]]:
+        return [states_of(row, recomputed) for row in self._lists(pp, schedule, microbatches)]
 
     def _lists(self, pp: int, schedule: str, microbatches: int) -> list[list[Action]]:
         return make_schedule(schedule, self._stages(pp, schedule).rank_of, microbatches)
@@ -195,7 +202,7 @@ class Estimator:
         costs = self._costs(_kind(candidate))
         busy = [0.0] * candidate.pp
         for cost, rank in zip(costs, self._stages(candidate.pp, candidate.schedule).rank_of, strict=True):
-            busy[rank] += sum(cost.time_of(Action(k, 0, 0), recomputed=candidate.checkpointing) for k in "FB")
+            busy[rank] += sum(cost.time_of(Action(k, 0, 0)) for k in "FB")
         return busy
 
     def played(self, candidate: Candidate, microbatches: int) -> Played:
@@ -209,7 +216,7 @@ class Estimator:
         return play(
             self._lists(candidate.pp, candidate.schedule, candidate.microbatches),
             len(costs),
-            lambda action: costs[action.stage].time_of(action, recomputed=candidate.checkpointing),
+            lambda action: costs[action.stage].time_of(action),
             message,
         )
 

@@ -120,6 +120,7 @@ def _memory(
         loss_chunk=parsed.loss_chunk,
         method=parsed.context_parallel_method,
         dispatch=parsed.expert_dispatch,
+        every=parsed.checkpoint_every,
     )
     if parsed.activation_checkpointing:
         planned.check_checkpointing()

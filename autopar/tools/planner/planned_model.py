@@ -66,6 +66,7 @@ class PlannedModel:
         optimizer: one of :data:`~autopar.tools.planner.model_states.OPTIMIZERS`.
         loss_chunk, method, dispatch: as in the configuration; the method of context parallelism, and how tokens travel
             to experts.
+        every: of how many blocks one is recomputed.
         dry_run: run the stages of each split, as ``initialize`` does: some models' stages hold more than is read off
             one forward. A search does that for what it has found (:meth:`rehearse`).
 
@@ -84,6 +85,7 @@ class PlannedModel:
         loss_chunk: int = 0,
         method: str = "auto",
         dispatch: str = "all_to_all",
+        every: int = 1,
         dry_run: bool = True,
     ) -> None:
         own = given_policy(model, policy)
@@ -96,6 +98,7 @@ class PlannedModel:
             )
         self.model, self.inner = model, inner
         self.sequence, self.precision, self.optimizer = sequence, precision, optimizer
+        self._every = every
         self._chunk, self._method, self._dispatch, self._dry_run = loss_chunk, method, dispatch, dry_run
         self._shard_of = functools.cache(self._made_shard)
         self.plans = ModelPlans(model, inner, self.prefix, self.policy)
@@ -175,7 +178,7 @@ class PlannedModel:
         region.start()
         try:
             inputs = _with_labels(inner, batch, self.sequence)
-            return count_forward(inner, inputs, elements, shard.equal, encoder, shard.quantized, saves)
+            return count_forward(inner, inputs, elements, shard.equal, encoder, shard.quantized, saves, self._every)
         except Exception as error:
             raise UnsupportedModelError(
                 f"{type(self.inner).__name__} does not run without data, so what it keeps cannot be counted: "

@@ -41,6 +41,7 @@ class StageCost:
         forward, backward_input, backward_weight: seconds, without collectives.
         travel: ``tp``, ``cp`` and ``ep``: what travels there.
         flops: of products, without what is computed again.
+        recomputed: whether a block is, so that the first half of a backward is all of it.
     """
 
     kept: int
@@ -56,15 +57,16 @@ class StageCost:
     backward_weight: float
     travel: Mapping[str, Travel]
     flops: int
+    recomputed: bool
 
-    def time_of(self, action: Action, *, recomputed: bool) -> float:
-        """Return the seconds of an action. With recomputation the first half of a backward is all of it."""
+    def time_of(self, action: Action) -> float:
+        """Return the seconds of an action."""
         whole_input = self.backward_input + sum(each.backward for each in self.travel.values())
         if action.kind == "F":
             return self.forward + sum(each.forward for each in self.travel.values())
         if action.kind == "W":
-            return 0.0 if recomputed else self.backward_weight
-        if action.kind == "I" and not recomputed:
+            return 0.0 if self.recomputed else self.backward_weight
+        if action.kind == "I" and not self.recomputed:
             return whole_input
         return whole_input + self.backward_weight
 
@@ -117,6 +119,7 @@ def stage_costs(
                 backward_weight=sum(work.of_weight for work in own),
                 travel={axis: network.travel(axis, calls, repeated) for axis in ("tp", "cp", "ep")},
                 flops=sum(work.flops for work in own),
+                recomputed=bool(again),
             )
         )
     return costs
