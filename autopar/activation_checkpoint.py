@@ -83,7 +83,7 @@ def apply(
     if save:
         how["context_fn"] = functools.partial(contexts, tuple(save))
     if isinstance(model, PreTrainedModel):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(how)  # its older name
         chosen = set(recomputed_layers(model, every))
         for layer in recomputed_layers(model):
             layer.gradient_checkpointing = layer in chosen  # type: ignore[assignment]
@@ -96,7 +96,7 @@ def apply(
 def undo(model: nn.Module) -> None:
     """Keep activations again: the inverse of :func:`apply`."""
     if isinstance(model, PreTrainedModel):
-        model.gradient_checkpointing_disable()
+        getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
     else:
         keep(model)
 

@@ -30,8 +30,6 @@ from tests.random_models import batches, build, cases, of_type
 from tests.small import gpt2, llama
 from tests.three_steps import IDS, Case, case, mixtral, trained
 
-pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
-
 KINDS: dict[str, list[str]] = {
     "nothing": [],
     "collectives": ["collectives"],

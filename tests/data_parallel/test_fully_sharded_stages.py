@@ -113,6 +113,7 @@ def test_parts_of_the_replicas_shard(stage: int, size: int, tp: int) -> None:
     model.mpu.destroy()
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_weights_are_gathered_once_a_pass_or_for_each_micro_batch() -> None:
     """A stage has two blocks, and weights around them: three groups, each of them reduced once."""

@@ -81,7 +81,6 @@ def test_dropout_draws_what_the_plain_model_draws(place: str) -> None:
 
 
 @on_each
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 @pytest.mark.parametrize("on_cpu", [False, True])
 def test_recomputed_activations_give_the_same_gradients(place: str, on_cpu: bool) -> None:
     plain = gpt2(resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3).train()

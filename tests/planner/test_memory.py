@@ -114,7 +114,6 @@ class LiveBytes(TorchDispatchMode):
         self.live -= size
 
 
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("build", [gpt2, llama], ids=["gpt2", "llama"])
 def test_peak_of_a_step(build: Any, checkpointing: bool) -> None:

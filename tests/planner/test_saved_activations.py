@@ -118,8 +118,6 @@ TP: dict[str, Any] = {"tensor_parallel_size": 2}
 CP: dict[str, Any] = {"context_parallel_size": 2}
 PP: dict[str, Any] = {"pipeline_parallel_size": 2}
 
-pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
-
 
 @pytest.mark.parametrize("build", MODELS)
 def test_in_one_process(build: Any) -> None:

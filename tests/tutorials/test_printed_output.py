@@ -54,7 +54,7 @@ def difference(printed: str, run: str) -> str | None:
 
 def test_every_tutorial_prints_something_in_the_readme() -> None:
     scripts = {path.stem for path in (ROOT / "tutorials").glob("[0-9]*.py")}
-    assert set(documented()) == scripts and len(scripts) == 23
+    assert set(documented()) == scripts and len(scripts) == 24
 
 
 def test_every_tutorial_has_its_page_with_a_command_and_an_output() -> None:

@@ -191,6 +191,12 @@ def test_12_what_was_planned_is_held(printed: dict[str, str]) -> None:
     assert number(text, "weights on rank 0: planned #") == number(text, "bytes, held #")
 
 
+def test_24_every_lever_leaves_the_loss(printed: dict[str, str]) -> None:
+    _, *rows = printed["24_memory"].splitlines()
+    losses = [float(row.split()[-1]) for row in rows if row.count("MB") == 4]
+    assert len(losses) >= 7 and max(losses) - min(losses) < 1e-3
+
+
 def test_15_adapters_are_those_of_one_process_and_of_plain_peft(printed: dict[str, str]) -> None:
     text = printed["15_lora"]
     assert number(text, "largest difference of losses: #") < 1e-5

@@ -74,7 +74,6 @@ def test_with_stages_and_heads() -> None:
             _holds(build, mesh)
 
 
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 @pooled(world_size=2)
 def test_recomputed_blocks_draw_again_what_they_drew() -> None:
     recomputed = {"activation_checkpointing": {"enable": True}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from autopar.tools.planner.candidate import Candidate, Estimate, RankMemory, mesh_words
 from autopar.tools.planner.estimate import Estimator
@@ -13,7 +13,7 @@ from autopar.tools.planner.search import Found, Space
 _PCIE = 20e9  # bytes a second between a GPU and the CPU's memory, of a PCIe 4 link; all GPUs of a node at a time
 _HOST = 10e9  # bytes of state a second that the CPU's cores of one GPU step
 
-__all__ = ["assumptions", "gigabytes", "needs", "rejected", "to_json", "yaml_of"]
+__all__ = ["OnHost", "assumptions", "gigabytes", "needs", "on_host", "rejected", "to_json", "yaml_of"]
 
 
 def needs(memory: RankMemory) -> str:
@@ -42,7 +42,7 @@ def rejected(estimator: Estimator, found: Found) -> Iterator[str]:
             shown.add(_mesh(candidate))
             yield f"{candidate}: fits, at least {least / found.best[0].time:.2f} times as long"
     for candidate, memory in sorted(found.too_large, key=lambda each: each[1].total):
-        lever = "" if found.best else _on_host(estimator, candidate, memory)
+        lever = "" if found.best else _lever(estimator, candidate, memory)
         yield f"{candidate}: {needs(memory)}{lever}"
     reasons: dict[str, list[str]] = {}
     for sizes, reason in found.refused:
@@ -52,23 +52,41 @@ def rejected(estimator: Estimator, found: Found) -> Iterator[str]:
         yield f"{', '.join(meshes[:3])}{more}: {reason}"
 
 
-def _on_host(estimator: Estimator, candidate: Candidate, memory: RankMemory) -> str:
-    """Say what would make a candidate fit, if the CPU's memory does, and the seconds of what then travels."""
-    if candidate.fully_sharded:  # weights come for each forward and backward, gradients go
-        key, moved = "cpu_offload", memory.weights + memory.gradients + memory.optimizer
-        times = sum(candidate.exchanges)
-    else:  # gradients go, new weights come
-        key, moved, times = "optimizer_offload", memory.optimizer, 1
+class OnHost(NamedTuple):
+    """Memory and time of a rank whose shards, or whose optimizer, lie in the CPU's memory.
+
+    Attributes:
+        key: of the section ``zero``.
+        memory: of the rank that holds most, on its GPU.
+        moved: bytes in the CPU's memory.
+        seconds: of a step, more than without: what travels, and the step on the CPU.
+    """
+
+    key: str
+    memory: RankMemory
+    moved: int
+    seconds: float
+
+
+def on_host(candidate: Candidate, memory: RankMemory) -> OnHost:
+    """Return what moving to the CPU's memory changes: all shards in ZeRO's stages 2 and 3, else the optimizer."""
     least = replace(memory, step=0, optimizer=0)
-    if candidate.fully_sharded:
-        least = replace(least, weights=0, gradients=0)
-    if least.total > estimator.gpu.memory:
+    if candidate.fully_sharded:  # weights come for each forward and backward, gradients go
+        moved = memory.weights + memory.gradients + memory.optimizer
+        travel = sum(candidate.exchanges) * memory.weights
+        return OnHost("cpu_offload", replace(least, weights=0, gradients=0), moved, travel / _PCIE + moved / _HOST)
+    travel = memory.weights + memory.gradients  # gradients go, new weights come
+    return OnHost("optimizer_offload", least, memory.optimizer, travel / _PCIE + memory.optimizer / _HOST)
+
+
+def _lever(estimator: Estimator, candidate: Candidate, memory: RankMemory) -> str:
+    """Say what would make a candidate fit, if the CPU's memory does, and what it costs."""
+    moved = on_host(candidate, memory)
+    if moved.memory.total > estimator.gpu.memory:
         return ""
-    travel = times * (memory.weights if candidate.fully_sharded else memory.weights + memory.gradients) / _PCIE
-    stepped = moved / _HOST
     return (
-        f"; fits with zero.{key}: {gigabytes(least.total)} GB, {gigabytes(moved)} GB in the CPU's memory, and about "
-        f"{travel + stepped:.1f} s more a step"
+        f"; fits with zero.{moved.key}: {gigabytes(moved.memory.total)} GB, {gigabytes(moved.moved)} GB in the CPU's "
+        f"memory, and about {moved.seconds:.1f} s more a step"
     )
 
 
