@@ -39,10 +39,10 @@ LINES = {
     "checks": 2243,
     "config": 1020,
     "context_parallel": 2880,
-    "data_parallel": 3046,
+    "data_parallel": 3047,
     "deferred_init": 1140,
     "distributed": 4622,
-    "dry_run": 3395,
+    "dry_run": 3401,
     "foreign": 1067,
     "integrations": 1810,
     "pipeline_parallel": 3890,
@@ -51,7 +51,7 @@ LINES = {
     "quantized": 860,
     "storage": 1490,
     "tensor_parallel": 5722,
-    "tools": 11843,
+    "tools": 11856,
 }
 LOADED = 140  # modules that initialize loads; fewer is better
 ROOT = Path(__file__).parents[1] / "autopar"

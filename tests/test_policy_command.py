@@ -371,6 +371,12 @@ def test_expert_parallel_sizes_that_do_not_fit(mixture: Path, folder: Path) -> N
         result = run(command, mixture, "--tp", 2, "--ep", 3)
         assert result.exit_code == 1
         assert "expert_parallel_size=3 must be 1 or a multiple of tensor_parallel_size=2" in result.stderr
+        result = run(command, mixture, "--tp", 2, "--ep", 8)
+        assert (
+            result.exit_code == 1
+            and "expert_parallel_size=8 does not fit MixtralForCausalLM: 5 experts" in result.stderr
+        )
+        assert "Largest size that fits this model: 4." in result.stderr, "a multiple of --tp"
         result = run(command, mixture, "--tp", 2, "--ep", 4, "--by-expert")
         assert result.exit_code == 1
         assert "--by-expert is --ep 2 with --tp 2, and --ep is 4; leave one of both out" in result.stderr

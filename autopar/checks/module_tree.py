@@ -165,7 +165,7 @@ def _check_layers(model: nn.Module, before: list[_Seen]) -> None:
                 _refuse(model, seen, "was taken out or replaced")
         elif not issubclass(type(seen.module), seen.kind):
             _refuse(model, seen, f"is a {type(seen.module).__name__} now (parametrized?)")
-        elif list(own_parameters(seen.module)) != seen.names:
+        elif sorted(own_parameters(seen.module)) != sorted(seen.names):  # PEFT puts one back behind the others
             _refuse(model, seen, f"holds {_listed(seen.module)} now, and held {', '.join(seen.names)}")
 
 

@@ -103,7 +103,8 @@ class FullySharded:
         model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)  # before FSDP's own
         model.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
         encodes = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
-        if encodes and callable(getattr(model, "generate", None)):  # which calls the encoder by itself
+        around = encodes or inner is not model  # generate calls the encoder by itself, or what is in a wrapper
+        if around and callable(getattr(model, "generate", None)):
             register_fsdp_forward_method(model, "generate")
         listen(self)
 

@@ -119,13 +119,13 @@ class ModelPlans:
         key = ("rows", cp, by_heads)
         return self._once(key, lambda: plan_rows(self.inner, self.policy, self.prefix, cp, by_heads=by_heads))
 
-    def sequence(self, tp: int, stages: StagePlan, *, experts: int = 1) -> SequencePlan:
-        """Find what runs over rows of the sequence between sharded regions."""
+    def sequence(self, tp: int, stages: StagePlan, *, experts: int = 1, routers: bool = True) -> SequencePlan:
+        """Find what runs over rows of the sequence between sharded regions; ``routers``: see ``plan_sequence``."""
         from autopar.dry_run.sequence_parallel import plan_sequence
 
         plan = self.tensors(tp, experts=experts)
-        key = ("sequence", tp, experts, stages.bounds)
-        return self._once(key, lambda: plan_sequence(self.inner, self.prefix, plan, stages))
+        key = ("sequence", tp, experts, stages.bounds, routers)
+        return self._once(key, lambda: plan_sequence(self.inner, self.prefix, plan, stages, routers=routers))
 
     def _reads(self, *, dry_run: bool) -> Reads | None:
         from autopar.dry_run.block_reads import find_reads

@@ -36,12 +36,15 @@ from autopar.tensor_parallel.sequence_parallel import SequencePlan
 __all__ = ["plan_sequence"]
 
 
-def plan_sequence(model: nn.Module, prefix: str, plan: Plan, stages: StagePlan) -> SequencePlan:
+def plan_sequence(
+    model: nn.Module, prefix: str, plan: Plan, stages: StagePlan, *, routers: bool = True
+) -> SequencePlan:
     """Find out what of each block can work on rows of the sequence. The model is only read.
 
     Args:
         model: the Hugging Face model, not yet sharded.
         prefix: its path in the plan's names.
+        routers: also try the model with its routers' outputs, which a forward may ask for; False: if its config does.
 
     Raises:
         ConfigError: sequence parallelism does not fit the model; says where, and why.
@@ -55,7 +58,7 @@ def plan_sequence(model: nn.Module, prefix: str, plan: Plan, stages: StagePlan) 
     if dropped:
         raise _refused(model, f"{dropped} leaves out blocks, and the last of them makes sequences whole")
     with kept():
-        return _Rehearsal(model, prefix, plan, lists).plan()
+        return _Rehearsal(model, prefix, plan, lists, routers).plan()
 
 
 def _refused(model: nn.Module, reason: str) -> ConfigError:
@@ -68,7 +71,10 @@ def _refused(model: nn.Module, reason: str) -> ConfigError:
 class _Rehearsal:
     """Runs of the shards of one model, with one choice of whole modules after the other."""
 
-    def __init__(self, model: PreTrainedModel, prefix: str, plan: Plan, lists: Sequence[Sequence[str]]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, prefix: str, plan: Plan, lists: Sequence[Sequence[str]], try_routers: bool
+    ) -> None:
+        self.try_routers = try_routers
         self.model, self.prefix, self.full = model, prefix, plan
         start = f"{prefix}." if prefix else ""
         self.start, self.tp = start, plan.tp
@@ -140,13 +146,14 @@ class _Rehearsal:
         """Check whether the model can return its routers' logits; ConfigError if it does and routers work on rows."""
         name = "output_router_logits"
         owners = {id(m.config): m.config for m in self.model.modules() if isinstance(m, PreTrainedModel)}.values()
-        if not any(hasattr(config, name) for config in owners):
+        asked = any(getattr(config, name, False) for config in owners)
+        if not (asked or (self.try_routers and any(hasattr(config, name) for config in owners))):
             return True
         self.routers = True
         try:
             self._run(chosen, 0, self._expected())
         except (_Problem, ConfigError) as problem:
-            if any(getattr(config, name, False) for config in owners):
+            if asked:
                 raise _refused(self.model, f"{name}=True: {str(problem).splitlines()[0]}") from None
             return False
         return True

@@ -210,7 +210,8 @@ def _of_parameter(path: str, layer: Any, plan: ModulePlan | None, match: RuleMat
         yield from _replicated(path, layer)
         return
     if layout is not None and plan.rule == "experts":
-        yield from _of_whole_experts(path, layer, plan, layout)
+        table = match.scope.table
+        yield from _of_whole_experts(path, layer, plan, layout, table.tp or table.size)
         return
     dims = layer.get_param().ndim
     if layout is None or layout.replicated or layout.dim < dims - 2:
@@ -230,7 +231,7 @@ def _of_parameter(path: str, layer: Any, plan: ModulePlan | None, match: RuleMat
         yield TensorRule(ModulePlan(join(path, other, name), "replicated", plan.where, summed=summed), _whole(whole))
 
 
-def _of_whole_experts(path: str, layer: Any, plan: ModulePlan, layout: Layout) -> Iterator[TensorRule]:
+def _of_whole_experts(path: str, layer: Any, plan: ModulePlan, layout: Layout, tp: int) -> Iterator[TensorRule]:
     """``A``, ``[experts * r, in]``, and ``B``, ``[out, r * experts]``, of the weights of experts that ranks hold whole.
 
     PEFT counts experts in the rows of ``A`` before their ranks, in the columns of ``B`` behind them.
@@ -241,7 +242,7 @@ def _of_whole_experts(path: str, layer: Any, plan: ModulePlan, layout: Layout) -
         raise ConfigError(
             f"adapters at {path}: {layout.size} experts over {layout.axis_size} ranks leave one on rank {few[0]}, and "
             f"PEFT's adapters of weights of experts need two.\n  Use an expert_parallel_size of at most "
-            f"{layout.size // 2}."
+            f"{layout.size // 2 // tp * tp or 1}."
         )
     for name in layer.lora_A:
         a, b, r = layer.lora_A[name], layer.lora_B[name], layer.r[name]

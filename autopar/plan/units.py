@@ -27,7 +27,7 @@ class UnitTable:
         size: ranks over which units are sharded.
         may_be_empty: units of which a rank may hold none (the vocabulary).
         root: the model, for counts that are attributes of its modules (``blocks.0.attn.n_head``).
-        axis: the key of ``size`` in the config, for messages.
+        tp: of units of experts that ranks hold whole, of which ``size`` is a multiple; 0: ``size`` itself.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class UnitTable:
         size: int,
         may_be_empty: frozenset[str],
         root: nn.Module | None = None,
-        axis: str = "tensor_parallel_size",
+        tp: int = 0,
     ) -> None:
         self.specs = {HIDDEN: UnitSpec(HIDDEN, INFERRED, Where("policies/README.md", "hidden")), **specs}
         self.config, self.root = config, root
         self.model = model
-        self.size, self.axis = size, axis
+        self.size, self.tp = size, tp
         self.may_be_empty = may_be_empty | {HIDDEN}
         self._ranges: dict[tuple[str, int, int, int | None], UnitRanges] = {}
         self.used: dict[tuple[str, int, int | None], tuple[str, Where]] = {}  # -> where it was first sharded
@@ -52,9 +52,7 @@ class UnitTable:
         """Return the same units over ``size`` ranks that hold whole experts."""
         if size == self.size:
             return self
-        return UnitTable(
-            self.specs, self.config, self.model, size, self.may_be_empty, self.root, "expert_parallel_size"
-        )
+        return UnitTable(self.specs, self.config, self.model, size, self.may_be_empty, self.root, self.size)
 
     def count(self, unit: str, block: nn.Module | None = None) -> int | None:
         """Return how many units there are; None if the policy leaves it to the parameter."""
@@ -205,10 +203,11 @@ class UnitTable:
         self, unit: str, count: int, what: str, where: Where, error: ValueError, block: nn.Module | None
     ) -> ConfigError:
         spec, size = self.specs[unit], self.size
+        axis = "expert_parallel_size" if self.tp else "tensor_parallel_size"
         counted = "counted on the parameter" if spec.count == INFERRED else f"{spec.count}={count}"
-        fits = next((n for n in range(size - 1, 0, -1) if self._fits(n, block)), 1)
+        fits = next((n for n in range(size - 1, 0, -1) if n % (self.tp or 1) == 0 and self._fits(n, block)), 1)
         return ConfigError(
-            f"{self.axis}={size} does not fit {self.model}: {error}.\n"
+            f"{axis}={size} does not fit {self.model}: {error}.\n"
             f"  '{unit}' is {counted} ({spec.where}), sharded by {what} ({where}).\n"
             f"  Largest size that fits this model: {fits}."
         )

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+from collections.abc import Sequence
 from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from autopar.config.pipeline import PipelineConfig
 from autopar.pipeline_parallel.schedule import Action, make_schedule
 from autopar.plan.stages import rank_of_stage
-from autopar.tools.planner.bubbles import Played, play, step_time
+from autopar.tools.planner.bubbles import Played, most_kept, peak_of, play, states_of, step_time
 
 EQUAL = {"F": Fraction(1), "I": Fraction(1), "W": Fraction(1), "B": Fraction(2)}
 
@@ -70,3 +75,42 @@ def test_many_microbatches_take_as_long_as_if_all_were_played(name: str, microba
 def test_lists_that_cannot_be_run() -> None:
     with pytest.raises(ValueError, match="2 actions wait for each other"):
         play([[Action("B", 0, 0), Action("F", 0, 0)]], 1, lambda action: 1.0)
+
+
+@pytest.mark.parametrize("every", [0, 1, 2])  # every so many-th stage is recomputed
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"])
+def test_moments_that_are_left_out_need_no_more(name: str, every: int) -> None:
+    """Against a walk through each rank's list that leaves out none."""
+    config = PipelineConfig.of({"schedule": name}, 4, [])
+    rank_of = rank_of_stage(4, config.chunks, folded=config.folded)
+    recomputed = [every > 0 and stage % every == 0 for stage in range(len(rank_of))]
+    drawn = random.Random(0)
+    for _ in range(3):
+        costs: Any = [_bytes(drawn) for _ in rank_of]
+        for actions in make_schedule(name, rank_of, 8):
+            states = states_of(actions, recomputed)
+            works, kept = _needed(actions, costs, recomputed)
+            assert peak_of(states, costs).total == works
+            assert most_kept(states, costs) == kept
+            assert len(states) < len(actions) - 8
+
+
+def _bytes(drawn: random.Random) -> SimpleNamespace:
+    names = ("kept", "late", "gradients", "logits", "late_logits", "forward_work", "backward_work")
+    return SimpleNamespace(**{name: drawn.randrange(100) for name in names})
+
+
+def _needed(actions: Sequence[Action], costs: Any, recomputed: list[bool]) -> tuple[int, int]:
+    """Return the most bytes at one time, and those among them that wait for a backward."""
+    waiting, late, works, kept = Counter[int](), Counter[int](), 0, 0
+    for kind, stage, _ in actions:
+        if kind == "W" and recomputed[stage]:
+            continue
+        waiting[stage] += kind == "F"
+        waits = sum(costs[s].kept * n for s, n in waiting.items()) + sum(costs[s].late * n for s, n in late.items())
+        work = costs[stage].forward_work if kind == "F" else costs[stage].backward_work
+        works = max(works, waits + work + sum(costs[s].gradients * n for s, n in late.items()))
+        kept = max(kept, waits)
+        waiting[stage] -= kind in ("B", "I")
+        late[stage] += 0 if recomputed[stage] else (kind == "I") - (kind == "W")
+    return works, kept

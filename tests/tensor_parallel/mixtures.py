@@ -8,7 +8,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import autopar
 from autopar.checkpoint.hf_weights import WholeWeights
@@ -33,6 +43,22 @@ def qwen3(experts: int = 5, **fields: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     sizes = {"head_dim": 8, "moe_intermediate_size": 8, "decoder_sparse_step": 1}
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(num_experts=experts, **sizes, **_SIZES, **_MORE, **fields))
+
+
+def qwen2() -> PreTrainedModel:
+    """Every token also goes to an expert that is no part of the others, behind a gate."""
+    torch.manual_seed(0)
+    sizes = {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 12, "decoder_sparse_step": 1}
+    return precise(Qwen2MoeForCausalLM(Qwen2MoeConfig(num_experts=5, **sizes, **_SIZES, **_MORE)))
+
+
+def deepseek() -> PreTrainedModel:
+    """As :func:`qwen2`, without a gate; the first layer has no experts."""
+    torch.manual_seed(0)
+    heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+    routed = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
+    sizes = {**_SIZES, **_MORE, **heads, **routed, "num_key_value_heads": 4, "moe_intermediate_size": 8}
+    return precise(DeepseekV3ForCausalLM(DeepseekV3Config(**sizes)))
 
 
 def batches(step: int, replicas: int, *, even: bool = False) -> list[list[torch.Tensor]]:

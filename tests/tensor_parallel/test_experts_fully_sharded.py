@@ -15,7 +15,18 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from tests.pool import pooled
-from tests.tensor_parallel.mixtures import batches, close, compare, mixtral, qwen3, reference, train, wholes
+from tests.tensor_parallel.mixtures import (
+    batches,
+    close,
+    compare,
+    deepseek,
+    mixtral,
+    qwen2,
+    qwen3,
+    reference,
+    train,
+    wholes,
+)
 
 ZERO_3 = {"zero": {"stage": 3}}
 
@@ -60,6 +71,15 @@ def test_meshes_of_four(mesh: str) -> None:
 def test_an_optimizer_that_steps_many_at_once() -> None:
     for kind in ("foreach", "fused"):
         compare(mixtral, {"tp": 2, "ep": 4, **ZERO_3}, optimizer=partial(torch.optim.AdamW, **{kind: True}))
+
+
+@pytest.mark.parametrize("make", [qwen2, deepseek])
+@pooled(world_size=4)
+def test_experts_that_all_tokens_go_to_lie_on_all_replicas(make: Any) -> None:
+    model, _, _ = compare(make, {"ep": 2, **ZERO_3})
+    shared = {name: p for name, p in model.named_parameters() if "shared_expert" in name}
+    assert shared and all(p.device_mesh.size() == 4 for p in shared.values())
+    assert all(p.device_mesh.size() == 2 for p in expert_parameters(model).values())
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])

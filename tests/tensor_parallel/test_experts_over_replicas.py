@@ -208,9 +208,26 @@ def test_adapters_of_experts(config: dict[str, Any]) -> None:
     model.mpu.destroy()
 
 
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 2, "ep": 2}, {"tp": 2, "ep": 2, "zero": {"stage": 3}}])
+@pooled(world_size=2)
+def test_adapters_of_one_of_two_weights_of_experts(sizes: dict[str, Any]) -> None:
+    """PEFT takes the weight out for a forward, and puts it back behind the other one."""
+    peft = pytest.importorskip("peft")
+    own = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj"]}
+
+    def make() -> Any:
+        torch.manual_seed(1)
+        return peft.get_peft_model(mixtral(), peft.LoraConfig(r=2, init_lora_weights=False, **own)).double()
+
+    model, _, _ = compare(make, sizes)
+    assert sum(".experts." in name for name, p in model.named_parameters() if p.requires_grad) == 4
+    model.mpu.destroy()
+
+
 @pooled(world_size=4)
 def test_adapters_of_one_expert_a_rank_are_refused() -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["experts.down_proj"])
-    with pytest.raises(ConfigError, match=r"(?s)6 experts over 4 ranks leave one on rank 2, .* at most 3\."):
-        autopar.initialize(peft.get_peft_model(mixtral(), config), {"ep": 4})
+    for sizes, most in (({"ep": 4}, 3), ({"tp": 2, "ep": 4}, 2)):
+        with pytest.raises(ConfigError, match=rf"(?s)6 experts over 4 ranks leave one on rank 2, .* at most {most}\."):
+            autopar.initialize(peft.get_peft_model(mixtral(), config), sizes)

@@ -42,27 +42,36 @@ class State(NamedTuple):
 
 
 def states_of(actions: Sequence[Action], recomputed: Sequence[bool]) -> list[State]:
-    """Return the distinct moments of one rank's list.
+    """Return the moments of one rank's list that may need most: in no other one the same runs and more waits.
 
     Args:
         recomputed: of each stage, whether the first half of a backward is all of it.
     """
     waiting: dict[int, int] = {}
     late: dict[int, int] = {}
-    found: dict[State, None] = {}
+    found: dict[tuple[bool, int], list[State]] = {}
     for kind, stage, _ in actions:
         if kind == "F":
             waiting[stage] = waiting.get(stage, 0) + 1
         whole = recomputed[stage]
         if not (kind == "W" and whole):
             row = tuple((s, number, late.get(s, 0)) for s, number in waiting.items())
-            found[State(kind == "F", stage, row)] = None
+            alike = found.setdefault((kind == "F", stage), [])
+            if not any(_covers(other.waiting, row) for other in alike):
+                alike[:] = [other for other in alike if not _covers(row, other.waiting)]
+                alike.append(State(kind == "F", stage, row))
         if kind == "W":
             late[stage] = late.get(stage, 0) - (not whole)
         elif kind != "F":
             waiting[stage] -= 1
             late[stage] = late.get(stage, 0) + (kind == "I" and not whole)
-    return list(found)
+    return [state for alike in found.values() for state in alike]
+
+
+def _covers(row: Sequence[tuple[int, int, int]], other: Sequence[tuple[int, int, int]]) -> bool:
+    """Return whether of each stage as much waits in ``row``; both are of one list, so their stages have one order."""
+    pairs = zip(row, other, strict=False)
+    return len(row) >= len(other) and all(full >= f and late >= la for (_, full, late), (_, f, la) in pairs)
 
 
 def peak_of(states: Sequence[State], costs: Sequence[StageCost]) -> ActivationBytes:

@@ -135,7 +135,10 @@ class Estimator:
         """
         width = 4 if self.model.precision == "fp32" else 2
         stages = self._stages(candidate.pp, candidate.schedule)
-        largest, whole, outside = self.model.states(candidate.tp, candidate.ep).unsharded(stages, rank, 0)
+        key = ("gathered", candidate.tp, candidate.ep, rank, stages.bounds, stages.rank_of)
+        if key not in self._shared:
+            self._shared[key] = self.model.states(candidate.tp, candidate.ep).unsharded(stages, rank, 0)
+        largest, whole, outside = self._shared[key]
         weights = whole if candidate.zero == 2 else 2 * largest + outside
         gradients = whole * 4 if candidate.pp > 1 else largest * (width + 4)
         return weights * width + gradients

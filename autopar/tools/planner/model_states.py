@@ -197,9 +197,10 @@ class ModelStates:
 
     def _bytes_of_buffers(self, stages: StagePlan, shard: int, pp: int) -> int:
         blocks = tuple(f"{path}." for place, path in enumerate(stages.elements) if place != stages.encoder)
-        foreign = {name for name in stages.tensors if pp not in stages.holders(name) and name.startswith(blocks)}
         return sum(
-            prod(self._shape(name, shape, shard)) * width for name, shape, width in self._buffers if name not in foreign
+            prod(self._shape(name, shape, shard)) * width
+            for name, shape, width in self._buffers
+            if not name.startswith(blocks) or name not in stages.tensors or pp in stages.holders(name)
         )
 
     def _state(self, size: int, width: int) -> int:

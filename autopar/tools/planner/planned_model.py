@@ -217,7 +217,7 @@ class PlannedModel:
         ends = set[str]()
         if rows.sequence_parallel:
             experts = min(rows.ep, rows.tp)  # rows between regions are the same, whichever replicas hold the experts
-            sequence = self.plans.sequence(rows.tp, self._one_stage, experts=experts)
+            sequence = self.plans.sequence(rows.tp, self._one_stage, experts=experts, routers=False)
             sequence_parallel.apply(shard, sequence, region)
             ends = {paths[-1] for paths in sequence.lists}
         if rows.cp > 1:
