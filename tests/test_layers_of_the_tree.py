@@ -34,14 +34,14 @@ ROWS = [*CORE, ["integrations"], ["tools"], ["__init__", "__main__"]]
 TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["verification"], ["cli"]]
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
-    "applied": 803,
+    "applied": 805,
     "checkpoint": 6200,
     "checks": 2241,
     "config": 961,
     "context_parallel": 2880,
     "data_parallel": 2945,
     "deferred_init": 1140,
-    "distributed": 4605,
+    "distributed": 4690,
     "dry_run": 3395,
     "foreign": 1055,
     "integrations": 1810,
@@ -50,7 +50,7 @@ LINES = {
     "policy": 1650,
     "quantized": 860,
     "storage": 1490,
-    "tensor_parallel": 5722,
+    "tensor_parallel": 5732,
     "tools": 11725,
 }
 LOADED = 140  # modules that initialize loads; fewer is better
