@@ -39,7 +39,7 @@ LINES = {
     "checks": 2241,
     "config": 961,
     "context_parallel": 2880,
-    "data_parallel": 2945,
+    "data_parallel": 2950,
     "deferred_init": 1140,
     "distributed": 4690,
     "dry_run": 3395,

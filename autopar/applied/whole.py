@@ -122,7 +122,7 @@ def full(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
     """
     asked = tensor if of is None else of
     for model in listeners(ReplicaNorm):
-        name = next(iter(model.mine([asked])), None)
+        name = next(iter(model.mine([asked]) or model.made([asked])), None)
         if name is None:
             continue
         due = model.plan.tensors[model.plan.canonical(name)]

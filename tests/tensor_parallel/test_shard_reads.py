@@ -399,6 +399,28 @@ def test_what_is_saved_is_plain_and_told(tmp_path: Path) -> None:
         assert head(each) is same and type(same) is nn.Parameter and repr(same).startswith("Parameter containing:\n")
 
 
+def norms_of_copies(model: Any) -> list[torch.Tensor]:
+    """As a loop takes them that clips gradients of ``autograd.grad``, or logs how far weights have moved."""
+    parameters = list(model.parameters())
+    start = [p.detach().clone() for p in parameters]
+    gradients = torch.autograd.grad(model(IDS, labels=IDS).loss, parameters)
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = gradient.clone() * 0.5
+    torch.optim.SGD(parameters, lr=0.1).step()
+    moved = [p.detach() - old for p, old in zip(parameters, start, strict=True)]
+    norm = nn.utils.get_total_norm
+    both = norm([*parameters, *gradients, *moved])
+    return [norm(gradients), norm([p.grad.clone() for p in parameters]), norm(moved), norm(parameters), both]
+
+
+@pooled(world_size=2)
+def test_torchs_norm_of_copies_is_that_of_whole_tensors() -> None:
+    due, model = norms_of_copies(llama().train()), parallel(llama(), 2).train()
+    with silent():
+        torch.testing.assert_close(norms_of_copies(model), due, rtol=1e-5, atol=0)
+        assert torch.equal(autopar.full(head(model).grad * 2), 2 * autopar.full(head(model).grad))
+
+
 MISFITS: dict[str, Callable[[Any], Any]] = {
     "rows that are trained": lambda model: head(model).grad * (torch.arange(131) > 99)[:, None],
     "a mask": lambda model: head(model)[torch.arange(131) > 99],
