@@ -207,6 +207,8 @@ def _shards_of(model: nn.Module) -> Iterator[Shards]:
     for path, module in model.named_modules():
         plan: ModulePlan | None = vars(module).get("autopar")
         layout = None if plan is None else plan.layout
+        if plan is not None and plan.rule == "region":
+            found.update(_inside_experts(path, module, plan))
         if plan is None or layout is None or plan.rule not in ("column", "row") or plan.gather_output:
             continue
         if own_parameters(module).get("weight") is None:
@@ -225,3 +227,15 @@ def _shards_of(model: nn.Module) -> Iterator[Shards]:
         for name, module in block.named_modules(prefix=path) if rows is not None else ():
             found[id(module)] = found.get(id(module), Shards(name, module))._replace(rows=rows)
     yield from found.values()
+
+
+def _inside_experts(path: str, experts: nn.Module, plan: ModulePlan) -> Iterator[tuple[int, Shards]]:
+    """Yield the activation between matrices of experts, if the features of each expert are sharded."""
+    own = own_parameters(experts)  # [experts, features in, features out], or the other way round
+    matrices = (layout for name, layout in plan.layouts.items() if name in own and own[name].dim() == 3)
+    features = next(
+        (layout for layout in matrices if layout.dim and len(layout.blocks) == 1), None
+    )  # gate and up are two, in one
+    for name, beside in experts.named_children() if features is not None else ():
+        if type(beside).__module__ in _ACTIVATIONS:
+            yield id(beside), Shards(f"{path}.{name}", beside, features, features)
