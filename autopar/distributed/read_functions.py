@@ -144,7 +144,10 @@ def _right_call(name: str, parameter: str, draws: bool) -> str:
             f"what\n  you have computed of shards; {call} it is whole."
         )
     elif name in _SIZES:
-        right = f"model.num_parameters() counts the whole model; {call} sizes are the whole ones."
+        right = (
+            f"model.num_parameters() counts the whole model; {call} sizes are the whole ones;\n"
+            "  parameter.shape.numel() counts what is here."
+        )
     else:
         right = (
             f"{call} it and its gradient are whole, and may be changed;\n  autopar.full(parameter) returns the whole "
