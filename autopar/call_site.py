@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 _LIBRARIES = {"autopar", "torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "trl"}
+_LIBRARIES |= {"safetensors"}
 OURS = __file__.rpartition("/")[0] + "/"
 
 

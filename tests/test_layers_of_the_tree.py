@@ -34,14 +34,14 @@ ROWS = [*CORE, ["integrations"], ["tools"], ["__init__", "__main__"]]
 TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["verification"], ["cli"]]
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
-    "applied": 804,
-    "checkpoint": 6216,
+    "applied": 808,
+    "checkpoint": 6217,
     "checks": 2243,
     "config": 1020,
     "context_parallel": 2880,
-    "data_parallel": 3047,
+    "data_parallel": 3054,
     "deferred_init": 1140,
-    "distributed": 4622,
+    "distributed": 4710,
     "dry_run": 3401,
     "foreign": 1067,
     "integrations": 1810,
@@ -50,7 +50,7 @@ LINES = {
     "policy": 1650,
     "quantized": 860,
     "storage": 1490,
-    "tensor_parallel": 5722,
+    "tensor_parallel": 5745,
     "tools": 11856,
 }
 LOADED = 140  # modules that initialize loads; fewer is better

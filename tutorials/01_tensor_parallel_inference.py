@@ -43,7 +43,7 @@ def main() -> None:
         )
     seconds = time.perf_counter() - began
 
-    held = sum(parameter.numel() for parameter in model.parameters())
+    held = sum(parameter.shape.numel() for parameter in model.parameters())
     shares: list[int] = [0] * world
     dist.all_gather_object(shares, held)
     say(f"{type(model).__name__}, {whole:,} parameters, {mesh(model.mpu)}")

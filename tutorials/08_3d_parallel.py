@@ -116,7 +116,7 @@ def main() -> None:
     global_batch = args.batch_size * world
     run = Run(model, data, global_batch, tp, pp)
     mpu = run.mpu
-    held = sum(parameter.numel() for parameter in model.parameters())
+    held = sum(parameter.shape.numel() for parameter in model.parameters())
     half = args.steps // 2
     losses = run.train(half)
     moments = sum(state["exp_avg"].numel() for state in run.optimizer.state.values())

@@ -69,7 +69,7 @@ def main() -> None:
     say(f"{mesh(model.mpu)}, {args.steps} steps, loss {loss.item():.4f}")
 
     # The state is that of whole matrices, and lies where they are stepped.
-    matrix = max(optimizer.state, key=lambda p: p.numel(), default=None)
+    matrix = max(optimizer.state, key=lambda p: p.shape.numel(), default=None)
     if matrix is not None and world > 1:
         say(f"a shard of {list(matrix.shape)}, its momentum {list(optimizer.state[matrix]['momentum'].shape)}")
 

@@ -155,7 +155,7 @@ def main() -> None:
     torch.manual_seed(1)
     sample = model.generate(prompt, do_sample=True, top_k=40, **settings)
     parameters: list[int] = [0] * world
-    dist.all_gather_object(parameters, sum(parameter.numel() for parameter in model.parameters()))
+    dist.all_gather_object(parameters, sum(parameter.shape.numel() for parameter in model.parameters()))
     failed = False
     if rank == 0:
         plain = AutoModelForCausalLM.from_pretrained(merged).to(mpu.device).eval()

@@ -122,7 +122,7 @@ def full(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
     """
     asked = tensor if of is None else of
     for model in listeners(ReplicaNorm):
-        name = next(iter(model.mine([asked])), None)
+        name = next(iter(model.mine([asked]) or model.made([asked])), None)
         if name is None:
             continue
         due = model.plan.tensors[model.plan.canonical(name)]
@@ -193,7 +193,11 @@ def _chosen(state: Parallelized, names: str | Iterable[str] | None) -> list[str]
 @torch.no_grad()
 def _gather(model: nn.Module, state: Parallelized, chosen: Sequence[str], grads: bool) -> list[_Held]:
     elsewhere = _put_back(model, state)
-    own = {state.plan.canonical(name): parameter for name, parameter in model.named_parameters()}
+    own = dict[str, nn.Parameter]()
+    for name, parameter in model.named_parameters():
+        first = own.setdefault(state.plan.canonical(name), parameter)
+        if first is not parameter and state.mpu.pp.size == 1:
+            raise ConfigError(f"whole: {name} was tied to another parameter when the model was parallelized")
     kept = [name for name in chosen if name in own]
     mpu = state.mpu
     flags = torch.tensor([own[name].grad is not None for name in kept], dtype=torch.int32, device=mpu.device)

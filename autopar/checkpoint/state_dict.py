@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from autopar.call_site import calls, frames_of, warn_user
 from autopar.checkpoint.state import listed
 from autopar.distributed.mesh import MPU
+from autopar.distributed.shard_reads import plain
 from autopar.errors import CheckpointError, ConfigError
 from autopar.layout import replica_rows
 from autopar.plan.plan import Plan, TensorPlan
@@ -174,7 +175,7 @@ class PartialStateDict(OrderedDict[str, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         attributes = {name: value for name, value in vars(self).items() if name != "mark"}
-        return OrderedDict, (), attributes, None, iter(super().items())
+        return OrderedDict, (), attributes, None, ((name, plain(value)) for name, value in super().items())
 
 
 def _of_dcp() -> str:

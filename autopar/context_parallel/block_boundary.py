@@ -164,8 +164,8 @@ def _dim_of_rows(path: str, x: torch.Tensor, length: int, state: RowState) -> in
 
 def _check_number(name: str, number: int, state: RowState) -> None:
     """Check that a number that a block is given was one in the rehearsal: it may count rows."""
-    if name.startswith(("max_length_", "max_seqlen_")):
-        return  # of whole sequences, for the attention function
+    if name.startswith(("max_length_", "max_seqlen_", "num_items_in_batch")):
+        return  # of whole sequences, for the attention function and for the loss
     seen = state.plan.numbers.setdefault(name, set())
     if state.tracking is not None:
         if number and number % state.tracking.prime == 0:

@@ -129,6 +129,13 @@ class ReplicaNorm:
         found = ((owners.get(id(tensor)) or owners.get(_place(tensor)), tensor) for tensor in tensors)
         return {name: tensor for name, tensor in found if name is not None}
 
+    def made(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return those that are made of shards of the model, such as copies, by the names of their parameters."""
+        named = ((getattr(parameter, "autopar_shard", self), name) for name, parameter in self._named())
+        owners = {id(shard): name for shard, name in named}
+        found = ((owners.get(id(getattr(tensor, "autopar_shard", None))), tensor) for tensor in tensors)
+        return {name: tensor for name, tensor in found if name is not None}
+
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         model = self.model
         return iter(()) if model is None else model.named_parameters()

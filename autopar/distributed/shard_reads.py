@@ -15,7 +15,6 @@ import copy
 import functools
 import sys
 import threading
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -23,30 +22,39 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer
 
-from autopar.call_site import OURS, is_of_libraries, place_of_user
-from autopar.distributed.read_functions import DRAWS, READS, keeps_dim, right_call
-from autopar.errors import ShardWarning
+from autopar.call_site import OURS
+from autopar.distributed.read_functions import DRAWS, READS, TORCH, explain, keeps_dim, tell, tell_if_saved
 from autopar.foreign.autograd import current_backward
-from autopar.foreign.modules import CALL
 from autopar.foreign.tensors import disabled_torch_function, leave_alone, let_foreach_take
 from autopar.layout import Layout
 
-__all__ = ["PLAIN", "Part", "Shard", "ShardedParameter", "Switch", "aside", "hidden", "switch", "unwatch", "watch"]
+__all__ = [
+    "PLAIN",
+    "Part",
+    "Shard",
+    "ShardedParameter",
+    "Switch",
+    "aside",
+    "hidden",
+    "inside_hook",
+    "plain",
+    "switch",
+    "unwatch",
+    "watch",
+]
 
-_TORCH = torch.__file__.rpartition("/")[0] + "/"
 _THROUGH = tuple(
-    f"{_TORCH}{name}"
+    f"{TORCH}{name}"
     for name in ("overrides.py", "_tensor.py", "functional.py", "nn/functional.py", "autograd/__init__.py")
 )
-_FOR_USERS = (*_THROUGH, f"{_TORCH}nn/utils/")  # results there are those that the user's code asked for
-_QUIET = (*(f"{_TORCH}{name}" for name in ("optim/", "distributed/", "nn/modules/module.py")), OURS)
-_INIT, _DYNAMO = f"{_TORCH}nn/init.py", f"{_TORCH}_dynamo/"
+_INIT, _DYNAMO, _MODULE = f"{TORCH}nn/init.py", f"{TORCH}_dynamo/", f"{TORCH}nn/modules/module.py"
+_FOR_USERS = (*_THROUGH, f"{TORCH}nn/utils/", _MODULE)  # results there are those that the user's code asked for
+_QUIET = (*(f"{TORCH}{name}" for name in ("optim/", "distributed/", "_subclasses/", "fx/")), _MODULE, _DYNAMO, OURS)
 _FILLS = ("_no_grad_fill_", "_no_grad_zero_", "constant_", "ones_", "zeros_")  # of nn.init: alike everywhere
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
+_STATE_DICT = nn.Module._save_to_state_dict.__code__
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
-_STEP = Optimizer.profile_hook_step(lambda: None).__code__
 
 
 class Switch(threading.local):
@@ -91,6 +99,19 @@ def aside() -> Iterator[None]:
         yield
     finally:
         switch.off = before
+
+
+@contextmanager
+def inside_hook() -> Iterator[None]:
+    """Notice reads inside of ``with``: a hook of the user's runs, though the model or a backward pass does, too."""
+    before = switch.off, switch.in_hook
+    is_hidden, switch.off, switch.in_hook = Switch._hidden, False, True
+    switch.hide(switch.generating)
+    try:
+        yield
+    finally:
+        switch.off, switch.in_hook = before
+        switch.hide(is_hidden)
 
 
 class Shard:
@@ -150,6 +171,8 @@ class ShardedParameter(nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if _is_shard(self):
+            tell_if_saved(self, sys._getframe(1))
         with aside():
             plain = nn.Parameter(self.data, self.requires_grad)
         vars(plain).update({name: value for name, value in vars(self).items() if name != "autopar_shard"})
@@ -163,7 +186,7 @@ class _LikeAnyTensor(type(torch.Tensor)):  # type: ignore[misc]
 
 
 class Part(torch.Tensor, metaclass=_LikeAnyTensor):
-    """The result of an elementwise function of a shard, or its gradient. Saved and copied as a plain tensor."""
+    """The result of an elementwise function of a shard, or its gradient. Saved as a plain tensor."""
 
     __torch_function__ = _NOTICING
     autopar_shard: Shard | None = None
@@ -177,10 +200,13 @@ class Part(torch.Tensor, metaclass=_LikeAnyTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            memo[id(self)] = copy.deepcopy(self._plain(), memo)
+            memo[id(self)] = copied = copy.deepcopy(self._plain(), memo)
+            _become(copied, Part, self.autopar_shard)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if _is_shard(self):
+            tell_if_saved(self, sys._getframe(1))
         return self._plain().__reduce_ex__(protocol)
 
 
@@ -202,6 +228,11 @@ def unwatch(parameter: torch.Tensor) -> None:
         _become(parameter, nn.Parameter)
 
 
+def plain(tensor: Any) -> Any:
+    """Return what is saved of a tensor in silence: where something else tells that it is a part."""
+    return tensor._plain() if type(tensor) is Part else tensor
+
+
 def _become(tensor: Any, kind: type, shard: Shard | None = None) -> None:
     tensor.__class__ = kind
     if shard is None:
@@ -219,7 +250,7 @@ def _notice(func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str
     file, kwargs = caller.f_code.co_filename, kwargs or {}
     switch.off = True
     try:
-        if file.startswith(_QUIET):
+        if file.startswith(_QUIET) and caller.f_code is not _STATE_DICT:
             return func(*args, **kwargs)
         name = func.__name__
         if name in _HOOKS and _is_for_users(caller):
@@ -228,12 +259,21 @@ def _notice(func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str
         reads = name in READS or initializer is not None or name.startswith("linalg_")
         part = _mixed_by(name, args, kwargs) if reads else None
         if part is not None:
-            _tell(initializer or name, part, caller, draws=initializer is not None or name in DRAWS)
-        result = func(*args, **kwargs)
+            draws = initializer is not None or name in DRAWS
+            tell(initializer or name, part, caller, draws=draws, in_hook=switch.in_hook)
+        try:
+            result = func(*args, **kwargs)
+        except (RuntimeError, IndexError) as error:
+            explain(error, next(_parts([*args, *kwargs.values()]), None))
+            raise
         if func is torch.autograd.grad:
             _gradients(result, args[1] if len(args) > 1 else kwargs["inputs"], caller)
-        elif part is None and type(result) is torch.Tensor:
-            _let_be_noticed(result, name, args, kwargs, caller, other_size=reads)
+        elif part is None:
+            each = name.startswith("_foreach")
+            for n, one in enumerate(result if isinstance(result, list | tuple) else (result,)):
+                if type(one) is torch.Tensor:
+                    given = (args[0][n],) if each else args
+                    _let_be_noticed(one, name, given, kwargs, caller, other_size=reads)
         return result
     finally:
         switch.off = False
@@ -264,22 +304,24 @@ def _parts(values: Any) -> Iterator[Any]:
 def _mixed_by(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the first part of which ``name`` mixes elements along the sharded dim; None if it does so of none."""
     part = next(_parts([*args, *kwargs.values()]), None)
+    if name == "stack" and not (args[1:] or kwargs):
+        return None  # side by side
+    if name == "__setitem__" and part is not None and part is not args[0]:  # into a vector of all parameters
+        return part if part is args[2] and args[0].dim() == 1 and args[0].numel() > part.numel() else None
     if part is None or not args or part is not args[0]:
-        return None if name in ("__setitem__", "index_put_") else part  # values that go elsewhere
+        return None if name == "index_put_" else part  # values that go elsewhere
     shard = part.autopar_shard
-    dim = shard.layout.dim if tuple(part.shape) == shard.here else None
+    stacked = part.dim() - len(shard.here)
+    dim = shard.layout.dim + stacked if tuple(part.shape)[stacked:] == shard.here and stacked in (0, 1) else None
     return None if keeps_dim(name, args, kwargs, dim) else part
 
 
 def _let_be_noticed(
     result: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], caller: Any, *, other_size: bool
 ) -> None:
-    """Let reads of ``result`` be noticed, if it is new, made of the elements of a part, and for the user's code."""
-    in_place = (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
+    """Let reads of ``result`` be noticed, if it is made of, or written with, elements of a part in the user's code."""
     part = next(_parts([*args[:3], *kwargs.values()]), None)
-    if part is None or in_place or name.endswith("_like") or name.startswith("new_"):
-        return
-    if "out" in kwargs or any(result is one for one in args) or not (other_size or result.numel() == part.numel()):
+    if part is None or not (other_size or result.numel() == part.numel()):
         return
     if (name == "to" or name.endswith("_as")) and part is not args[0]:
         return
@@ -310,12 +352,8 @@ def _noticing(hook: Any, part: Any) -> Any:
         if type(tensor) is torch.Tensor and shard is not None:
             tensor = tensor.as_subclass(Part)
             tensor.autopar_shard = shard
-        off, switch.off, switch.in_hook = switch.off, False, True
-        try:
-            result = hook(tensor)
-        finally:
-            switch.off, switch.in_hook = off, False
-        return result._plain() if type(result) is Part else result
+        with inside_hook():
+            return plain(hook(tensor))
 
     return run
 
@@ -326,47 +364,8 @@ def _is_for_users(caller: Any) -> bool:
     while file.startswith(_FOR_USERS):
         caller = caller.f_back
         file = caller.f_code.co_filename
-    return not file.startswith((_TORCH, OURS))
+    return not file.startswith((TORCH, OURS))
 
 
-# -- what is told ----------------------------------------------------------------------------------------------------
-
-
-def _tell(name: str, part: Any, caller: FrameType, *, draws: bool) -> None:
-    """Warn at the user's line, unless a library that knows shards, a layer or an optimizer asks."""
-    frame: FrameType | None = caller
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
-        frame = frame.f_back
-    if frame is None or is_of_libraries(frame) or _is_of_graph(frame):
-        return
-    place, shard = place_of_user(frame), part.autopar_shard
-    if place in shard.told or _inside_layer_or_step(frame):
-        return
-    shard.told.add(place)
-    what = f"{name} of {'' if isinstance(part, nn.Parameter) else 'values of '}{shard.name}"
-    text = f"{what} sees the shard of {shard.axis} rank {shard.rank}: {shard.held()}.\n"
-    warnings.warn_explicit(text + right_call(name, shard.name, draws), ShardWarning, *place)
-
-
-def _is_of_graph(frame: FrameType) -> bool:
-    """Return whether torch.compile made the code that runs there: of the model, mostly."""
-    file = frame.f_code.co_filename
-    return file.startswith("<eval_with_key") or "torchinductor" in file
-
-
-def _inside_layer_or_step(frame: FrameType | None) -> bool:
-    """Return whether a module of a parallelized model runs by itself, or an optimizer steps: they know shards."""
-    while frame is not None:
-        if frame.f_code is _STEP:
-            return True
-        module = frame.f_locals.get("self") if frame.f_code is CALL else None
-        if isinstance(module, nn.Module) and any(isinstance(p, ShardedParameter) for p in module.parameters()):
-            inside = any("_autopar" in vars(one) for one in module.modules())  # a wrapper around the model is none
-            if "_autopar" in vars(module) or not inside:
-                return True
-        frame = frame.f_back
-    return False
-
-
-for _code in (_TorchFunction.__get__, _notice, _mixed_by, _parts, _is_shard, _let_be_noticed, _tell, keeps_dim):
+for _code in (_TorchFunction.__get__, _notice, _mixed_by, _parts, _is_shard, _let_be_noticed, tell, explain, keeps_dim):
     leave_alone(_code.__code__)  # where a graph broke, dynamo would compile them

@@ -40,12 +40,14 @@ def _find(tensors: list[torch.Tensor]) -> tuple[_Given, list[torch.Tensor]]:
         ConfigError: there are none, and several models have stages.
     """
     given: _Given = [] if tensors else _empty_share()
-    for one in listeners(ReplicaNorm):
-        mine = one.mine(tensors)
-        if mine:
-            given.append((one, mine))
-    taken = {id(tensor) for _, mine in given for tensor in mine.values()}
-    return given, [tensor for tensor in tensors if id(tensor) not in taken]
+    rest, find = tensors, ReplicaNorm.mine
+    while True:  # a copy may be there beside the parameter, and a second one
+        found = [(one, mine) for one in listeners(ReplicaNorm) if (mine := find(one, rest))]
+        if not found and find is ReplicaNorm.made:
+            return given, rest
+        taken = {id(tensor) for _, mine in found for tensor in mine.values()}
+        rest, find = [tensor for tensor in rest if id(tensor) not in taken], ReplicaNorm.made
+        given += found
 
 
 def _empty_share() -> _Given:

@@ -6,10 +6,10 @@ optimizer the passes are counted that a step of it came after. Optimizers that h
 are compared between the stages; those that began at different times are not the same one.
 
 Groups cut by place (``params[:10]`` of ``model.parameters()``) hold other weights on each stage than in the plain
-model. Such groups are runs of that list on several stages, with the same settings, and part weights that blocks have
-alike: groups by name do not, and rates that decay from layer to layer are other ones on each stage. The first group
-goes on with a later stage, although the second one has begun on the earlier one, and a block is parted: groups of the
-first and the last layers, or of every other, do not. So far it is a guess, of which stages are warned.
+model. Such groups are runs of that list on several stages, with the same settings: rates that decay from layer to layer
+are other ones on each stage. The first group goes on with a later stage, although the second one has begun on the
+earlier one, and a block is parted: groups of the first and the last layers, or of every other, do not. If they part
+weights that blocks have alike, too, as groups by name do not, it is a guess, of which stages are warned.
 
 It is certain where the groups part as many weights from the front of each stage's list, or from its end, and other
 weights of a block there, since the lists begin with other ones (embeddings). Groups that follow from names would have
@@ -42,6 +42,7 @@ class _Places(NamedTuple):
         settings: of the groups, in their order.
         ends, begins: last weight of the first one, first weight of the next.
         front, back: weights in front of the cut, and behind it.
+        alike: whether they part weights that blocks of this stage have alike.
     """
 
     settings: list[str]
@@ -49,6 +50,7 @@ class _Places(NamedTuple):
     begins: str
     front: int
     back: int
+    alike: bool
 
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # of a block, in the path of a weight
@@ -70,14 +72,15 @@ def cut_by_place(optimizer: Any, model: nn.Module, released: Collection[int]) ->
     for name, number in held:
         groups_of.setdefault(_NUMBER.sub("*", name), set()).add(number)
     parts_alike = any(len(groups) > 1 for groups in groups_of.values())
-    if not parts_alike or order not in (sorted(order), sorted(order, reverse=True)) or group_of.keys() & set(released):
+    is_run = order in (sorted(order), sorted(order, reverse=True))
+    if len(set(order)) < 2 or not is_run or group_of.keys() & set(released):
         return None
     settings = [repr(sorted(plain_settings(group).items())) for group in optimizer.param_groups]
     if len(set(settings)) == 1:
         return None
     place = next(place for place, number in enumerate(order) if number != order[0])
     in_order = [settings[number] for number in dict.fromkeys(order)]
-    return _Places(in_order, held[place - 1][0], held[place][0], place, len(held) - place)
+    return _Places(in_order, held[place - 1][0], held[place][0], place, len(held) - place, parts_alike)
 
 
 def check_places(said: Mapping[int, _Places | None], own: int) -> None:
@@ -91,7 +94,7 @@ def check_places(said: Mapping[int, _Places | None], own: int) -> None:
         return
     if _agree_in_place(*found.values()):
         raise ConsistencyError(_cut_by_place(found))
-    if own == max(said):
+    if own == max(said) and all(places.alike for places in found.values()):
         where = ", ".join(f"on rank {rank} at {places.begins}" for rank, places in sorted(found.items()))
         warn_user(
             f"groups of the optimizer seem to be cut by place in model.parameters(): one ends {where}. {_BY_PLACE}"
@@ -121,7 +124,7 @@ def _cut_by_place(found: Mapping[int, _Places]) -> str:
 
 def _agree_in_place(one: _Places, other: _Places) -> bool:
     """Check whether the cuts are at one place of both lists, from the front or the end, and at other weights."""
-    same = one.front == other.front or one.back == other.back
+    same = one.front == other.front or (one.back == other.back and one.settings == other.settings)
     return same and _NUMBER.sub("*", one.begins) != _NUMBER.sub("*", other.begins)
 
 
@@ -129,7 +132,7 @@ def _is_by_place(one: _Places, other: _Places) -> bool:
     """Check whether the second group begins on one stage before the first ends on the other, within a block."""
     first, second = sorted((one, other), key=lambda each: _numbers(each.ends))
     parted = any(_numbers(each.ends) == _numbers(each.begins) for each in (one, other))
-    return first.settings == second.settings and parted and _numbers(first.begins) < _numbers(second.ends)
+    return first.settings[:2] == second.settings[:2] and parted and _numbers(first.begins) < _numbers(second.ends)
 
 
 def _numbers(name: str) -> list[int]:

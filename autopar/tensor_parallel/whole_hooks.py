@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import compress
 from typing import Any
 
+import torch
 from torch import nn
 
 from autopar.call_site import is_of_library
 from autopar.distributed.axis import Axis
+from autopar.distributed.shard_reads import inside_hook
 from autopar.errors import ConfigError
 from autopar.foreign.modules import hooks_of, hooks_of_all, hooks_with_kwargs, own_parameters
 from autopar.plan.plan import ModulePlan
@@ -146,27 +148,34 @@ class _WholeHook:
         shards = self.known.get(id(module))
         failed = self.kind == "forward" and values[-1] is None  # called in spite of an error, maybe on one rank
         if shards is None or failed or _LOCAL in vars(module):
-            return self.hook(module, *values)
+            return self._run(module, *values)
         backward = self.kind.startswith("backward")
         given, made = self._seen(shards, backward, made=False), self._seen(shards, backward, made=True)
         if self.kind == "forward":
             *inputs, output = values
             seen = made.whole(output)
-            result = self.hook(module, *given.whole(inputs), seen)
+            result = self._run(module, *given.whole(inputs), seen)
             if given.loses_writes():
                 raise ConfigError(_lost(self.hook, shards.path))
             return made.cut(seen if result is None and made.is_written() else result)
         if self.kind == "backward":
             into, out = values
             seen = given.whole(into, gradient=True)
-            result = self.hook(module, seen, made.whole(out, gradient=True))
+            result = self._run(module, seen, made.whole(out, gradient=True))
             return given.cut(seen if result is None and given.is_written() else result, gradient=True)
         front = made if backward else given
         entered = front.whole(list(values), gradient=backward)
-        result = self.hook(module, *entered)
+        result = self._run(module, *entered)
         if result is None and front.is_written():
             result = tuple(entered) if self.with_kwargs else entered[0]
         return front.cut(result, gradient=backward)
+
+    def _run(self, *values: Any) -> Any:
+        """Call the hook; it is told if it reads shards of weights."""
+        if torch.compiler.is_compiling():
+            return self.hook(*values)
+        with inside_hook():
+            return self.hook(*values)
 
     def _seen(self, shards: Shards, gradients: bool, *, made: bool) -> Seen:
         over_rows = None if shards.over_rows is None else shards.over_rows(self.hook, gradients, made)
@@ -198,6 +207,8 @@ def _shards_of(model: nn.Module) -> Iterator[Shards]:
     for path, module in model.named_modules():
         plan: ModulePlan | None = vars(module).get("autopar")
         layout = None if plan is None else plan.layout
+        if plan is not None and plan.rule == "region":
+            found.update(_inside_experts(path, module, plan))
         if plan is None or layout is None or plan.rule not in ("column", "row") or plan.gather_output:
             continue
         if own_parameters(module).get("weight") is None:
@@ -216,3 +227,15 @@ def _shards_of(model: nn.Module) -> Iterator[Shards]:
         for name, module in block.named_modules(prefix=path) if rows is not None else ():
             found[id(module)] = found.get(id(module), Shards(name, module))._replace(rows=rows)
     yield from found.values()
+
+
+def _inside_experts(path: str, experts: nn.Module, plan: ModulePlan) -> Iterator[tuple[int, Shards]]:
+    """Yield the activation between matrices of experts, if the features of each expert are sharded."""
+    own = own_parameters(experts)  # [experts, features in, features out], or the other way round
+    matrices = (layout for name, layout in plan.layouts.items() if name in own and own[name].dim() == 3)
+    features = next(
+        (layout for layout in matrices if layout.dim and len(layout.blocks) == 1), None
+    )  # gate and up are two, in one
+    for name, beside in experts.named_children() if features is not None else ():
+        if type(beside).__module__ in _ACTIVATIONS:
+            yield id(beside), Shards(f"{path}.{name}", beside, features, features)

@@ -70,6 +70,14 @@ def test_recomputed_after_another_forward(method: str, reentrant: bool) -> None:
     _same(model, plain, loss)
 
 
+@pooled(world_size=2)
+def test_a_loss_that_is_divided_by_the_items_of_a_step() -> None:
+    """``num_items_in_batch``, as Trainer gives it, goes through the blocks; the user's loop may give a number."""
+    plain, model = _pair(llama())
+    for items in (50, torch.tensor(20)):
+        _same(model, plain, lambda each, n=items: each(_ids(2, 9), labels=_ids(2, 9), num_items_in_batch=n).loss)
+
+
 @pytest.mark.parametrize("seq", [5, 8])
 @pooled(world_size=2)
 def test_router_logits(seq: int) -> None:

@@ -305,7 +305,22 @@ def last_half(model: Any) -> list[dict[str, Any]]:
     return [{"params": trained}]
 
 
-BY_NAME = (by_name, by_layer, without_decay, head_apart, decayed_by_layer, attention_and_the_rest, last_half)
+def embeddings_apart(model: Any) -> list[dict[str, Any]]:
+    named = dict(model.named_parameters())
+    apart = [p for name, p in named.items() if "embed" in name or "q_proj" in name]
+    return [{"params": apart, "lr": 0.01}, {"params": [p for p in named.values() if all(p is not a for a in apart)]}]
+
+
+BY_NAME = (
+    by_name,
+    embeddings_apart,
+    by_layer,
+    without_decay,
+    head_apart,
+    decayed_by_layer,
+    attention_and_the_rest,
+    last_half,
+)
 
 
 @pytest.mark.tier("test")
@@ -347,6 +362,16 @@ def from_the_end(model: Any) -> list[dict[str, Any]]:
     return [{"params": listed[-8:], "weight_decay": 0.0}, {"params": listed[:-8], "weight_decay": 0.1}]
 
 
+def one_weight(model: Any) -> list[dict[str, Any]]:
+    """On one stage the embeddings, on the other one a weight inside of a block."""
+    first, *others = model.parameters()
+    return [{"params": [first], "lr": 0.01}, {"params": others}]
+
+
+def decayed_by_place(model: Any) -> list[dict[str, Any]]:
+    return [{"params": [p], "lr": 0.1 * 0.9**place} for place, p in enumerate(model.parameters())]
+
+
 def halves(model: Any) -> list[dict[str, Any]]:
     """Another place on each stage: that these are no groups by name is a guess."""
     listed = list(model.parameters())
@@ -365,6 +390,8 @@ def test_groups_by_place_are_refused() -> None:
             "rank 1: one ends at model.layers.3.self_attn.q_proj.weight, the next begins at model.layers.3",
         ),
         from_the_end: ("the last 8 weights are a group",),
+        one_weight: ("the first 1 weights are a group", "rank 1: one ends at model.layers.2.self_attn.q_proj.weight"),
+        decayed_by_place: ("the first 1 weights are a group",),
     }
     for groups, expected in words.items():
         model = autopar.initialize(copy.deepcopy(plain), stages())

@@ -103,7 +103,85 @@ def hook_behind_gradients(model: Any) -> None:
         handle.remove()
 
 
+def own_lamb(model: Any) -> None:
+    for p in model.parameters():
+        first, second = torch.zeros_like(p), torch.zeros_like(p)
+        first.mul_(0.9).add_(p.grad, alpha=0.1)
+        second.mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
+        update = first / (second.sqrt() + 1e-3)
+        p.data.add_(update / update.norm(), alpha=-0.01)
+
+
+def fisher(model: Any) -> list[torch.Tensor]:
+    squares = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        squares[name] += p.grad**2
+    return [square.mean() for square in squares.values()]
+
+
+def flat_gradients(model: Any) -> None:
+    flat, start = torch.zeros(20_000), 0
+    for p in model.parameters():
+        part = p.grad.view(-1)
+        flat[start : start + part.shape[0]] = part
+        start += part.shape[0]
+
+
+def trimmed_task_vector(model: Any) -> None:
+    """TIES of a state dict."""
+    start = copy.deepcopy(model.state_dict())
+    for name, tensor in model.state_dict().items():
+        vector = tensor - start[name]
+        vector.abs().flatten().kthvalue(max(1, int(0.8 * len(vector))))
+
+
+def saved_by_hand(model: Any) -> None:
+    torch.save({name: tensor.cpu() for name, tensor in model.state_dict().items()}, io.BytesIO())
+
+
+def hook_of_a_layer(model: Any) -> None:
+    norms = []
+    layer = model.model.layers[0].mlp.up_proj
+    handle = layer.register_forward_hook(lambda layer, args, out: norms.append(layer.weight.norm()))
+    model(IDS, labels=IDS)
+    with torch.no_grad():
+        model(IDS, labels=IDS)
+    handle.remove()
+
+
+def backward_hook_of_a_layer(model: Any) -> None:
+    norms = []
+    layer = model.model.layers[0].mlp.down_proj
+    handle = layer.register_full_backward_hook(lambda layer, into, out: norms.append(layer.weight.norm()))
+    model(IDS, labels=IDS).loss.backward()
+    handle.remove()
+
+
+def rows(model: Any) -> int:
+    return len(model.lm_head.weight)
+
+
 NOTICED: dict[str, Callable[[Any], Any]] = {
+    "own LAMB": own_lamb,
+    "Fisher": fisher,
+    "flat": flat_gradients,
+    "TIES": trimmed_task_vector,
+    "saved by hand": saved_by_hand,
+    "a saved layer": lambda model: torch.save(model.lm_head.state_dict(), io.BytesIO()),
+    "hook of a layer": hook_of_a_layer,
+    "backward hook of a layer": backward_hook_of_a_layer,
+    "rows": rows,
+    "width": lambda model: head(model).size(0) ** -0.5,
+    "count": lambda model: sum(p.numel() for p in model.parameters()),
+    "pull": lambda model: sum(F.mse_loss(p, torch.zeros_like(p)) for p in model.parameters()),
+    "finite": lambda model: all(torch.isfinite(p.grad).all() for p in model.parameters()),
+    "numpy": lambda model: [p.detach().cpu().numpy().mean() for p in model.parameters()],
+    "list": lambda model: max(map(max, head(model).grad.tolist())),
+    "copied gradients": lambda model: [copy.deepcopy(p.grad).norm() for p in model.parameters()],
+    "foreach": lambda model: [x.sum() for x in torch._foreach_mul([p.grad for p in model.parameters()], 2.0)],
+    "pieces": lambda model: [piece.norm() for piece in head(model).chunk(2, dim=1)],
+    "stacked": lambda model: torch.stack([head(model), head(model).grad]).norm(),
+    "drawn in place": lambda model: torch.empty_like(head(model)).normal_(),
     "norm": lambda model: head(model).norm(),
     "linalg norm": lambda model: torch.linalg.vector_norm(head(model).grad),
     "squares": lambda model: sum((p.grad**2).sum() for p in model.parameters()),
@@ -240,7 +318,24 @@ def steps(model: Any, average: dict[str, torch.Tensor]) -> None:
             optimizer.zero_grad()
 
 
+def averaged_by_state_dict(model: Any, average: dict[str, torch.Tensor]) -> None:
+    soup = {name: torch.stack([average[name], tensor]).mean(0) for name, tensor in model.state_dict().items()}
+    model.load_state_dict(soup)
+    best = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(copy.deepcopy(best))
+
+
+def sizes_and_losses_by_element(model: Any, average: dict[str, torch.Tensor]) -> None:
+    weight = model.lm_head.weight
+    assert weight.size(1) == 24 and len(weight.size()) == 2
+    weight.grad.add_(F.mse_loss(weight.detach(), average["lm_head.weight"], reduction="none"))
+    kept = torch.zeros_like(weight).scatter_(1, weight.abs().topk(12, dim=1).indices, 1.0)  # a row is on one rank
+    weight.data.mul_(kept)
+
+
 SILENT = (
+    averaged_by_state_dict,
+    sizes_and_losses_by_element,
     weights_are_averaged,
     own_update,
     meta_step,
@@ -273,18 +368,26 @@ def test_elementwise_code_is_silent_and_the_same() -> None:
 
 
 @pooled(world_size=2)
-def test_what_is_saved_and_copied_is_plain(tmp_path: Path) -> None:
+def test_what_is_saved_is_plain_and_told(tmp_path: Path) -> None:
     model = trained()
     with silent():
         kept = {"data": head(model).data, "half": head(model).detach() * 0.5, "parameter": head(model)}
         assert type(kept["half"]) is Part and repr(kept["half"]).startswith("tensor(")
-        file = io.BytesIO()
+    file = io.BytesIO()
+    with pytest.warns(autopar.ShardWarning, match=r"torch.save of values of lm_head.weight sees the shard"):
         torch.save(kept, file)
+    with silent():
         loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
         assert type(loaded["half"]) is torch.Tensor and type(loaded["parameter"]) is nn.Parameter
         assert b"autopar" not in file.getvalue() and torch.equal(loaded["half"], head(model) / 2)
-        assert all(type(tensor) is torch.Tensor for tensor in model.state_dict().values())
-        assert type(copy.deepcopy(kept["half"])) is torch.Tensor
+        file = io.BytesIO()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            torch.save({"model": model.state_dict()}, file)
+        assert len(found) == 1 and "state_dict() is written to a file" in str(found[0].message)
+        loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        assert all(type(tensor) is torch.Tensor for tensor in loaded["model"].values())
+        assert type(copy.deepcopy(kept["half"])) is Part
         own = nn.Parameter(head(model).detach() * 2)
         assert type(own) is nn.Parameter and own.is_leaf and own.requires_grad
         assert f"rank {dist.get_rank()}'s shard of (131, 24)" in repr(head(model))
@@ -294,6 +397,46 @@ def test_what_is_saved_and_copied_is_plain(tmp_path: Path) -> None:
         same = head(each)
         autopar.deparallelize(each)
         assert head(each) is same and type(same) is nn.Parameter and repr(same).startswith("Parameter containing:\n")
+
+
+def norms_of_copies(model: Any) -> list[torch.Tensor]:
+    """As a loop takes them that clips gradients of ``autograd.grad``, or logs how far weights have moved."""
+    parameters = list(model.parameters())
+    start = [p.detach().clone() for p in parameters]
+    gradients = torch.autograd.grad(model(IDS, labels=IDS).loss, parameters)
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = gradient.clone() * 0.5
+    torch.optim.SGD(parameters, lr=0.1).step()
+    moved = [p.detach() - old for p, old in zip(parameters, start, strict=True)]
+    norm = nn.utils.get_total_norm
+    both = norm([*parameters, *gradients, *moved])
+    return [norm(gradients), norm([p.grad.clone() for p in parameters]), norm(moved), norm(parameters), both]
+
+
+@pooled(world_size=2)
+def test_torchs_norm_of_copies_is_that_of_whole_tensors() -> None:
+    due, model = norms_of_copies(llama().train()), parallel(llama(), 2).train()
+    with silent():
+        torch.testing.assert_close(norms_of_copies(model), due, rtol=1e-5, atol=0)
+        assert torch.equal(autopar.full(head(model).grad * 2), 2 * autopar.full(head(model).grad))
+
+
+MISFITS: dict[str, Callable[[Any], Any]] = {
+    "rows that are trained": lambda model: head(model).grad * (torch.arange(131) > 99)[:, None],
+    "a mask": lambda model: head(model)[torch.arange(131) > 99],
+    "plain weights": lambda model: head(model).data.copy_(llama().lm_head.weight),
+    "an element": lambda model: head(model)[100, 3],
+}
+
+
+@pooled(world_size=2)
+def test_errors_of_sizes_say_that_a_tensor_is_a_shard() -> None:
+    model = trained()
+    for misfit in MISFITS.values():
+        with pytest.raises((RuntimeError, IndexError)) as error:
+            misfit(model)
+        (note,) = error.value.__notes__
+        assert "weight is the shard of tensor-parallel rank" in note and "autopar.whole(model, " in note
 
 
 @pooled(world_size=2)

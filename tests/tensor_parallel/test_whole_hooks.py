@@ -15,7 +15,14 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
     register_module_full_backward_hook,
 )
-from transformers import Qwen3Config, Qwen3ForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import autopar
 from autopar.errors import ConfigError, ConsistencyError
@@ -326,3 +333,23 @@ def test_gradients_of_hidden_states_are_the_plain_models_where_blocks_have_all_r
             assert found[1] is None  # the page says so
         else:
             close(found[1], found[0], f"gradient of the {name} loss")
+
+
+@pooled(world_size=2)
+def test_the_activation_of_experts_whose_features_are_sharded() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    plain = MixtralForCausalLM(MixtralConfig(num_hidden_layers=2, vocab_size=31, num_local_experts=4, **sizes)).train()
+    model = autopar.initialize(copy.deepcopy(plain), {"tp": 2})
+    ids, found = torch.arange(12).view(2, 6), []
+    for each in (plain, model):
+        seen: list[torch.Tensor] = []
+        scale = nn.Parameter(torch.linspace(0, 1, 32))
+        for block in each.model.layers:
+            activation = block.mlp.experts.act_fn
+            activation.register_forward_hook(lambda _, __, out, s=scale: out * s)
+            activation.register_full_backward_hook(lambda _, __, out, to=seen: to.append(out[0].square().sum()))
+        loss = each(input_ids=ids, labels=ids).loss
+        loss.backward()
+        found.append((loss, scale.grad, torch.stack(seen).sum()))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
