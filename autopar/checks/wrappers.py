@@ -59,7 +59,7 @@ class WrapperCheck:
         self._model = weakref.ref(model)
         self._checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._handle: Any = None
-        if mpu.model.size > 1 or shares_experts:
+        if mpu.model.size > 1 or shares_experts or fully_sharded:
             listen(self)
             self._handle = model.register_forward_pre_hook(self._on_forward)
         self._kind = type(model)
@@ -76,6 +76,11 @@ class WrapperCheck:
     def before_registration(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
         if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
             if submodule is not None and self._is_ours(submodule.modules()):
+                if self._fully_sharded:
+                    raise ConfigError(
+                        f"{type(module).__name__} around a model with zero.stage 2 or 3: torch's FSDP2 averages its "
+                        "gradients over the replicas already.\n  Leave the wrapper out."
+                    )
                 _check_group(type(module).__name__, module.process_group, self.mpu)
                 if self._shares:
                     self._leave_to_us(module, submodule)

@@ -100,6 +100,8 @@ class FullySharded:
             fully_shard(module, mesh=mpu.fsdp_mesh, mp_policy=policy, **how)
         self.model: Any = model
         self._gathered = False  # whether weights may be
+        for module in blocks_of(inner, blocks):  # generate may call what is inside of the model
+            module.register_forward_pre_hook(self._before_block)
         model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)  # before FSDP's own
         model.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
         encodes = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
@@ -114,6 +116,9 @@ class FullySharded:
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         check_transforms(f"zero.stage {self._stage}, where torch's FSDP holds the weights", lambda: (args, kwargs))
+        self._gathered = True
+
+    def _before_block(self, *_: Any) -> None:
         self._gathered = True
 
     def _after_forward(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:

@@ -234,6 +234,8 @@ def clip_grad_norm_(
 
 def _norm(model: nn.Module, norm_type: float) -> torch.Tensor:
     root, state = _parallelized(model)
+    if state.dp.fully_sharded is not None:
+        state.dp.fully_sharded.reshard()  # the gradients are those of shards
     gradients = {name: p.grad for name, p in root.named_parameters() if p.grad is not None}  # a tied one comes once
     return state.dp.norm.of(gradients, norm_type)
 

@@ -16,9 +16,11 @@ from transformers import (
 )
 
 import autopar
+from autopar.errors import ConfigError
 from tests.parity import close, language_batches, randomise
 from tests.pool import pooled
 from tests.small import gpt2, llama
+from tests.worlds import raises_everywhere
 
 
 def _sgd(model: Any) -> torch.optim.Optimizer:
@@ -97,4 +99,78 @@ def test_an_encoder_decoder_that_generates_nothing_trains() -> None:
     reference = _sgd(plain)
     for _ in range(2):
         step_alike(plain, reference, model, optimizer, input_ids=ids, labels=torch.tensor([0, 1]))
+    model.mpu.destroy()
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("stage", [2, 3])
+@pooled(world_size=2)
+def test_generate_between_a_backward_and_its_step(stage: int) -> None:
+    """``generate`` gathers weights, which the step makes old."""
+    plain = t5().train()
+    model = copy.deepcopy(plain)
+    model, optimizer = autopar.initialize(model, {"zero": {"stage": stage}}, optimizer=_sgd(model))
+    reference, ids = _sgd(plain), torch.arange(5, 19).view(2, 7)
+    for _ in range(3):
+        losses = []
+        for each, stepped in ((plain, reference), (model, optimizer)):
+            loss = each.train()(input_ids=ids, labels=ids).loss
+            loss.backward()
+            each.eval().generate(ids, max_new_tokens=3, do_sample=False)
+            stepped.step()
+            stepped.zero_grad()
+            losses.append(loss.detach())
+        close(losses[1], losses[0], "loss")
+    model.mpu.destroy()
+
+
+@pytest.mark.tier("all")
+@pooled(world_size=4)
+def test_adapters_in_stages_generate_and_train() -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> Any:
+        torch.manual_seed(3)
+        config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        return peft.get_peft_model(llama(num_hidden_layers=4), config)
+
+    def adamw(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
+
+    plain, model = adapted().train(), adapted()
+    config = {"pp": 2, "zero": {"stage": 2}, "pipeline": {"num_microbatches": 2}}
+    model, optimizer = autopar.initialize(model, config, optimizer=adamw(model))
+    reference, mpu = adamw(plain), model.mpu
+    for batch in language_batches(131, count=4, batch=8, seq=9):
+        ids = batch["input_ids"]
+        mine = ids[mpu.dp.rank :: 2]
+        loss = model.train().execute_pipeline({"input_ids": mine, "labels": mine}, broadcast_loss=True).loss
+        mean = loss.clone()
+        torch.distributed.all_reduce(mean, group=mpu.dp.group)
+        expected = plain.train()(input_ids=ids, labels=ids).loss
+        expected.backward()
+        close(mean / 2, expected.detach(), "loss")
+        how = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+        assert torch.equal(*(each.eval().generate(input_ids=ids[:2], **how) for each in (plain, model)))
+        for stepped in (optimizer, reference):
+            stepped.step()
+            stepped.zero_grad()
+    mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_a_forward_without_a_backward_leaves_norms_and_weights_and_ddp_is_refused() -> None:
+    plain = llama().train()
+    model = copy.deepcopy(plain)
+    model, _ = autopar.initialize(model, {"zero": {"stage": 2}}, optimizer=_sgd(model))
+    ids = torch.arange(5, 19).view(2, 7)
+    for each in (plain, model):
+        each(ids, labels=ids).loss.backward()
+        each(ids, labels=ids)
+    close(autopar.clip_grad_norm_(model, 0.1), torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1), "norm")
+    model(ids, labels=ids)
+    weights = dict(autopar.hf_weights(model))
+    assert all(torch.equal(weights[name], parameter) for name, parameter in plain.named_parameters())
+    with raises_everywhere(ConfigError, "around a model with zero.stage 2 or 3", "Leave the wrapper out."):
+        torch.nn.parallel.DistributedDataParallel(model)
     model.mpu.destroy()
