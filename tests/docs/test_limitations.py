@@ -21,10 +21,11 @@ from tests.worlds import distributed
 def test_what_it_says_raises_does() -> None:
     table = section(DOCS / "limitations.md", "## What raises", "## What warns")
     rows = len(re.findall(r"^\| ", table, re.MULTILINE)) - 1  # without the head of the table
-    # ten here, seven in the next test, two in tests/checkpoint/test_dtensor_optimizer.py, four in
+    # eleven here, seven in the next test, one in tests/data_parallel/test_fully_sharded_compositions.py,
+    # two in tests/checkpoint/test_dtensor_optimizer.py, four in
     # tests/distributed/test_derivatives.py and test_transforms_refused.py, one in
     # tests/pipeline_parallel/test_inference.py and in tests/test_text_generation.py
-    assert rows == 25
+    assert rows == 27
     model = parallel(gpt2(), 2)
     staged, _ = training(gpt2().eval(), stages=2)
     cache = gpt2()(torch.tensor([[1, 2]]), use_cache=True).past_key_values
@@ -42,6 +43,10 @@ def test_what_it_says_raises_does() -> None:
     }.items():
         with pytest.raises(autopar.ConfigError, match=instead):
             call()
+    last = [parameter for name, parameter in staged.named_parameters() if ".h.1." in name]
+    if dist.get_rank() == 0:
+        with pytest.raises(ValueError, match="optimizer got an empty parameter list"):
+            torch.optim.AdamW(last)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1.0 + dist.get_rank())
     own = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()

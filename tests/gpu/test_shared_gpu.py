@@ -35,7 +35,9 @@ ON_TWO: dict[str, Case] = {
     "tp of GPT-2": case(gpt2, tensor_parallel_size=2),
     "sequence": case(tensor_parallel_size=2, sequence_parallel=True),
     "dp, zero 1": case(extra=ZERO_1),
+    "dp, zero 2": case(extra={"zero": {"stage": 2}, "gradient_clipping": 1.0}),
     "dp, zero 3": case(extra={"zero": {"stage": 3}}),
+    "dp, optimizer on the host": case(extra={"zero": {"stage": 1, "optimizer_offload": True}}),
     "cp": case(context_parallel_size=2),
     "recomputed": case(extra={"activation_checkpointing": {"enable": True}}, tensor_parallel_size=2),
     "experts of replicas": case(mixtral, expert_parallel_size=2),
@@ -43,6 +45,15 @@ ON_TWO: dict[str, Case] = {
 }
 ON_FOUR: dict[str, Case] = {
     "tp x dp, zero 1": case(extra=ZERO_1, tensor_parallel_size=2),
+    **{
+        f"pp x dp, zero {stage}": case(
+            lambda: llama(num_hidden_layers=4),
+            {"zero": {"stage": stage}, "pipeline": {"microbatch_size": 1}},
+            pipeline_parallel_size=2,
+        )
+        for stage in (2, 3)
+    },
+    "dp in two parts, zero 3": case(extra={"zero": {"stage": 3, "shard_size": 2}}),
     "tp x pp": case(tensor_parallel_size=2, pipeline_parallel_size=2),
     "tp x cp": case(tensor_parallel_size=2, context_parallel_size=2),
     "tp x cp, gathered": case(tensor_parallel_size=2, context_parallel_size=2, context_parallel_method="gather"),
