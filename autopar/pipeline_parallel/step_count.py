@@ -31,6 +31,7 @@ from autopar.call_site import warn_user
 from autopar.checks.process_hooks import listen
 from autopar.checks.samples import plain_settings
 from autopar.errors import ConfigError, ConsistencyError
+from autopar.pipeline_parallel.gradient_scale import GradientScale
 
 __all__ = ["StepCount", "StepReport", "check_places", "check_steps", "cut_by_place", "warn_of_idle"]
 
@@ -139,6 +140,7 @@ def _numbers(name: str) -> list[int]:
     return [int(number) for number in _NUMBER.findall(name)]
 
 
+_FIRST, _EVERY = 3, 10  # passes behind which gradients are looked at
 _PATIENCE = 8  # passes without a step after which a stage is told, once, if another stage goes on
 
 
@@ -150,12 +152,14 @@ class StepReport(NamedTuple):
         idle: passes since the last step.
         places: of the groups of a new optimizer that may have been cut by place.
         trained: weights that have a gradient and that no optimizer steps, if it is time to tell.
+        scale: by which all gradients were multiplied between the pass and its step; None if there is no such factor.
     """
 
     counts: frozenset[tuple[int, int]]
     idle: int
     places: _Places | None
     trained: str
+    scale: float | None = None
 
 
 @dataclass
@@ -188,6 +192,7 @@ class StepCount:
         self._passes, self._running, self._last, self._stepped_once = 0, 0, 0, False
         self._patience = _PATIENCE  # twice the longest interval between two steps, at least
         self._places: _Places | None = None  # of a new optimizer
+        self._scale = GradientScale()
         self._trained = ""  # weights with a gradient after a pass that no step was to come after
         listen(self)
 
@@ -215,6 +220,8 @@ class StepCount:
             steps = self._optimizers.setdefault(optimizer, _Steps(size, ours, self._begin(ours)))
             steps.parameters, steps.ours = size, steps.ours or ours
             self._places = cut_by_place(optimizer, self._model, self._released) or self._places
+        if steps.ours:
+            self._scale.look()
         if steps.ours and steps.last != self._passes:
             steps.count, steps.last = steps.count + 1, self._passes
             self._patience = max(self._patience, 2 * (self._passes - self._last))
@@ -244,11 +251,13 @@ class StepCount:
             counts = {(0, 0)}
         places, self._places = self._places, None
         told = idle == self._patience if self._stepped_once else not self.expected
-        return StepReport(frozenset(counts), idle, places, self._trained if told else "")
+        return StepReport(frozenset(counts), idle, places, self._trained if told else "", self._scale.factor())
 
     def end_pass(self) -> None:
         """End it, also one that failed; where no step seems to follow, note which weights have got a gradient."""
         trained, self._running = self._running, 0
+        if trained and (self._passes <= _FIRST or self._passes % _EVERY == 0):
+            self._scale.note(self._model)
         waits = self._passes - self._last >= self._patience or not self._stepped_once
         if trained and waits:
             names = [name for name, p in self._model.named_parameters() if p.requires_grad and p.grad is not None]
