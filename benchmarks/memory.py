@@ -1,10 +1,11 @@
-"""Peak memory of a training step on every rank, with its parts: weights, gradients, optimizer, logits, activations.
+"""Peak memory of a training step under each lever, measured and planned, with its parts.
 
     python -m benchmarks memory --hidden 512
 
 The parts are those of the tensors alive when most are (``benchmarks/tensor_memory.py``), after one step has made the
-optimizer's state. ``resident`` is how much the process's resident set grew beyond what it was before the model was
-made: allocator, libraries' buffers and what the parts do not see.
+optimizer's state. ``planned`` is what ``autopar.plan_memory`` says of the rank that holds most. ``resident`` is how
+much the process's resident set grew beyond what it was before the model was made: allocator, libraries' buffers and
+what the parts do not see.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.models import build, tokens
 from benchmarks.process_memory import forget_high_water, high_water
@@ -21,14 +23,23 @@ from benchmarks.tensor_memory import PARTS, peak_of
 from benchmarks.variants import accepts
 
 MIB = 2**20
-TP2: dict[str, Any] = {"model_parallelism": {"tensor_parallel_size": 2}}
+PP2: dict[str, Any] = {"pp": 2, "pipeline": {"microbatch_size": 1}}
 CONFIGS: dict[str, dict[str, Any] | None] = {
     "plain": None,
-    "tp 2": TP2,
-    "tp 2, recomputed": {**TP2, "activation_checkpointing": {"enable": True}},
-    "tp 2, loss in chunks": {**TP2, "loss": {"chunk": 128}},
-    "pp 2, 1f1b": {"model_parallelism": {"pipeline_parallel_size": 2}},
+    "tp 2": {"tp": 2},
+    "tp 2, recomputed": {"tp": 2, "activation_checkpointing": {"enable": True}},
+    "tp 2, recomputed but attention, collectives": {
+        "tp": 2,
+        "activation_checkpointing": {"save": ["attention", "collectives"]},
+    },
+    "tp 2, every second block recomputed": {"tp": 2, "activation_checkpointing": {"every": 2}},
+    "tp 2, loss in chunks": {"tp": 2, "loss": {"chunk": 128}},
+    "pp 2": PP2,
     "dp 2, zero 1": {"zero": {"stage": 1}},
+    "dp 2, zero 2": {"zero": {"stage": 2}},
+    "dp 2, zero 3": {"zero": {"stage": 3}},
+    "pp 2 x dp 2, zero 2": {**PP2, "zero": {"stage": 2}},
+    "pp 2 x dp 2, zero 3": {**PP2, "zero": {"stage": 3}},
 }
 
 
@@ -48,7 +59,7 @@ def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for name in options["configs"]:
         config = CONFIGS[name]
-        world = 1 if config is None else 2
+        world = 1 if config is None else 4 if " x " in name else 2
         if config is not None and (reason := accepts(config, world)):
             rows.append({"config": name, "missing": reason})
             continue
@@ -63,14 +74,16 @@ def rank_main(options: dict[str, Any]) -> dict[str, float]:
 
     torch.rand(8, 8).matmul(torch.rand(8, 8))
     before = forget_high_water()
-    model = build(options["family"], options)
+    model, config = build(options["family"], options), options["config"]
+    sizes = {"sequence": options["seq"], "batch": options["batch"], "device": "cpu"}
+    planned = autopar.plan_memory(model, config, gpus=dist.get_world_size() if config else 1, **sizes).peak
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
-    if options["config"] is not None:
-        model, optimizer = autopar.initialize(model, options["config"], optimizer=optimizer)
+    if config is not None:
+        model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
     ids = tokens(options)
 
     def step() -> None:
-        if "pipeline_parallel_size" in (options["config"] or {}).get("model_parallelism", {}):
+        if config is not None:
             model.execute_pipeline({"input_ids": ids, "labels": ids})
         else:
             model(input_ids=ids, labels=ids).loss.backward()
@@ -84,4 +97,5 @@ def rank_main(options: dict[str, Any]) -> dict[str, float]:
     step()
     parts = {f"{part}, MiB": round(peak.parts[part] / MIB, 1) for part in PARTS}
     resident = round((high_water() - before) / MIB, 1)
-    return {**parts, "sum, MiB": round(peak.total / MIB, 1), "resident, MiB": resident}
+    total = {"sum, MiB": round(peak.total / MIB, 1), "planned, MiB": round(planned.total / MIB, 1)}
+    return {**parts, **total, "resident, MiB": resident}

@@ -46,7 +46,8 @@ SECTIONS = {
     ),
     "memory": (
         "Memory of a training step",
-        "The parts are the tensors that live when most do. `resident` is the growth of the whole process.",
+        "The parts are the tensors that live when most do. `planned` is what `autopar.plan_memory` says, of the rank "
+        "that holds most; `resident` is the growth of the whole process.",
     ),
     "loading": (
         "Loading shards",
