@@ -32,7 +32,7 @@ from autopar.data_parallel.precision import DTYPES
 from autopar.distributed.derivatives import check_transforms
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.foreign.groups import reduce_gradients
+from autopar.foreign.groups import drop_gradients, reduce_gradients
 from autopar.foreign.modules import own_parameters
 from autopar.foreign.transformers import unsplit_modules
 from autopar.plan.plan import Plan
@@ -147,6 +147,9 @@ class FullySharded:
                 module.unshard()
             yield
             reduce_gradients(self.model)
+        except BaseException:
+            drop_gradients(self.model)  # zero_grad does not see them
+            raise
         finally:
             self.reshard()
 

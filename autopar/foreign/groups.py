@@ -20,6 +20,7 @@ __all__ = [
     "backends_of",
     "default_group",
     "default_store",
+    "drop_gradients",
     "has_timeout",
     "is_flat_parameter",
     "leave_out_of_ddp",
@@ -75,6 +76,16 @@ def meshes_of_fsdp(module: nn.Module) -> set[Any]:
     """Return the meshes over which FSDP2 shards a module's own parameters."""
     state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
     return {group.mesh_info.mesh for group in getattr(state, "_fsdp_param_groups", ())}
+
+
+def drop_gradients(root: FSDPModule) -> None:
+    """Drop the gradients that FSDP2 has accumulated and not reduced."""
+    for each in root._get_fsdp_state()._state_ctx.all_states:
+        for group in each._fsdp_param_groups:
+            for held in group.fsdp_params:
+                held.unsharded_accumulated_grad = None
+                if hasattr(held, "_unsharded_param"):
+                    held._unsharded_param.grad = None
 
 
 def reduce_gradients(root: FSDPModule) -> None:

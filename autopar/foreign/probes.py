@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -225,6 +228,12 @@ def _private_of_models() -> bool:
     return reverts and all(hasattr(GPT2LMHeadModel, name) for name in names)
 
 
+def _fsdp() -> bool:
+    source = inspect.getsource(FSDPParam) + inspect.getsource(FSDPState)
+    names = ("unsharded_accumulated_grad", "_unsharded_param", "all_states", "_root_post_backward_final_callback")
+    return all(name in source for name in names) and callable(getattr(FSDPParamGroup, "post_backward", None))
+
+
 def _muon() -> bool:
     """Compare a first step of Muon, in which the momentum is a share of the gradient, with one of its parts."""
     weight, gradient = torch.randn(6, 4), torch.randn(6, 4)
@@ -247,6 +256,7 @@ def _groups() -> bool:
 PROBES: dict[str, Probe] = {
     "parameters, buffers and children of a module": Probe(_held, "layers are swapped and sharded"),
     "hooks around a forward": Probe(_hooks, "deparallelize, meta copies, warnings of hooks"),
+    "gradients that FSDP2 accumulates": Probe(_fsdp, "zero.stage 2 and 3 through pipeline stages"),
     "hooks of a state dict": Probe(_state_dict_hooks, "marks of partial state dicts, loading whole ones"),
     "versions and bases of tensors": Probe(_versions, "gradients that are computed once, checks of weights"),
     "two tensors that change places": Probe(_places, "lazy_init, parameters that keep their identity"),

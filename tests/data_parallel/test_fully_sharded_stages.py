@@ -148,6 +148,32 @@ class Collectives(TorchDispatchMode):
 
 
 @pooled(world_size=4)
+def test_a_pass_that_fails_leaves_no_gradients_behind() -> None:
+    """Of its first micro-batches, on the last stage; the batch is skipped, and training goes on."""
+    for stage in (2, 3):
+        plain = MODELS["gpt2"]()
+        model = copy.deepcopy(plain)
+        config = {"pp": 2, "zero": {"stage": stage}, "gradient_clipping": 0.5, "pipeline": {"num_microbatches": 4}}
+        model, optimizer = autopar.initialize(model, config, optimizer=_adamw(model))
+        batch = {name: each[model.mpu.dp.rank :: 2] for name, each in _ragged(model, 9).items()}
+        calls: list[int] = []
+
+        def fails(outputs: Any, inputs: Any, calls: list[int] = calls) -> torch.Tensor:
+            calls.append(1)
+            if len(calls) == 3:
+                raise ValueError("a batch that is not liked")
+            loss: torch.Tensor = outputs.loss
+            return loss
+
+        with pytest.raises((ValueError, autopar.PipelineError), match="a batch that is not liked"):
+            model.train().execute_pipeline(batch, criterion=fails)
+        optimizer.zero_grad()
+        _train(model, optimizer, plain)
+        _weights_are(model, plain)
+        model.mpu.destroy()
+
+
+@pooled(world_size=4)
 def test_half_precision_accumulates_gradients_of_micro_batches_in_fp32() -> None:
     for schedule, stage in (("1f1b", 3), ("zbv", 2)):
         losses: list[list[torch.Tensor]] = []
