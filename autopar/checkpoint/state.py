@@ -231,7 +231,7 @@ def local_tensors(model: nn.Module, *, fsdp: bool = False) -> dict[str, torch.Te
         )
     for name, tensor in found.items():
         due = plan.tensors[name].local_shape(tp)
-        if fsdp:
+        if fsdp and isinstance(tensor, DTensor):
             check_fsdp_shard(name, tensor, state.rows_of(name).size)
         elif isinstance(tensor, DTensor):
             raise CheckpointError(f"{name} is a DTensor (fully_shard?); its full shard is needed here")

@@ -26,6 +26,7 @@ from torch import nn
 from autopar.call_site import OURS
 from autopar.distributed.read_functions import DRAWS, READS, TORCH, explain, keeps_dim, tell, tell_if_saved
 from autopar.foreign.autograd import current_backward
+from autopar.foreign.modules import SAVE_STATE
 from autopar.foreign.tensors import disabled_torch_function, leave_alone, let_foreach_take
 from autopar.layout import Layout
 
@@ -53,7 +54,6 @@ _FOR_USERS = (*_THROUGH, f"{TORCH}nn/utils/", _MODULE)  # results there are thos
 _QUIET = (*(f"{TORCH}{name}" for name in ("optim/", "distributed/", "_subclasses/", "fx/")), _MODULE, _DYNAMO, OURS)
 _FILLS = ("_no_grad_fill_", "_no_grad_zero_", "constant_", "ones_", "zeros_")  # of nn.init: alike everywhere
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
-_STATE_DICT = nn.Module._save_to_state_dict.__code__
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
 
 
@@ -250,7 +250,7 @@ def _notice(func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str
     file, kwargs = caller.f_code.co_filename, kwargs or {}
     switch.off = True
     try:
-        if file.startswith(_QUIET) and caller.f_code is not _STATE_DICT:
+        if file.startswith(_QUIET) and caller.f_code is not SAVE_STATE:
             return func(*args, **kwargs)
         name = func.__name__
         if name in _HOOKS and _is_for_users(caller):

@@ -58,7 +58,8 @@ def _install() -> None:
             for failures, explain in list(_logs.items()):
                 _publish(failures, error)
                 note = explain(error)
-                if note is not None:
+                told = any(each.startswith("autopar: ") for each in getattr(error, "__notes__", ()))
+                if note is not None and not told:
                     error.add_note(note)
             if isinstance(error, AutoparError) and os.environ.get("AUTOPAR_TRACEBACK") != "full":
                 trace = _shorten(error, trace)

@@ -14,6 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd as Dropout
 __all__ = [
     "CALL",
     "HELD",
+    "SAVE_STATE",
     "BatchNorm",
     "Convolution",
     "Dropout",
@@ -36,6 +37,7 @@ HELD = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffer
 """Attributes of a module that hold its tensors and children."""
 
 CALL = nn.Module._call_impl.__code__  # runs wherever a module is called
+SAVE_STATE = nn.Module._save_to_state_dict.__code__  # and where its state dict is made
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 

@@ -62,7 +62,7 @@ class GradientScale:
 def warn_of_scales(said: Mapping[int, float | None], own: int) -> None:
     """Warn on the last of these ranks if their stages have scaled gradients by different factors."""
     factors = {rank: factor for rank, factor in said.items() if factor is not None}
-    if len(factors) < len(said) or own != max(said):
+    if not said or len(factors) < len(said) or own != max(said):
         return
     low, high = min(factors.values()), max(factors.values())
     if high - low > _APART * max(abs(low), abs(high)):

@@ -107,7 +107,7 @@ def test_parts_of_the_replicas_shard(stage: int, size: int, tp: int) -> None:
     model, optimizer = autopar.initialize(model, config, optimizer=_adamw(model))
     here = sum(parameter.to_local().numel() for parameter in model.parameters())
     whole = sum(parameter.numel() for parameter in plain.parameters()) / tp / (size or 4)
-    assert 0.9 * whole <= here <= 1.2 * whole  # one KV head is on both tensor-parallel ranks
+    assert 0.85 * whole <= here <= 1.2 * whole  # of odd sizes, and one KV head is on both tensor-parallel ranks
     _train(model, optimizer, plain)
     _weights_are(model, plain)
     model.mpu.destroy()
