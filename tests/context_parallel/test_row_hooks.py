@@ -17,6 +17,7 @@ from tests.parity import close, language_batches, whole
 from tests.pool import pooled
 from tests.small import gpt2, llama
 from tests.tensor_parallel.test_whole_hooks import PLACES, Seen, Steering
+from tests.tiers import mainly
 from tests.worlds import raises_everywhere
 
 LENGTHS = (7, 16)  # ragged rows, and even ones
@@ -88,7 +89,7 @@ def test_hooks_on_all_modules() -> None:
     as_plain(llama, [], sizes(2), every=True)
 
 
-@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("sp", mainly(True, False, later="sweep"))
 @pytest.mark.parametrize("place", PLACES)
 @pooled(world_size=4)
 def test_with_tensor_parallelism(place: str, sp: bool) -> None:

@@ -72,10 +72,14 @@ def _train(model: Any, optimizer: Any, plain: Any, steps: int = 3) -> None:
 
 def _cases() -> list[Any]:
     stages = [(2, schedule) for schedule in SCHEDULES] + [(3, "1f1b"), (3, "gpipe"), (3, "interleaved")]
-    return [pytest.param(name, *case, id=f"{name}-{case[0]}-{case[1]}") for case in stages for name in MODELS]
+    return [
+        pytest.param(name, *case, id=f"{name}-{case[0]}-{case[1]}", marks=[pytest.mark.tier("sweep")] * (place % 2))
+        for at, case in enumerate(stages)
+        for place, name in enumerate(MODELS, at)
+    ]
 
 
-@pytest.mark.tier("test", only=("gpt2-2-zbv", "llama-3-1f1b"))
+@pytest.mark.tier("test", only=("gpt2-2-zbv", "llama-3-gpipe"))
 @pytest.mark.parametrize(("name", "stage", "schedule"), _cases())
 @pooled(world_size=4)
 def test_stages_train_as_the_plain_model(name: str, stage: int, schedule: str) -> None:

@@ -74,10 +74,22 @@ def problems(faults: list[Fault], root: Path = ROOT) -> list[str]:
 
 
 def tiers_of(faults: Sequence[Fault]) -> list[str]:
-    """Return for each fault the first tier that runs the test which catches it; a fresh process collects them."""
+    """Return for each fault the first tier that runs the test which catches it; fresh processes collect them."""
     found: dict[str, str] = {}
+    files = sorted({fault.caught_by.partition("::")[0] for fault in faults})
     for tier in TIERS:
-        command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "--tier", tier]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--collect-only",
+            "-p",
+            "no:cacheprovider",
+            "--tier",
+            tier,
+            *files,
+        ]
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
         for case in listed:
             for name in (case, case.partition("[")[0]):

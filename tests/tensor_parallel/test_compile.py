@@ -62,8 +62,8 @@ def test_compiled_blocks(kind: str) -> None:
     [
         {"activation_checkpointing": {"enable": True}},
         {"loss": {"chunk": 5}},
-        {"loss": {"gather_logits": "always"}},
-        {"model_parallelism": {"tensor_parallel_size": 4}},
+        pytest.param({"loss": {"gather_logits": "always"}}, marks=pytest.mark.tier("sweep")),
+        pytest.param({"model_parallelism": {"tensor_parallel_size": 4}}, marks=pytest.mark.tier("sweep")),
     ],
     ids=["checkpointing", "chunk", "gathered", "tp4"],
 )
@@ -148,6 +148,7 @@ def test_a_copy_has_checks_of_its_own() -> None:
         other(**batch)
 
 
+@pytest.mark.tier("sweep")
 @pooled(world_size=2)
 def test_checks_over_context_run_with_every_graph() -> None:
     """Without tensor parallelism there is no module tree to check, and still inputs to compare."""

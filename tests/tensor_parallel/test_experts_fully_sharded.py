@@ -27,6 +27,7 @@ from tests.tensor_parallel.mixtures import (
     train,
     wholes,
 )
+from tests.tiers import in_tier, mainly
 
 ZERO_3 = {"zero": {"stage": 3}}
 
@@ -59,9 +60,10 @@ _FOUR: dict[str, dict[str, Any]] = {
     "recomputed": {"ep": 2, "activation_checkpointing": {"enable": True}},
     "clipping": {"ep": 2, "gradient_clipping": 1e9},
 }
+_FIRST = ("edp 2", "tp 2 x dp 2", "cp 2", "recomputed")
 
 
-@pytest.mark.parametrize("mesh", _FOUR)
+@pytest.mark.parametrize("mesh", [*_FIRST, *in_tier("sweep", [mesh for mesh in _FOUR if mesh not in _FIRST])])
 @pooled(world_size=4)
 def test_meshes_of_four(mesh: str) -> None:
     compare(mixtral, {**_FOUR[mesh], **ZERO_3}, even="cp" in mesh)
@@ -118,7 +120,7 @@ _OTHERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("saved", [{"ep": 2}, {"tp": 2, "ep": 4}])
+@pytest.mark.parametrize("saved", mainly({"tp": 2, "ep": 4}, {"ep": 2}, later="sweep"))
 @pooled(world_size=4)
 def test_checkpoints_of_any_mesh(saved: dict[str, int], tmp_path: Path) -> None:
     """Save with ZeRO-3 and go on with it and without, and the other way round."""
@@ -223,6 +225,7 @@ def test_norms_of_any_order_and_of_one_parameter() -> None:
     model.mpu.destroy()
 
 
+@pytest.mark.tier("sweep")
 @pooled(world_size=2)
 def test_compiled_blocks() -> None:
     compare(mixtral, {"ep": 2, "compile": {"enable": True, "backend": "aot_eager"}, **ZERO_3})
