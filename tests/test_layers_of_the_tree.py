@@ -36,7 +36,7 @@ TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["verification"], ["c
 LINES = {
     "applied": 808,
     "checkpoint": 6218,
-    "checks": 2253,
+    "checks": 2254,
     "config": 1020,
     "context_parallel": 2880,
     "data_parallel": 3064,

@@ -153,7 +153,8 @@ def _check_parameters(model: nn.Module, before: list[_Seen]) -> None:
 
 def _reordered(seen: _Seen) -> bool:
     """Check whether a module has the parameters that it had: PEFT puts one of experts back behind the others."""
-    return {id(one) for one in own_parameters(seen.module).values()} == {id(one) for one in seen.parameters}
+    before = zip(seen.names, seen.parameters, strict=True)
+    return {name: id(one) for name, one in own_parameters(seen.module).items()} == {name: id(p) for name, p in before}
 
 
 def _check_layers(model: nn.Module, before: list[_Seen]) -> None:
