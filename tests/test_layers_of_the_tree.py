@@ -45,7 +45,7 @@ LINES = {
     "dry_run": 3401,
     "foreign": 1090,
     "integrations": 1810,
-    "pipeline_parallel": 3969,
+    "pipeline_parallel": 3970,
     "plan": 2894,
     "policy": 1650,
     "quantized": 860,

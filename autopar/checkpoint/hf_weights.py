@@ -52,8 +52,7 @@ def hf_weights(model: nn.Module, *, bucket_size: int | str = "512MB") -> Iterato
 
     def check() -> dict[str, torch.Tensor]:
         parse_size(bucket_size)
-        sharded = any(isinstance(tensor, DTensor) for tensor in root.state_dict(keep_vars=True).values())
-        return local_tensors(root, fsdp=sharded)
+        return local_tensors(root, fsdp=True)
 
     local = same_on_every_rank(check, lambda _: {"hf_weights": str(bucket_size), "tensors": len(state.plan.tensors)})
     return WholeWeights(state, local).run(_buckets(state, parse_size(bucket_size)))

@@ -231,10 +231,10 @@ def local_tensors(model: nn.Module, *, fsdp: bool = False) -> dict[str, torch.Te
         )
     for name, tensor in found.items():
         due = plan.tensors[name].local_shape(tp)
-        if fsdp and isinstance(tensor, DTensor):
+        if isinstance(tensor, DTensor):
+            if not fsdp:
+                raise CheckpointError(f"{name} is a DTensor (fully_shard?); its full shard is needed here")
             check_fsdp_shard(name, tensor, state.rows_of(name).size)
-        elif isinstance(tensor, DTensor):
-            raise CheckpointError(f"{name} is a DTensor (fully_shard?); its full shard is needed here")
         if tensor.device.type == "meta":
             raise CheckpointError(f"{name} is on the meta device; it has no values")
         if tuple(tensor.shape) != due:
@@ -245,10 +245,8 @@ def local_tensors(model: nn.Module, *, fsdp: bool = False) -> dict[str, torch.Te
     return {name: found[name] for name in plan.tensors if name in found}
 
 
-def check_fsdp_shard(name: str, tensor: torch.Tensor, ranks: int) -> None:
-    """Raise CheckpointError if ``tensor`` is a DTensor that ``fully_shard`` would shard otherwise."""
-    if not isinstance(tensor, DTensor):
-        return
+def check_fsdp_shard(name: str, tensor: DTensor, ranks: int) -> None:
+    """Raise CheckpointError if ``fully_shard`` would shard ``tensor`` otherwise."""
     mesh = tensor.device_mesh
     whole = mesh.ndim - 1  # dims over which there are copies
     if mesh.size(whole) != ranks or tuple(tensor.placements) != (*[Replicate()] * whole, Shard(0)):

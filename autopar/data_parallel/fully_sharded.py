@@ -136,7 +136,7 @@ class FullySharded:
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:
-        """Run the micro-batches of a pass through stages inside; and reduce their gradients together at its end."""
+        """Run the micro-batches of a pass through stages inside, and reduce their gradients together at its end."""
         modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         self.model.set_is_last_backward(False)
         self.model.set_requires_gradient_sync(False)

@@ -206,12 +206,13 @@ class Pipeline:
             self._penalise(model, step)
             return
         state = vars(model)["_autopar"]
-        rows = state.dp.fully_sharded if self.plan.stages > 1 else None
+        rows, nothing = state.dp.fully_sharded if self.plan.stages > 1 else None, contextlib.nullcontext()
         ours = state.step is not None and state.step.model is model
         with state.step.fp32_gradients() if ours else contextlib.nullcontext():
             summing = "summing the gradients of weights that several stages hold"
             with self.tied.apart():
-                with rows.one_pass() if rows else contextlib.nullcontext():
+                gathering = "gathering weights and reducing gradients over the data-parallel replicas (FSDP2)"
+                with self.failures.blame(gathering, self.mpu.fsdp.ranks), rows.one_pass() if rows else nothing:
                     self.engine.run(actions, step)
                     self._penalise(model, step)
                 with self.failures.blame(summing, self.mpu.pp.ranks):

@@ -25,13 +25,18 @@ FIRST = ["tp-fp16", "dp-bf16", "pp-fp32"]
 del CASES["pp-fp16"]  # its loss is scaled by execute_pipeline
 
 
-def _started(mesh: str, dtype: str, *, offload: bool) -> tuple[Any, Any]:
-    model = llama().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+def _config(mesh: str, dtype: str, *, offload: bool) -> dict[str, Any]:
     config: dict[str, Any] = {"model_parallelism": MESHES[mesh], "gradient_clipping": 1.0, **UNCHECKED}
     config["zero"] = {"stage": 1 if mesh == "dp" else 0, "optimizer_offload": offload}
     if dtype != "fp32":
         config["precision"] = {"dtype": dtype}
+    return config
+
+
+def _started(mesh: str, dtype: str, *, offload: bool) -> tuple[Any, Any]:
+    model = llama().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    config = _config(mesh, dtype, offload=offload)
     started: tuple[Any, Any] = autopar.initialize(model, config, optimizer=optimizer)
     return started
 
@@ -60,6 +65,11 @@ def test_steps_are_those_of_the_device_and_state_lies_on_the_host(case: str) -> 
     assert {p.device for p in model.parameters() if p.numel()} == {model.mpu.device}
     masters = [stepped.master(p) for p in stepped.names if p.requires_grad and stepped.owns(p)]
     kept = {weight.device.type for weight in masters if weight is not None}
+    mpu, lies = model.mpu, [v for entries in optimizer.state.values() for v in entries.values() if torch.is_tensor(v)]
+    config = _config(*CASES[case], offload=True)
+    planned = autopar.plan_memory(llama(), config, sequence=9, batch=4 // mpu.dp.size, gpus=2)
+    held = planned.ranks[mpu.pp.rank, mpu.dp.rank, mpu.tp.rank]
+    assert held.host == sum(x.nbytes for x in (*lies, *masters) if x is not None) and held.optimizer == 0
     assert kept == (set() if CASES[case][1] == "fp32" else {"cpu"})
     if CASES[case][0] != "pp":
         plain = [autopar.deparallelize(each) for each, _ in runs]

@@ -274,3 +274,27 @@ def _hang_in_generate(tp: int, pp: int) -> None:
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
 def test_a_rank_that_hangs_in_generate(tp: int, pp: int) -> None:
     spawn(__name__, "_hang_in_generate", 2, 60.0, (tp, pp), expect_dead=(1,))
+
+
+def _hang_before_gradients_are_reduced(stage: int) -> None:
+    """Rank 3, on the last stage, in a micro-batch: rank 2, which has the same weights, waits for its rows."""
+    model, _ = _parallel(1, 2, zero={"stage": stage})
+    model.execute_pipeline(_batch(model))
+    hurry(model)
+
+    def criterion(outputs: Any, _: Any) -> torch.Tensor:
+        if dist.get_rank() == 3:
+            hang_until("done", {2})
+        loss: torch.Tensor = outputs.loss
+        return loss
+
+    text = r"(?s)gathering weights and reducing gradients over the data-parallel replicas \(FSDP2\).*rank 3 "
+    with pytest.raises(PipelineError, match=text if dist.get_rank() == 2 else None):
+        model.execute_pipeline(_batch(model), criterion=criterion)
+    _stay_until_done({2})
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_replica_that_hangs_while_weights_are_sharded_over_replicas(stage: int) -> None:
+    spawn(__name__, "_hang_before_gradients_are_reduced", 4, 60.0, (stage,), expect_dead=(3,))
