@@ -37,7 +37,7 @@ LINES = {
     "applied": 808,
     "checkpoint": 6218,
     "checks": 2254,
-    "config": 1020,
+    "config": 1023,
     "context_parallel": 2880,
     "data_parallel": 3064,
     "deferred_init": 1140,

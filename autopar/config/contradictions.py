@@ -13,7 +13,7 @@ __all__ = ["contradictions", "does_not_divide", "unfit"]
 
 
 def contradictions(values: Mapping[str, Any]) -> list[str]:
-    """Values that are right one by one and do not go together."""
+    """List what is wrong with values that are right one by one."""
     problems: list[str] = []
     low, first, high = values["min_scale"], values["initial_scale"], values["max_scale"]
     if not low <= first <= high:
@@ -41,7 +41,9 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
         )
     if values["cpu_checkpointing"] and not values["activation_checkpointing"]:
         problems.append("cpu_checkpointing=True needs activation_checkpointing=True")
-    saves = values["checkpoint_saves"]
+    saves, every = values["checkpoint_saves"], values["checkpoint_every"]
+    if (saves or every > 1) and not values["activation_checkpointing"]:
+        problems.append("checkpoint_saves and checkpoint_every need activation_checkpointing=True")
     for name in saves:
         if name not in SAVED:
             problems.append(
@@ -120,6 +122,7 @@ def _misfit_of_experts(ep: int, tp: int, replicas: int | None) -> str:
 
 
 def does_not_divide(tp: int, cp: int, pp: int, world_size: int) -> str:
+    """Say that these sizes do not divide a world, and which would."""
     others = f"context_parallel_size={cp} x pipeline_parallel_size={pp}" if cp > 1 else f"pipeline_parallel_size={pp}"
     product = tp * cp * pp
     fitting = [size for size in range(1, world_size + 1) if world_size % (size * cp * pp) == 0]
