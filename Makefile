@@ -197,7 +197,7 @@ docs: $(VENV) $(DOCS) ## build the site: all pages and the API, build/site/index
 bench: $(VENV) ## run the benchmarks shortly (minutes); python -m benchmarks --full is for a quiet machine
 	$(BIN)/python -m benchmarks
 
-gpu: $(VENV) ## run the tests and benchmarks that need a GPU: one report in benchmarks/results (8 minutes)
+gpu: $(VENV) ## run the tests and benchmarks that need a GPU: one report in benchmarks/results (9 minutes)
 	$(BIN)/python -m benchmarks.gpu
 
 clean: ## remove caches, builds and outputs (keeps .venv and .cache)

@@ -39,9 +39,9 @@ LINES = {
     "checks": 2254,
     "config": 1023,
     "context_parallel": 2880,
-    "data_parallel": 3064,
+    "data_parallel": 3092,
     "deferred_init": 1140,
-    "distributed": 4711,
+    "distributed": 4723,
     "dry_run": 3401,
     "foreign": 1090,
     "integrations": 1810,
@@ -50,7 +50,7 @@ LINES = {
     "policy": 1650,
     "quantized": 860,
     "storage": 1490,
-    "tensor_parallel": 5745,
+    "tensor_parallel": 5746,
     "tools": 11856,
 }
 LOADED = 140  # modules that initialize loads; fewer is better

@@ -23,7 +23,7 @@ from autopar.config import ParallelConfig
 from autopar.data_parallel.gradients import gradient_norm
 from autopar.data_parallel.muon import MuonSteps
 from autopar.data_parallel.optimizer_proxy import OptimizerProxy
-from autopar.data_parallel.optimizer_state import move_state, stepping_of
+from autopar.data_parallel.optimizer_state import host_of, move_state, stepping_of
 from autopar.data_parallel.precision import (
     DTYPES,
     LossScale,
@@ -81,8 +81,7 @@ class ParallelStep(OwnedParameters):
         super().__init__(optimizer, model, self._replicas, sharded=sharded)
         self.max_norm = config.gradient_clipping
         self.scale = LossScale(config) if config.precision == "fp16" else None
-        offloads = config.zero_optimizer_offload and mpu.device.type != "cpu"
-        self.host = torch.device("cpu") if offloads else None  # where the optimizer's state lies, and steps
+        self.host = host_of(config, mpu)  # where the optimizer's state lies, and steps
         self.masters = MasterWeights(self.host) if config.precision != "fp32" and not config.fully_sharded else None
         self.step_was_skipped = False
         self.gradient_norm: torch.Tensor | None = None

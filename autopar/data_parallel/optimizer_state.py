@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,12 +12,16 @@ from torch import nn
 from autopar.checks.optimizer_probe import stepping
 from autopar.config import ParallelConfig
 from autopar.data_parallel.muon import fused
+from autopar.distributed.mesh import MPU
+from autopar.distributed.process import cores_of_a_rank
 from autopar.errors import ConfigError
 from autopar.plan.plan import Plan
 
 __all__ = [
     "check_optimizer",
     "check_state",
+    "few_threads",
+    "host_of",
     "keep_stage",
     "move_state",
     "rebind",
@@ -24,6 +29,8 @@ __all__ = [
     "stepped_whole",
     "stepping_of",
 ]
+
+_log = logging.getLogger(__name__)
 
 
 def check_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, config: ParallelConfig) -> list[list[str]]:
@@ -232,3 +239,23 @@ def rebind(optimizer: Any, names: Mapping[int, str], model: nn.Module) -> None:
     optimizer.state.clear()
     for group in optimizer.param_groups:
         group["params"] = [now[names[id(parameter)]] for parameter in group["params"]]
+
+
+def host_of(config: ParallelConfig, mpu: MPU) -> torch.device | None:
+    """Return the CPU where ``zero.optimizer_offload`` lets it step for another device; else None."""
+    if not config.zero_optimizer_offload or mpu.device.type == "cpu":
+        return None
+    text = few_threads(torch.get_num_threads(), cores_of_a_rank(mpu.world_size))
+    if text and mpu.rank == 0:
+        _log.warning(text)
+    return torch.device("cpu")
+
+
+def few_threads(threads: int, cores: int) -> str:
+    """Say that an optimizer on the CPU steps on one thread, while each rank has several cores; else nothing."""
+    if threads > 1 or cores == 1:
+        return ""
+    return (
+        f"zero.optimizer_offload: the optimizer steps on 1 thread, and each rank has {cores} cores: torchrun sets "
+        f"OMP_NUM_THREADS=1.\n  OMP_NUM_THREADS={cores} torchrun ..., and an optimizer with fused=True, are faster."
+    )

@@ -66,8 +66,10 @@ class MasterWeights:
         value = parameter.detach() if self._device is None else parameter.detach().to(self._device)
         if weight is None or weight.device != value.device:
             weight = self._weights[parameter] = value.float()
-        else:
-            weight.copy_(torch.where(weight.to(value.dtype) == value, weight, value.float()))
+            return weight
+        rounded = weight.to(value.dtype)
+        if value.device.type != "cpu" or not torch.equal(rounded, value):  # a GPU would be waited for
+            weight.copy_(torch.where(rounded == value, weight, value.float()))
         return weight
 
 

@@ -7,7 +7,6 @@ is full from the first step that touches it to the last one (:class:`~autopar.de
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,6 +20,7 @@ from autopar.deferred_init.random_init import DeferredParameter, InitSteps, adap
 from autopar.deferred_init.sources import by_parameter, clear_sources, sources_of
 from autopar.distributed.broadcast_data import sync_parameters
 from autopar.distributed.mesh import MPU
+from autopar.distributed.process import cores_of_a_rank
 from autopar.distributed.rng import same_draws
 from autopar.errors import ConfigError
 from autopar.foreign.modules import own_parameters
@@ -213,11 +213,5 @@ def _uninitialised(model: nn.Module, names: list[str]) -> str:
 
 
 def reading_threads(ranks: int) -> int:
-    """Count the threads that a rank may read with: its share of this machine's cores.
-
-    Args:
-        ranks: of the job; all of them are taken to be on this machine unless torchrun says how many are.
-    """
-    here = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(_MOST_THREADS, cores // max(1, here)))
+    """Count the threads that a rank may read with: its share of this machine's cores, and not too many."""
+    return min(_MOST_THREADS, cores_of_a_rank(ranks))

@@ -30,6 +30,7 @@ __all__ = [
     "Accelerator",
     "Process",
     "accelerator",
+    "cores_of_a_rank",
     "device_of_numbers",
     "name_of_attempt",
     "start_process_group",
@@ -205,3 +206,14 @@ def name_of_attempt(store: Any, rank: int, world: int) -> str:
             raise dist.DistStoreError(f"{len(keys) + 1} ranks should start, and not all did within {store.timeout}")
         time.sleep(_PAUSE if answered else 0)
     return name
+
+
+def cores_of_a_rank(ranks: int) -> int:
+    """Count the cores of this machine that each rank has, at least 1.
+
+    Args:
+        ranks: of the job; all of them are taken to be on this machine unless torchrun says how many are.
+    """
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // max(1, here))

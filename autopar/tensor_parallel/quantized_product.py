@@ -32,7 +32,8 @@ class StoredProduct(ParallelLayer):
             y: torch.Tensor = super(ParallelLayer, self).forward(x)  # type: ignore[misc]
         finally:
             own["bias"] = kept
-        return y
+        # In 8 bit on a GPU it is a view out of bitsandbytes' autograd function, which nobody may sum in place.
+        return y.clone() if stored is not None and stored.whole_rows is not None and y.requires_grad else y
 
     def _largest(self, x: torch.Tensor) -> torch.Tensor:
         return part_on(self.tp).largest(x)

@@ -1,4 +1,4 @@
-"""Run all that needs a GPU, tests and benchmarks, and write one report: ``make gpu``, less than 8 minutes.
+"""Run all that needs a GPU, tests and benchmarks, and write one report: ``make gpu``, less than 9 minutes.
 
     python -m benchmarks.gpu                            # on the GPU: benchmarks/results/gpu.md and gpu.json
     python -m benchmarks.gpu --device cpu               # the same sections with tiny models, without a GPU

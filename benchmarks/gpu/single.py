@@ -24,6 +24,15 @@ ONE_B: Size = {"hidden": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "ffn": 
 WIDE: Size = {"hidden": 2048, "layers": 1, "heads": 32, "ffn": 2048, "vocab": 128256, "seq": 4096, "batch": 2}
 
 
+ZEROS: dict[str, dict[str, Any]] = {
+    "stage 0": {},
+    "stage 0, optimizer on the host": {"optimizer_offload": True},
+    "stage 0, fused optimizer on the host": {"optimizer_offload": True},
+    "stage 3": {"stage": 3},
+    "stage 3, weights on the host": {"stage": 3, "cpu_offload": True},
+}
+
+
 def _sized(options: dict[str, Any], size: Size) -> Size:
     return {**TINY} if options["tiny"] else {"batch": 1, **size}
 
@@ -336,20 +345,19 @@ def nccl(options: dict[str, Any], device: Device, notes: Notes) -> None:
         notes("loss after deparallelize", round(float(model(input_ids=ids, labels=ids).loss.detach()), 5))
 
 
-def fsdp(options: dict[str, Any], device: Device, notes: Notes) -> None:
-    """Train with ``zero.stage 3`` (FSDP2), its shards on the GPU and in the CPU's memory."""
+def offload(options: dict[str, Any], device: Device, notes: Notes) -> None:
+    """Train with the optimizer (stage 0) and with all weights (stage 3: FSDP2) on the GPU and in the CPU's memory."""
     import autopar
 
     size = _sized(options, LARGE)
-    for offload in (False, True):
-        name = "cpu_offload" if offload else "on the device"
-        if offload and device.kind == "cpu":
+    for name, zero in ZEROS.items():
+        if "host" in name and device.kind == "cpu":
             notes(name, "needs an accelerator")
             continue
         with notes.part(name):
             model = build("llama", size)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-            config = {**TP1, "zero": {"stage": 3, "cpu_offload": offload}, "precision": {"dtype": "bf16"}}
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused="fused" in name or None)
+            config = {**TP1, "zero": zero, "precision": {"dtype": "bf16"}}
             model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
             ids = tokens(size).to(device.torch)
             losses = []

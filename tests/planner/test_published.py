@@ -69,11 +69,12 @@ def test_activations_of_a_layer_are_korthikantis(tp: int) -> None:
 def test_llama_405b_in_less_than_a_minute() -> None:
     """Llama Team, 2024, table 4: tp 8, pp 16 at 8,192 tokens on 80 GB."""
     planned = PlannedModel(llama_405b(), sequence=8192, dry_run=False)
-    found = search(Estimator(planned, find_gpu("h100")), Space(16384, 8, 2048))
+    estimator = Estimator(planned, find_gpu("h100"))
+    found = search(estimator, Space(16384, 8, 2048))
     assert (8, 16) in [(best.candidate.tp, best.candidate.pp) for best in found.best]
     assert all(best.peak.total <= 80e9 for best in found.best)
-    [four] = [memory for one, memory in found.too_large if (one.tp, one.cp, one.pp) == (8, 1, 4)]
-    assert four.weights + four.gradients > 70e9  # 405 B / 32 x 6 bytes
+    four = estimator.memory(Candidate(8, 4, 512, "1f1b", 1, 4, 1, True))  # without ZeRO 3, which the paper has not
+    assert max(rank.weights + rank.gradients for rank in four) > 70e9  # 405 B / 32 x 6 bytes
 
 
 @pytest.mark.tier("all")

@@ -64,6 +64,14 @@ def test_losses_and_gradients(form: str, family: str) -> None:
 
 
 @pooled(world_size=2)
+def test_int8_is_trained_by_the_product_of_gpus() -> None:
+    functions = pytest.importorskip("bitsandbytes.autograd._functions")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(functions, "MatMul8bitFp", functions.MatMul8bitLt)  # a CPU multiplies unrounded inputs
+        check_training("int8", "llama", {"tp": 2})
+
+
+@pooled(world_size=2)
 @pytest.mark.parametrize("form", ["nf4 nested"])  # PEFT loses the scales of int8 in the second forward on a CPU
 def test_dora(form: str) -> None:
     check_training(form, "llama", {"tp": 2}, use_dora=True)

@@ -11,7 +11,7 @@ from autopar.tools.planner.estimate import Estimator
 from autopar.tools.planner.search import Found, Space
 
 _PCIE = 20e9  # bytes a second between a GPU and the CPU's memory, of a PCIe 4 link; all GPUs of a node at a time
-_HOST = 10e9  # bytes of state a second that the CPU's cores of one GPU step
+_HOST = 4e9  # bytes of state a second that a GPU's share of the CPU steps: AdamW on 4 threads, measured
 
 __all__ = ["OnHost", "assumptions", "gigabytes", "needs", "on_host", "rejected", "to_json", "yaml_of"]
 
