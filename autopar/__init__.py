@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from autopar.tools.planner.memory_plan import plan_memory
     from autopar.tools.planner.metrics import metrics
     from autopar.tools.planner.summary import summary
+    from autopar.tools.rehearsal.run import rehearse
     from autopar.tools.verification.verify import verify
 
 __version__ = "0.1.0"
@@ -73,6 +74,7 @@ __all__ = [
     "patches",
     "plan_memory",
     "prepare_dataloader",
+    "rehearse",
     "summary",
     "verify",
     "whole",
@@ -99,6 +101,7 @@ _HOMES = {
     "patches": "autopar.foreign.patches",
     "plan_memory": "autopar.tools.planner.memory_plan",
     "prepare_dataloader": "autopar.data_parallel.dataloader",
+    "rehearse": "autopar.tools.rehearsal.run",
     "summary": "autopar.tools.planner.summary",
     "tensor_parallel": "autopar.tensor_parallel",
     "verify": "autopar.tools.verification.verify",

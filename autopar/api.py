@@ -15,6 +15,7 @@ from autopar.applied.state import Parallelized
 from autopar.config import ParallelConfig
 from autopar.distributed.agree import same_on_every_rank
 from autopar.distributed.mesh import MPU
+from autopar.distributed.trace import trace_from_environment
 from autopar.errors import ConfigError
 from autopar.policy.schema import Policy
 
@@ -87,6 +88,7 @@ def initialize(
         ConsistencyError: on the ranks where nothing is wrong, if another rank raises or was called differently.
     """
     # 1. The call is right, and the same on every rank.
+    trace_from_environment()
     given = (model, config, policy, optimizer, lr_scheduler, mistaken)
     call = same_on_every_rank(lambda: check_call(*given), Call.fingerprint)
     # 2. The mesh: process groups of all axes.

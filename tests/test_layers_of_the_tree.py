@@ -31,7 +31,7 @@ CORE = [
     ["pretrained"],
 ]
 ROWS = [*CORE, ["integrations"], ["tools"], ["__init__", "__main__"]]
-TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["verification"], ["cli"]]
+TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["rehearsal", "verification"], ["cli"]]
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
     "applied": 808,
@@ -41,17 +41,17 @@ LINES = {
     "context_parallel": 2880,
     "data_parallel": 3092,
     "deferred_init": 1140,
-    "distributed": 4723,
-    "dry_run": 3401,
-    "foreign": 1090,
+    "distributed": 4940,
+    "dry_run": 3419,
+    "foreign": 1269,
     "integrations": 1810,
     "pipeline_parallel": 3970,
     "plan": 2894,
     "policy": 1650,
     "quantized": 860,
     "storage": 1490,
-    "tensor_parallel": 5746,
-    "tools": 11856,
+    "tensor_parallel": 5747,
+    "tools": 12843,
 }
 LOADED = 140  # modules that initialize loads; fewer is better
 ROOT = Path(__file__).parents[1] / "autopar"

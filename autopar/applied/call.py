@@ -21,7 +21,7 @@ from autopar.deferred_init.context import in_lazy_init
 from autopar.deferred_init.materialize import Materializer, deferred_fingerprint
 from autopar.distributed.agree import same_on_every_rank
 from autopar.distributed.mesh import MPU
-from autopar.dry_run.plan_model import ModelPlans, Plans, plan_model, uncollected, warn_no_dry_run
+from autopar.dry_run.plan_model import Plans, plan_model, plans_of, uncollected, warn_no_dry_run
 from autopar.errors import ConfigError, nearest
 from autopar.plan.own_forwards import check_forwards
 from autopar.plan.plan import ModulePlan, Plan
@@ -138,7 +138,7 @@ def make_plans(model: nn.Module, call: Call, mpu: MPU, optimizer: Any) -> tuple[
         if call.config.precision != "fp32":
             check_dtype(model, DTYPES[call.config.precision])
         with as_plain(model):
-            plans = plan_model(ModelPlans(model, call.inner, call.prefix, call.policy), call.config, check)
+            plans = plan_model(plans_of(model, call.inner, call.prefix, call.policy), call.config, check)
         if not plans.tried and call.own_policy and plans.tensors.tp > 1:
             warn_no_dry_run(call.inner)
         return plans, Materializer(model, call.inner, plans.tensors)

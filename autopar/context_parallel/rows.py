@@ -92,7 +92,7 @@ def _exchange(x: torch.Tensor, axis: Axis, heads: Layout, rows: Layout, to_heads
     for rank in range(axis.size):
         shape[taken] = by_taken.local_size(rank)
         received.append(tuple(shape))
-    if x.is_meta:
+    if axis.group is None:
         note_on_meta("all_to_all_single", x, [sum(math.prod(each) for each in received)])
         shape[taken] = by_taken.size
         return x.new_empty(shape)

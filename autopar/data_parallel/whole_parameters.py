@@ -91,7 +91,7 @@ class WholeParameters:
             if None in owners or not 0 < len(ranks) < axis.size:
                 continue
             options = {key: value for key, value in group.items() if type(value) in _PLAIN}
-            sent = [options if axis.rank == ranks[0] else None]
+            sent = [options]
             device = device_of_numbers(axis.group)
             dist.broadcast_object_list(sent, src=axis.ranks[ranks[0]], group=axis.group, device=device)
             if axis.rank not in ranks:

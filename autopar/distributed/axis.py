@@ -127,5 +127,7 @@ def device_of(axis: Axis) -> torch.device:
 
 def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
     """Return where tensors of a group (by default the world) live: as :func:`device_of`."""
+    if dist.get_backend(group) == "fake":  # groups of a rehearsal, which carry nothing
+        return torch.device("meta")
     found = accelerator()
     return torch.device("cpu") if found is None or found.backend_of(group) is None else found.device

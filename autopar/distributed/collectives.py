@@ -183,7 +183,7 @@ class _AllToAll(torch.autograd.Function):
         ctx.axis, ctx.splits = axis, (input_splits, output_splits)
         rows = x.shape[0] if output_splits is None else sum(output_splits)
         out = x.new_empty(rows, *x.shape[1:])
-        if x.is_meta:
+        if axis.group is None:
             note_on_meta("all_to_all_single", out)
         else:
             run(gloo_collectives.all_to_all_single, axis, out, x.contiguous(), output_splits, input_splits)

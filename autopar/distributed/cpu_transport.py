@@ -17,6 +17,7 @@ import torch.distributed as dist
 from autopar.distributed.axis import Axis, device_of
 from autopar.distributed.host_transport import HostTransport, segment_bytes
 from autopar.distributed.process import Process
+from autopar.distributed.trace import VARIABLE as TRACE
 from autopar.errors import ConfigError
 
 __all__ = ["choose_transport"]
@@ -53,7 +54,7 @@ def choose_transport(axis: Axis, groups: Sequence[Sequence[int]], choice: str, c
     Raises:
         ConfigError: on every rank, if ``shm`` is chosen and impossible for one of them; says why.
     """
-    if choice == "gloo" or axis.size == 1:
+    if choice == "gloo" or axis.size == 1 or os.environ.get(TRACE):  # a trace sees what torch carries
         return None
     offer = _offer(axis)
     made = None

@@ -22,6 +22,7 @@ import torch
 from torch.autograd import forward_ad
 
 from autopar.distributed.recompute_tape import KeptOperators
+from autopar.distributed.trace import Recorder
 from autopar.errors import ConfigError
 from autopar.foreign.autograd import is_functorch_active, is_recorded, is_transformed, untransformed, without_transforms
 from autopar.foreign.tensors import dispatch_modes, tree_leaves, tree_map_only
@@ -216,4 +217,4 @@ def is_watched(x: torch.Tensor) -> bool:
     """
     if x.is_meta or torch.compiler.is_compiling():
         return False
-    return not all(isinstance(mode, TensorTracking | KeptOperators) for mode in dispatch_modes())
+    return not all(isinstance(mode, TensorTracking | KeptOperators | Recorder) for mode in dispatch_modes())

@@ -173,7 +173,7 @@ class MPU(MeshAccessors):
         self.fsdp, self._hsdp = axes.get("fsdp", self.dp_cp), axes.get("hsdp")
         self._embedding = axes["embedding"]
         # Objects and errors travel over gloo, whatever the tensors use.
-        if self.device.type != "cpu":
+        if self.device.type not in ("cpu", "meta"):
             self.control = dist.new_group(backend="gloo", timeout=TIMEOUT)
             self._owned.append(self.control)
         else:

@@ -70,7 +70,7 @@ def all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 def sum_in_place(x: torch.Tensor, axis: Axis) -> None:
     """Sum a contiguous ``x`` over the axis in place."""
     wide = axis.widened(x)
-    if x.is_meta:
+    if axis.group is None:
         note_on_meta("all_reduce", wide)
         return
     run(gloo_collectives.all_reduce, axis, wide)
@@ -101,7 +101,7 @@ def all_gather(x: torch.Tensor, axis: Axis, layout: Layout, dim: int | None = No
     """All-gather shards along ``dim`` (the layout's), no autograd. Padded if uneven: gloo has no uneven all-gather."""
     dim = layout.dim if dim is None else dim
     sizes = [layout.local_size(rank) for rank in range(axis.size)]
-    if x.is_meta:
+    if axis.group is None:
         note_on_meta("all_gather_into_tensor", x, [axis.size, *_resized(x, dim, max(sizes))])
         return x.new_empty(_resized(x, dim, layout.size))
     missing = max(sizes) - x.shape[dim]
@@ -153,7 +153,7 @@ def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int, layout: Layout | None 
     layout = layout or even_layout(x.shape[dim], axis.size)
     sizes = [layout.local_size(rank) for rank in range(axis.size)]
     wide = axis.widened(x[:0])
-    if x.is_meta:
+    if axis.group is None:
         note_on_meta("reduce_scatter_tensor", wide, _resized(x, dim, max(sizes)))
         return x.new_empty(_resized(x, dim, sizes[axis.rank]))
     make = wide.new_empty if min(sizes) == max(sizes) else wide.new_zeros

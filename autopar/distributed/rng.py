@@ -209,7 +209,7 @@ def sync_generators(axis: Axis) -> None:
     """Broadcast the first rank's default generators over ``axis``. A collective of the axis."""
     if axis.size == 1:
         return
-    mine: list[Any] = [Generators.now() if axis.rank == 0 else None]
+    mine: list[Any] = [Generators.now()]
     dist.broadcast_object_list(mine, src=axis.ranks[0], group=axis.group, device=device_of_numbers(axis.group))
     if axis.rank != 0:
         mine[0].restore()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from autopar.context_parallel.state import RowPlan
     from autopar.tensor_parallel.sequence_parallel import SequencePlan
 
-__all__ = ["ModelPlans", "Plans", "check_plan", "plan_model", "uncollected", "warn_no_dry_run"]
+__all__ = ["ModelPlans", "Plans", "check_plan", "plan_model", "plans_of", "prepared", "uncollected", "warn_no_dry_run"]
 
 
 _log = logging.getLogger(__name__)
@@ -144,6 +144,24 @@ class ModelPlans:
         if isinstance(found, Exception):
             raise found
         return found
+
+
+_prepared: dict[int, ModelPlans] = {}
+
+
+@contextlib.contextmanager
+def prepared(plans: ModelPlans) -> Iterator[None]:
+    """Let an ``initialize`` of this model object inside of ``with`` take these plans, and what is computed already."""
+    _prepared[id(plans.model)] = plans
+    try:
+        yield
+    finally:
+        _prepared.pop(id(plans.model), None)
+
+
+def plans_of(model: nn.Module, inner: Any, prefix: str, policy: Policy) -> ModelPlans:
+    """Return the plans of a model, new ones unless some are prepared."""
+    return _prepared.pop(id(model), None) or ModelPlans(model, inner, prefix, policy)
 
 
 def check_plan(model: nn.Module, prefix: str, plan: Plan) -> bool:

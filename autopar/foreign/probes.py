@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from autopar.foreign import autograd, groups, modules, optimizers, tensors, transformers
+from autopar.foreign import autograd, c10d, groups, modules, optimizers, tensors, transformers
 
 __all__ = ["PROBES", "Probe", "failures"]
 
@@ -253,6 +253,12 @@ def _groups() -> bool:
     return all(map(callable, named)) and not groups.is_flat_parameter(torch.ones(1)) and left_out
 
 
+def _operators_of_collectives() -> bool:
+    schemas = {name: getattr(torch.ops.c10d, name).default._schema.arguments for name in c10d.OPERATORS}
+    places = all("ProcessGroup" in str(schemas[name][operator.group].type) for name, operator in c10d.OPERATORS.items())
+    return places and c10d.operator_of(torch.ops.c10d.send.default) is not None and c10d.done() is not None
+
+
 PROBES: dict[str, Probe] = {
     "parameters, buffers and children of a module": Probe(_held, "layers are swapped and sharded"),
     "hooks around a forward": Probe(_hooks, "deparallelize, meta copies, warnings of hooks"),
@@ -274,6 +280,7 @@ PROBES: dict[str, Probe] = {
     "what a model of transformers says of itself": Probe(_model, "initialize of every model"),
     "private attributes of models": Probe(_private_of_models, "saved form, dtypes, imported plans"),
     "parts of a step of Muon": Probe(_muon, "optimizer.whole=sharded, optimizer.split_fused"),
+    "operators of collectives": Probe(_operators_of_collectives, "traces, rehearsals"),
     "groups and stores": Probe(_groups, "collectives, deadlines, agreement between ranks"),
 }
 """Name -> what reads it."""

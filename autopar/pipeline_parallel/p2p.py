@@ -135,9 +135,9 @@ class P2P:
         self.axis: Axis = mpu.pp
         self.device, self.failures, self.timeout = mpu.device, failures, failures.timeout
         self.others = [place for place in range(self.axis.size) if place != self.axis.rank]
-        self._control = new_pipeline_group(mpu, "pp control", backend="gloo")
         found = accelerator()
         backend = None if found is None else found.backend_of()
+        self._control = new_pipeline_group(mpu, "pp control", backend=backend and "gloo")
         self._groups: Mapping[tuple[bool, bool], Any] = {
             (backward, up): self._control
             if backend is None

@@ -50,7 +50,7 @@ class ExpertParallel(RegionModule):
 
     def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> Any:
         """Compute the output; ``chosen``, ``weights``: ``[tokens, k]``, the experts of each token and their weights."""
-        if hidden.is_meta and not torch.is_grad_enabled():  # a dry run: the routes depend on data
+        if self.tp.group is None and not torch.is_grad_enabled():  # a dry run: the routes depend on data
             return torch.empty_like(hidden)
         if not torch.compiler.is_compiling():
             self._refuse_hooks()
@@ -134,22 +134,23 @@ class ExpertParallel(RegionModule):
 
 
 def _splits(owner: torch.Tensor, axis: Axis) -> tuple[list[int], list[int]]:
-    """Return how many rows come from each rank, and go to it; where a planner counts without data: even routes."""
-    if owner.is_meta:
-        even = [stop - start for start, stop in even_shards(owner.numel(), axis.size)]
+    """Return how many rows come from each rank, and go to it; without data: even routes."""
+    even = [stop - start for start, stop in even_shards(owner.numel(), axis.size)] if owner.is_meta else []
+    if axis.group is None:
         return even, even
-    sent = torch.bincount(owner, minlength=axis.size)
+    sent = owner.new_empty(axis.size) if even else torch.bincount(owner, minlength=axis.size)
     received = torch.empty_like(sent)
     run(gloo_collectives.all_to_all_single, axis, received, sent)
-    return received.tolist(), sent.tolist()
+    return ([even[axis.rank]] * axis.size, even) if even else (received.tolist(), sent.tolist())
 
 
 def _layout_of_tokens(x: torch.Tensor, axis: Axis) -> Layout:
     """Lay the tokens of all ranks side by side; each may have another number of them."""
     counts = [x.shape[0]] * axis.size
-    if not x.is_meta:
+    if axis.group is not None:
         own = torch.tensor([x.shape[0]], device=x.device)
-        counts = all_gather(own, axis, even_layout(axis.size, axis.size)).tolist()
+        everyone = all_gather(own, axis, even_layout(axis.size, axis.size))
+        counts = counts if x.is_meta else everyone.tolist()
     ends = [sum(counts[: rank + 1]) for rank in range(axis.size)]
     ranges = tuple((end - count, end) for end, count in zip(ends, counts, strict=True))
     return Layout.of(0, [Block("tokens", ends[-1], 1, ranges)])

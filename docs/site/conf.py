@@ -75,7 +75,14 @@ REFERENCE = ("autopar", "model", "integrations", "checkpoint", "tensor_parallel"
 CONTENTS = {
     "Start": ["docs/start", "tutorials/README", "docs/configuration", "docs/troubleshooting"],
     "Train and run": ["docs/training", "docs/own-code", "docs/inference", "docs/launching", "docs/checkpoints"],
-    "Plan and prove": ["docs/planner", "docs/memory", "docs/performance", "docs/verify", "docs/limitations"],
+    "Plan and prove": [
+        "docs/planner",
+        "docs/memory",
+        "docs/performance",
+        "docs/verify",
+        "docs/rehearsal",
+        "docs/limitations",
+    ],
     "More": [
         "docs/trainer",
         "docs/peft",

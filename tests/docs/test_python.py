@@ -43,6 +43,7 @@ RUN = {
     DOCS / "peft.md": 3,
     DOCS / "planner.md": 1,
     DOCS / "policies.md": 3,
+    DOCS / "rehearsal.md": 1,
     DOCS / "start.md": 1,
     DOCS / "trainer.md": 1,
     DOCS / "training.md": 2,

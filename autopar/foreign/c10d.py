@@ -1,0 +1,172 @@
+"""torch.distributed's operators as its dispatcher sees them, and groups that carry nothing.
+
+Every collective of Python or C++ becomes an operator ``c10d::...`` before a backend runs it. A dispatch mode sees it
+there, whoever called it: this library, FSDP2 or the reducer of ``DistributedDataParallel``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork, ProcessGroup
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = [
+    "OPERATORS",
+    "Operator",
+    "TorchDispatchMode",
+    "done",
+    "fake_world",
+    "group_of",
+    "operator_of",
+    "tensors_in",
+    "without_data",
+]
+
+
+class Operator(NamedTuple):
+    """An operator's name here, and where its arguments stand.
+
+    Attributes:
+        kind: name of the collective.
+        out: place of what is written.
+        given: place of what is sent; ``out`` of those in place.
+        group: place of the process group.
+        peer: place of the root, or of the other rank, by its number in the group; -1: none.
+        result: whether what is written is returned, beside the handle to wait for.
+        splits: places of the sizes that are received and sent.
+        tag: place of a message's tag; -1: none.
+    """
+
+    kind: str
+    out: int
+    given: int
+    group: int
+    peer: int = -1
+    result: bool = True
+    splits: tuple[int, ...] = ()
+    tag: int = -1
+
+
+OPERATORS: dict[str, Operator] = {
+    "allreduce_": Operator("all_reduce", 0, 0, 1),
+    "allreduce_coalesced_": Operator("all_reduce", 0, 0, 1, result=False),
+    "allgather_": Operator("all_gather", 0, 1, 2),
+    "_allgather_base_": Operator("all_gather", 0, 1, 2),
+    "allgather_into_tensor_coalesced_": Operator("all_gather", 0, 1, 2, result=False),
+    "reduce_scatter_": Operator("reduce_scatter", 0, 1, 2),
+    "_reduce_scatter_base_": Operator("reduce_scatter", 0, 1, 2),
+    "reduce_scatter_tensor_coalesced_": Operator("reduce_scatter", 0, 1, 2, result=False),
+    "alltoall_": Operator("all_to_all", 0, 1, 2),
+    "alltoall_base_": Operator("all_to_all", 0, 1, 2, result=False, splits=(3, 4)),
+    "broadcast_": Operator("broadcast", 0, 0, 1, peer=2),
+    "reduce_": Operator("reduce", 0, 0, 1, peer=3, result=False),
+    "gather_": Operator("gather", 0, 1, 2, peer=3, result=False),
+    "scatter_": Operator("scatter", 0, 1, 2, peer=3),
+    "barrier": Operator("barrier", 0, 0, 1, result=False),
+    "send": Operator("send", 0, 0, 1, peer=2, result=False, tag=3),
+    "recv_": Operator("recv", 0, 0, 1, peer=2, result=False, tag=3),
+    "recv_any_source_": Operator("recv", 0, 0, 1, result=False, tag=2),
+}
+
+
+def operator_of(function: Any) -> Operator | None:
+    """Return which collective an operator of the dispatcher is; None if it is none."""
+    if getattr(function, "namespace", "") != "c10d":
+        return None
+    return OPERATORS.get(function._schema.name.partition("::")[2])
+
+
+def group_of(argument: Any) -> dist.ProcessGroup:
+    """Return the process group of an operator's argument."""
+    return ProcessGroup.unbox(argument)
+
+
+def tensors_in(argument: Any) -> list[torch.Tensor]:
+    """Return the tensors of an operator's argument, which may be lists of lists."""
+    return [leaf for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor)]
+
+
+def done() -> Any:
+    """Return the handle of a collective that is done, as the dispatcher wants it."""
+    return FakeWork().boxed()
+
+
+def without_data(function: Any, args: Any, kwargs: Any) -> Any:
+    """Answer a look at numbers that have no memory: counts are 1, flags are down. ``NotImplemented``: it is none."""
+    if function is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+        dtype = args[0].dtype
+        return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+    if function is torch.ops.aten._to_copy.default and args[0].is_meta and _to_host(kwargs.get("device")):
+        dtype = kwargs.get("dtype") or args[0].dtype
+        counts = dtype != torch.bool and not dtype.is_floating_point
+        return torch.full(args[0].shape, counts, dtype=dtype)
+    return NotImplemented
+
+
+def _to_host(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cpu"
+
+
+class _Stream(torch.cpu.Stream):
+    """A stream of the meta device, on which nothing is ever late."""
+
+    def record_event(self, event: Any = None) -> Any:
+        return torch.cpu.Event()
+
+
+@contextmanager
+def fake_world(
+    rank: int,
+    world: int,
+    note_reduce: Callable[[Any], None],
+    note_group: Callable[[str, list[int]], None],
+    gives_for: Callable[[int], AbstractContextManager[bool]],
+) -> Iterator[None]:
+    """Start torch.distributed as ``rank`` of ``world`` with groups that carry nothing.
+
+    FSDP2 takes parameters without memory inside; ``DeviceMesh`` and ``all_gather_object`` work as they do elsewhere.
+
+    Args:
+        note_reduce: called with the operation of each ``all_reduce`` before it: its operator hides which one it is.
+        note_group: called with the name and the ranks of each group that is made.
+        gives_for: around a broadcast of objects from another rank: whether this one gives its own objects instead.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    all_reduce, new_group, broadcast_objects = dist.all_reduce, dist.new_group, dist.broadcast_object_list
+    check = FSDPParamGroup._validate_no_meta_params
+
+    def noted(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
+        note_reduce(op)
+        return all_reduce(tensor, op, *args, **kwargs)
+
+    def made(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        note_group(kwargs.get("group_desc") or "", list(range(world) if ranks is None else ranks))
+        return new_group(ranks, *args, **kwargs)
+
+    def objects(values: list[Any], src: int | None = None, group: Any = None, *args: Any, **kwargs: Any) -> None:
+        root = dist.get_global_rank(group, kwargs.pop("group_src")) if src is None else src
+        with gives_for(root) as instead:
+            broadcast_objects(values, rank if instead else root, group, *args, **kwargs)
+
+    streams = {name: getattr(torch.cpu, name) for name in dir(torch.cpu) if not name.startswith("_")}
+    streams |= {"current_device": lambda: 0, "current_stream": lambda *_: _Stream(), "Stream": _Stream}
+    torch.meta = SimpleNamespace(**streams)  # type: ignore[attr-defined]
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    dist.all_reduce, dist.new_group, dist.broadcast_object_list = noted, made, objects  # type: ignore[assignment]
+    FSDPParamGroup._validate_no_meta_params = lambda self: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        dist.all_reduce, dist.new_group, dist.broadcast_object_list = all_reduce, new_group, broadcast_objects
+        FSDPParamGroup._validate_no_meta_params = check  # type: ignore[method-assign]
+        del torch.meta  # type: ignore[attr-defined]
+        dist.destroy_process_group()

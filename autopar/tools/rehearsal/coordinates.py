@@ -1,0 +1,60 @@
+"""Which ranks are rehearsed: of each axis the first, the last, and those whose shards have other shapes."""
+
+from __future__ import annotations
+
+import math
+
+from autopar.distributed.mesh import rank_groups
+from autopar.distributed.mesh_sizes import MeshSizes
+from autopar.plan.plan import Plan
+
+__all__ = ["casts", "coordinates_of", "unlike_ranks"]
+
+
+def coordinates_of(sizes: MeshSizes, experts: int) -> list[tuple[int, ...]]:
+    """Return of every rank its place on (pp, cp, ep, tp, dp), what matters most first."""
+    world = math.prod(sizes)
+    groups = rank_groups(sizes, experts)
+    places = [
+        {rank: at for group in groups[name] for at, rank in enumerate(group)} for name in ("pp", "cp", "ep", "tp", "dp")
+    ]
+    return [tuple(place[rank] for place in places) for rank in range(world)]
+
+
+def unlike_ranks(plan: Plan, size: int) -> list[int]:
+    """Return the places on an axis whose shards have shapes of their own, the first and the last one."""
+    held: dict[tuple[int, ...], int] = {}
+    layouts = [tensor.layout for tensor in plan.tensors.values() if tensor.layout is not None]
+    for place in range(size):
+        shape = tuple(layout.local_size(place) for layout in layouts if layout.axis_size == size)
+        held.setdefault(shape, place)
+    return sorted({0, size - 1, *held.values()})
+
+
+def casts(sizes: MeshSizes, experts: int, plan: Plan) -> list[list[int]]:
+    """Return ranks that are rehearsed together: all stages at one place of the other axes.
+
+    All axes are at their first places, then at their last; those between whose shards have other shapes, one at a time.
+    """
+    coordinates = coordinates_of(sizes, experts)
+    by_place = {place: rank for rank, place in enumerate(coordinates)}
+    tp = unlike_ranks(plan, sizes.tp) if sizes.tp > 1 else [0]
+    dp = sorted({0, sizes.dp - 1} | ({*_ep_of(plan, sizes, experts)} if experts > sizes.tp else set()))
+    cp = [0, sizes.cp - 1]
+    chosen = [(0, 0, 0), (cp[-1], tp[-1], dp[-1])]
+    chosen += [*((0, t, 0) for t in tp[1:-1]), *((0, 0, d) for d in dp[1:-1])]
+    return [
+        [by_place[_place(stage, c, t, d, sizes, experts)] for stage in range(sizes.pp)]
+        for c, t, d in dict.fromkeys(chosen)
+    ]
+
+
+def _place(p: int, c: int, t: int, d: int, sizes: MeshSizes, experts: int) -> tuple[int, ...]:
+    inner = max(experts // sizes.tp, 1)
+    ep = (d % inner) * sizes.tp + t if experts > 1 else 0
+    return p, c, ep, t, d
+
+
+def _ep_of(plan: Plan, sizes: MeshSizes, experts: int) -> list[int]:
+    """Return the innermost replicas whose experts are other ones in number."""
+    return [place // sizes.tp for place in unlike_ranks(plan, experts)]

@@ -1,0 +1,165 @@
+"""One rank's rehearsal: ``initialize``, a training step and an evaluation, without memory for the model."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from autopar.deferred_init.sources import clear_sources
+from autopar.distributed.trace import Call, Group, Recorder
+from autopar.dry_run.inputs import meta_copy, sample_inputs
+from autopar.foreign.c10d import fake_world, without_data
+from autopar.tools.rehearsal.cast import Answers
+
+__all__ = ["Job", "Part", "inputs_of", "optimizer_of", "run_cast", "train", "without_memory"]
+
+Part = tuple[str, Call]
+"""A call, and the part of the program that it is in: ``initialize``, ``step``, ``evaluation``."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A program that is rehearsed.
+
+    Attributes:
+        model: without memory; each rank changes its own copy.
+        config: of ``initialize``.
+        world: ranks.
+        inputs: a replica's batch, without memory.
+        average: whether the loop averages gradients; not where stages or FSDP2 do.
+        own: a loop of the user's instead, called with the model, the optimizer and a batch.
+    """
+
+    model: Any
+    config: Any
+    world: int
+    inputs: dict[str, torch.Tensor]
+    average: bool
+    own: Callable[[Any, Any, dict[str, Any]], None] | None = None
+
+
+def run_cast(job: Job, cast: Sequence[int], coordinates: Sequence[tuple[int, ...]]) -> dict[int, list[Part]]:
+    """Rehearse some ranks at a time, in a process each, which are forks of this one.
+
+    Raises:
+        RuntimeError: a rank failed; its traceback is told.
+    """
+    context = multiprocessing.get_context("fork")
+    links: dict[int, dict[int, Connection]] = {rank: {} for rank in cast}
+    for place, one in enumerate(cast):
+        for other in cast[place + 1 :]:
+            links[one][other], links[other][one] = context.Pipe()
+    results, processes = {}, []
+    for rank in cast:
+        results[rank], end = context.Pipe(duplex=False)
+        process = context.Process(target=_main, args=(job, rank, cast, links[rank], coordinates, end), daemon=True)
+        process.start()
+        end.close()
+        processes.append(process)
+    found, failed = {}, {}
+    for rank, result in results.items():
+        try:
+            error, parts = result.recv()
+        except EOFError:
+            error, parts = "its process ended", []
+        found[rank] = parts
+        if error:
+            failed[rank] = error
+    for process in processes:
+        process.join()
+    if failed:
+        rank = min(failed, key=lambda rank: ("Timed out" in failed[rank], rank))
+        raise RuntimeError(f"rank {rank} of {job.world} fails in its rehearsal:\n{failed[rank]}")
+    return found
+
+
+def _main(
+    job: Job,
+    rank: int,
+    cast: Sequence[int],
+    links: dict[int, Connection],
+    coordinates: Sequence[tuple[int, ...]],
+    result: Connection,
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.pop("RANK", None)
+    parts: list[Part] = []
+    try:
+        answers = Answers(rank, cast, links, coordinates)
+        now = ["initialize"]
+
+        def note_group(name: str, ranks: list[int]) -> None:
+            parts.append((now[0], Call("new_group", Group(name, tuple(ranks)), (), "")))
+
+        def note_reduce(operation: Any) -> None:
+            answers.operation = operation
+
+        world = fake_world(rank, job.world, note_reduce, note_group, answers.gives_for)
+        with world, Recorder(lambda call: parts.append((now[0], answers.told(call))), answers, without_data):
+            train(job, job.model, now)
+        result.send(("", parts))
+    except BaseException:
+        result.send((traceback.format_exc(), parts))
+    finally:
+        os._exit(0)
+
+
+def without_memory(model: PreTrainedModel) -> PreTrainedModel:
+    """Copy a model whose weights never get memory, whatever has been told to fill them."""
+    copied = meta_copy(model, gradients=True)
+    for one, other in zip(copied.modules(), model.modules(), strict=True):
+        clear_sources(one)
+        one.training = other.training
+    for parameter, its in zip(copied.parameters(), model.parameters(), strict=True):
+        parameter.requires_grad_(its.requires_grad)
+    return copied
+
+
+def optimizer_of(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """Make the optimizer of a rehearsal."""
+    return torch.optim.AdamW(parameters, lr=1e-4)
+
+
+def train(job: Job, model: Any, now: list[str]) -> None:
+    """Run the program with ``model``; ``now`` is told which part begins."""
+    import autopar
+
+    model.train()
+    optimizer = optimizer_of(model.parameters())
+    model, optimizer = autopar.initialize(model, job.config, optimizer=optimizer)
+    device = model.mpu.device.type
+    batch = {name: x if device == "meta" else torch.ones(x.shape, dtype=x.dtype) for name, x in job.inputs.items()}
+    now[0] = "step"
+    if job.own is not None:
+        job.own(model, optimizer, batch)
+        return
+    if model.mpu.pp.size > 1:
+        model.execute_pipeline(batch, optimizer=optimizer)
+    else:
+        model(**batch).loss.backward()
+    if job.average:
+        autopar.average_gradients(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    now[0] = "evaluation"
+    model.eval()
+    with torch.no_grad():
+        if model.mpu.pp.size > 1:
+            model.execute_pipeline(batch)
+        else:
+            model(**batch)
+
+
+def inputs_of(model: PreTrainedModel, batch: int, sequence: int) -> dict[str, torch.Tensor]:
+    """Make a batch without memory, with labels of causal and sequence-to-sequence models."""
+    inputs = sample_inputs(model, batch, sequence)
+    labels = inputs.get("decoder_input_ids", inputs.get("input_ids"))
+    return inputs if labels is None else inputs | {"labels": labels}

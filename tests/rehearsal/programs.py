@@ -1,0 +1,79 @@
+"""Small programs of four ranks: every kind of mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 256,
+    "attn_implementation": "eager",
+}
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SMALL))
+
+
+def mixtral() -> Any:
+    torch.manual_seed(0)
+    return MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=8))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program: the model and its configuration, without the section that says what the mesh is."""
+
+    build: Callable[[], Any]
+    mesh: dict[str, Any]
+    more: dict[str, Any] = field(default_factory=dict)
+    batch: int = 4
+    sequence: int = 16
+
+    @property
+    def average(self) -> bool:
+        stages, zero = self.mesh.get("pipeline_parallel_size", 1), self.more.get("zero", {}).get("stage", 0)
+        return bool(stages == 1 and zero < 2)
+
+
+TP, PP, CP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"context_parallel_size": 2}
+TWO = {"pipeline": {"num_microbatches": 2}}
+CASES = {
+    "tp x dp": Case(llama, TP),
+    "pp x tp": Case(llama, TP | PP, TWO),
+    "tp 4, sequence": Case(llama, {"tensor_parallel_size": 4, "sequence_parallel": True}),
+    "tp x dp, zero 1, clipped": Case(llama, TP, {"zero": {"stage": 1}, "gradient_clipping": 1.0}),
+    "tp x dp, zero 2": Case(llama, TP, {"zero": {"stage": 2}}),
+    "tp x dp, zero 3": Case(llama, TP, {"zero": {"stage": 3}}),
+    "dp in two parts": Case(llama, {}, {"zero": {"stage": 3, "shard_size": 2}}),
+    "cp x tp": Case(llama, TP | CP),
+    "cp x dp, gathered": Case(llama, CP | {"context_parallel_method": "gather"}),
+    "bf16": Case(llama, TP, {"precision": {"dtype": "bf16"}, "gradient_clipping": 1.0}),
+    "recomputed": Case(llama, TP, {"activation_checkpointing": {"enable": True}}),
+    "pp x dp, zero 2": Case(llama, PP, TWO | {"zero": {"stage": 2}}),
+    "pp x dp, zero 3": Case(llama, PP, TWO | {"zero": {"stage": 3}}),
+    "pp x cp": Case(llama, PP | CP, TWO),
+    "experts of replicas": Case(mixtral, {"expert_parallel_size": 4}),
+    "experts, all to all ranks": Case(mixtral, TP | {"expert_parallel_size": 4, "expert_dispatch": "all_reduce"}),
+    "pp x tp, sequence": Case(llama, TP | PP | {"sequence_parallel": True}, TWO),
+    **{
+        schedule: Case(llama, PP, {"pipeline": {"num_microbatches": 4, "schedule": schedule}})
+        for schedule in ("gpipe", "interleaved", "zero-bubble", "zbv", "dualpipev")
+    },
+}
+
+
+def config_of(case: Case) -> dict[str, Any]:
+    """Return the whole configuration, over gloo, without comparisons by value."""
+    mesh = {**case.mesh, "cpu_transport": "gloo"}
+    return {"model_parallelism": mesh, "consistency_check": {"enable": False}, **case.more}

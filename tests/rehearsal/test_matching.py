@@ -1,0 +1,159 @@
+"""Planted faults in the traces of four ranks, two stages of two tensor-parallel ranks: all are found, ranks named."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from autopar.distributed.trace import Call, Group
+from autopar.tools.rehearsal.matching import differences, stuck
+from tests.rehearsal.programs import CASES, config_of
+
+Traces = dict[int, list[Call]]
+Change = Callable[[list[Call]], list[Call]]
+
+
+@pytest.fixture(scope="module")
+def traces() -> Traces:
+    case = CASES["pp x tp"]
+    with torch.device("meta"):
+        model: Any = case.build()
+    found = autopar.rehearse(model, config_of(case), 4, batch=case.batch, sequence=case.sequence)
+    return {rank: [call for _, call in parts] for rank, parts in found.traces.items()}
+
+
+def problems_of(traces: Traces) -> list[str]:
+    found = list(differences(traces, lambda rank: rank))
+    return found or stuck(traces)
+
+
+def at(kind: str, name: str, number: int, change: Callable[[list[Call], int], None]) -> Change:
+    """Change one call: the ``number``-th of this kind over this axis."""
+
+    def changed(calls: list[Call]) -> list[Call]:
+        calls = list(calls)
+        places = [n for n, call in enumerate(calls) if (call.kind, call.group.name) == (kind, name)]
+        change(calls, places[number])
+        return calls
+
+    return changed
+
+
+def put(**fields: Any) -> Callable[[list[Call], int], None]:
+    def change(calls: list[Call], place: int) -> None:
+        calls[place] = calls[place]._replace(**fields)
+
+    return change
+
+
+def skip(calls: list[Call], place: int) -> None:
+    del calls[place]
+
+
+def twice(calls: list[Call], place: int) -> None:
+    calls.insert(place, calls[place])
+
+
+def before_the_last(calls: list[Call], place: int) -> None:
+    """Let a collective come before the one that is in front of it on its axis."""
+    other = max(n for n in range(place) if calls[n].group == calls[place].group)
+    calls[other], calls[place] = calls[place], calls[other]
+
+
+SIZE = ((3, 16, 64),)
+FAULTS: dict[str, Change] = {}
+for number in (0, 1, 4, -1):  # in several places of the step and the evaluation
+    FAULTS |= {
+        f"skips all-reduce {number}": at("all_reduce", "tp", number, skip),
+        f"one all-reduce more, {number}": at("all_reduce", "tp", number, twice),
+        f"another size, {number}": at("all_reduce", "tp", number, put(sizes=SIZE)),
+        f"another dtype, {number}": at("all_reduce", "tp", number, put(dtype="bfloat16")),
+        f"another collective, {number}": at("all_reduce", "tp", number, put(kind="all_gather")),
+    }
+for kind in ("send", "recv"):
+    for number in (0, 2, -1):
+        FAULTS |= {
+            f"skips a {kind}, {number}": at(kind, "pp control", number, skip),
+            f"one {kind} more, {number}": at(kind, "pp control", number, twice),
+            f"another size of a {kind}, {number}": at(kind, "pp control", number, put(sizes=SIZE)),
+            f"another tag of a {kind}, {number}": at(kind, "pp control", number, put(tag=4711)),
+        }
+
+
+def _reordered(calls: list[Call]) -> list[Call]:
+    made = [n for n, call in enumerate(calls) if call.kind == "new_group"]
+    calls = list(calls)
+    calls[made[0]], calls[made[1]] = calls[made[1]], calls[made[0]]
+    return calls
+
+
+FAULTS |= {
+    "skips the loss's all-gather": at("all_gather", "tp", 0, skip),
+    "the loss's all-gather before an all-reduce": at("all_gather", "tp", 0, before_the_last),
+    "another width of the loss": at("all_gather", "tp", 0, put(sizes=((7,),))),
+    "a group less": at("new_group", "pp control", 0, skip),
+    "a group of other ranks": at("new_group", "tp", 0, put(group=Group("tp", (0, 3)))),
+    "groups in another order": _reordered,
+}
+
+
+def test_traces_match_as_they_are(traces: Traces) -> None:
+    assert sorted(traces) == [0, 1, 2, 3]
+    assert problems_of(traces) == []
+
+
+def test_every_planted_fault_is_found_and_names_two_ranks(traces: Traces) -> None:
+    assert len(FAULTS) >= 40
+    missed, unnamed = [], []
+    for name, change in FAULTS.items():
+        rank = 3 if "loss" in name else 1
+        try:
+            planted = {**traces, rank: change(traces[rank])}
+        except IndexError:
+            rank = 3
+            planted = {**traces, rank: change(traces[rank])}
+        found = problems_of(planted)
+        missed += [] if found else [name]
+        named = {int(text) for text in re.findall(r"rank (\d)", "\n".join(found))}
+        unnamed += [] if rank in named and len(named) > 1 else [f"{name}: {found[:1]}"]
+    assert not missed
+    assert not unnamed
+
+
+def test_ranks_that_wait_for_each_other_for_ever(traces: Traces) -> None:
+    """Both stages receive before they send."""
+    group = Group("pp control", (0, 1))
+    send, recv = (Call(kind, group, ((4,),), "float32", peer=1) for kind in ("send", "recv"))
+    first = [recv, send]
+    second = [call._replace(peer=0) for call in first]
+    assert list(differences({0: first, 1: second}, lambda rank: rank)) == []
+    assert stuck({0: [send, recv], 1: [second[0], second[1]]}) == []
+    assert [line.partition(" over")[0] for line in stuck({0: first, 1: second})] == [
+        "rank 0 waits in recv from rank 1",
+        "rank 1 waits in recv from rank 0",
+    ]
+
+
+def test_collectives_of_two_axes_in_another_order_wait_for_ever() -> None:
+    tp, dp = Group("tp", (0, 1)), Group("dp", (0, 1))
+    one, two = (Call("all_reduce", group, ((4,),), "float32", where=f"train.py:{7}") for group in (tp, dp))
+    assert list(differences({0: [one, two], 1: [two, one]}, lambda rank: rank)) == []
+    lines = stuck({0: [one, two], 1: [two, one]})
+    assert lines == [
+        "rank 0 waits in all_reduce over tp [4] float32\n    train.py:7",
+        "rank 1 waits in all_reduce over dp [4] float32\n    train.py:7",
+    ]
+
+
+def test_rows_of_an_all_to_all_that_nobody_takes() -> None:
+    group = Group("ep", (0, 1))
+    call = Call("all_to_all", group, ((4, 8),), "float32", ((3, 1), (3, 2)), where="experts.py:71")
+    other = call._replace(splits=((2, 2), (2, 2)))
+    [line] = differences({0: [call], 1: [other]}, lambda rank: rank)
+    assert line.startswith("collective 0 over ep [0, 1]: rank 0 sends 1 rows to rank 1, which takes 2\n")
+    assert list(differences({0: [call], 1: [call._replace(splits=((2, 2), (1, 2)))]}, lambda rank: rank)) == []

@@ -1,0 +1,84 @@
+"""``autopar.rehearse`` and its command: ranks of many, what is refused, a loop of the user's own with a fault."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import Mamba2Config
+from typer.testing import CliRunner
+
+import autopar
+from autopar.distributed.mesh_sizes import MeshSizes
+from autopar.errors import ConfigError
+from autopar.tools.cli import app
+from autopar.tools.rehearsal.cast import standing_for
+from autopar.tools.rehearsal.coordinates import coordinates_of
+from tests.rehearsal.programs import llama, mixtral
+
+
+def on_meta(build: Any) -> Any:
+    with torch.device("meta"):
+        return build()
+
+
+@pytest.mark.tier("test")
+def test_a_thousand_ranks_with_uneven_experts() -> None:
+    config = {"tp": 2, "pp": 2, "ep": 6}  # of 8 experts two ranks have 2, the others 1
+    found = autopar.rehearse(on_meta(mixtral), config, 1008, sequence=16)
+    assert found.problems == []
+    assert (found.mesh, found.world) == ("tp 2 x pp 2 x dp 252", 1008)
+    assert {0, 1007} <= set(found.traces) and len(found.traces) <= 16
+    groups = {call.group.name for parts in found.traces.values() for _, call in parts}
+    assert {"tp", "ep", "edp", "pp control"} <= groups
+    assert found.traffic["dp"].between and not found.traffic["tp"].between
+
+
+@pytest.mark.tier("test")
+def test_a_collective_that_one_rank_skips_is_found() -> None:
+    def loop(model: Any, optimizer: Any, batch: dict[str, Any]) -> None:
+        loss = model(**batch).loss
+        loss.backward()
+        if dist.get_rank() != 7:
+            dist.all_reduce(loss.detach())
+        autopar.average_gradients(model)
+        optimizer.step()
+
+    found = autopar.rehearse(on_meta(llama), {"tp": 2}, 8, sequence=16, loop=loop)
+    [problem] = found.problems
+    assert problem.startswith("rank 0 has ") and "(as rank 7) has " in problem
+    assert "The first that it does not have: all_reduce over world [a number] float32" in problem
+    assert "test_rehearse.py:" in problem
+
+
+def test_who_stands_for_whom() -> None:
+    coordinates = coordinates_of(MeshSizes(2, 2, 4, 1), 1)  # tp 2, pp 2, dp 4
+    cast = (0, 8, 7, 15)  # both stages of the first and of the last place
+    assert coordinates[15] == (1, 0, 0, 1, 3)
+    assert [standing_for(rank, cast, coordinates) for rank in (0, 1, 2, 3, 9, 10, 14)] == [0, 7, 0, 7, 15, 8, 8]
+
+
+def test_states_that_are_handed_on_are_refused() -> None:
+    small = Mamba2Config(
+        hidden_size=32, num_heads=8, head_dim=8, state_size=8, n_groups=2, num_hidden_layers=2, vocab_size=64
+    )
+    with pytest.raises(ConfigError, match=r"Mamba2ForCausalLM hands states on between context-parallel ranks"):
+        autopar.rehearse(small, {"model_parallelism": {"context_parallel_size": 2}}, 4)
+
+
+def test_a_config_that_does_not_fit_the_world() -> None:
+    with pytest.raises(ConfigError, match="8"):
+        autopar.rehearse(on_meta(llama), {"tp": 8}, 12)
+
+
+@pytest.mark.tier("test")
+def test_the_command() -> None:
+    arguments = ["rehearse", "gpt2", "--gpus", "16", "--tp", "2", "--zero", "1", "--sequence", "16", "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output[result.output.index("{") :])
+    assert (found["mesh"], found["problems"], found["rehearsed"]) == ("tp 2 x pp 1 x dp 8", [], [0, 15])
+    assert found["traffic"]["tp"]["calls"] > 40

@@ -1,0 +1,69 @@
+"""The trace of a real job: what AUTOPAR_TRACE writes, and what ``autopar trace`` says of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from autopar.distributed.trace import read
+from autopar.tools.cli import app
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+import autopar
+from tests.small import llama
+
+model = autopar.initialize(llama().train(), {"tp": 2})
+ids = torch.arange(16).view(2, 8)
+model(input_ids=ids, labels=ids).loss.backward()
+group = model.mpu.get_tensor_parallel_group()
+if "parts" in sys.argv:
+    if dist.get_rank() == 1:
+        dist.all_gather([torch.zeros(1), torch.zeros(1)], torch.zeros(1), group=group)
+    else:
+        dist.all_reduce(torch.zeros(3), group=group, async_op=True)
+"""
+
+
+def run(folder: Path, *arguments: str) -> None:
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script), *arguments]
+    environment = {**os.environ, "AUTOPAR_TRACE": str(folder / "traces"), "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run(command, env=environment, capture_output=True, timeout=200, check="parts" not in arguments)
+
+
+@pytest.mark.tier("all")
+def test_ranks_that_part_are_named_with_their_lines(tmp_path: Path) -> None:
+    run(tmp_path, "parts")
+    result = CliRunner().invoke(app, ["trace", str(tmp_path / "traces")])
+    assert result.exit_code == 1
+    assert "are different collectives:\n  rank 0: all_reduce over world [3] float32\n    train.py:16" in result.output
+    assert "\n  rank 1: all_gather over world [1] float32\n    train.py:14\n" in result.output
+
+
+@pytest.mark.tier("all")
+def test_a_job_that_is_right(tmp_path: Path) -> None:
+    run(tmp_path)
+    result = CliRunner().invoke(app, ["trace", str(tmp_path / "traces")])
+    assert (result.exit_code, result.output.partition("\n")[2]) == (
+        0,
+        "every collective and message finds its like, and all ranks come to an end\n",
+    )
+    calls = read(tmp_path / "traces")[0]
+    assert {call.group.ranks for call in calls} == {(0, 1)}
+    assert sum(call.kind == "all_reduce" and call.sizes == ((2, 8, 24),) for call in calls) > 4
+    assert any(call.where.startswith("autopar/distributed/collectives.py") for call in calls)
+
+
+def test_a_folder_without_traces(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["trace", str(tmp_path)])
+    assert result.exit_code == 1
+    assert f"has no traces (rank-0.jsonl ...): start the job with AUTOPAR_TRACE={tmp_path}" in result.stderr
