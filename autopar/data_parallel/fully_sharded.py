@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -29,11 +30,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from autopar.checks.process_hooks import forget, listen
 from autopar.config import ParallelConfig
 from autopar.data_parallel.precision import DTYPES
+from autopar.distributed.axis import Axis
 from autopar.distributed.derivatives import check_transforms
+from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.foreign.groups import drop_gradients, reduce_gradients
 from autopar.foreign.modules import own_parameters
+from autopar.foreign.patches import hold, release
 from autopar.foreign.transformers import unsplit_modules
 from autopar.plan.plan import Plan
 
@@ -70,8 +74,12 @@ class FullySharded:
     forward without gradients, they are freed, so that the next forward gathers what the optimizer has made.
 
     Args:
+        failures: names the rank that others waited for.
         blocks: of a plain module, what its policy names so.
         experts: names of the parameters of such experts.
+
+    Attributes:
+        read: places in the user's code that have read numbers of DTensors, on all ranks.
     """
 
     def __init__(
@@ -80,9 +88,11 @@ class FullySharded:
         inner: nn.Module,
         mpu: MPU,
         config: ParallelConfig,
+        failures: FailureLog,
         blocks: Sequence[nn.Module] = (),
         experts: Set[str] = frozenset(),
     ) -> None:
+        self.failures, self._mpu, self.read = failures, mpu, set[tuple[str, int]]()
         self._stage = config.zero_stage
         self._keeps = config.zero_stage == 2  # weights, from a block's forward to its backward
         dtype = DTYPES.get(config.precision)
@@ -109,10 +119,18 @@ class FullySharded:
         if around and callable(getattr(model, "generate", None)):
             register_fsdp_forward_method(model, "generate")
         listen(self)
+        hold(self)
+
+    def axis_of(self, mesh: DeviceMesh) -> Axis | None:
+        """Return the axis over which parameters of this model lie on ``mesh``; None if none do."""
+        if mesh == self._mpu.fsdp_mesh:
+            return self._mpu.dp_cp
+        return self._mpu.copies if self._mpu.copies.size > 1 and mesh == self._mpu.copies_mesh else None
 
     def remove(self) -> None:
         """Listen to steps no longer."""
         forget(self)
+        release(self)
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         check_transforms(f"zero.stage {self._stage}, where torch's FSDP holds the weights", lambda: (args, kwargs))

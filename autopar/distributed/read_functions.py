@@ -18,7 +18,7 @@ from autopar.call_site import is_of_libraries, place_of_user
 from autopar.errors import ShardWarning
 from autopar.foreign.modules import CALL
 
-__all__ = ["DRAWS", "READS", "TORCH", "explain", "keeps_dim", "tell", "tell_if_saved"]
+__all__ = ["DRAWS", "READS", "TORCH", "explain", "keeps_dim", "tell", "tell_if_saved", "tell_mixed", "tell_number"]
 
 TORCH = torch.__file__.rpartition("/")[0] + "/"
 _SAVING = f"{TORCH}serialization.py"
@@ -100,18 +100,52 @@ def _index_keeps(index: Any, tensor: torch.Tensor, dim: int | None) -> bool:
 
 def tell(name: str, part: Any, caller: FrameType, *, draws: bool = False, in_hook: bool = False) -> None:
     """Warn at the user's line, unless a library that knows shards, a layer or an optimizer asks."""
-    frame: FrameType | None = caller
-    while frame is not None and frame.f_code.co_filename.startswith(TORCH):
-        frame = frame.f_back
-    if frame is None or is_of_libraries(frame) or _is_of_graph(frame):
+    shard, frame = part.autopar_shard, _frame_to_tell(caller)
+    place = None if frame is None else _place_to_tell(frame, shard.told, in_hook)
+    if place is None:
         return
-    place, shard = place_of_user(frame), part.autopar_shard
-    if place in shard.told or (not in_hook and _inside_layer_or_step(frame)):
-        return
-    shard.told.add(place)
     what = f"{name} of {'' if isinstance(part, nn.Parameter) else 'values of '}{shard.name}"
     text = f"{what} sees the shard of {shard.axis} rank {shard.rank}: {shard.held()}.\n"
     warnings.warn_explicit(text + _right_call(name, shard.name, draws), ShardWarning, *place)
+
+
+def tell_mixed(name: str, one: Any, other: Any, caller: FrameType, *, in_hook: bool) -> None:
+    """Warn at the user's line, likewise, that a function takes weights of several blocks for those of the model.
+
+    Args:
+        one, other: places of two of them.
+    """
+    frame = _frame_to_tell(caller)
+    place = None if frame is None else _place_to_tell(frame, one.told, in_hook)
+    if place is not None:
+        warnings.warn_explicit(one.stage.explain(name.strip("_"), one.name, other.name), ShardWarning, *place)
+
+
+def tell_number(name: str, shard: Any, caller: FrameType, *, in_hook: bool) -> None:
+    """Warn at the user's line if it adds up numbers of several blocks, of which this is one."""
+    frame = _frame_to_tell(caller)
+    first = None if frame is None else shard.stage.reads_number(shard.block, shard.name, frame)
+    place = None if first is None or frame is None else _place_to_tell(frame, shard.told, in_hook)
+    if place is not None:
+        what = f"a sum or the like of {name.strip('_')}"
+        warnings.warn_explicit(shard.stage.explain(what, first, shard.name), ShardWarning, *place)
+
+
+def _frame_to_tell(caller: FrameType) -> FrameType | None:
+    """Return the frame that asked torch; None if it is of a library that knows shards."""
+    frame: FrameType | None = caller
+    while frame is not None and frame.f_code.co_filename.startswith(TORCH):
+        frame = frame.f_back
+    return None if frame is None or is_of_libraries(frame) or _is_of_graph(frame) else frame
+
+
+def _place_to_tell(frame: FrameType, told: set[tuple[str, int]], in_hook: bool) -> tuple[str, int] | None:
+    """Return the user's line, the first time, unless a layer or an optimizer asks."""
+    place = place_of_user(frame)
+    if place in told or (not in_hook and _inside_layer_or_step(frame)):
+        return None
+    told.add(place)
+    return place
 
 
 def tell_if_saved(part: Any, caller: FrameType) -> None:

@@ -189,6 +189,11 @@ def _foreach() -> bool:
     return [known.pop() for known in tensors.FOREACH_TYPES] == [_Own, _Own]
 
 
+def _dtensors() -> bool:
+    table = tensors.operators_of_dtensors()
+    return torch.ops.aten.is_same_size.default in table and tensors.ITEM not in table
+
+
 def _assertion() -> bool:
     try:
         tensors.assert_soon(torch.tensor(False), "said")
@@ -268,6 +273,7 @@ PROBES: dict[str, Probe] = {
     "operators without a public name": Probe(_operators, "dry runs, verify's dropout, resharding"),
     "the call of a module": Probe(_calls, "warnings of shards that are read"),
     "classes that foreach takes": Probe(_foreach, "optimizers that step many shards at once"),
+    "operators of DTensors": Probe(_dtensors, "numbers that are read of parameters under zero.stage 2 and 3"),
     "assertions on the device": Probe(_assertion, "errors of ids outside of the vocabulary"),
     "convolutions": Probe(_convolution, "sharded convolutions and batch norms"),
     "nested containers": Probe(_trees, "micro-batches, names of arguments in errors"),

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch._dynamo.eval_frame import skip_code as leave_alone  # code runs as it is, also in what is compiled
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _foreach_supported_types as _stepped_by_foreach
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils._foreach_utils import _foreach_supported_types as _taken_by_foreach
@@ -51,6 +52,7 @@ __all__ = [
     "no_dispatch_modes",
     "no_overrides",
     "operator_of",
+    "operators_of_dtensors",
     "safe_softmax",
     "schema_of",
     "storage_id",
@@ -82,6 +84,12 @@ safe_softmax = torch.ops.aten._safe_softmax  # zeros where all scores are masked
 def schema_of(func: Any) -> Any:
     """Return an operator's schema: ``name``, ``arguments``, ``returns``, ``is_mutable``."""
     return func._schema
+
+
+def operators_of_dtensors() -> dict[Any, Any]:
+    """Return the table of operators that DTensors leave to a function: ``(operator, args, kwargs) -> result``."""
+    found: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    return found
 
 
 def operator_of(func: Any) -> Any:

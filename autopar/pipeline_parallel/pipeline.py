@@ -17,6 +17,7 @@ from autopar.data_parallel.grad_sync import TiedWeights, average_over_replicas, 
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
+from autopar.distributed.shard_reads import all_stages
 from autopar.errors import ConfigError
 from autopar.pipeline_parallel.batch_checks import Report, read_batch
 from autopar.pipeline_parallel.engine import Engine, Step
@@ -233,7 +234,7 @@ class Pipeline:
             for name, parameter in model.named_parameters()
             if min(self.plan.holders(plan.canonical(name))) == place
         }
-        with torch.set_grad_enabled(step.backward):
+        with torch.set_grad_enabled(step.backward), all_stages(own.values()):
             value = step.penalty(own) if own else 0.0
         if isinstance(value, torch.Tensor) and (value.numel() != 1 or not value.is_floating_point()):
             raise ConfigError(f"execute_pipeline: penalty= must return one number, not a tensor of {list(value.shape)}")
