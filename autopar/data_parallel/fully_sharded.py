@@ -120,6 +120,8 @@ class FullySharded:
             register_fsdp_forward_method(model, "generate")
         listen(self)
         hold(self)
+        held = ((module, name) for module in model.modules() for name in own_parameters(module))
+        self._unseen = [(module, name, own_parameters(module)[name]) for module, name in held]  # by a forward
 
     def axis_of(self, mesh: DeviceMesh) -> Axis | None:
         """Return the axis over which parameters of this model lie on ``mesh``; None if none do."""
@@ -132,7 +134,22 @@ class FullySharded:
         forget(self)
         release(self)
 
+    def _check_parameters(self) -> None:
+        """Raise ConfigError if parameters were put in the place of those that FSDP2 holds, before the first forward."""
+        unseen, self._unseen = self._unseen, []
+        new = [(module, name) for module, name, own in unseen if own_parameters(module).get(name) is not own]
+        if new:
+            paths = {id(module): path for path, module in self.model.named_modules()}
+            listed = ", ".join(f"{paths.get(id(module), '?')}.{name}" for module, name in new[:3])
+            raise ConfigError(
+                f"{len(new)} parameters were replaced after autopar.initialize ({listed}): with zero.stage "
+                f"{self._stage} torch's FSDP2 would go on with the old ones.\n  Tie weights, or put others in their place, before "
+                "autopar.initialize; values are written by parameter.copy_() or model.load_state_dict()."
+            )
+
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._unseen:
+            self._check_parameters()
         check_transforms(f"zero.stage {self._stage}, where torch's FSDP holds the weights", lambda: (args, kwargs))
         self._gathered = True
 
@@ -155,6 +172,8 @@ class FullySharded:
     @contextmanager
     def one_pass(self) -> Iterator[None]:
         """Run the micro-batches of a pass through stages inside, and reduce their gradients together at its end."""
+        if self._unseen:
+            self._check_parameters()
         modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         self.model.set_is_last_backward(False)
         self.model.set_requires_gradient_sync(False)

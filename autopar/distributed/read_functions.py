@@ -6,7 +6,7 @@ And what the user's code is told that calls one.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -18,7 +18,19 @@ from autopar.call_site import is_of_libraries, place_of_user
 from autopar.errors import ShardWarning
 from autopar.foreign.modules import CALL
 
-__all__ = ["DRAWS", "READS", "TORCH", "explain", "keeps_dim", "tell", "tell_if_saved", "tell_mixed", "tell_number"]
+__all__ = [
+    "DRAWS",
+    "READS",
+    "TORCH",
+    "explain",
+    "frame_to_tell",
+    "keeps_dim",
+    "tell",
+    "tell_at",
+    "tell_if_saved",
+    "tell_mixed",
+    "tell_number",
+]
 
 TORCH = torch.__file__.rpartition("/")[0] + "/"
 _SAVING = f"{TORCH}serialization.py"
@@ -100,13 +112,14 @@ def _index_keeps(index: Any, tensor: torch.Tensor, dim: int | None) -> bool:
 
 def tell(name: str, part: Any, caller: FrameType, *, draws: bool = False, in_hook: bool = False) -> None:
     """Warn at the user's line, unless a library that knows shards, a layer or an optimizer asks."""
-    shard, frame = part.autopar_shard, _frame_to_tell(caller)
-    place = None if frame is None else _place_to_tell(frame, shard.told, in_hook)
-    if place is None:
-        return
-    what = f"{name} of {'' if isinstance(part, nn.Parameter) else 'values of '}{shard.name}"
-    text = f"{what} sees the shard of {shard.axis} rank {shard.rank}: {shard.held()}.\n"
-    warnings.warn_explicit(text + _right_call(name, shard.name, draws), ShardWarning, *place)
+    shard = part.autopar_shard
+
+    def text() -> str:
+        what = f"{name} of {'' if isinstance(part, nn.Parameter) else 'values of '}{shard.name}"
+        held = f"{what} sees the shard of {shard.axis} rank {shard.rank}: {shard.held()}.\n"
+        return held + _right_call(name, shard.name, draws)
+
+    tell_at(frame_to_tell(caller), shard.told, text, in_hook=in_hook)
 
 
 def tell_mixed(name: str, one: Any, other: Any, caller: FrameType, *, in_hook: bool) -> None:
@@ -115,23 +128,20 @@ def tell_mixed(name: str, one: Any, other: Any, caller: FrameType, *, in_hook: b
     Args:
         one, other: places of two of them.
     """
-    frame = _frame_to_tell(caller)
-    place = None if frame is None else _place_to_tell(frame, one.told, in_hook)
-    if place is not None:
-        warnings.warn_explicit(one.stage.explain(name.strip("_"), one.name, other.name), ShardWarning, *place)
+    what = name.strip("_")
+    tell_at(frame_to_tell(caller), one.told, lambda: one.stage.explain(what, one.name, other.name), in_hook=in_hook)
 
 
 def tell_number(name: str, shard: Any, caller: FrameType, *, in_hook: bool) -> None:
     """Warn at the user's line if it adds up numbers of several blocks, of which this is one."""
-    frame = _frame_to_tell(caller)
+    frame = frame_to_tell(caller)
     first = None if frame is None else shard.stage.reads_number(shard.block, shard.name, frame)
-    place = None if first is None or frame is None else _place_to_tell(frame, shard.told, in_hook)
-    if place is not None:
+    if first is not None:
         what = f"a sum or the like of {name.strip('_')}"
-        warnings.warn_explicit(shard.stage.explain(what, first, shard.name), ShardWarning, *place)
+        tell_at(frame, shard.told, lambda: shard.stage.explain(what, first, shard.name), in_hook=in_hook)
 
 
-def _frame_to_tell(caller: FrameType) -> FrameType | None:
+def frame_to_tell(caller: FrameType) -> FrameType | None:
     """Return the frame that asked torch; None if it is of a library that knows shards."""
     frame: FrameType | None = caller
     while frame is not None and frame.f_code.co_filename.startswith(TORCH):
@@ -139,13 +149,15 @@ def _frame_to_tell(caller: FrameType) -> FrameType | None:
     return None if frame is None or is_of_libraries(frame) or _is_of_graph(frame) else frame
 
 
-def _place_to_tell(frame: FrameType, told: set[tuple[str, int]], in_hook: bool) -> tuple[str, int] | None:
-    """Return the user's line, the first time, unless a layer or an optimizer asks."""
-    place = place_of_user(frame)
-    if place in told or (not in_hook and _inside_layer_or_step(frame)):
-        return None
+def tell_at(
+    frame: FrameType | None, told: set[tuple[str, int]], text: Callable[[], str], *, in_hook: bool = False
+) -> None:
+    """Warn at the user's line, the first time, unless a layer or an optimizer asks."""
+    place = None if frame is None else place_of_user(frame)
+    if frame is None or place is None or place in told or (not in_hook and _inside_layer_or_step(frame)):
+        return
     told.add(place)
-    return place
+    warnings.warn_explicit(text(), ShardWarning, *place)
 
 
 def tell_if_saved(part: Any, caller: FrameType) -> None:

@@ -25,7 +25,7 @@ from autopar.layout import Layout
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.plan.stages import StagePlan
 
-__all__ = ["mark", "mark_shard", "unmark"]
+__all__ = ["describe_stage", "mark", "mark_shard", "unmark"]
 
 _NAMES = ("tensor_model_parallel", "partition_dim", "partition_stride", "shared", "ds_pipe_replicated", "allreduce")
 
@@ -33,7 +33,7 @@ _NAMES = ("tensor_model_parallel", "partition_dim", "partition_stride", "shared"
 def mark(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
     """Set the attributes on the parameters that this rank holds. ``copy.deepcopy`` drops them, ``.to`` keeps them."""
     told: set[tuple[str, int]] = set()
-    stage = _stage(model, stages, mpu) if mpu.pp.size > 1 else None
+    stage = Stage(describe_stage(model, stages, mpu)) if mpu.pp.size > 1 else None
     due: dict[str, TensorPlan] = {name: one for one in plan.tensors.values() for name in (one.name, *one.aliases)}
     for name, parameter in model.named_parameters():
         if name not in due:
@@ -55,12 +55,12 @@ def mark(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
             parameter.shared = parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
 
 
-def _stage(model: nn.Module, stages: StagePlan, mpu: MPU) -> Stage:
-    """Describe the weights that this rank holds."""
+def describe_stage(model: nn.Module, stages: StagePlan, mpu: MPU) -> str:
+    """Return which stages this rank holds, and how many of the parameters."""
     here, gone = len(list(model.parameters())), {name for m in model.modules() for name in _gone(m)}
     own = stages.stages_on(mpu.pp.rank)
     which = f"stage{'s' if len(own) > 1 else ''} {' and '.join(map(str, own))} of {stages.stages}"
-    return Stage(f"this rank holds {which}: {here} of {here + len(gone)} parameters")
+    return f"this rank holds {which}: {here} of {here + len(gone)} parameters"
 
 
 def _gone(module: nn.Module) -> list[str]:
