@@ -143,8 +143,8 @@ class FullySharded:
             listed = ", ".join(f"{paths.get(id(module), '?')}.{name}" for module, name in new[:3])
             raise ConfigError(
                 f"{len(new)} parameters were replaced after autopar.initialize ({listed}): with zero.stage "
-                f"{self._stage} torch's FSDP2 would go on with the old ones.\n  Tie weights, or put others in their place, before "
-                "autopar.initialize; values are written by parameter.copy_() or model.load_state_dict()."
+                f"{self._stage} torch's FSDP2 would go on with the old ones.\n  Tie weights, or put others in their "
+                "place, before autopar.initialize; values are written by parameter.copy_() or model.load_state_dict()."
             )
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:

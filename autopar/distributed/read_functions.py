@@ -20,6 +20,8 @@ from autopar.foreign.modules import CALL
 
 __all__ = [
     "DRAWS",
+    "MIXERS",
+    "NUMBERS",
     "READS",
     "TORCH",
     "explain",
@@ -53,6 +55,13 @@ _LOSSES = """
     binary_cross_entropy_with_logits gaussian_nll_loss soft_margin_loss margin_ranking_loss cosine_embedding_loss
 """
 _LEAVES_TORCH = "numpy tolist __array__ __dlpack__"
+_MIXERS = """
+    cat concat concatenate stack hstack vstack dstack column_stack row_stack block_diag add add_ __add__ __radd__
+    __iadd__ sub sub_ __sub__ __rsub__ __isub__ maximum minimum fmax fmin max min gt lt ge le __gt__ __lt__ __ge__
+    __le__ logical_or logical_and logical_or_ logical_and_ bitwise_or bitwise_and __or__ __ror__ __and__ __rand__
+    __ior__ __iand__ addcmul addcdiv hypot logaddexp __setitem__
+"""
+_NUMBERS = "item __float__ __int__ __bool__ __index__ numel nelement tolist"
 _OTHERS = """
     unique unique_consecutive histc histogram bincount renorm renorm_ cdist pdist cosine_similarity cov corrcoef dot
     vdot inner outer ger matmul __matmul__ __rmatmul__ mm mv bmm addmm addmm_ addmv addmv_ addr addbmm baddbmm
@@ -65,6 +74,7 @@ _OTHERS = """
     numel nelement
 """
 _OF_NORMS, DRAWS, _REDUCTIONS = (frozenset(names.split()) for names in (_NORMS, _DRAWS, _ALONG_A_DIM))
+MIXERS, NUMBERS = (frozenset(names.split()) for names in (_MIXERS, _NUMBERS))
 READS = _OF_NORMS | DRAWS | _REDUCTIONS | frozenset((_OTHERS + _LOSSES + _LEAVES_TORCH).split())
 _SIZES = ("numel", "nelement", "size", "__len__")
 _THIRD = "norm linalg_norm linalg_vector_norm topk kthvalue quantile nanquantile roll chunk split tensor_split"

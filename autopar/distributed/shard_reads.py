@@ -5,7 +5,7 @@ functions do the same to a shard as to that part of the whole, and nothing is sa
 random draws do not. An elementwise function of a shard gives a :class:`Part` to the user's code (to torch and to this
 package a plain tensor), so that ``p.grad.abs().max()`` is seen, too.
 
-Through pipeline stages all parameters are of this class: what mixes several of them (:mod:`stage_reads`) is of a stage.
+Through pipeline stages all parameters are of this class: what is made of several of them is of this stage's alone.
 
 While the model runs, in backward passes (but in the user's hooks of gradients) and in steps of optimizers the classes
 are as plain ones to torch (:data:`switch`): they cost nothing there. Dynamo never sees more than plain ones.
@@ -16,7 +16,6 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import FrameType
@@ -28,6 +27,8 @@ from torch import nn
 from autopar.call_site import OURS
 from autopar.distributed.read_functions import (
     DRAWS,
+    MIXERS,
+    NUMBERS,
     READS,
     TORCH,
     explain,
@@ -37,11 +38,11 @@ from autopar.distributed.read_functions import (
     tell_mixed,
     tell_number,
 )
-from autopar.distributed.stage_reads import MIXERS, NUMBERS, Stage
+from autopar.distributed.read_switch import Switch, aside, hidden, inside_hook, switch
+from autopar.distributed.shard_place import Shard
 from autopar.foreign.autograd import current_backward
 from autopar.foreign.modules import SAVE_STATE
 from autopar.foreign.tensors import disabled_torch_function, leave_alone, let_foreach_take
-from autopar.layout import Layout
 
 __all__ = [
     "PLAIN",
@@ -72,106 +73,6 @@ _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
 
 
-class Switch(threading.local):
-    """Whether torch takes shards as plain parameters for now, in this thread; what is hidden is so in all of them.
-
-    It is off while a model runs and an optimizer steps.
-    """
-
-    off = False
-    in_hook = False  # of the user's, which a backward pass calls
-    generating = False
-    _hidden = False
-
-    def hide(self, hidden: bool) -> None:
-        """Let torch find its own function in the classes, so that nothing of Python is called, as for a token."""
-        if hidden is not Switch._hidden:
-            Switch._hidden = hidden
-            for kind in _KINDS:
-                kind.__torch_function__ = disabled_torch_function if hidden else _NOTICING  # type: ignore[assignment]
-
-
-switch = Switch()
-
-
-@contextmanager
-def hidden() -> Iterator[None]:
-    """Let torch see plain classes inside of ``with``, around ``generate``, whose steps may be compiled."""
-    before, switch.generating = switch.generating, True
-    switch.hide(True)
-    try:
-        yield
-    finally:
-        switch.generating = before
-        switch.hide(before)
-
-
-@contextmanager
-def aside() -> Iterator[None]:
-    """Take shards as plain parameters inside of ``with``."""
-    before, switch.off = switch.off, True
-    try:
-        yield
-    finally:
-        switch.off = before
-
-
-@contextmanager
-def inside_hook() -> Iterator[None]:
-    """Notice reads inside of ``with``: a hook of the user's runs, though the model or a backward pass does, too."""
-    before = switch.off, switch.in_hook
-    is_hidden, switch.off, switch.in_hook = Switch._hidden, False, True
-    switch.hide(switch.generating)
-    try:
-        yield
-    finally:
-        switch.off, switch.in_hook = before
-        switch.hide(is_hidden)
-
-
-class Shard:
-    """The place of a shard: of which parameter, and where in it.
-
-    Args:
-        layout: None if it is whole here.
-        rank: among those that hold the shards.
-        axis: what these ranks are called: ``tensor-parallel``.
-        told: places in the user's code that have been told, of the whole model.
-        stage: that holds the parameter, and others hold other ones; None without pipeline stages.
-        block: of the model in which it is.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        whole: Sequence[int],
-        layout: Layout | None,
-        rank: int,
-        told: set[tuple[str, int]],
-        axis: str,
-        stage: Stage | None = None,
-        block: str = "",
-    ) -> None:
-        self.axis, self.stage, self.block = axis, stage, block
-        self.name, self.whole, self.layout, self.rank, self.told = name, tuple(whole), layout, rank, told
-        self.here = self.whole
-        if layout is not None:
-            self.here = (*whole[: layout.dim], layout.local_size(rank), *whole[layout.dim + 1 :])
-
-    @functools.cached_property
-    def read(self) -> Shard | None:
-        """The place of what is read of all of the parameter (a norm): a stage's; None without stages."""
-        if self.stage is None:
-            return None
-        return Shard(self.name, (), None, self.rank, self.told, self.axis, self.stage, self.block)
-
-    def held(self) -> str:
-        """Return what of the whole is here."""
-        assert self.layout is not None
-        ranges = ", ".join(f"{start} to {stop - 1}" for start, stop in self.layout.ranges(self.rank)) or "none"
-        return f"shape {self.here} of {self.whole}, {ranges} of dim {self.layout.dim}"
-
-
 class _TorchFunction:
     """``__torch_function__`` that is torch's disabled one where shards are as plain parameters."""
 
@@ -183,7 +84,7 @@ class _TorchFunction:
         return _notice
 
 
-_NOTICING = _TorchFunction()
+_NOTICING = Switch.noticing = _TorchFunction()
 
 
 class ShardedParameter(nn.Parameter):
@@ -246,7 +147,7 @@ class Part(torch.Tensor, metaclass=_LikeAnyTensor):
         return self._plain().__reduce_ex__(protocol)
 
 
-_KINDS = (ShardedParameter, Part)
+_KINDS = Switch.kinds = (ShardedParameter, Part)
 PLAIN = (torch.Tensor, nn.Parameter, *_KINDS)
 """Classes of tensors that have nothing of their own: what can be done with the first can be with all."""
 

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from autopar.distributed.mesh import MPU
-from autopar.distributed.shard_reads import Shard, unwatch, watch
-from autopar.distributed.stage_reads import Stage
+from autopar.distributed.shard_place import Shard, Stage
+from autopar.distributed.shard_reads import unwatch, watch
 from autopar.layout import Layout
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.plan.stages import StagePlan

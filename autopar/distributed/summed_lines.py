@@ -1,10 +1,9 @@
-"""Sums, counts and extremes over ``model.parameters()`` through pipeline stages: the user's code is told, once a line.
+"""Lines of the user's code that add numbers up, by their source.
 
-A weight of a stage is whole, so a function of it alone gives the plain model's number. What a line makes of weights of
-several blocks is of this stage's blocks, and another number on each stage: a norm of all gradients, a number of
-parameters, a penalty, a threshold. Functions of tensors that put two together are seen as they are called. Numbers of
-Python (``p.numel()``, ``p.grad.norm().item()``) are not seen any more: of a line that reads some of several blocks, its
-source says whether they are added up.
+A weight of a pipeline stage is whole, so a function of it alone gives the plain model's number. What a line makes of
+weights of several blocks is of this stage's blocks, and another number on each stage: a norm of all gradients, a number
+of parameters. Numbers of Python (``p.numel()``, ``p.grad.norm().item()``) go on unseen: of a line that reads some of
+several blocks, its source says whether they become one.
 """
 
 from __future__ import annotations
@@ -13,72 +12,14 @@ import ast
 import functools
 import linecache
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from types import CodeType, FrameType
 
-__all__ = ["MIXERS", "NUMBERS", "Stage", "adds_up"]
+__all__ = ["adds_up"]
 
-_MIXERS = """
-    cat concat concatenate stack hstack vstack dstack column_stack row_stack block_diag add add_ __add__ __radd__
-    __iadd__ sub sub_ __sub__ __rsub__ __isub__ maximum minimum fmax fmin max min gt lt ge le __gt__ __lt__ __ge__
-    __le__ logical_or logical_and logical_or_ logical_and_ bitwise_or bitwise_and __or__ __ror__ __and__ __rand__
-    __ior__ __iand__ addcmul addcdiv hypot logaddexp __setitem__
-"""
-_NUMBERS = "item __float__ __int__ __bool__ __index__ numel nelement tolist"
-_OF_SEVERAL = "sum max min any all fsum"
-_OF_COLLECTED = "mean median std var norm quantile percentile average fmean stdev sorted prod"
-MIXERS, NUMBERS, _SUMS = (frozenset(names.split()) for names in (_MIXERS, _NUMBERS, _OF_SEVERAL))
-_OF_LISTS = _SUMS | frozenset(_OF_COLLECTED.split())
+_SUMS = frozenset(("sum", "max", "min", "any", "all", "fsum"))
+_OF_LISTS = _SUMS | frozenset(
+    ["mean", "median", "std", "var", "norm", "quantile", "percentile", "average", "fmean", "stdev", "sorted", "prod"]
+)
 _PARTED = ("body", "orelse", "finalbody", "handlers", "cases")
-
-
-class Stage:
-    """The weights that a rank holds of a model in stages.
-
-    Args:
-        held: ``this rank holds stage 0 of 2: 20 of 39 parameters``.
-    """
-
-    def __init__(self, held: str) -> None:
-        self.held = held
-        self.quiet = False  # nothing is missing: weights of all stages are here, or a sum over the stages follows
-        self._read: dict[
-            tuple[CodeType, int], tuple[str, str] | None
-        ] = {}  # line -> of what it reads; None: it is known
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Say nothing inside of ``with``."""
-        before, self.quiet = self.quiet, True
-        try:
-            yield
-        finally:
-            self.quiet = before
-
-    def reads_number(self, block: str, name: str, frame: FrameType) -> str | None:
-        """Return the weight of another block of which a line of the user's has read a number, if it adds them up.
-
-        Once, and None before and after it.
-        """
-        place = (frame.f_code, frame.f_lineno)
-        first = self._read.setdefault(place, (block, name))
-        if first is None or first[0] == block:
-            return None
-        self._read[place] = None
-        return first[1] if adds_up(frame.f_code.co_filename, frame.f_lineno) else None
-
-    def explain(self, how: str, one: str, other: str) -> str:
-        """Return the warning for a line that puts two weights together."""
-        return (
-            f"{how} of {one} and {other} is of this stage's weights alone: {self.held}.\n"
-            "  torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) returns the norm of all stages; "
-            "model.num_parameters() counts all;\n  execute_pipeline(batch, penalty=...) adds a penalty on all; with "
-            "autopar.whole(model): all weights and gradients are here.\n  Where that is meant: "
-            "warnings.filterwarnings('ignore', category=autopar.ShardWarning)."
-        )
-
-
-# -- what the source says ----------------------------------------------------------------------------------------------
 
 
 def adds_up(file: str, line: int) -> bool:
