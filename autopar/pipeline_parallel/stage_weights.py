@@ -260,7 +260,7 @@ class Placeholder(torch.Tensor):
 
     def _tell(self, name: str, caller: Any) -> None:
         what = f'with autopar.whole(model, "{self.weight_name}"): it is here.'
-        held = f"{name} of {self.weight_name} is not a number here: another pipeline stage holds it. {what}"
+        held = f"{name} of {self.weight_name} is not a number here: another pipeline stage holds it.\n  {what}"
         tell_at(frame_to_tell(caller), self.told, lambda: held)
 
     def _check_write(self) -> None:
