@@ -34,23 +34,23 @@ ROWS = [*CORE, ["integrations"], ["tools"], ["__init__", "__main__"]]
 TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["verification"], ["cli"]]
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
-    "applied": 808,
-    "checkpoint": 6218,
+    "applied": 899,
+    "checkpoint": 6252,
     "checks": 2254,
     "config": 1023,
     "context_parallel": 2880,
-    "data_parallel": 3092,
+    "data_parallel": 3134,
     "deferred_init": 1140,
-    "distributed": 4723,
+    "distributed": 5105,
     "dry_run": 3401,
-    "foreign": 1090,
-    "integrations": 1810,
-    "pipeline_parallel": 3970,
+    "foreign": 1135,
+    "integrations": 1865,
+    "pipeline_parallel": 4061,
     "plan": 2894,
     "policy": 1650,
     "quantized": 860,
     "storage": 1490,
-    "tensor_parallel": 5746,
+    "tensor_parallel": 5775,
     "tools": 11856,
 }
 LOADED = 140  # modules that initialize loads; fewer is better

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from autopar.foreign.tensors import disabled_torch_function
 
@@ -22,15 +22,14 @@ class Switch(threading.local):
     in_hook = False  # of the user's, which a backward pass calls
     generating = False
     _hidden = False
-    kinds: tuple[Any, ...] = ()  # of shards
-    noticing: Any = None  # their __torch_function__
+    kinds: ClassVar[dict[Any, Any]] = {}  # of shards -> their __torch_function__
 
     def hide(self, hidden: bool) -> None:
         """Let torch find its own function in the classes, so that nothing of Python is called, as for a token."""
         if hidden is not Switch._hidden:
             Switch._hidden = hidden
-            for kind in Switch.kinds:
-                kind.__torch_function__ = disabled_torch_function if hidden else Switch.noticing
+            for kind, noticing in Switch.kinds.items():
+                kind.__torch_function__ = disabled_torch_function if hidden else noticing
 
 
 switch = Switch()

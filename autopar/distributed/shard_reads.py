@@ -84,7 +84,7 @@ class _TorchFunction:
         return _notice
 
 
-_NOTICING = Switch.noticing = _TorchFunction()
+_NOTICING = _TorchFunction()
 
 
 class ShardedParameter(nn.Parameter):
@@ -147,7 +147,8 @@ class Part(torch.Tensor, metaclass=_LikeAnyTensor):
         return self._plain().__reduce_ex__(protocol)
 
 
-_KINDS = Switch.kinds = (ShardedParameter, Part)
+_KINDS = (ShardedParameter, Part)
+Switch.kinds = dict.fromkeys(_KINDS, _NOTICING)
 PLAIN = (torch.Tensor, nn.Parameter, *_KINDS)
 """Classes of tensors that have nothing of their own: what can be done with the first can be with all."""
 

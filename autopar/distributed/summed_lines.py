@@ -1,8 +1,8 @@
 """Lines of the user's code that add numbers up, by their source.
 
-A weight of a pipeline stage is whole, so a function of it alone gives the plain model's number. What a line makes of
-weights of several blocks is of this stage's blocks, and another number on each stage: a norm of all gradients, a number
-of parameters. Numbers of Python (``p.numel()``, ``p.grad.norm().item()``) go on unseen: of a line that reads some of
+A weight of a pipeline stage is whole, so a function of it alone gives the plain model's number. A number that a line
+makes of several blocks is of this stage's blocks, and another one on each stage: a norm of all gradients, a count of
+parameters. Numbers of Python (``p.numel()``, ``p.grad.norm().item()``) go on unseen: of a line that reads some of
 several blocks, its source says whether they become one.
 """
 

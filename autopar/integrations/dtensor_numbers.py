@@ -1,8 +1,8 @@
 """Numbers that a user's code reads of DTensors, under ZeRO's stages 2 and 3: ``.item()``, ``float()``, ``bool()``.
 
 A norm or a sum of a DTensor is one with a sum over the ranks still to come. torch takes it when another operation needs
-the result, but gives ``.item()`` and its kin what this rank has: another number on each. Of parameters that FSDP2
-shards for a parallelized model, and of what is made of them, they get the whole; all other DTensors stay torch's.
+the result, but gives ``.item()`` and its kin what this rank has: another number on each. Here they get the whole of
+parameters that FSDP2 shards for a parallelized model, and of what is made of them; other DTensors stay torch's.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.distributed import shard_reads
 from autopar.distributed.mesh import MPU
 from autopar.distributed.read_functions import DRAWS, frame_to_tell, tell_at
 from autopar.errors import UnsupportedModelError
@@ -212,6 +213,7 @@ def _broadcast(tensor: torch.Tensor, source: int, mpu: MPU) -> None:
 # -- placeholders -----------------------------------------------------------------------------------------------------
 
 _NAMES = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_NOTICES = shard_reads.__file__
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _OPERATORS = frozenset(f"__i{name}__" for name in _NAMES)
 
@@ -261,6 +263,8 @@ class Placeholder(torch.Tensor):
     def _tell(self, name: str, caller: Any) -> None:
         what = f'with autopar.whole(model, "{self.weight_name}"): it is here.'
         held = f"{name} of {self.weight_name} is not a number here: another pipeline stage holds it.\n  {what}"
+        while caller.f_code.co_filename == _NOTICES:  # of a parameter that is here: it was given both
+            caller = caller.f_back
         tell_at(frame_to_tell(caller), self.told, lambda: held)
 
     def _check_write(self) -> None:

@@ -132,20 +132,29 @@ _FROZEN_BY_PLACE = (
 
 
 def _cut_by_place(found: Mapping[int, _Places]) -> str:
+    ranks = " and ".join(map(str, found))
+    if any(places.frozen for places in found.values()):
+        return (
+            f"weights are frozen by place in model.parameters(): on two stages (ranks {ranks}) the {_parted(found)}"
+            f"  {_FROZEN_BY_PLACE}\n  consistency_check: {{enable: false}} turns this check off."
+        )
+    return (
+        f"groups of the optimizer are cut by place in model.parameters(): on two stages (ranks {ranks}) the "
+        f"{_parted(found)}  {_BY_PLACE}\n  Begin again: a step was made with them. consistency_check: "
+        "{enable: false} turns this check off."
+    )
+
+
+def _parted(found: Mapping[int, _Places]) -> str:
     (_, one), (_, other) = sorted(found.items())
-    what, advice, begun = "groups of the optimizer are cut", _BY_PLACE, "Begin again: a step was made with them. "
-    if one.frozen:
-        what, advice, begun = "weights are frozen", _FROZEN_BY_PLACE, ""
     front = one.front == other.front
     count, side = (one.front, "first") if front else (one.back, "last")
     lines = "".join(
         f"  rank {rank}: one ends at {p.ends}, the next begins at {p.begins}\n" for rank, p in found.items()
     )
     return (
-        f"{what} by place in model.parameters(): on two stages (ranks "
-        f"{' and '.join(map(str, found))}) the {side} {count} weights are a group\n  of their own, and these are not "
-        f"the {side} {count} of the plain model.\n{lines}  {advice}\n  {begun}"
-        "consistency_check: {enable: false} turns this check off."
+        f"{side} {count} weights are a group\n  of their own, and these are not the {side} {count} of the plain "
+        f"model.\n{lines}"
     )
 
 
