@@ -190,8 +190,8 @@ def _foreach() -> bool:
 
 
 def _dtensors() -> bool:
-    table = tensors.operators_of_dtensors()
-    return torch.ops.aten.is_same_size.default in table and tensors.ITEM not in table
+    table, drawn = tensors.operators_of_dtensors(), {tensors.name_of_operator(each) for each in tensors.RANDOM}
+    return torch.ops.aten.is_same_size.default in table and drawn >= {"normal_", "randn_like"}
 
 
 def _assertion() -> bool:

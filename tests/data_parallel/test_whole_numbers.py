@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import autopar
@@ -83,7 +85,23 @@ def skipped_by_some_rows(model: Any) -> None:
         model.zero_grad()
 
 
+def noisy(model: Any) -> None:
+    torch.manual_seed(3)
+    for p in model.parameters():
+        p.grad.add_(torch.randn_like(p.grad), alpha=0.01)
+
+
+def drawn(model: Any) -> None:
+    torch.manual_seed(3)
+    for name, p in model.named_parameters():
+        if "layers.1" in name and p.dim() > 1:
+            nn.init.kaiming_uniform_(p)
+    nn.init.normal_(model.lm_head.weight, std=0.1)
+
+
 NUMBERS: list[Change] = [
+    noisy,
+    drawn,
     clipped_in_a_loop,
     clipped_one_by_one,
     zeros_counted,
@@ -124,6 +142,9 @@ def test_a_rank_that_reads_alone_does_not_hang() -> None:
             norm.item()
     dist.barrier()
     assert norm.to_local().item() > 0  # what is here is always there
+    own = distribute_tensor(torch.zeros(4, 2), init_device_mesh("cpu", (2,)), model.lm_head.weight.placements)
+    assert own.normal_() is own and own.to_local().abs().min() > 0 and torch.rand_like(own).shape == (4, 2)
+    assert own.abs().sum().item() == own.to_local().abs().sum()  # of others' DTensors as torch does
     mesh, whole = model.lm_head.weight.device_mesh, torch.ones(4)
     assert distribute_tensor(whole, mesh, model.lm_head.weight.placements).sum().full_tensor().item() == 4
 
