@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from autopar.call_site import warn_user
 from autopar.checks.process_hooks import forget, listen
 from autopar.config import ParallelConfig
 from autopar.data_parallel.precision import DTYPES
@@ -35,6 +36,7 @@ from autopar.distributed.derivatives import check_transforms
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
+from autopar.foreign.autograd import has_hooks
 from autopar.foreign.groups import drop_gradients, reduce_gradients
 from autopar.foreign.modules import own_parameters
 from autopar.foreign.patches import hold, release
@@ -95,6 +97,7 @@ class FullySharded:
         self.failures, self._mpu, self.read = failures, mpu, set[tuple[str, int]]()
         self._stage = config.zero_stage
         self._keeps = config.zero_stage == 2  # weights, from a block's forward to its backward
+        self._check_hooks(model, before=True)
         dtype = DTYPES.get(config.precision)
         if dtype is not None:
             for parameter in model.parameters():
@@ -134,8 +137,20 @@ class FullySharded:
         forget(self)
         release(self)
 
+    def _check_hooks(self, model: nn.Module, *, before: bool) -> None:
+        """Warn of hooks of gradients that FSDP2 does not call; ``before`` it makes parameters anew, of any."""
+        hooks = {name: has_hooks(parameter) for name, parameter in model.named_parameters()}
+        named = [name for name, (of_gradient, behind) in hooks.items() if of_gradient or (behind and before)]
+        if named:
+            warn_user(
+                f"hooks of {len(named)} parameters ({named[0]} first) do not run with zero.stage {self._stage}: "
+                "torch's FSDP2 computes the gradients of others,\n  gathered ones. After autopar.initialize: "
+                "parameter.register_post_accumulate_grad_hook(hook), or change parameter.grad before the step."
+            )
+
     def _check_parameters(self) -> None:
         """Raise ConfigError if parameters were put in the place of those that FSDP2 holds, before the first forward."""
+        self._check_hooks(self.model, before=False)
         unseen, self._unseen = self._unseen, []
         new = [(module, name) for module, name, own in unseen if own_parameters(module).get(name) is not own]
         if new:

@@ -231,6 +231,30 @@ def test_torchs_words_get_a_note() -> None:
     assert explanation(model, RuntimeError("something else")) == "None"
 
 
+def clamped(p: torch.Tensor) -> None:
+    p.grad.clamp_(-0.005, 0.005)
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_hooks_that_do_not_run_are_told() -> None:
+    plain = llama(num_hidden_layers=2).train()
+    model, reference = fully_sharded(plain), copy.deepcopy(plain)
+    for p in (*model.parameters(), *reference.parameters()):
+        p.register_post_accumulate_grad_hook(clamped)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", autopar.ShardWarning)
+        train(model, lambda model: None)
+    _check(model, train(reference, lambda model: None), "hooks behind the accumulation")
+    hooked, hooked_before = fully_sharded(plain), copy.deepcopy(plain)
+    hooked.lm_head.weight.register_hook(lambda gradient: gradient.clamp(-0.005, 0.005))
+    hooked_before.lm_head.weight.register_post_accumulate_grad_hook(clamped)
+    with pytest.warns(autopar.ShardWarning, match=r"hooks of 1 parameters \(lm_head.weight first\) do not run with"):
+        train(hooked, lambda model: None)
+    with pytest.warns(autopar.ShardWarning, match=r"parameter.register_post_accumulate_grad_hook\(hook\), or change"):
+        autopar.initialize(hooked_before, {"zero": {"stage": 3}})
+
+
 @pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_parameters_that_are_replaced_are_refused() -> None:
