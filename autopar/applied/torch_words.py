@@ -19,6 +19,7 @@ __all__ = ["explained"]
 _DTENSOR = ("DTensor", "Sharding propagation failed", "sharding strategy")
 _COPIES, _UNUSED = "FSDP does not support deepcopy", "appears to not have been used in the graph"
 _EMPTY, _ASSIGNED = "optimizer got an empty parameter list", "(torch.nn.Parameter or None expected)"
+_SIZES = "The size of tensor a ("
 _FILES = dtensor.__file__.rpartition("/")[0] + "/"
 
 
@@ -32,7 +33,7 @@ def explained(model: nn.Module, state: Parallelized) -> Callable[[BaseException]
             return None
         note = _of_dtensors(error, state.config.zero_stage) if state.config.fully_sharded else None
         if note is None and state.stages.ranks > 1:
-            note = _of_stages(error, describe_stage(model, state.stages, state.mpu))
+            note = sizes(error) or _of_stages(error, describe_stage(model, state.stages, state.mpu))
         return note or sizes(error)
 
     return explain
@@ -80,5 +81,10 @@ def _of_stages(error: BaseException, held: str) -> str | None:
         return (
             f"autopar: {held}. What stands for the others is no parameter.\n  Tie weights, or put others in their "
             "place, before autopar.initialize."
+        )
+    if isinstance(error, RuntimeError) and _SIZES in str(error):
+        return (
+            f"autopar: {held}. model.parameters() are these alone: pair them with other tensors\n  by name "
+            "(model.named_parameters()), not by their place in a list."
         )
     return None

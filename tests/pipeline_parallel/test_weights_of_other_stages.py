@@ -214,3 +214,9 @@ def test_torchs_words_get_a_note() -> None:
         with pytest.raises(TypeError, match="cannot assign") as assigned:
             model.lm_head.weight = model.model.embed_tokens.weight
         assert "Tie weights" in explanation(model, assigned.value)
+        with pytest.raises(RuntimeError, match="The size of tensor a") as mixed, torch.no_grad():
+            for p, other in zip(model.parameters(), llama(num_hidden_layers=4).parameters(), strict=False):
+                p.lerp_(other, 0.5)
+        assert (
+            "this rank holds stage 1 of 2: 20 of 39" in (note := explanation(model, mixed.value)) and "by name" in note
+        )
