@@ -34,17 +34,17 @@ ROWS = [*CORE, ["integrations"], ["tools"], ["__init__", "__main__"]]
 TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["verification"], ["cli"]]
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
-    "applied": 899,
+    "applied": 905,
     "checkpoint": 6252,
     "checks": 2254,
     "config": 1023,
     "context_parallel": 2880,
-    "data_parallel": 3134,
+    "data_parallel": 3149,
     "deferred_init": 1140,
-    "distributed": 5105,
+    "distributed": 5129,
     "dry_run": 3401,
-    "foreign": 1135,
-    "integrations": 1865,
+    "foreign": 1160,
+    "integrations": 1905,
     "pipeline_parallel": 4061,
     "plan": 2894,
     "policy": 1650,

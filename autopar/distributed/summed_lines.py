@@ -36,10 +36,12 @@ def adds_up(file: str, line: int) -> bool:
 
 
 def _adds_up(statement: ast.stmt, around: Sequence[ast.stmt], scope: ast.AST) -> bool:
-    if any(_is_called(each, _SUMS) for part in _own_parts(statement) for each in ast.walk(part)):
-        return True
+    loops = [node for node in around if isinstance(node, ast.For)]
     if isinstance(statement, ast.AugAssign):
-        return _accumulates(statement, scope)
+        return _accumulates(statement, scope) and not _begins_again(statement.target, loops)
+    called = [each for part in _own_parts(statement) for each in ast.walk(part) if _is_called(each, _SUMS)]
+    if called:
+        return any(not _is_of_one(each, loops) for each in called)
     if isinstance(statement, ast.If):
         in_loop = any(isinstance(each, ast.For | ast.While) for each in around)
         return in_loop and any(map(_decides, statement.body))
@@ -90,6 +92,28 @@ def _is_called(node: ast.AST, names: frozenset[str]) -> bool:
     several = any(isinstance(each, ast.GeneratorExp | ast.ListComp | ast.SetComp) for each in node.args)
     running = name in ("max", "min") and len(node.args) > 1  # largest = max(largest, p.grad.abs().max().item())
     return name in names and (several or (running and isinstance(node.func, ast.Name)))
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
+def _is_of_one(call: ast.AST, loops: Sequence[ast.For]) -> bool:
+    """Return whether a sum goes over a part of what a loop around it goes through: of one layer."""
+    items = {name for loop in loops for name in _names(loop.target)}
+    made = [each for each in ast.walk(call) if isinstance(each, ast.comprehension)]
+    return bool(made) and all(items & _names(each.iter) for each in made)
+
+
+def _begins_again(target: ast.AST, loops: Sequence[ast.For]) -> bool:
+    """Return whether a sum over a part of what a loop goes through begins again for the next one."""
+    name, last = next(iter(_names(target)), ""), max(loops, key=lambda loop: loop.lineno, default=None)
+    for loop in loops:
+        if last is not None and loop is not last and _names(loop.target) & _names(last.iter):
+            set_anew = (each for each in loop.body if isinstance(each, ast.Assign))
+            if any(_is_name(each, name) for one in set_anew for each in one.targets):
+                return True
+    return False
 
 
 def _accumulates(statement: ast.AugAssign, scope: ast.AST) -> bool:

@@ -28,6 +28,22 @@ SUMS = {
                 p.grad.norm()  #
             )
         """,
+    "of groups": """
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                total += p.grad.norm().item()  #
+        """,
+    "of groups, at once": """
+        for group in optimizer.param_groups:
+            total += sum(p.grad.norm().item() for p in group["params"])  #
+        """,
+    "in each step": """
+        for batch in loader:
+            total = 0.0
+            for p in model.parameters():
+                total += p.grad.norm().item()  #
+            norm = sum(p.numel() for p in model.parameters())
+        """,
     "without +=": """
         for p in model.parameters():
             total = total + p.grad.norm().item() ** 2  #
@@ -102,6 +118,17 @@ OTHERS = {
         for p in model.parameters():
             start += p.numel()  #
             p.grad = flat[start - 1 : start]
+        """,
+    "of each layer": """
+        for layer in model.layers:
+            total = 0.0
+            for p in layer.parameters():
+                total += p.norm().item()  #
+            print(total)
+        """,
+    "of each layer, at once": """
+        for layer in model.layers:
+            print(sum(p.norm().item() for p in layer.parameters()))  #
         """,
     "a constant": "scale = p.norm().item() + 1e-6  #",
     "no python": "n = sum(p.numel() for p in model.parameters()  #",
