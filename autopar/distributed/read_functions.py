@@ -143,12 +143,14 @@ def tell_mixed(name: str, one: Any, other: Any, caller: FrameType, *, in_hook: b
 
 
 def tell_number(name: str, shard: Any, caller: FrameType, *, in_hook: bool) -> None:
-    """Warn at the user's line if it adds up numbers of several blocks, of which this is one."""
-    frame = frame_to_tell(caller)
-    first = None if frame is None else shard.stage.reads_number(shard.block, shard.name, frame)
+    """Warn at the user's line if it adds up numbers of several blocks, of which this is one, or draws some."""
+    frame, draws = frame_to_tell(caller), name in DRAWS
+    first = None if frame is None else shard.stage.first_of(shard.block, shard.name, frame, draws=draws)
     if first is not None:
-        what = f"a sum or the like of {name.strip('_')}"
-        tell_at(frame, shard.told, lambda: shard.stage.explain(what, first, shard.name), in_hook=in_hook)
+        what, explain = f"a sum or the like of {name.strip('_')}", shard.stage.explain
+        if draws:
+            what, explain = name.strip("_"), shard.stage.explain_draw
+        tell_at(frame, shard.told, lambda: explain(what, first, shard.name), in_hook=in_hook)
 
 
 def frame_to_tell(caller: FrameType) -> FrameType | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, FrameType
 
-from autopar.distributed.summed_lines import adds_up
+from autopar.distributed.summed_lines import adds_up, goes_over_parameters
 from autopar.layout import Layout
 
 __all__ = ["Shard", "Stage"]
@@ -79,17 +79,30 @@ class Stage:
         finally:
             self.quiet = before
 
-    def reads_number(self, block: str, name: str, frame: FrameType) -> str | None:
+    def first_of(self, block: str, name: str, frame: FrameType, *, draws: bool) -> str | None:
         """Return the weight of another block of which a line of the user's has read a number, if it adds them up.
 
         Once, and None before and after it.
+
+        Args:
+            draws: it has drawn random numbers for it, in a loop over parameters.
         """
         place = (frame.f_code, frame.f_lineno)
         first = self._read.setdefault(place, (block, name))
         if first is None or first[0] == block:
             return None
         self._read[place] = None
-        return first[1] if adds_up(frame.f_code.co_filename, frame.f_lineno) else None
+        counts = goes_over_parameters if draws else adds_up
+        return first[1] if counts(frame.f_code.co_filename, frame.f_lineno) else None
+
+    def explain_draw(self, how: str, one: str, other: str) -> str:
+        """Return the warning for a line that draws random numbers for two weights."""
+        return (
+            f"{how} for {one} and {other} is for this stage's weights alone: {self.held}.\n"
+            "  Under one seed stages draw the same numbers, and others than one process. With autopar.whole(model): "
+            "they are those of\n  one process. Where that is meant: "
+            "warnings.filterwarnings('ignore', category=autopar.ShardWarning)."
+        )
 
     def explain(self, how: str, one: str, other: str) -> str:
         """Return the warning for a line that puts two weights together."""

@@ -259,7 +259,7 @@ def _cut(values: Any) -> Iterator[Any]:
 
 def _look_over_stage(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], caller: Any) -> bool:
     """Tell the user's code if it makes one thing of weights of several blocks of a stage; return whether it does."""
-    if name in NUMBERS:
+    if name in NUMBERS or (name in DRAWS and args):
         shard = args[0].autopar_shard if type(args[0]) in _KINDS and _is_shard(args[0]) else None
         if shard is not None and shard.stage is not None and not shard.stage.quiet:
             tell_number(name, shard, caller, in_hook=switch.in_hook)

@@ -13,12 +13,13 @@ import functools
 import linecache
 from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["adds_up"]
+__all__ = ["adds_up", "goes_over_parameters"]
 
 _SUMS = frozenset(("sum", "max", "min", "any", "all", "fsum"))
 _OF_LISTS = _SUMS | frozenset(
     ["mean", "median", "std", "var", "norm", "quantile", "percentile", "average", "fmean", "stdev", "sorted", "prod"]
 )
+_PARAMETERS = ("parameters", "named_parameters")
 _PARTED = ("body", "orelse", "finalbody", "handlers", "cases")
 
 
@@ -27,12 +28,24 @@ def adds_up(file: str, line: int) -> bool:
 
     False where the source is not known.
     """
-    tree = _parsed(file, tuple(linecache.getlines(file)))
-    if tree is None:
-        return False
-    around = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and _spans(node, line)]
+    tree, around = _around(file, line)
     inner = [node for node in around if not any(other is not node and _holds(node, other) for other in around)]
     return any(_adds_up(statement, around, _scope(around) or tree) for statement in inner)
+
+
+def goes_over_parameters(file: str, line: int) -> bool:
+    """Return whether a line is in a loop over ``model.parameters()``, where weights of other stages are not."""
+    loops = (each for node in _around(file, line)[1] for each in (node, *_own_parts(node)))
+    iterated = (inner.iter for each in loops for inner in ast.walk(each) if isinstance(inner, ast.comprehension))
+    named = (node.iter for node in _around(file, line)[1] if isinstance(node, ast.For))
+    called = (each.func for part in (*iterated, *named) for each in ast.walk(part) if isinstance(each, ast.Call))
+    return any(isinstance(each, ast.Attribute) and each.attr in _PARAMETERS for each in called)
+
+
+def _around(file: str, line: int) -> tuple[ast.Module, list[ast.stmt]]:
+    """Return the source of a file, and the statements that a line is in."""
+    tree = _parsed(file, tuple(linecache.getlines(file))) or ast.Module([], [])
+    return tree, [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and _spans(node, line)]
 
 
 def _adds_up(statement: ast.stmt, around: Sequence[ast.stmt], scope: ast.AST) -> bool:

@@ -319,9 +319,12 @@ def _draw(func: Any, placeholder: Placeholder, args: tuple[Any, ...], kwargs: di
 
 def _gives_numbers(result: Any, func: Any) -> bool:
     """Check whether a function has read values: the result is a tensor of them, or a number."""
+    name = func.__name__
+    if name.endswith("_like") or name.startswith("new_"):
+        return False
     if isinstance(result, torch.Tensor):
-        return result.is_floating_point() and not isinstance(result, Placeholder) and func.__name__ != "__get__"
-    return func.__name__ in ("item", "__float__", "tolist")
+        return result.is_floating_point() and not isinstance(result, Placeholder) and name != "__get__"
+    return name in ("item", "__float__", "tolist")
 
 
 def _writes(func: Any) -> bool:
