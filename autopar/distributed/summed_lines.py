@@ -58,10 +58,11 @@ def _adds_up(statement: ast.stmt, around: Sequence[ast.stmt], scope: ast.AST) ->
     if isinstance(statement, ast.If):
         in_loop = any(isinstance(each, ast.For | ast.While) for each in around)
         return in_loop and any(map(_decides, statement.body))
-    if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.BinOp | ast.BoolOp):
-        names = [target.id for target in statement.targets if isinstance(target, ast.Name)]
-        if any(_is_name(each, name) for each in _operands(statement.value) for name in names):
-            return True
+    if isinstance(statement, ast.Assign):  # total = total + ..., largest = max(largest, ...)
+        names = [target for target in statement.targets if isinstance(target, ast.Name)]
+        grows = [each for each in names if any(_is_name(one, each.id) for one in _operands(statement.value))]
+        if grows:
+            return not _begins_again(grows[0], loops)
     return any(_is_summed(name, scope) for name in _collected(statement))
 
 
@@ -102,9 +103,7 @@ def _is_called(node: ast.AST, names: frozenset[str]) -> bool:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
         return False
     name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
-    several = any(isinstance(each, ast.GeneratorExp | ast.ListComp | ast.SetComp) for each in node.args)
-    running = name in ("max", "min") and len(node.args) > 1  # largest = max(largest, p.grad.abs().max().item())
-    return name in names and (several or (running and isinstance(node.func, ast.Name)))
+    return name in names and any(isinstance(each, ast.GeneratorExp | ast.ListComp | ast.SetComp) for each in node.args)
 
 
 def _names(node: ast.AST) -> set[str]:
@@ -122,8 +121,8 @@ def _begins_again(target: ast.AST, loops: Sequence[ast.For]) -> bool:
     """Return whether a sum over a part of what a loop goes through begins again for the next one."""
     name, last = next(iter(_names(target)), ""), max(loops, key=lambda loop: loop.lineno, default=None)
     for loop in loops:
-        if last is not None and loop is not last and _names(loop.target) & _names(last.iter):
-            set_anew = (each for each in loop.body if isinstance(each, ast.Assign))
+        if last is not None and (loop is last or _names(loop.target) & _names(last.iter)):
+            set_anew = (each for each in loop.body if isinstance(each, ast.Assign) and not _names(each.value) & {name})
             if any(_is_name(each, name) for one in set_anew for each in one.targets):
                 return True
     return False
@@ -149,6 +148,8 @@ def _decides(node: ast.stmt) -> bool:
 def _operands(node: ast.AST) -> list[ast.AST]:
     if isinstance(node, ast.BinOp):
         return [*_operands(node.left), *_operands(node.right)]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("max", "min"):
+        return [each for argument in node.args for each in _operands(argument)]
     return [each for value in node.values for each in _operands(value)] if isinstance(node, ast.BoolOp) else [node]
 
 

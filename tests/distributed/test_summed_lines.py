@@ -130,6 +130,15 @@ OTHERS = {
         for layer in model.layers:
             print(sum(p.norm().item() for p in layer.parameters()))  #
         """,
+    "a limit": """
+        for p in model.parameters():
+            p.grad.mul_(min(1.0, 0.1 / p.grad.norm().item()))  #
+        """,
+    "one after the other, each by itself": """
+        for p in model.parameters():
+            both = 0.0
+            both += p.norm().item() + p.grad.norm().item()  #
+        """,
     "a constant": "scale = p.norm().item() + 1e-6  #",
     "no python": "n = sum(p.numel() for p in model.parameters()  #",
 }
