@@ -41,7 +41,7 @@ LINES = {
     "context_parallel": 2880,
     "data_parallel": 3149,
     "deferred_init": 1140,
-    "distributed": 5160,
+    "distributed": 5203,
     "dry_run": 3401,
     "foreign": 1160,
     "integrations": 1905,

@@ -19,6 +19,7 @@ from autopar.errors import ShardWarning
 from autopar.foreign.modules import CALL
 
 __all__ = [
+    "CURVED",
     "DRAWS",
     "MIXERS",
     "NUMBERS",
@@ -29,6 +30,7 @@ __all__ = [
     "keeps_dim",
     "tell",
     "tell_at",
+    "tell_hook",
     "tell_if_saved",
     "tell_mixed",
     "tell_number",
@@ -61,6 +63,10 @@ _MIXERS = """
     __le__ logical_or logical_and logical_or_ logical_and_ bitwise_or bitwise_and __or__ __ror__ __and__ __rand__
     __ior__ __iand__ addcmul addcdiv hypot logaddexp __setitem__
 """
+_CURVED = """
+    clamp clamp_ clip clip_ clamp_min clamp_min_ clamp_max clamp_max_ norm linalg_vector_norm linalg_norm abs abs_ sign
+    sign_ square square_ pow pow_ sqrt sqrt_ tanh softmax topk quantile max min amax amin gt lt ge le __gt__ __lt__
+"""
 _NUMBERS = "item __float__ __int__ __bool__ __index__ numel nelement tolist"
 _OTHERS = """
     unique unique_consecutive histc histogram bincount renorm renorm_ cdist pdist cosine_similarity cov corrcoef dot
@@ -74,7 +80,7 @@ _OTHERS = """
     numel nelement
 """
 _OF_NORMS, DRAWS, _REDUCTIONS = (frozenset(names.split()) for names in (_NORMS, _DRAWS, _ALONG_A_DIM))
-MIXERS, NUMBERS = (frozenset(names.split()) for names in (_MIXERS, _NUMBERS))
+MIXERS, NUMBERS, CURVED = (frozenset(names.split()) for names in (_MIXERS, _NUMBERS, _CURVED))
 READS = _OF_NORMS | DRAWS | _REDUCTIONS | frozenset((_OTHERS + _LOSSES + _LEAVES_TORCH).split())
 _SIZES = ("numel", "nelement", "size", "__len__")
 _THIRD = "norm linalg_norm linalg_vector_norm topk kthvalue quantile nanquantile roll chunk split tensor_split"
@@ -140,6 +146,12 @@ def tell_mixed(name: str, one: Any, other: Any, caller: FrameType, *, in_hook: b
     """
     what = name.strip("_")
     tell_at(frame_to_tell(caller), one.told, lambda: one.stage.explain(what, one.name, other.name), in_hook=in_hook)
+
+
+def tell_hook(name: str, shard: Any, caller: FrameType) -> None:
+    """Warn at the user's line in a hook of a gradient that a function of one micro-batch's is not linear."""
+    what = name.strip("_")
+    tell_at(frame_to_tell(caller), shard.told, lambda: shard.stage.explain_hook(what, shard.name), in_hook=True)
 
 
 def tell_number(name: str, shard: Any, caller: FrameType, *, in_hook: bool) -> None:

@@ -65,6 +65,7 @@ class Stage:
 
     def __init__(self, held: str) -> None:
         self.held = held
+        self.microbatches = 1  # of the pass that runs
         self.quiet = False  # nothing is missing: weights of all stages are here, or a sum over the stages follows
         self._read: dict[
             tuple[CodeType, int], tuple[str, str] | None
@@ -94,6 +95,23 @@ class Stage:
         self._read[place] = None
         counts = goes_over_parameters if draws else adds_up
         return first[1] if counts(frame.f_code.co_filename, frame.f_lineno) else None
+
+    @contextmanager
+    def passing(self, microbatches: int) -> Iterator[None]:
+        """Differentiate so many micro-batches inside of ``with``, one after the other."""
+        self.microbatches = microbatches
+        try:
+            yield
+        finally:
+            self.microbatches = 1
+
+    def explain_hook(self, how: str, name: str) -> str:
+        """Return the warning for a hook of a gradient that sees one micro-batch."""
+        return (
+            f"{how} in a hook of {name} sees the gradient of one of {self.microbatches} micro-batches, or their sum so "
+            "far.\n  Change parameter.grad after execute_pipeline for that of the batch; factors and masks may be in "
+            "hooks.\n  Where that is meant: warnings.filterwarnings('ignore', category=autopar.ShardWarning)."
+        )
 
     def explain_draw(self, how: str, one: str, other: str) -> str:
         """Return the warning for a line that draws random numbers for two weights."""

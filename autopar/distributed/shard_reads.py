@@ -17,7 +17,7 @@ import copy
 import functools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import nn
 
 from autopar.call_site import OURS
 from autopar.distributed.read_functions import (
+    CURVED,
     DRAWS,
     MIXERS,
     NUMBERS,
@@ -34,12 +35,13 @@ from autopar.distributed.read_functions import (
     explain,
     keeps_dim,
     tell,
+    tell_hook,
     tell_if_saved,
     tell_mixed,
     tell_number,
 )
 from autopar.distributed.read_switch import Switch, aside, hidden, inside_hook, switch
-from autopar.distributed.shard_place import Shard
+from autopar.distributed.shard_place import Shard, Stage
 from autopar.foreign.autograd import current_backward
 from autopar.foreign.modules import SAVE_STATE
 from autopar.foreign.tensors import disabled_torch_function, leave_alone, let_foreach_take
@@ -53,6 +55,7 @@ __all__ = [
     "all_stages",
     "aside",
     "hidden",
+    "in_microbatches",
     "inside_hook",
     "of_stage",
     "plain",
@@ -179,13 +182,21 @@ def of_stage(tensor: torch.Tensor, parameter: Any) -> torch.Tensor:
     return tensor
 
 
-@contextmanager
-def all_stages(parameters: Iterable[Any]) -> Iterator[None]:
+def all_stages(parameters: Iterable[Any]) -> AbstractContextManager[None]:
     """Say nothing of sums over these parameters of a stage inside of ``with``: nothing is missing there."""
+    stage = _stage_of(parameters)
+    return nullcontext() if stage is None else stage.aside()
+
+
+def in_microbatches(parameters: Iterable[Any], count: int) -> AbstractContextManager[None]:
+    """Let hooks of the gradients of these parameters know, inside of ``with``, that a pass is of so many parts."""
+    stage = _stage_of(parameters)
+    return nullcontext() if stage is None else stage.passing(count)
+
+
+def _stage_of(parameters: Iterable[Any]) -> Stage | None:
     shards = (getattr(parameter, "autopar_shard", None) for parameter in parameters)
-    stage = next((shard.stage for shard in shards if shard is not None and shard.stage is not None), None)
-    with nullcontext() if stage is None else stage.aside():
-        yield
+    return next((shard.stage for shard in shards if shard is not None and shard.stage is not None), None)
 
 
 def _become(tensor: Any, kind: type, shard: Shard | None = None) -> None:
@@ -259,6 +270,10 @@ def _cut(values: Any) -> Iterator[Any]:
 
 def _look_over_stage(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], caller: Any) -> bool:
     """Tell the user's code if it makes one thing of weights of several blocks of a stage; return whether it does."""
+    if switch.in_hook and name in CURVED:
+        seen = next((part.autopar_shard for part in _parts(args)), None)
+        if seen is not None and seen.stage is not None and seen.stage.microbatches > 1:
+            tell_hook(name, seen, caller)
     if name in NUMBERS or (name in DRAWS and args):
         shard = args[0].autopar_shard if type(args[0]) in _KINDS and _is_shard(args[0]) else None
         if shard is not None and shard.stage is not None and not shard.stage.quiet:

@@ -17,7 +17,7 @@ from autopar.data_parallel.grad_sync import TiedWeights, average_over_replicas, 
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
-from autopar.distributed.shard_reads import all_stages
+from autopar.distributed.shard_reads import all_stages, in_microbatches
 from autopar.errors import ConfigError
 from autopar.pipeline_parallel.batch_checks import Report, read_batch
 from autopar.pipeline_parallel.engine import Engine, Step
@@ -210,7 +210,8 @@ class Pipeline:
         state = vars(model)["_autopar"]
         rows, nothing = state.dp.fully_sharded if self.plan.stages > 1 else None, contextlib.nullcontext()
         ours = state.step is not None and state.step.model is model
-        with state.step.fp32_gradients() if ours else contextlib.nullcontext():
+        hooked = in_microbatches(model.parameters(), len(step.microbatches))
+        with state.step.fp32_gradients() if ours else contextlib.nullcontext(), hooked:
             summing = "summing the gradients of weights that several stages hold"
             with self.tied.apart():
                 gathering = "gathering weights and reducing gradients over the data-parallel replicas (FSDP2)"

@@ -256,6 +256,37 @@ def test_what_is_right_is_that_of_one_process_and_nothing_is_told() -> None:
     _check_right(model, copy.deepcopy(plain), lambda model: None, penalty)
 
 
+def clamped(p: torch.Tensor) -> None:
+    p.grad.clamp_(-0.005, 0.005)
+
+
+HOOKED: list[tuple[Change, int]] = [
+    (lambda p: p.register_hook(lambda gradient: gradient / (1 + gradient.norm())), 1),
+    (lambda p: p.register_post_accumulate_grad_hook(clamped), 1),
+    (lambda p: p.register_hook(lambda gradient: gradient * 0.5 * (torch.arange(gradient.shape[0]) > 3)[0]), 0),
+]
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_hooks_see_one_microbatch() -> None:
+    plain = llama(num_hidden_layers=4).train()
+    for hook, lines in HOOKED:
+        model, reference = autopar.initialize(copy.deepcopy(plain), stages()), copy.deepcopy(plain)
+        for p in (*model.parameters(), *reference.parameters()):
+            hook(p)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            train(model, lambda model: None)
+        told = [
+            str(each.message) for each in found if "sees the gradient of one of 2 micro-batches" in str(each.message)
+        ]
+        assert len(told) == lines == len(found), [str(each.message) for each in found]
+        if not lines:
+            same_weights(model, train(reference, lambda model: None), 2e-5)
+        model.mpu.destroy()
+
+
 @pytest.mark.tier("all")
 @pooled(world_size=4)
 def test_with_tensor_parallelism() -> None:
