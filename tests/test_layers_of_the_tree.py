@@ -34,23 +34,23 @@ ROWS = [*CORE, ["integrations"], ["tools"], ["__init__", "__main__"]]
 TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["rehearsal", "verification"], ["cli"]]
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
-    "applied": 808,
-    "checkpoint": 6218,
+    "applied": 900,
+    "checkpoint": 6247,
     "checks": 2254,
     "config": 1023,
     "context_parallel": 2880,
-    "data_parallel": 3092,
+    "data_parallel": 3144,
     "deferred_init": 1140,
-    "distributed": 4940,
+    "distributed": 5404,
     "dry_run": 3419,
-    "foreign": 1269,
-    "integrations": 1810,
-    "pipeline_parallel": 3970,
+    "foreign": 1334,
+    "integrations": 1900,
+    "pipeline_parallel": 4060,
     "plan": 2894,
     "policy": 1650,
     "quantized": 860,
     "storage": 1490,
-    "tensor_parallel": 5747,
+    "tensor_parallel": 5771,
     "tools": 12843,
 }
 LOADED = 140  # modules that initialize loads; fewer is better

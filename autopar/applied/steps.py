@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from autopar import activation_checkpoint, checkpoint, compiled_blocks
 from autopar.applied.state import Parallelized
+from autopar.applied.torch_words import explained
 from autopar.checks.optimizer_probe import warn_of_fp16
 from autopar.data_parallel.apply import DataParallel
 from autopar.deferred_init.materialize import Materializer
@@ -32,7 +33,6 @@ from autopar.pipeline_parallel import methods as pipeline_methods
 from autopar.plan.listing import derived_notice, held, summarise
 from autopar.quantized.layers import keep_form
 from autopar.tensor_parallel import apply as tensor_parallel
-from autopar.tensor_parallel.shape_errors import shards_named
 
 if TYPE_CHECKING:
     from autopar.dry_run.tensor_parallel import FirstForward
@@ -63,7 +63,7 @@ def open_failure_log(model: nn.Module, state: Parallelized, given: Given) -> Non
     mpu.failures = state.failures = FailureLog(mpu, config.pipeline.timeout)
     for axis in (mpu.tp, mpu.cp, mpu.tp_cp, mpu.ep):
         axis.explain, axis.read_timeout = state.failures.failure_of_layer, config.loss_read_timeout
-    publish_uncaught(state.failures, shards_named(model))
+    publish_uncaught(state.failures, explained(model, state))
 
 
 def take_values_of_rank_0(model: nn.Module, state: Parallelized, given: Given) -> None:

@@ -24,6 +24,7 @@ from autopar.distributed.digest import extremes, sum_of_bits
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import Generators, sync_generators
+from autopar.distributed.shard_reads import all_stages, of_stage
 from autopar.errors import ConfigError, ConsistencyError, nearest
 from autopar.foreign.modules import own_parameters
 from autopar.layout import Layout
@@ -91,7 +92,8 @@ def whole(model: nn.Module, names: str | Iterable[str] | None = None, *, grads: 
     ]
     changed = False
     try:
-        yield model
+        with all_stages(model.parameters()):
+            yield model
         with state.failures.wait("the end of autopar.whole", range(mpu.world_size)):
             _compare(state, held, grads)
         changed = True
@@ -138,7 +140,7 @@ def full(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
             )
         with model.failures.wait(f"autopar.full({name})", axis.ranks):
             summed = collectives.sum_replicas(tensor, axis, layout) if layout.replicated else tensor
-            return collectives.gather(summed, axis, layout, layout.dim)
+            return of_stage(collectives.gather(summed, axis, layout, layout.dim), asked)
     of_plain_model = isinstance(asked, nn.Parameter) and asked.numel() > 0
     parallel = any(model.mpu.shards.size > 1 or model.mpu.pp.size > 1 for model in listeners(ReplicaNorm))
     if parallel and not of_plain_model:

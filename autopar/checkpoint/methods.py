@@ -24,6 +24,7 @@ from autopar.checkpoint.state_dict import (
     MarkPartial,
     ModelShard,
     ShardOnLoad,
+    ShardPartOnLoad,
     describe_ranks,
     fqn_modifiers,
     shard_of,
@@ -226,9 +227,10 @@ def attach(
 
 def _attach_hooks(model: nn.Module, plan: Plan, mpu: MPU) -> None:
     """Put hooks and methods on the models that tell whoever takes a rank's part for the whole model."""
-    mark, take = MarkPartial(), ShardOnLoad()
+    mark, take, root = MarkPartial(), ShardOnLoad(), ModelShard(plan, mpu, "", type(model).__name__)
     for path, module in model.named_modules():
         if module is not model and not isinstance(module, PreTrainedModel):
+            module.register_load_state_dict_pre_hook(ShardPartOnLoad(root, path))
             continue
         module.__dict__[MODEL_SHARD] = ModelShard(plan, mpu, path, type(model).__name__)
         add_state_dict_hook(module, mark)
@@ -239,8 +241,7 @@ def _attach_hooks(model: nn.Module, plan: Plan, mpu: MPU) -> None:
 
 def _detach_hooks(model: nn.Module) -> None:
     for module in model.modules():
-        if module.__dict__.pop(MODEL_SHARD, None) is None:
-            continue
+        module.__dict__.pop(MODEL_SHARD, None)
         for hooks, kind in zip(state_dict_hooks(module), (MarkPartial, ShardOnLoad), strict=True):
             for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), kind)]:
                 del hooks[key]

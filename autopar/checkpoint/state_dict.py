@@ -12,6 +12,7 @@ checks come before anything is changed, and nothing is communicated.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -36,6 +37,7 @@ __all__ = [
     "ModelShard",
     "PartialStateDict",
     "ShardOnLoad",
+    "ShardPartOnLoad",
     "describe_ranks",
     "fqn_modifiers",
     "shard_of",
@@ -79,8 +81,16 @@ class ModelShard(_Shared):
         self.plan, self.mpu, self.name = plan.saved(), mpu, name
         self.whole = plan
         self.warned = False  # that an optimizer's state is a part
+        self.is_block = False  # of a model, all of which may be on another stage
         self.prefix = f"{path}." if path else ""
         self._canonical = {alias: t for t in self.plan.tensors.values() for alias in (t.name, *t.aliases)}
+
+    def inside(self, path: str) -> ModelShard:
+        """Return that of a module of the root model, which may be all of another stage."""
+        found = copy.copy(vars(self))
+        part = ModelShard.__new__(ModelShard)
+        vars(part).update(found, prefix=f"{path}.", is_block=True)
+        return part
 
     def planned(self, name: str) -> TensorPlan | None:
         """Return the plan of a tensor, by its name in this model's state dict."""
@@ -220,8 +230,12 @@ class ShardOnLoad(_Shared):
 
     def __call__(self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         shard = shard_of(model)
-        if shard is None:
-            return
+        if shard is not None:
+            self._take(shard, model, state, prefix, metadata)
+
+    def _take(
+        self, shard: ModelShard, model: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
+    ) -> None:
         entries = [(name, due, state[prefix + name]) for name, due in _planned(shard, state, prefix)]
         if metadata.get("assign_to_params_buffers"):
             raise CheckpointError(
@@ -237,6 +251,23 @@ class ShardOnLoad(_Shared):
             whole = is_whole and due.layout is not None and tuple(value.shape) == due.shape
             local = due.layout.shard(value.detach(), shard.mpu.shards.rank) if whole and due.layout else value
             state[prefix + name] = _shard_as(local, own[name])
+
+
+class ShardPartOnLoad(ShardOnLoad):
+    """Pre-hook of ``load_state_dict`` on a module inside of a model: of a block that is loaded by itself.
+
+    Args:
+        shard: of the root model.
+        path: of the module in it.
+    """
+
+    def __init__(self, shard: ModelShard, path: str) -> None:
+        self._shard, self._path = shard, path
+
+    def __call__(self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+        root = self._shard
+        if not prefix and (root.plan.shards > 1 or root.mpu.pp.size > 1 or _over_replicas(model)):
+            self._take(root.inside(self._path), model, state, prefix, metadata)
 
 
 def _planned(shard: ModelShard, state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, TensorPlan]]:
@@ -285,7 +316,7 @@ def _check(
             + ("\n  ..." if len(found) > 5 else "")
         )
     own = dict(_own_tensors(model))
-    if entries and not any(name in own for name, _, _ in entries):
+    if entries and not shard.is_block and not any(name in own for name, _, _ in entries):
         raise CheckpointError(
             f"load_state_dict: the state dict holds nothing of this rank ({describe_ranks(ranks)}), only what other "
             f"stages hold: {listed([name for name, _, _ in entries], 3)}"

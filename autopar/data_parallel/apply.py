@@ -81,7 +81,7 @@ class DataParallel:
             shard_state(optimizer, self.names, plan, mpu.shards.rank, stepped_whole(optimizer, config))
         if config.fully_sharded:
             blocks = [] if isinstance(inner, PreTrainedModel) else blocks
-            self.fully_sharded = FullySharded(model, inner, mpu, config, blocks, plan.experts)
+            self.fully_sharded = FullySharded(model, inner, mpu, config, self.failures, blocks, plan.experts)
             if self.experts is not None:
                 self.experts.rebind(model)
             if optimizer is not None:

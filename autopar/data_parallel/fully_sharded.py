@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -26,14 +27,19 @@ from torch.distributed.fsdp import (
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from autopar.call_site import warn_user
 from autopar.checks.process_hooks import forget, listen
 from autopar.config import ParallelConfig
 from autopar.data_parallel.precision import DTYPES
+from autopar.distributed.axis import Axis
 from autopar.distributed.derivatives import check_transforms
+from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
+from autopar.foreign.autograd import has_hooks
 from autopar.foreign.groups import drop_gradients, reduce_gradients
 from autopar.foreign.modules import own_parameters
+from autopar.foreign.patches import hold, release
 from autopar.foreign.transformers import unsplit_modules
 from autopar.plan.plan import Plan
 
@@ -70,8 +76,12 @@ class FullySharded:
     forward without gradients, they are freed, so that the next forward gathers what the optimizer has made.
 
     Args:
+        failures: names the rank that others waited for.
         blocks: of a plain module, what its policy names so.
         experts: names of the parameters of such experts.
+
+    Attributes:
+        read: places in the user's code that have read numbers of DTensors, on all ranks.
     """
 
     def __init__(
@@ -80,11 +90,14 @@ class FullySharded:
         inner: nn.Module,
         mpu: MPU,
         config: ParallelConfig,
+        failures: FailureLog,
         blocks: Sequence[nn.Module] = (),
         experts: Set[str] = frozenset(),
     ) -> None:
+        self.failures, self._mpu, self.read = failures, mpu, set[tuple[str, int]]()
         self._stage = config.zero_stage
         self._keeps = config.zero_stage == 2  # weights, from a block's forward to its backward
+        self._check_hooks(model, before=True)
         dtype = DTYPES.get(config.precision)
         if dtype is not None:
             for parameter in model.parameters():
@@ -109,12 +122,49 @@ class FullySharded:
         if around and callable(getattr(model, "generate", None)):
             register_fsdp_forward_method(model, "generate")
         listen(self)
+        hold(self)
+        held = ((module, name) for module in model.modules() for name in own_parameters(module))
+        self._unseen = [(module, name, own_parameters(module)[name]) for module, name in held]  # by a forward
+
+    def axis_of(self, mesh: DeviceMesh) -> Axis | None:
+        """Return the axis over which parameters of this model lie on ``mesh``; None if none do."""
+        if mesh == self._mpu.fsdp_mesh:
+            return self._mpu.dp_cp
+        return self._mpu.copies if self._mpu.copies.size > 1 and mesh == self._mpu.copies_mesh else None
 
     def remove(self) -> None:
         """Listen to steps no longer."""
         forget(self)
+        release(self)
+
+    def _check_hooks(self, model: nn.Module, *, before: bool) -> None:
+        """Warn of hooks of gradients that FSDP2 does not call; ``before`` it makes parameters anew, of any."""
+        hooks = {name: has_hooks(parameter) for name, parameter in model.named_parameters()}
+        named = [name for name, (of_gradient, behind) in hooks.items() if of_gradient or (behind and before)]
+        if named:
+            warn_user(
+                f"hooks of {len(named)} parameters ({named[0]} first) do not run with zero.stage {self._stage}: "
+                "torch's FSDP2 computes the gradients of others,\n  gathered ones. After autopar.initialize: "
+                "parameter.register_post_accumulate_grad_hook(hook), or change parameter.grad before the step."
+            )
+
+    def _check_parameters(self) -> None:
+        """Raise ConfigError if parameters were put in the place of those that FSDP2 holds, before the first forward."""
+        self._check_hooks(self.model, before=False)
+        unseen, self._unseen = self._unseen, []
+        new = [(module, name) for module, name, own in unseen if own_parameters(module).get(name) is not own]
+        if new:
+            paths = {id(module): path for path, module in self.model.named_modules()}
+            listed = ", ".join(f"{paths.get(id(module), '?')}.{name}" for module, name in new[:3])
+            raise ConfigError(
+                f"{len(new)} parameters were replaced after autopar.initialize ({listed}): with zero.stage "
+                f"{self._stage} torch's FSDP2 would go on with the old ones.\n  Tie weights, or put others in their "
+                "place, before autopar.initialize; values are written by parameter.copy_() or model.load_state_dict()."
+            )
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._unseen:
+            self._check_parameters()
         check_transforms(f"zero.stage {self._stage}, where torch's FSDP holds the weights", lambda: (args, kwargs))
         self._gathered = True
 
@@ -137,6 +187,8 @@ class FullySharded:
     @contextmanager
     def one_pass(self) -> Iterator[None]:
         """Run the micro-batches of a pass through stages inside, and reduce their gradients together at its end."""
+        if self._unseen:
+            self._check_parameters()
         modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         self.model.set_is_last_backward(False)
         self.model.set_requires_gradient_sync(False)

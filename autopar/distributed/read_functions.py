@@ -6,7 +6,7 @@ And what the user's code is told that calls one.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -18,7 +18,23 @@ from autopar.call_site import is_of_libraries, place_of_user
 from autopar.errors import ShardWarning
 from autopar.foreign.modules import CALL
 
-__all__ = ["DRAWS", "READS", "TORCH", "explain", "keeps_dim", "tell", "tell_if_saved"]
+__all__ = [
+    "CURVED",
+    "DRAWS",
+    "MIXERS",
+    "NUMBERS",
+    "READS",
+    "TORCH",
+    "explain",
+    "frame_to_tell",
+    "keeps_dim",
+    "tell",
+    "tell_at",
+    "tell_hook",
+    "tell_if_saved",
+    "tell_mixed",
+    "tell_number",
+]
 
 TORCH = torch.__file__.rpartition("/")[0] + "/"
 _SAVING = f"{TORCH}serialization.py"
@@ -41,6 +57,17 @@ _LOSSES = """
     binary_cross_entropy_with_logits gaussian_nll_loss soft_margin_loss margin_ranking_loss cosine_embedding_loss
 """
 _LEAVES_TORCH = "numpy tolist __array__ __dlpack__"
+_MIXERS = """
+    cat concat concatenate stack hstack vstack dstack column_stack row_stack block_diag add add_ __add__ __radd__
+    __iadd__ sub sub_ __sub__ __rsub__ __isub__ maximum minimum fmax fmin max min gt lt ge le __gt__ __lt__ __ge__
+    __le__ logical_or logical_and logical_or_ logical_and_ bitwise_or bitwise_and __or__ __ror__ __and__ __rand__
+    __ior__ __iand__ addcmul addcdiv hypot logaddexp __setitem__
+"""
+_CURVED = """
+    clamp clamp_ clip clip_ clamp_min clamp_min_ clamp_max clamp_max_ norm linalg_vector_norm linalg_norm abs abs_ sign
+    sign_ square square_ pow pow_ sqrt sqrt_ tanh softmax topk quantile max min amax amin gt lt ge le __gt__ __lt__
+"""
+_NUMBERS = "item __float__ __int__ __bool__ __index__ numel nelement tolist"
 _OTHERS = """
     unique unique_consecutive histc histogram bincount renorm renorm_ cdist pdist cosine_similarity cov corrcoef dot
     vdot inner outer ger matmul __matmul__ __rmatmul__ mm mv bmm addmm addmm_ addmv addmv_ addr addbmm baddbmm
@@ -53,6 +80,7 @@ _OTHERS = """
     numel nelement
 """
 _OF_NORMS, DRAWS, _REDUCTIONS = (frozenset(names.split()) for names in (_NORMS, _DRAWS, _ALONG_A_DIM))
+MIXERS, NUMBERS, CURVED = (frozenset(names.split()) for names in (_MIXERS, _NUMBERS, _CURVED))
 READS = _OF_NORMS | DRAWS | _REDUCTIONS | frozenset((_OTHERS + _LOSSES + _LEAVES_TORCH).split())
 _SIZES = ("numel", "nelement", "size", "__len__")
 _THIRD = "norm linalg_norm linalg_vector_norm topk kthvalue quantile nanquantile roll chunk split tensor_split"
@@ -100,18 +128,60 @@ def _index_keeps(index: Any, tensor: torch.Tensor, dim: int | None) -> bool:
 
 def tell(name: str, part: Any, caller: FrameType, *, draws: bool = False, in_hook: bool = False) -> None:
     """Warn at the user's line, unless a library that knows shards, a layer or an optimizer asks."""
+    shard = part.autopar_shard
+
+    def text() -> str:
+        what = f"{name} of {'' if isinstance(part, nn.Parameter) else 'values of '}{shard.name}"
+        held = f"{what} sees the shard of {shard.axis} rank {shard.rank}: {shard.held()}.\n"
+        return held + _right_call(name, shard.name, draws)
+
+    tell_at(frame_to_tell(caller), shard.told, text, in_hook=in_hook)
+
+
+def tell_mixed(name: str, one: Any, other: Any, caller: FrameType, *, in_hook: bool) -> None:
+    """Warn at the user's line, likewise, that a function takes weights of several blocks for those of the model.
+
+    Args:
+        one, other: places of two of them.
+    """
+    what = name.strip("_")
+    tell_at(frame_to_tell(caller), one.told, lambda: one.stage.explain(what, one.name, other.name), in_hook=in_hook)
+
+
+def tell_hook(name: str, shard: Any, caller: FrameType) -> None:
+    """Warn at the user's line in a hook of a gradient that a function of one micro-batch's is not linear."""
+    what = name.strip("_")
+    tell_at(frame_to_tell(caller), shard.told, lambda: shard.stage.explain_hook(what, shard.name), in_hook=True)
+
+
+def tell_number(name: str, shard: Any, caller: FrameType, *, in_hook: bool) -> None:
+    """Warn at the user's line if it adds up numbers of several blocks, of which this is one, or draws some."""
+    frame, draws = frame_to_tell(caller), name in DRAWS
+    first = None if frame is None else shard.stage.first_of(shard.block, shard.name, frame, draws=draws)
+    if first is not None:
+        what, explain = f"a sum or the like of {name.strip('_')}", shard.stage.explain
+        if draws:
+            what, explain = name.strip("_"), shard.stage.explain_draw
+        tell_at(frame, shard.told, lambda: explain(what, first, shard.name), in_hook=in_hook)
+
+
+def frame_to_tell(caller: FrameType) -> FrameType | None:
+    """Return the frame that asked torch; None if it is of a library that knows shards."""
     frame: FrameType | None = caller
     while frame is not None and frame.f_code.co_filename.startswith(TORCH):
         frame = frame.f_back
-    if frame is None or is_of_libraries(frame) or _is_of_graph(frame):
+    return None if frame is None or is_of_libraries(frame) or _is_of_graph(frame) else frame
+
+
+def tell_at(
+    frame: FrameType | None, told: set[tuple[str, int]], text: Callable[[], str], *, in_hook: bool = False
+) -> None:
+    """Warn at the user's line, the first time, unless a layer or an optimizer asks."""
+    place = None if frame is None else place_of_user(frame)
+    if frame is None or place is None or place in told or (not in_hook and _inside_layer_or_step(frame)):
         return
-    place, shard = place_of_user(frame), part.autopar_shard
-    if place in shard.told or (not in_hook and _inside_layer_or_step(frame)):
-        return
-    shard.told.add(place)
-    what = f"{name} of {'' if isinstance(part, nn.Parameter) else 'values of '}{shard.name}"
-    text = f"{what} sees the shard of {shard.axis} rank {shard.rank}: {shard.held()}.\n"
-    warnings.warn_explicit(text + _right_call(name, shard.name, draws), ShardWarning, *place)
+    told.add(place)
+    warnings.warn_explicit(text(), ShardWarning, *place)
 
 
 def tell_if_saved(part: Any, caller: FrameType) -> None:

@@ -5,6 +5,8 @@ functions do the same to a shard as to that part of the whole, and nothing is sa
 random draws do not. An elementwise function of a shard gives a :class:`Part` to the user's code (to torch and to this
 package a plain tensor), so that ``p.grad.abs().max()`` is seen, too.
 
+Through pipeline stages all parameters are of this class: what is made of several of them is of this stage's alone.
+
 While the model runs, in backward passes (but in the user's hooks of gradients) and in steps of optimizers the classes
 are as plain ones to torch (:data:`switch`): they cost nothing there. Dynamo never sees more than plain ones.
 """
@@ -14,9 +16,8 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -24,11 +25,26 @@ import torch
 from torch import nn
 
 from autopar.call_site import OURS
-from autopar.distributed.read_functions import DRAWS, READS, TORCH, explain, keeps_dim, tell, tell_if_saved
+from autopar.distributed.read_functions import (
+    CURVED,
+    DRAWS,
+    MIXERS,
+    NUMBERS,
+    READS,
+    TORCH,
+    explain,
+    keeps_dim,
+    tell,
+    tell_hook,
+    tell_if_saved,
+    tell_mixed,
+    tell_number,
+)
+from autopar.distributed.read_switch import Switch, aside, hidden, inside_hook, switch
+from autopar.distributed.shard_place import Shard, Stage
 from autopar.foreign.autograd import current_backward
 from autopar.foreign.modules import SAVE_STATE
 from autopar.foreign.tensors import disabled_torch_function, leave_alone, let_foreach_take
-from autopar.layout import Layout
 
 __all__ = [
     "PLAIN",
@@ -36,9 +52,12 @@ __all__ = [
     "Shard",
     "ShardedParameter",
     "Switch",
+    "all_stages",
     "aside",
     "hidden",
+    "in_microbatches",
     "inside_hook",
+    "of_stage",
     "plain",
     "switch",
     "unwatch",
@@ -55,85 +74,6 @@ _QUIET = (*(f"{TORCH}{name}" for name in ("optim/", "distributed/", "_subclasses
 _FILLS = ("_no_grad_fill_", "_no_grad_zero_", "constant_", "ones_", "zeros_")  # of nn.init: alike everywhere
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
-
-
-class Switch(threading.local):
-    """Whether torch takes shards as plain parameters for now, in this thread; what is hidden is so in all of them.
-
-    It is off while a model runs and an optimizer steps.
-    """
-
-    off = False
-    in_hook = False  # of the user's, which a backward pass calls
-    generating = False
-    _hidden = False
-
-    def hide(self, hidden: bool) -> None:
-        """Let torch find its own function in the classes, so that nothing of Python is called, as for a token."""
-        if hidden is not Switch._hidden:
-            Switch._hidden = hidden
-            for kind in _KINDS:
-                kind.__torch_function__ = disabled_torch_function if hidden else _NOTICING  # type: ignore[assignment]
-
-
-switch = Switch()
-
-
-@contextmanager
-def hidden() -> Iterator[None]:
-    """Let torch see plain classes inside of ``with``, around ``generate``, whose steps may be compiled."""
-    before, switch.generating = switch.generating, True
-    switch.hide(True)
-    try:
-        yield
-    finally:
-        switch.generating = before
-        switch.hide(before)
-
-
-@contextmanager
-def aside() -> Iterator[None]:
-    """Take shards as plain parameters inside of ``with``."""
-    before, switch.off = switch.off, True
-    try:
-        yield
-    finally:
-        switch.off = before
-
-
-@contextmanager
-def inside_hook() -> Iterator[None]:
-    """Notice reads inside of ``with``: a hook of the user's runs, though the model or a backward pass does, too."""
-    before = switch.off, switch.in_hook
-    is_hidden, switch.off, switch.in_hook = Switch._hidden, False, True
-    switch.hide(switch.generating)
-    try:
-        yield
-    finally:
-        switch.off, switch.in_hook = before
-        switch.hide(is_hidden)
-
-
-class Shard:
-    """The place of a shard: of which parameter, and where in it.
-
-    Args:
-        rank: among those that hold the shards.
-        axis: what these ranks are called: ``tensor-parallel``.
-        told: places in the user's code that have been told, of the whole model.
-    """
-
-    def __init__(
-        self, name: str, whole: Sequence[int], layout: Layout, rank: int, told: set[tuple[str, int]], axis: str
-    ) -> None:
-        self.axis = axis
-        self.name, self.whole, self.layout, self.rank, self.told = name, tuple(whole), layout, rank, told
-        self.here = (*whole[: layout.dim], layout.local_size(rank), *whole[layout.dim + 1 :])
-
-    def held(self) -> str:
-        """Return what of the whole is here."""
-        ranges = ", ".join(f"{start} to {stop - 1}" for start, stop in self.layout.ranges(self.rank)) or "none"
-        return f"shape {self.here} of {self.whole}, {ranges} of dim {self.layout.dim}"
 
 
 class _TorchFunction:
@@ -158,7 +98,7 @@ class ShardedParameter(nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         shard = self.autopar_shard
-        of = "" if shard is None or not _is_shard(self) else f" rank {shard.rank}'s shard of {shard.whole}"
+        of = "" if shard is None or not _is_cut(self) else f" rank {shard.rank}'s shard of {shard.whole}"
         with aside():
             return f"Parameter containing{of}:\n{self.as_subclass(torch.Tensor)!r}"
 
@@ -171,7 +111,7 @@ class ShardedParameter(nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if _is_shard(self):
+        if _is_cut(self):
             tell_if_saved(self, sys._getframe(1))
         with aside():
             plain = nn.Parameter(self.data, self.requires_grad)
@@ -205,19 +145,20 @@ class Part(torch.Tensor, metaclass=_LikeAnyTensor):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if _is_shard(self):
+        if _is_cut(self):
             tell_if_saved(self, sys._getframe(1))
         return self._plain().__reduce_ex__(protocol)
 
 
 _KINDS = (ShardedParameter, Part)
+Switch.kinds = dict.fromkeys(_KINDS, _NOTICING)
 PLAIN = (torch.Tensor, nn.Parameter, *_KINDS)
 """Classes of tensors that have nothing of their own: what can be done with the first can be with all."""
 
 
 def watch(parameter: torch.Tensor, shard: Shard) -> None:
     """Let reads of ``parameter`` be noticed. Not of a class that a library has made its own."""
-    if type(parameter) is nn.Parameter and shard.here != shard.whole:
+    if type(parameter) is nn.Parameter and (shard.here != shard.whole or shard.stage is not None):
         let_foreach_take(_KINDS)
         _become(parameter, ShardedParameter, shard)
 
@@ -231,6 +172,31 @@ def unwatch(parameter: torch.Tensor) -> None:
 def plain(tensor: Any) -> Any:
     """Return what is saved of a tensor in silence: where something else tells that it is a part."""
     return tensor._plain() if type(tensor) is Part else tensor
+
+
+def of_stage(tensor: torch.Tensor, parameter: Any) -> torch.Tensor:
+    """Return the whole of a parameter of a stage, as it is with others: functions of it and of others are noticed."""
+    shard = getattr(parameter, "autopar_shard", None)
+    if shard is not None and shard.read is not None and type(tensor) is torch.Tensor:
+        _become(tensor, Part, shard.read)
+    return tensor
+
+
+def all_stages(parameters: Iterable[Any]) -> AbstractContextManager[None]:
+    """Say nothing of sums over these parameters of a stage inside of ``with``: nothing is missing there."""
+    stage = _stage_of(parameters)
+    return nullcontext() if stage is None else stage.aside()
+
+
+def in_microbatches(parameters: Iterable[Any], count: int) -> AbstractContextManager[None]:
+    """Let hooks of the gradients of these parameters know, inside of ``with``, that a pass is of so many parts."""
+    stage = _stage_of(parameters)
+    return nullcontext() if stage is None else stage.passing(count)
+
+
+def _stage_of(parameters: Iterable[Any]) -> Stage | None:
+    shards = (getattr(parameter, "autopar_shard", None) for parameter in parameters)
+    return next((shard.stage for shard in shards if shard is not None and shard.stage is not None), None)
 
 
 def _become(tensor: Any, kind: type, shard: Shard | None = None) -> None:
@@ -261,19 +227,20 @@ def _notice(func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str
         if part is not None:
             draws = initializer is not None or name in DRAWS
             tell(initializer or name, part, caller, draws=draws, in_hook=switch.in_hook)
+        mixed = _look_over_stage(name, args, kwargs, caller)
         try:
             result = func(*args, **kwargs)
         except (RuntimeError, IndexError) as error:
-            explain(error, next(_parts([*args, *kwargs.values()]), None))
+            explain(error, next(_cut([*args, *kwargs.values()]), None))
             raise
         if func is torch.autograd.grad:
             _gradients(result, args[1] if len(args) > 1 else kwargs["inputs"], caller)
-        elif part is None:
-            each = name.startswith("_foreach")
+        elif not mixed:
+            each, told = name.startswith("_foreach"), part is not None
             for n, one in enumerate(result if isinstance(result, list | tuple) else (result,)):
                 if type(one) is torch.Tensor:
                     given = (args[0][n],) if each else args
-                    _let_be_noticed(one, name, given, kwargs, caller, other_size=reads)
+                    _let_be_noticed(one, name, given, kwargs, caller, other_size=reads, told=told)
         return result
     finally:
         switch.off = False
@@ -293,6 +260,36 @@ def _is_shard(tensor: Any) -> bool:
     return shard is not None and (type(tensor) is Part or tuple(tensor.shape) == shard.here)
 
 
+def _is_cut(tensor: Any) -> bool:
+    return _is_shard(tensor) and tensor.autopar_shard.layout is not None
+
+
+def _cut(values: Any) -> Iterator[Any]:
+    return (part for part in _parts(values) if part.autopar_shard.layout is not None)
+
+
+def _look_over_stage(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], caller: Any) -> bool:
+    """Tell the user's code if it makes one thing of weights of several blocks of a stage; return whether it does."""
+    if switch.in_hook and name in CURVED:
+        seen = next((part.autopar_shard for part in _parts(args)), None)
+        if seen is not None and seen.stage is not None and seen.stage.microbatches > 1:
+            tell_hook(name, seen, caller)
+    if name in NUMBERS or (name in DRAWS and args):
+        shard = args[0].autopar_shard if type(args[0]) in _KINDS and _is_shard(args[0]) else None
+        if shard is not None and shard.stage is not None and not shard.stage.quiet:
+            tell_number(name, shard, caller, in_hook=switch.in_hook)
+        return False
+    if name not in MIXERS:
+        return False
+    shards = [part.autopar_shard for part in _parts([*args, *kwargs.values()]) if part.autopar_shard.stage is not None]
+    other = next((each for each in shards if each.block != shards[0].block), None)
+    if other is not None and not other.stage.quiet:
+        tell_mixed(name, shards[0], other, caller, in_hook=switch.in_hook)
+    elif name == "__setitem__" and shards and type(args[0]) is torch.Tensor:  # into a vector of all
+        _become(args[0], Part, shards[0].read)
+    return other is not None
+
+
 def _parts(values: Any) -> Iterator[Any]:
     for value in values:
         if isinstance(value, list | tuple):
@@ -303,7 +300,7 @@ def _parts(values: Any) -> Iterator[Any]:
 
 def _mixed_by(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the first part of which ``name`` mixes elements along the sharded dim; None if it does so of none."""
-    part = next(_parts([*args, *kwargs.values()]), None)
+    part = next(_cut([*args, *kwargs.values()]), None)
     if name == "stack" and not (args[1:] or kwargs):
         return None  # side by side
     if name == "__setitem__" and part is not None and part is not args[0]:  # into a vector of all parameters
@@ -317,11 +314,20 @@ def _mixed_by(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _let_be_noticed(
-    result: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], caller: Any, *, other_size: bool
+    result: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], caller: Any, *, other_size: bool, told: bool
 ) -> None:
-    """Let reads of ``result`` be noticed, if it is made of, or written with, elements of a part in the user's code."""
+    """Let reads of ``result`` be noticed, if it is made of, or written with, elements of a part in the user's code.
+
+    Args:
+        told: that it is not the whole one's: what others may not know of it is its stage.
+    """
     part = next(_parts([*args[:3], *kwargs.values()]), None)
     if part is None or not (other_size or result.numel() == part.numel()):
+        return
+    shard = part.autopar_shard
+    whole = shard.layout is None and result.numel() != part.numel()
+    shard = shard.read if told or whole else shard
+    if shard is None:
         return
     if (name == "to" or name.endswith("_as")) and part is not args[0]:
         return
@@ -330,9 +336,9 @@ def _let_be_noticed(
             _become(part, nn.Parameter)
             _become(result, nn.Parameter)
         else:
-            _become(result, ShardedParameter, part.autopar_shard)
+            _become(result, ShardedParameter, shard)
     elif _is_for_users(caller):
-        _become(result, Part, part.autopar_shard)
+        _become(result, Part, shard)
 
 
 def _gradients(gradients: Any, inputs: Any, caller: Any) -> None:
@@ -367,5 +373,15 @@ def _is_for_users(caller: Any) -> bool:
     return not file.startswith((TORCH, OURS))
 
 
-for _code in (_TorchFunction.__get__, _notice, _mixed_by, _parts, _is_shard, _let_be_noticed, tell, explain, keeps_dim):
+_OURS = (
+    _TorchFunction.__get__,
+    _notice,
+    _mixed_by,
+    _parts,
+    _cut,
+    _is_shard,
+    _look_over_stage,
+    _let_be_noticed,
+)
+for _code in (*_OURS, tell, tell_mixed, tell_number, explain, keeps_dim):
     leave_alone(_code.__code__)  # where a graph broke, dynamo would compile them

@@ -16,6 +16,7 @@ __all__ = [
     "after_backward",
     "current_backward",
     "forward_class",
+    "has_hooks",
     "in_backward",
     "input_metadata",
     "is_functorch_active",
@@ -31,6 +32,12 @@ PROFILER_RUNS = "_is_profiler_enabled"  # attribute of torch.autograd.profiler: 
 
 
 current_backward = torch._C._current_graph_task_id  # () -> number of the pass that runs in this thread, or -1
+
+
+def has_hooks(tensor: torch.Tensor) -> tuple[bool, bool]:
+    """Return whether a tensor has hooks of its gradient, and hooks behind the accumulation of its gradient."""
+    behind = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return bool(tensor._backward_hooks), bool(behind)
 
 
 def in_backward() -> bool:

@@ -18,12 +18,24 @@ from typing import Any, NamedTuple
 
 from autopar.errors import ConfigError
 
-__all__ = ["SETS", "Patch", "hold", "patch_body", "patch_member", "patch_name", "patches", "release", "when_imported"]
+__all__ = [
+    "SETS",
+    "Patch",
+    "hold",
+    "patch_body",
+    "patch_entry",
+    "patch_member",
+    "patch_name",
+    "patches",
+    "release",
+    "when_imported",
+]
 
 _Body = Callable[..., Any]
 
 SETS = {
     "torch": "autopar.integrations.torch_clippers",
+    "torch.distributed.fsdp._fully_shard": "autopar.integrations.dtensor_numbers",
     "accelerate.accelerator": "autopar.integrations.accelerate",
     "deepspeed.runtime.engine": "autopar.integrations.deepspeed",
 }
@@ -134,6 +146,20 @@ def patch_member(kind: type, name: str, body: _Body) -> None:
 
     setattr(kind, name, property(method) if isinstance(member, property) else method)
     _note(f"{where}.{name}", body, functools.partial(setattr, kind, name, member))
+
+
+def patch_entry(table: dict[Any, _Body], name: str, key: Any, body: _Body) -> None:
+    """Add a function to a table by which a library chooses; ``name``: what becomes another one by it."""
+    plain = table.get(key)
+
+    def undo() -> None:
+        if plain is None:
+            table.pop(key, None)
+        else:
+            table[key] = plain
+
+    table[key] = body
+    _note(name, body, undo)
 
 
 def _member(holder: Any, where: str, name: str) -> Any:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch._dynamo.eval_frame import skip_code as leave_alone  # code runs as it is, also in what is compiled
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _foreach_supported_types as _stepped_by_foreach
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils._foreach_utils import _foreach_supported_types as _taken_by_foreach
@@ -34,6 +35,7 @@ __all__ = [
     "FOREACH_TYPES",
     "GROUPED_MM",
     "ITEM",
+    "RANDOM",
     "TO_COPY",
     "UNSAFE_VIEW",
     "SequenceKey",
@@ -48,9 +50,11 @@ __all__ = [
     "keystr",
     "leave_alone",
     "let_foreach_take",
+    "name_of_operator",
     "no_dispatch_modes",
     "no_overrides",
     "operator_of",
+    "operators_of_dtensors",
     "safe_softmax",
     "schema_of",
     "storage_id",
@@ -74,6 +78,9 @@ disabled_torch_function = torch._C._disabled_torch_function_impl  # the __torch_
 
 ITEM = torch.ops.aten._local_scalar_dense.default  # reads a number
 GROUPED_MM = torch.ops.aten._grouped_mm.default
+_aten = torch.ops.aten
+RANDOM = (_aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float, _aten.rand_like.default,
+          _aten.randn_like.default)  # fmt: skip
 TO_COPY = torch.ops.aten._to_copy
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 safe_softmax = torch.ops.aten._safe_softmax  # zeros where all scores are masked
@@ -82,6 +89,17 @@ safe_softmax = torch.ops.aten._safe_softmax  # zeros where all scores are masked
 def schema_of(func: Any) -> Any:
     """Return an operator's schema: ``name``, ``arguments``, ``returns``, ``is_mutable``."""
     return func._schema
+
+
+def name_of_operator(func: Any) -> str:
+    """Return the name of an operator: ``normal_``."""
+    return str(operator_of(func).__name__)
+
+
+def operators_of_dtensors() -> dict[Any, Any]:
+    """Return the table of operators that DTensors leave to a function: ``(operator, args, kwargs) -> result``."""
+    found: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    return found
 
 
 def operator_of(func: Any) -> Any:

@@ -7,7 +7,6 @@ clip by the norm of all gradients does, the stages compare their factors in the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import islice
 
 import torch
 from torch import nn
@@ -33,8 +32,9 @@ class GradientScale:
     @torch.no_grad()
     def note(self, model: nn.Module) -> None:
         """Look at the gradients that a pass has left."""
-        held = (p for p in model.parameters() if p.grad is not None and local_part(p.grad).numel())
-        self._weights, self._before = list(islice(held, _SAMPLE)), None
+        held = [p for p in model.parameters() if p.grad is not None and local_part(p.grad).numel()]
+        spread = held[:: max(len(held) // _SAMPLE, 1)]  # over all blocks: each may be scaled by itself
+        self._weights, self._before = spread[:_SAMPLE], None
         self._behind = self._sample()
 
     @torch.no_grad()

@@ -17,6 +17,7 @@ from autopar.data_parallel.grad_sync import TiedWeights, average_over_replicas, 
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
+from autopar.distributed.shard_reads import all_stages, in_microbatches
 from autopar.errors import ConfigError
 from autopar.pipeline_parallel.batch_checks import Report, read_batch
 from autopar.pipeline_parallel.engine import Engine, Step
@@ -76,8 +77,9 @@ class Pipeline:
         self._adapted = sum(1 for _ in tuner_layers(model))
         self.released = release(model, plan, mpu.pp.rank, mpu.device)
         self.context.placeholders = self.released.placeholders
+        told: set[tuple[str, int]] = set()
         for placeholder in self.released.placeholders.values():
-            placeholder.in_front = self.context.in_front
+            placeholder.in_front, placeholder.told = self.context.in_front, told
         self.tied = TiedWeights(model, plan, mpu)
         released = self.released.parameters
         self.engine = Engine(model, self.context, plan, self.p2p, self.tied, check=check, released=released)
@@ -208,7 +210,8 @@ class Pipeline:
         state = vars(model)["_autopar"]
         rows, nothing = state.dp.fully_sharded if self.plan.stages > 1 else None, contextlib.nullcontext()
         ours = state.step is not None and state.step.model is model
-        with state.step.fp32_gradients() if ours else contextlib.nullcontext():
+        hooked = in_microbatches(model.parameters(), len(step.microbatches))
+        with state.step.fp32_gradients() if ours else contextlib.nullcontext(), hooked:
             summing = "summing the gradients of weights that several stages hold"
             with self.tied.apart():
                 gathering = "gathering weights and reducing gradients over the data-parallel replicas (FSDP2)"
@@ -233,7 +236,7 @@ class Pipeline:
             for name, parameter in model.named_parameters()
             if min(self.plan.holders(plan.canonical(name))) == place
         }
-        with torch.set_grad_enabled(step.backward):
+        with torch.set_grad_enabled(step.backward), all_stages(own.values()):
             value = step.penalty(own) if own else 0.0
         if isinstance(value, torch.Tensor) and (value.numel() != 1 or not value.is_floating_point()):
             raise ConfigError(f"execute_pipeline: penalty= must return one number, not a tensor of {list(value.shape)}")

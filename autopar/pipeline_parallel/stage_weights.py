@@ -9,6 +9,7 @@ gives the right shapes; what it computes there is replaced by what the stage rec
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,9 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.distributed import shard_reads
 from autopar.distributed.mesh import MPU
+from autopar.distributed.read_functions import DRAWS, frame_to_tell, tell_at
 from autopar.errors import UnsupportedModelError
 from autopar.foreign.modules import own_buffers, own_parameters
 from autopar.foreign.tensors import no_overrides
@@ -75,7 +78,8 @@ class ReleasedWeights:
     def _retype(self, dtypes: dict[str, torch.dtype], of_models: torch.dtype) -> None:
         for name, dtype in dtypes.items():
             placeholder = self.placeholders[name]
-            placeholder.data = scalar_placeholder(dtype, placeholder.device).expand(placeholder.shape)
+            with no_overrides():
+                placeholder.data = scalar_placeholder(dtype, placeholder.device).expand(placeholder.shape)
         for module in self.emptied:
             like: Any = module._autopar_like
             module._autopar_like = scalar_placeholder(of_models, like.device)
@@ -209,22 +213,27 @@ def _broadcast(tensor: torch.Tensor, source: int, mpu: MPU) -> None:
 # -- placeholders -----------------------------------------------------------------------------------------------------
 
 _NAMES = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_NOTICES = shard_reads.__file__
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _OPERATORS = frozenset(f"__i{name}__" for name in _NAMES)
 
 
 class Placeholder(torch.Tensor):
     """A tensor of one number, expanded; views of it are placeholders, too, and what is computed from it is none.
 
-    Code in front of the blocks runs on all stages. If it writes in place into weights (rescales them for inference,
-    say), the stage that holds them writes as well, so a write into a placeholder is left out.
+    Code in front of the blocks runs on all stages, and so does the user's own outside of a forward. If it writes in
+    place into weights (rescales them, draws them anew), the stage that holds them writes as well, so a write into a
+    placeholder is left out; random numbers are drawn and thrown away, so that generators go on alike.
 
     Attributes:
         weight_name: its name.
         in_front: whether the code that runs now is in front of the blocks; None outside of a stage's forward.
+        told: places in the user's code that were told that they read what is not here.
     """
 
     weight_name: str
     in_front: Callable[[], bool | None]
+    told: set[tuple[str, int]]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -233,26 +242,38 @@ class Placeholder(torch.Tensor):
         Raises:
             UnsupportedModelError: the code behind a block writes, which the stage that holds the weight does not run.
         """
-        first = args[0] if args else None
-        if isinstance(first, Placeholder) and _writes(func) and first._is_left_out():
-            return None if func is torch.Tensor.__setitem__ else first
+        kwargs = kwargs or {}
+        first = args[0] if args else kwargs.get("tensor")  # functions of nn.init give it by name
+        if isinstance(first, Placeholder) and _writes(func):
+            first._check_write()
+            if func.__name__ in DRAWS and first.in_front() is None:
+                _draw(func, first, args, kwargs)
+            return None if func.__name__ in ("__setitem__", "__set__") else first
         with no_overrides():
-            result = func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
             if type(result) is torch.Tensor and isinstance(first, Placeholder):
                 key = storage_key(result)
                 if key is not None and key == storage_key(first):
                     return _like(result, first)
+        read = next((each for each in (*args, *kwargs.values()) if isinstance(each, Placeholder)), None)
+        if read is not None and read.in_front() is None and _gives_numbers(result, func):
+            read._tell(func.__name__.strip("_"), sys._getframe(1))
         return result
 
-    def _is_left_out(self) -> bool:
-        """Check whether a write into it is left out. Outside of a stage's forward it is not: torch raises."""
-        in_front = self.in_front()
-        if in_front is False:
+    def _tell(self, name: str, caller: Any) -> None:
+        what = f'with autopar.whole(model, "{self.weight_name}"): it is here.'
+        held = f"{name} of {self.weight_name} is not a number here: another pipeline stage holds it.\n  {what}"
+        while caller.f_code.co_filename == _NOTICES:  # of a parameter that is here: it was given both
+            caller = caller.f_back
+        tell_at(frame_to_tell(caller), self.told, lambda: held)
+
+    def _check_write(self) -> None:
+        """Check that the stage that holds the weight runs the code that writes, too."""
+        if self.in_front() is False:
             raise UnsupportedModelError(
                 "this model cannot be split into pipeline stages here: its code behind the first block writes in place "
                 f"into {self.weight_name}, which another stage holds.\n  Use pipeline_parallel_size=1."
             )
-        return bool(in_front)
 
     def __deepcopy__(self, memo: Any) -> Placeholder:
         """Copy it, without memory."""
@@ -266,7 +287,7 @@ class Placeholder(torch.Tensor):
 def make_placeholder(parameter: torch.Tensor, name: str, device: torch.device) -> Placeholder:
     """Return what stands for a weight: of its shape and dtype, not a number."""
     placeholder = scalar_placeholder(parameter.dtype, device).expand(parameter.shape).as_subclass(Placeholder)
-    placeholder.weight_name, placeholder.in_front = name, _nowhere
+    placeholder.weight_name, placeholder.in_front, placeholder.told = name, _nowhere, set()
     return placeholder
 
 
@@ -282,12 +303,32 @@ def _nowhere() -> None:
 
 def _like(tensor: torch.Tensor, placeholder: Placeholder) -> Placeholder:
     made = tensor.as_subclass(Placeholder)
-    made.weight_name, made.in_front = placeholder.weight_name, placeholder.in_front
+    made.weight_name, made.in_front, made.told = placeholder.weight_name, placeholder.in_front, placeholder.told
     return made
+
+
+def _draw(func: Any, placeholder: Placeholder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Draw what the stage draws that holds the weight, into nothing."""
+    with no_overrides():
+        nothing = torch.empty(placeholder.shape, dtype=placeholder.dtype, device=placeholder.device)
+        if args and not kwargs.keys() & {"tensor"}:
+            func(nothing, *args[1:], **kwargs)
+        else:
+            func(**{**kwargs, "tensor": nothing})
+
+
+def _gives_numbers(result: Any, func: Any) -> bool:
+    """Check whether a function has read values: the result is a tensor of them, or a number."""
+    name = func.__name__
+    if name.endswith("_like") or name.startswith("new_"):
+        return False
+    if isinstance(result, torch.Tensor):
+        return result.is_floating_point() and not isinstance(result, Placeholder) and name != "__get__"
+    return name in ("item", "__float__", "tolist")
 
 
 def _writes(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     if name.endswith("__"):
-        return func is torch.Tensor.__setitem__ or name in _OPERATORS
+        return name == "__setitem__" or name in _OPERATORS or func == _SET_DATA
     return bool(name.endswith("_")) and name not in ("requires_grad_", "detach_", "rename_")

@@ -44,6 +44,7 @@ class _Places(NamedTuple):
         ends, begins: last weight of the first one, first weight of the next.
         front, back: weights in front of the cut, and behind it.
         alike: whether they part weights that blocks of this stage have alike.
+        frozen: whether one of them is what is frozen, and the other one what is trained.
     """
 
     settings: list[str]
@@ -52,6 +53,7 @@ class _Places(NamedTuple):
     front: int
     back: int
     alike: bool
+    frozen: bool = False
 
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # of a block, in the path of a weight
@@ -84,6 +86,20 @@ def cut_by_place(optimizer: Any, model: nn.Module, released: Collection[int]) ->
     return _Places(in_order, held[place - 1][0], held[place][0], place, len(held) - place, parts_alike)
 
 
+class _Frozen(NamedTuple):
+    """Weights that are trained, and that are frozen, as groups of an optimizer."""
+
+    param_groups: list[dict[str, Any]]
+
+
+def frozen_by_place(model: nn.Module, released: Collection[int]) -> _Places | None:
+    """Describe which weights are frozen, if that may go by place, as :func:`cut_by_place` does groups."""
+    groups = [[p for p in model.parameters() if p.requires_grad is trained] for trained in (True, False)]
+    described = [{"params": params, "requires_grad": not place} for place, params in enumerate(groups)]
+    found = cut_by_place(_Frozen(described), model, released)
+    return None if found is None else found._replace(frozen=True)
+
+
 def check_places(said: Mapping[int, _Places | None], own: int) -> None:
     """Check the groups of an optimizer on two stages; ``said``: by rank. The second one, if ``own``, warns of a guess.
 
@@ -97,9 +113,10 @@ def check_places(said: Mapping[int, _Places | None], own: int) -> None:
         raise ConsistencyError(_cut_by_place(found))
     if own == max(said) and all(places.alike for places in found.values()):
         where = ", ".join(f"on rank {rank} at {places.begins}" for rank, places in sorted(found.items()))
-        warn_user(
-            f"groups of the optimizer seem to be cut by place in model.parameters(): one ends {where}. {_BY_PLACE}"
-        )
+        frozen = found[own].frozen
+        what = "weights seem to be frozen" if frozen else "groups of the optimizer seem to be cut"
+        advice = _FROZEN_BY_PLACE if frozen else _BY_PLACE
+        warn_user(f"{what} by place in model.parameters(): one {'part' * frozen}{' ' * frozen}ends {where}. {advice}")
 
 
 _BY_PLACE = (
@@ -108,7 +125,27 @@ _BY_PLACE = (
 )
 
 
+_FROZEN_BY_PLACE = (
+    "Each stage lists its own weights, so a place is another weight than in the plain model. Freeze by name, or before "
+    "autopar.initialize."
+)
+
+
 def _cut_by_place(found: Mapping[int, _Places]) -> str:
+    ranks = " and ".join(map(str, found))
+    if any(places.frozen for places in found.values()):
+        return (
+            f"weights are frozen by place in model.parameters(): on two stages (ranks {ranks}) the {_parted(found)}"
+            f"  {_FROZEN_BY_PLACE}\n  consistency_check: {{enable: false}} turns this check off."
+        )
+    return (
+        f"groups of the optimizer are cut by place in model.parameters(): on two stages (ranks {ranks}) the "
+        f"{_parted(found)}  {_BY_PLACE}\n  Begin again: a step was made with them. consistency_check: "
+        "{enable: false} turns this check off."
+    )
+
+
+def _parted(found: Mapping[int, _Places]) -> str:
     (_, one), (_, other) = sorted(found.items())
     front = one.front == other.front
     count, side = (one.front, "first") if front else (one.back, "last")
@@ -116,10 +153,8 @@ def _cut_by_place(found: Mapping[int, _Places]) -> str:
         f"  rank {rank}: one ends at {p.ends}, the next begins at {p.begins}\n" for rank, p in found.items()
     )
     return (
-        "groups of the optimizer are cut by place in model.parameters(): on two stages (ranks "
-        f"{' and '.join(map(str, found))}) the {side} {count} weights are a group\n  of their own, and these are not "
-        f"the {side} {count} of the plain model.\n{lines}  {_BY_PLACE}\n  Begin again: a step was made with them. "
-        "consistency_check: {enable: false} turns this check off."
+        f"{side} {count} weights are a group\n  of their own, and these are not the {side} {count} of the plain "
+        f"model.\n{lines}"
     )
 
 
@@ -153,6 +188,7 @@ class StepReport(NamedTuple):
         places: of the groups of a new optimizer that may have been cut by place.
         trained: weights that have a gradient and that no optimizer steps, if it is time to tell.
         scale: by which all gradients were multiplied between the pass and its step; None if there is no such factor.
+        frozen: places of frozen weights that may have been chosen by place, in the first passes.
     """
 
     counts: frozenset[tuple[int, int]]
@@ -160,6 +196,7 @@ class StepReport(NamedTuple):
     places: _Places | None
     trained: str
     scale: float | None = None
+    frozen: _Places | None = None
 
 
 @dataclass
@@ -192,6 +229,7 @@ class StepCount:
         self._passes, self._running, self._last, self._stepped_once = 0, 0, 0, False
         self._patience = _PATIENCE  # twice the longest interval between two steps, at least
         self._places: _Places | None = None  # of a new optimizer
+        self._frozen: _Places | None = None  # that was told last
         self._scale = GradientScale()
         self._trained = ""  # weights with a gradient after a pass that no step was to come after
         listen(self)
@@ -251,7 +289,14 @@ class StepCount:
             counts = {(0, 0)}
         places, self._places = self._places, None
         told = idle == self._patience if self._stepped_once else not self.expected
-        return StepReport(frozenset(counts), idle, places, self._trained if told else "", self._scale.factor())
+        trained, factor = self._trained if told else "", self._scale.factor()
+        return StepReport(frozenset(counts), idle, places, trained, factor, self._newly_frozen())
+
+    def _newly_frozen(self) -> _Places | None:
+        if not self._running or self._passes > _FIRST:
+            return None
+        before, self._frozen = self._frozen, frozen_by_place(self._model, self._released)
+        return None if self._frozen == before else self._frozen
 
     def end_pass(self) -> None:
         """End it, also one that failed; where no step seems to follow, note which weights have got a gradient."""
@@ -283,6 +328,7 @@ def check_steps(said: Mapping[int, StepReport], own: int) -> None:
         ConsistencyError: an optimizer has stepped behind other numbers of passes.
     """
     check_places({rank: report.places for rank, report in said.items()}, own)
+    check_places({rank: report.frozen for rank, report in said.items()}, own)
     counts = {rank: _by_first(report.counts) for rank, report in said.items()}
     one, other = counts.values()
     for first in one.keys() & other.keys():

@@ -125,7 +125,7 @@ def attach(
     for module in _callable_alone(model):
         tree = ModuleTree(module) if plan.tp > 1 else None
         before = BeforeForward(region, check, tree, parameters_of(module))
-        before.outermost, before.sharded = module is model, plan.shards > 1
+        before.outermost, before.sharded = module is model, plan.shards > 1 or mpu.pp.size > 1
         before.untransformed = _untransformed(mpu)
         if check is not None or plan.tp > 1:
             before.model = module

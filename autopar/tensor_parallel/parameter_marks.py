@@ -19,12 +19,13 @@ import torch
 from torch import nn
 
 from autopar.distributed.mesh import MPU
-from autopar.distributed.shard_reads import Shard, unwatch, watch
+from autopar.distributed.shard_place import Shard, Stage
+from autopar.distributed.shard_reads import unwatch, watch
 from autopar.layout import Layout
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.plan.stages import StagePlan
 
-__all__ = ["mark", "mark_shard", "unmark"]
+__all__ = ["describe_stage", "mark", "mark_shard", "unmark"]
 
 _NAMES = ("tensor_model_parallel", "partition_dim", "partition_stride", "shared", "ds_pipe_replicated", "allreduce")
 
@@ -32,6 +33,7 @@ _NAMES = ("tensor_model_parallel", "partition_dim", "partition_stride", "shared"
 def mark(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
     """Set the attributes on the parameters that this rank holds. ``copy.deepcopy`` drops them, ``.to`` keeps them."""
     told: set[tuple[str, int]] = set()
+    stage = Stage(describe_stage(model, stages, mpu)) if mpu.pp.size > 1 else None
     due: dict[str, TensorPlan] = {name: one for one in plan.tensors.values() for name in (one.name, *one.aliases)}
     for name, parameter in model.named_parameters():
         if name not in due:
@@ -42,11 +44,33 @@ def mark(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
             mark_shard(parameter, -1 if layout is None else layout.dim, len(layout.blocks) if layout else 1, counts)
         if name in plan.experts:
             parameter.allreduce = False  # type: ignore[attr-defined]
-        if layout is not None and plan.shards > 1:
+        cut = layout if plan.shards > 1 else None
+        if cut is not None or stage is not None:
             rank, axis = (mpu.shards.rank, "expert") if name in plan.experts else (mpu.tp.rank, "tensor")
-            watch(parameter, Shard(due[name].name, due[name].shape, layout, rank, told, f"{axis}-parallel"))
+            place = Shard(
+                due[name].name, due[name].shape, cut, rank, told, f"{axis}-parallel", stage, _block(name, stages)
+            )
+            watch(parameter, place)
         if name in stages.tensors and min(stages.holders(name), default=mpu.pp.rank) < mpu.pp.rank:
             parameter.shared = parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
+
+
+def describe_stage(model: nn.Module, stages: StagePlan, mpu: MPU) -> str:
+    """Return which stages this rank holds, and how many of the parameters."""
+    here, gone = len(list(model.parameters())), {name for m in model.modules() for name in _gone(m)}
+    own = stages.stages_on(mpu.pp.rank)
+    which = f"stage{'s' if len(own) > 1 else ''} {' and '.join(map(str, own))} of {stages.stages}"
+    return f"this rank holds {which}: {here} of {here + len(gone)} parameters"
+
+
+def _gone(module: nn.Module) -> list[str]:
+    """Return the names of weights of other stages, for which something stands in a module."""
+    return [value.weight_name for value in vars(module).values() if hasattr(value, "weight_name")]
+
+
+def _block(name: str, stages: StagePlan) -> str:
+    """Return the block of the model that a weight is in; nothing for one outside of all."""
+    return next((each for each in stages.elements if name.startswith(f"{each}.")), "")
 
 
 def mark_shard(parameter: torch.Tensor, dim: int, stride: int = 1, counts: bool = True) -> None:

@@ -38,11 +38,25 @@ def test_what_is_computed_from_it_is_a_tensor() -> None:
     assert (torch.ones(3, 2).mul_(placeholder)).isnan().all()
 
 
-def test_a_write_behind_a_block_is_refused_and_one_outside_is_torchs_error() -> None:
+def test_a_write_behind_a_block_is_refused_and_one_outside_is_left_out() -> None:
     with pytest.raises(autopar.UnsupportedModelError, match=r"writes in place into h\.0\.weight, which another stage"):
         _made(False).mul_(2)
-    with pytest.raises(RuntimeError, match="single memory location"):
-        _made(None).mul_(2)
+    outside = _made(None)
+    assert outside.mul_(2) is outside
+    outside.data = torch.ones(3, 2)
+    assert outside.isnan().all() and outside.untyped_storage().nbytes() == 4
+
+
+def test_what_is_drawn_into_it_is_drawn_and_thrown_away() -> None:
+    drawn, expected = _made(None), torch.empty(3, 2)
+    for weight in (drawn, expected):
+        torch.manual_seed(3)
+        torch.nn.init.normal_(weight, std=0.1)
+        torch.nn.init.kaiming_uniform_(weight)
+        torch.nn.init.xavier_normal_(weight)
+        weight.data.uniform_()
+        weight.after = torch.rand(())  # type: ignore[attr-defined]
+    assert drawn.isnan().all() and torch.equal(drawn.after, expected.after)  # type: ignore[attr-defined]
 
 
 def test_copies() -> None:
