@@ -6,7 +6,8 @@ forward, where it has one, or that of the module around it. So weights, masks an
 are on the rank of the tokens, and only the experts compute elsewhere.
 
 [Note: gradients of idle experts] An expert that nobody calls has no gradient on one process, and has none here: an
-optimizer leaves it alone, weight decay too. One that is called without rows has zeros.
+optimizer leaves it alone, weight decay too. One that is called without rows has zeros; with FSDP2, which reduces the
+same gradients on all ranks, so has any.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from autopar.distributed.derivatives import is_transformed
 from autopar.distributed.rng import TorchGenerators
@@ -33,9 +33,14 @@ __all__ = ["ExpertCaller", "ModuleExperts"]
 
 
 class ModuleExperts(ExpertParallel):
-    """A list of experts, of which this rank holds some. Each parameter lies on one rank."""
+    """A list of experts, of which this rank holds some. Each parameter lies on one rank.
+
+    Attributes:
+        idle_zeros: whether an expert that nobody calls has a gradient of zeros.
+    """
 
     autopar_names: tuple[str, ...]
+    idle_zeros = False
     _called: frozenset[int] = frozenset()  # without rows, in the forward that runs
     _inside: TorchGenerators | None = None  # what this rank's experts draw from; None: nothing is drawn
 
@@ -71,12 +76,11 @@ class ModuleExperts(ExpertParallel):
         else:
             counts = torch.bincount(local, minlength=stop - start).tolist()
         order = torch.argsort(local, stable=True)
-        parts, every = rows[order].split(counts), isinstance(self, FSDPModule)  # FSDP2 reduces alike on its ranks
-        mine = zip(range(start, stop), self.experts[start:stop], parts, strict=True)
+        mine = zip(range(start, stop), self.experts[start:stop], rows[order].split(counts), strict=True)
         outside = TorchGenerators.now() if self._inside is not None else None
         if self._inside is not None:
             self._inside.restore()
-        made = [expert(part) for n, expert, part in mine if len(part) or every or n in self._called]
+        made = [expert(part) for n, expert, part in mine if len(part) or self.idle_zeros or n in self._called]
         if outside is not None:
             outside.restore()
         if not made:

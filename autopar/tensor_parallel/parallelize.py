@@ -140,7 +140,7 @@ def swap(module: nn.Module, plan: ModulePlan, axis: Axis, region: Region) -> Non
     module.autopar_layouts = dict(plan.layouts)  # type: ignore[assignment]
 
 
-_OF_LISTS = ("autopar_names", "_called", "_inside")  # attributes of experts that are modules
+_OF_LISTS = ("autopar_names", "idle_zeros", "_called", "_inside")  # attributes of experts that are modules
 
 
 def swap_back(module: nn.Module) -> None:

@@ -15,9 +15,10 @@ from transformers import (
     SwitchTransformersConfig,
     SwitchTransformersForConditionalGeneration,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutput
 
-__all__ = ["LISTED", "Listed", "listed", "nllb", "switch"]
+__all__ = ["LISTED", "listed", "nllb", "switch"]
 
 
 def _precise(model: PreTrainedModel) -> PreTrainedModel:
@@ -56,6 +57,7 @@ class ListedConfig(PretrainedConfig):
     def __init__(self, experts: int = 5, style: str = "hit", reachable: int = 5, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.vocab_size, self.width, self.ffn, self.layers = 31, 16, 12, 2
+        self.heads = 4
         self.experts, self.style, self.reachable = experts, style, reachable
 
 
@@ -99,19 +101,24 @@ class Mixture(nn.Module):
         return y.view_as(x) + self.shared(x)
 
 
-class Block(nn.Module):
+class Block(GradientCheckpointingLayer):
     def __init__(self, config: ListedConfig) -> None:
         super().__init__()
-        self.norm, self.mix = nn.RMSNorm(config.width), nn.Linear(config.width, config.width)
-        self.mlp = Mixture(config)
+        self.norm, self.q, self.k = (layer(config.width) for layer in (nn.RMSNorm, _square, _square))
+        self.v, self.o, self.mlp = _square(config.width), _square(config.width), Mixture(config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + torch.cumsum(self.mix(x), 1) / x.shape[1]
+        q, k, v = (each(x).unflatten(-1, (-1, 4)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm(x))
 
 
+def _square(width: int) -> nn.Linear:
+    return nn.Linear(width, width)
+
+
 class ListedModel(PreTrainedModel):
-    config_class, base_model_prefix = ListedConfig, "model"
+    config_class, base_model_prefix, supports_gradient_checkpointing = ListedConfig, "model", True
 
     def __init__(self, config: ListedConfig) -> None:
         super().__init__(config)
@@ -127,7 +134,7 @@ class ListedModel(PreTrainedModel):
 
 
 class Listed(PreTrainedModel):
-    config_class, base_model_prefix = ListedConfig, "model"
+    config_class, base_model_prefix, supports_gradient_checkpointing = ListedConfig, "model", True
 
     def __init__(self, config: ListedConfig) -> None:
         super().__init__(config)
@@ -147,13 +154,14 @@ def listed(**fields: Any) -> Listed:
 
 
 LISTED = {
-    "units": {"vocab": "vocab_size", "ffn": "inferred", "experts": "experts"},
+    "units": {"vocab": "vocab_size", "heads": "heads", "ffn": "inferred", "experts": "experts"},
     "prefix": {"tokens": {"embedding": "vocab"}},
     "blocks": {
         "path": "blocks",
         "modules": {
             "norm": "replicated",
-            "mix": "replicated",
+            **dict.fromkeys("qkv", {"column": "heads"}),
+            "o": {"row": "heads"},
             "mlp.gate": "replicated",
             "mlp.shared.up": {"column": "ffn"},
             "mlp.shared.down": {"row": "ffn"},
