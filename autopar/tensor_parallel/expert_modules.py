@@ -92,7 +92,7 @@ class ExpertCaller(RegionModule):
     """A module around lists of experts, whose forward calls them."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        lists = [each for each in own_modules(self).values() if isinstance(each, ModuleExperts)]
+        lists: list[Any] = [each for each in own_modules(self).values() if isinstance(each, ModuleExperts)]
         outer = [each for each in lists if not each.calls_itself]
         return _run(self, outer, super().forward, args, kwargs)
 
@@ -105,14 +105,13 @@ class _Present(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
         return None, None
 
 
-@torch.compiler.disable  # what is called depends on data
-def _run(
-    caller: Any, lists: Sequence[ModuleExperts], forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
-) -> Any:
+# What is called depends on data.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _run(caller: Any, lists: Sequence[Any], forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     """Run the forward of a module that calls experts, with outputs from the ranks that hold them."""
     path, like = caller.autopar.path, first_floats((args, kwargs))
     if is_transformed():
@@ -135,7 +134,7 @@ def _run(
         if weight is not None and torch.is_grad_enabled() and not rows.requires_grad:
             rows = _Present.apply(rows, weight)
         experts._called, experts._inside = frozenset(calls.without_rows(place)), inside
-        outputs.append(experts.computed(rows, ids) if experts is caller else experts(rows, ids))  # type: ignore[operator]
+        outputs.append(experts.computed(rows, ids) if experts is caller else experts(rows, ids))
     calls.take(outputs)
     out = calls.replay(forward, args, kwargs)
     idle = [y.sum() for y in outputs if not len(y) and y.requires_grad]

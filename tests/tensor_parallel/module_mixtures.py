@@ -114,7 +114,7 @@ class Block(GradientCheckpointingLayer):
 
 
 def _square(width: int) -> nn.Linear:
-    return nn.Linear(width, width)
+    return nn.Linear(width, width, bias=False)  # the bias of keys would have rounding for a gradient
 
 
 class ListedModel(PreTrainedModel):
@@ -160,7 +160,7 @@ LISTED = {
         "path": "blocks",
         "modules": {
             "norm": "replicated",
-            **dict.fromkeys("qkv", {"column": "heads"}),
+            **{name: {"column": "heads"} for name in "qkv"},
             "o": {"row": "heads"},
             "mlp.gate": "replicated",
             "mlp.shared.up": {"column": "ffn"},
