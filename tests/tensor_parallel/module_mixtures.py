@@ -79,7 +79,7 @@ class Mixture(nn.Module):
         self.style, self.reachable = config.style, config.reachable
         self.gate, self.shared = nn.Linear(config.width, config.experts), Expert(config)
         self.experts = nn.ModuleList(Expert(config) for _ in range(config.experts))
-        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen += 1
