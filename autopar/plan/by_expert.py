@@ -136,15 +136,12 @@ def rules_of(match: RuleMatch, root: nn.Module) -> Iterator[TensorRule]:
         _check_caller(match, root.get_submodule(above))
         yield TensorRule(ModulePlan(above, "calls_experts", where))
     for number, name in enumerate(names):
-        held = [layout.ranges(rank) for rank in range(layout.axis_size)]
-        owner = next(rank for rank, ranges in enumerate(held) if any(a <= number < b for a, b in ranges))
-        yield from _one_expert(match, join(match.path, name), module.get_submodule(name), owner)
+        yield from _one_expert(match, join(match.path, name), module.get_submodule(name), number, len(names))
 
 
-def _one_expert(match: RuleMatch, path: str, expert: nn.Module, owner: int) -> Iterator[TensorRule]:
+def _one_expert(match: RuleMatch, path: str, expert: nn.Module, number: int, of: int) -> Iterator[TensorRule]:
     """Lay each parameter of an expert on the rank that owns it."""
     unit, size = str(match.rule.by_expert), match.scope.table.size
-    ranges = tuple((0, int(rank == owner)) for rank in range(size))
     for inside, holder in expert.named_modules():
         shown = join(path, inside)
         if isinstance(holder, BatchNorm):
@@ -161,7 +158,7 @@ def _one_expert(match: RuleMatch, path: str, expert: nn.Module, owner: int) -> I
                     "modules of their own\n  only with plain weights of one dim or more. tensor_parallel_size shards "
                     "each expert instead."
                 )
-        layouts = {name: Layout.of(0, [Block(unit, 1, p.shape[0], ranges)]) for name, p in own.items()}
+        layouts = {name: Layout.of(0, [Block.alone(unit, number, of, p.shape[0], size)]) for name, p in own.items()}
         if layouts:
             first = next(iter(layouts.values()))
             yield TensorRule(
