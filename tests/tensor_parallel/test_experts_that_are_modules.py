@@ -179,6 +179,28 @@ def test_dropout_of_experts_draws_by_rank_and_leaves_other_draws_alone() -> None
     model.mpu.destroy()
 
 
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("name", ["switch", "nllb"])
+@pooled(world_size=2)
+def test_auxiliary_losses_of_routers_are_those_of_replicas_with_all_experts(name: str) -> None:
+    found = []
+    for config in ({}, {"ep": 2}):
+        model = autopar.initialize(_MODELS[name](), config)
+        ids = batches(0, 2)[model.mpu.dp.rank][0]
+        out = model(input_ids=ids, labels=ids, output_router_logits=True)
+        bare = model(input_ids=ids, labels=ids)
+        assert abs(out.loss - bare.loss) > 1e-6  # it has another term
+        out.loss.backward()
+        autopar.average_gradients(model)
+        autopar.deparallelize(model)
+        found.append((out.loss, {path: p.grad for path, p in model.named_parameters()}))
+    (loss, due), (own, gradients) = found
+    assert abs(own - loss) < 1e-12
+    for path, gradient in gradients.items():
+        assert (gradient is None) == (due[path] is None), path
+        assert gradient is None or close(gradient, due[path], 1e-9), path
+
+
 def _refused(make: Any, policy: Any, experts: int = 2) -> str:
     model = make()
     with pytest.raises(ConfigError) as info:
