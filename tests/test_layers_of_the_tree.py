@@ -35,23 +35,23 @@ TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["verification"], ["c
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
     "applied": 808,
-    "checkpoint": 6218,
+    "checkpoint": 6221,
     "checks": 2254,
     "config": 1023,
     "context_parallel": 2880,
-    "data_parallel": 3092,
+    "data_parallel": 3095,
     "deferred_init": 1140,
     "distributed": 4723,
-    "dry_run": 3401,
-    "foreign": 1090,
+    "dry_run": 3407,
+    "foreign": 1124,
     "integrations": 1810,
     "pipeline_parallel": 3970,
-    "plan": 2894,
+    "plan": 3033,
     "policy": 1650,
     "quantized": 860,
     "storage": 1490,
-    "tensor_parallel": 5746,
-    "tools": 11856,
+    "tensor_parallel": 6116,
+    "tools": 11863,
 }
 LOADED = 140  # modules that initialize loads; fewer is better
 ROOT = Path(__file__).parents[1] / "autopar"

@@ -3,7 +3,7 @@
 Classes choose experts in many ways: by indices, by masks, in a loop over all of them or over those that are hit, with
 weights before or behind them. All of them call the experts as modules. So the code is not read but run: first with
 outputs of zeros, while the rows of each call are noted; then, when the rows have been to the ranks that hold the
-experts, with their outputs. What the first run makes of zeros is dropped, and costs no memory in the backward pass.
+experts, with their outputs. The first run's own result is dropped, and costs no memory in the backward pass.
 
 [Note: what runs once] Modules that are called before the first expert, a router among them, cannot depend on experts:
 the second run is given what they returned, so that their hooks and what they count happen once. Both runs draw the same
