@@ -106,7 +106,8 @@ def wholes(model: Any, *, gradients: bool = False) -> dict[str, torch.Tensor]:
     def held() -> dict[str, torch.Tensor]:
         named = ((name, p.grad if gradients else p) for name, p in model.named_parameters())
         if fsdp and gradients:  # of an expert on another rank there is none here
-            named = ((name, torch.zeros_like(p) if p.grad is None else p.grad) for name, p in model.named_parameters())
+            trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+            named = ((name, torch.zeros_like(p) if p.grad is None else p.grad) for name, p in trained)
         return {name: tensor for name, tensor in named if tensor is not None}
 
     if not fsdp:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.checks.samples import local_part
 from autopar.errors import ConfigError
 from autopar.plan.make_plan import make_plan
 from autopar.policy.load import read_user_policy
@@ -113,6 +114,36 @@ def test_rows_of_the_sequence(mesh: str) -> None:
 @pooled(world_size=4)
 def test_fully_sharded(name: str, mesh: str) -> None:
     matches(name, _FSDP[mesh], optimizer=torch.optim.SGD)[0].mpu.destroy()
+
+
+def with_adapters() -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    settings = peft.LoraConfig(r=3, init_lora_weights=False, target_modules=["q", "wi", "wo"])
+    return peft.get_peft_model(switch(), settings).double()
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("sizes", [{"ep": 2}, {"tp": 2, "ep": 2}])
+@pooled(world_size=2)
+def test_adapters_lie_with_their_expert(sizes: dict[str, int]) -> None:
+    model, *_ = compare(with_adapters, sizes, tolerance=1e-6)
+    held = [p.shape[0] for name, p in model.named_parameters() if ".experts." in name and "lora_A" in name]
+    assert set(held) == {0, 3}
+    model.mpu.destroy()
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("sizes", [{"ep": 2}, {"tp": 2, "ep": 2}, {"ep": 2, "zero": {"stage": 3}}])
+@pooled(world_size=2)
+def test_planned_bytes_are_those_of_ranks(sizes: dict[str, Any]) -> None:
+    """Of code that calls all experts with all tokens: no other forward of a list runs without data."""
+    settings = {"sequence": 16, "gpus": 2, "policy": LISTED, "device": "cpu"}
+    planned = autopar.plan_memory(_MODELS["dense"](), sizes, **settings)
+    model = autopar.initialize(_MODELS["dense"](), sizes, policy=LISTED)
+    own = planned.ranks[0, model.mpu.dp.rank, model.mpu.tp.rank]
+    assert own.weights == sum(local_part(parameter).nbytes for parameter in model.parameters())
+    model.mpu.destroy()
 
 
 @pytest.mark.tier("all")
