@@ -17,6 +17,7 @@ rank holds. ``shard`` concatenates those ranges, ``unshard`` writes them back, a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -101,6 +102,22 @@ class Block:
     def size(self) -> int:
         """Elements along the dim."""
         return self.count * self.width
+
+    @classmethod
+    def alone(cls, unit: str, number: int, of: int, width: int, size: int) -> Block:
+        """Return the block of a tensor that is one unit, where others are tensors of their own: ``unit 3 of 8``.
+
+        Each unit lies on the rank of ``size`` that would hold it of all, if they were side by side.
+        """
+        ranges = tuple((0, int(start <= number < stop)) for start, stop in even_shards(of, size))
+        return cls(f"{unit} {number} of {of}", 1, width, ranges)
+
+    def over(self, size: int) -> Block:
+        """Return the block over ``size`` ranks; with fewer units than ranks several hold the same one."""
+        named = re.fullmatch(r"(.*) (\d+) of (\d+)", self.unit)
+        if named and self.count == 1:
+            return Block.alone(named[1], int(named[2]), int(named[3]), self.width, size)
+        return replace(self, ranges=replicated_shards(self.count, size))
 
 
 @dataclass(frozen=True)

@@ -35,22 +35,22 @@ TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["rehearsal", "verifi
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
     "applied": 900,
-    "checkpoint": 6247,
+    "checkpoint": 6253,
     "checks": 2254,
     "config": 1023,
     "context_parallel": 2880,
-    "data_parallel": 3144,
+    "data_parallel": 3147,
     "deferred_init": 1140,
     "distributed": 5404,
-    "dry_run": 3419,
-    "foreign": 1334,
+    "dry_run": 3425,
+    "foreign": 1368,
     "integrations": 1900,
     "pipeline_parallel": 4060,
-    "plan": 2894,
+    "plan": 3033,
     "policy": 1650,
     "quantized": 860,
     "storage": 1490,
-    "tensor_parallel": 5771,
+    "tensor_parallel": 6141,
     "tools": 12843,
 }
 LOADED = 140  # modules that initialize loads; fewer is better

@@ -73,10 +73,16 @@ def state_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> t
     return parameter.device if step is None or step.host is None else step.host
 
 
-def writer_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
-    """Return the tensor-parallel rank that writes the state of a parameter, if that is not a shard."""
+def writer_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, due: TensorPlan) -> int:
+    """Return the rank that writes the state of a parameter, if that is not a shard: among those that hold some of it.
+
+    It is one of the tensor-parallel ranks, or of those over which experts are sharded.
+    """
     step = step_of(optimizer)
-    return 0 if step is None else step.whole.writer(parameter)
+    if (step is not None and parameter in step.whole) or due.layout is None:
+        return 0 if step is None else step.whole.writer(parameter)
+    sizes = [due.layout.local_size(rank) for rank in range(due.layout.axis_size)]
+    return next((rank for rank, size in enumerate(sizes) if size), 0)
 
 
 def parameters_by_name(model: nn.Module, plan: Plan) -> dict[str, nn.Parameter]:

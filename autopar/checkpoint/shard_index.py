@@ -132,7 +132,8 @@ class Part:
             held, layout = self.holders.get(name, {}), plan.layout
             due, found = 1 if layout is None else sizes.tp, len(held)
             if layout is not None and layout.axis_size == sizes.tp:  # one of those that hold the same has it
-                due, found = (len({layout.ranges(rank) for rank in ranks}) for ranks in (range(sizes.tp), held))
+                none = {()} if layout.size else set[tuple[()]]()  # who holds nothing of it may leave it out
+                due, found = (len({layout.ranges(rank) for rank in ranks} - none) for ranks in (range(sizes.tp), held))
             if found != due or len(held) != count[name]:
                 raise ValueError(f"{name} should lie in {due} files and lies in {count[name]}")
             if layout is not None:

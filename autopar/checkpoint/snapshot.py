@@ -141,7 +141,7 @@ def _optimizer_tensors(
     tensors, plans = {}, {}
     for name, (tensor, due) in held.items():
         parameter, _, key = name.partition("::")
-        writer = writer_of(optimizer, parameters[parameter])
+        writer = writer_of(optimizer, parameters[parameter], plan.tensors[parameter])
         place = mpu.shards.rank if parameter in plan.experts else mpu.tp.rank
         here = due.layout is not None or place == writer or key.endswith(f"@tp{mpu.shards.rank}")
         replica = owns(optimizer, parameters[parameter]) if by_replica else state.holders_of(parameter).rank == 0

@@ -76,7 +76,12 @@ class Heads:
         )
 
     def fits(self, module: nn.Module) -> bool:
-        """Return whether the parameters are whole tensors here; the same on every rank. FSDP2 may have sharded them."""
+        """Return whether the parameters are whole tensors here; the same on every rank.
+
+        FSDP2 may have sharded them, or experts in it lie on ranks as a whole.
+        """
+        if any("autopar_layouts" in vars(inside) for inside in module.modules()):
+            return False
         return not any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 

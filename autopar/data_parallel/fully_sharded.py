@@ -111,6 +111,9 @@ class FullySharded:
             fully_shard(module, mesh=mpu.copies_mesh, mp_policy=own, **how)
         for module in (*blocks_of(inner, blocks), model):
             fully_shard(module, mesh=mpu.fsdp_mesh, mp_policy=policy, **how)
+        for module in model.modules():
+            if hasattr(module, "idle_zeros"):  # experts: FSDP2 reduces the same gradients on all ranks
+                module.idle_zeros = True  # type: ignore[assignment]
         self.model: Any = model
         self._gathered = False  # whether weights may be
         for module in blocks_of(inner, blocks):  # generate may call what is inside of the model

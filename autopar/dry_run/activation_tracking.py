@@ -168,6 +168,9 @@ class TrackedReplay(BlockReplay):
         return self._tracking.set_kind(tensor_of(form), kind)
 
 
+_EXPERTS = ("experts", "expert_modules")
+
+
 def tracking_hooks(shard: nn.Module, plan: Plan, tracking: ActivationTracking, stack: list[str]) -> Iterator[Any]:
     """Register hooks that keep the stack of running modules, check the inputs of layers and mark their outputs.
 
@@ -189,9 +192,9 @@ def tracking_hooks(shard: nn.Module, plan: Plan, tracking: ActivationTracking, s
                 return
             if rule.rule in ("sharded", "norm_over"):
                 tracking.mark_sharded(out)
-            elif rule.rule in ("column", "row", "embedding", "experts"):
+            elif rule.rule in ("column", "row", "embedding", *_EXPERTS):
                 sharded = rule.enter_output or (rule.rule == "column" and not rule.gather_output)
-                (tracking.mark_sharded if sharded and rule.rule != "experts" else tracking.mark_replicated)(out)
+                (tracking.mark_sharded if sharded and rule.rule not in _EXPERTS else tracking.mark_replicated)(out)
 
         yield module.register_forward_pre_hook(before, with_kwargs=True)
         yield module.register_forward_hook(after)
@@ -208,7 +211,7 @@ def _check_input(rule: ModulePlan, values: Any, tracking: ActivationTracking) ->
     elif kind == "column" and rule.inside:
         if not sharded:
             raise PolicyError(f"{path} is a column inside a region, but its input is replicated", rule.where)
-    elif sharded and (kind in ("column", "embedding", "region", "experts") or rule.split_input):
+    elif sharded and (kind in ("column", "embedding", "region", *_EXPERTS) or rule.split_input):
         raise PolicyError(f"{path} is a {kind}, but its input is sharded already", rule.where)
     if kind in ("norm_over", "gathered") and not sharded:
         raise PolicyError(f"{path} is {kind}, but its input is replicated", rule.where)

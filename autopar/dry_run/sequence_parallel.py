@@ -302,11 +302,14 @@ def _entries_of(plan: Plan, blocks: Sequence[str]) -> tuple[set[str], set[str]]:
         for path, rule in _inside(plan, block):
             parent = path.rpartition(".")[0]
             place = path if parent == block or path == block else parent
-            if rule.rule in ("region", "experts", "embedding", "gathered") or rule.gather_output:
+            if rule.rule in _WHOLE or rule.gather_output:
                 wholes.add(place)
             elif (rule.rule == "column" and not rule.inside) or (rule.rule == "row" and rule.split_input):
                 entries.add(place)
     return _outermost(entries, wholes), _outermost(wholes)
+
+
+_WHOLE = ("region", "experts", "expert_modules", "calls_experts", "embedding", "gathered")
 
 
 def _outermost(paths: set[str], others: AbstractSet[str] = frozenset()) -> set[str]:

@@ -118,7 +118,7 @@ def different_ranks(plan: Plan) -> list[int]:
         layouts += [rule.layout, rule.groups, *rule.layouts.values(), *(sliced.layout for sliced in rule.inputs)]
     alike = (
         all(a.values[0] == a.values[last] for a in plan.attributes)
-        and all(rule.rule != "experts" for rule in plan.modules.values())
+        and all(rule.rule not in ("experts", "expert_modules") for rule in plan.modules.values())
         and all(x is None or (x.local_size(0) == x.local_size(last) and not x.replicated) for x in layouts)
     )
     return [0] if alike else [0, last]

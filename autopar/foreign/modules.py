@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -19,6 +21,7 @@ __all__ = [
     "Convolution",
     "Dropout",
     "add_state_dict_hook",
+    "called_instead",
     "convolve",
     "forward_hooks",
     "hooks_of",
@@ -112,3 +115,24 @@ def steps_of(scheduler: Any) -> int:
 def convolve(module: Any, x: Any, weight: Any, bias: Any) -> Any:
     """Convolve as a module of torch does, with another weight and bias."""
     return module._conv_forward(x, weight, bias)
+
+
+@contextlib.contextmanager
+def called_instead(functions: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Let a call of each module, inside, be one of its function instead of the module's forward and hooks.
+
+    A function is given what the call would have run, and its arguments.
+    """
+    name, before = "_compiled_call_impl", list[tuple[dict[str, Any], Any]]()
+    try:
+        for module, function in functions:
+            own = vars(module)
+            before.append((own, own.get(name)))
+            own[name] = functools.partial(function, own.get(name) or module._call_impl)
+        yield
+    finally:
+        for own, earlier in reversed(before):
+            if earlier is None:
+                own.pop(name, None)
+            else:
+                own[name] = earlier

@@ -56,6 +56,15 @@ def _hooks() -> bool:
     return seen == [1, 1, 1, 0] and not list(modules.forward_hooks(module))
 
 
+def _called_instead() -> bool:
+    module, seen = nn.Linear(1, 1), list[int]()
+    module.register_forward_hook(lambda *_: seen.append(0))
+    with modules.called_instead([(module, lambda call, x: x + 1 + 0 * call(x))]):
+        inside = bool(module(torch.ones(1)) == 2)
+    module(torch.ones(1))
+    return inside and seen == [0, 0]
+
+
 def _state_dict_hooks() -> bool:
     module = nn.Linear(1, 1)
     modules.add_state_dict_hook(module, lambda *_: None)
@@ -284,6 +293,7 @@ PROBES: dict[str, Probe] = {
     "transforms, forward mode, profilers": Probe(_transforms, "refusals of torch.func, names in profiles"),
     "dispatch modes": Probe(_modes, "dry runs, verify, selective checkpointing"),
     "operators without a public name": Probe(_operators, "dry runs, verify's dropout, resharding"),
+    "what a call of a module runs": Probe(_called_instead, "expert_parallel_size of experts that are modules"),
     "the call of a module": Probe(_calls, "warnings of shards that are read"),
     "classes that foreach takes": Probe(_foreach, "optimizers that step many shards at once"),
     "hooks of gradients": Probe(_gradient_hooks, "warnings of hooks that FSDP2 does not call"),

@@ -46,6 +46,8 @@ def adapter_rules(
         match = next((by_path[end] for end in ends if end in by_path), None)
         if match is None:
             continue  # the base layer has no rule either, which is another error
+        if (known := modules.get(base)) is not None and known.rule == "one_expert":
+            continue  # it lies with all that is in it on one rank
         try:
             check_layer(path, layer)
             rules = list(_rules_of(path, layer, modules.get(base), match))

@@ -24,7 +24,8 @@ def rule_of(plan: Plan, tensor: TensorPlan) -> str:
         path, _, own = name.rpartition(".")
         module = plan.modules.get(path)
         if module is not None and own in module.layouts:
-            return f"{module.rule or 'sharded'} {_units(module.layouts[own])}"
+            rule = "by_expert" if module.rule == "one_expert" else module.rule or "sharded"
+            return f"{rule} {_units(module.layouts[own])}"
         if module is not None and own in module.once:
             return "once"
         if module is not None and own in module.summed:

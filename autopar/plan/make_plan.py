@@ -15,9 +15,10 @@ from autopar.layout import Layout
 from autopar.plan.adapters import adapter_rules
 from autopar.plan.adapters import expert_attributes as adapted_experts
 from autopar.plan.attributes import scaled_attributes, sliced_inputs
+from autopar.plan.by_expert import mixtures_in, rules_of, shard_by_expert
 from autopar.plan.matching import RuleMatch, all_scopes, check_overlap, check_regions, join, matches_of
 from autopar.plan.plan import AttributePlan, ModulePlan, Plan
-from autopar.plan.rules import TensorRule, shard_by_expert, tensor_rules_of
+from autopar.plan.rules import TensorRule
 from autopar.plan.tensors import plan_tensors
 from autopar.policy.described_model import model_inside, model_type_of
 from autopar.policy.schema import Policy
@@ -50,7 +51,7 @@ def make_plan(root: nn.Module, policy: Policy, tp: int, *, experts: int = 1) -> 
     for bare in (False, True):  # a bare parameter that is tied to one which a layer's rule shards follows that rule
         for match in matches:
             if isinstance(match.module, nn.Module) is not bare:
-                for rule in tensor_rules_of(match):
+                for rule in rules_of(match, root):
                     _add(rule, match, modules, layouts, bare)
     for match, rule in adapter_rules(root, matches, modules, tp):
         _add(rule, match, modules, layouts, bare=False)
@@ -67,7 +68,7 @@ def make_plan(root: nn.Module, policy: Policy, tp: int, *, experts: int = 1) -> 
     _check_ties(root, layouts, modules, {match.path for match in matches if not isinstance(match.module, nn.Module)})
     _check_coverage(model, prefix, layouts, policy)
     expert_attributes += adapted_experts(root, modules) if experts > 1 else ()
-    mixtures = {attribute.path for attribute in expert_attributes}
+    mixtures = mixtures_in(expert_attributes, modules)
     attributes = [attribute for attribute in attributes if attribute.path not in mixtures]
     if tp == 1 and experts > 1:  # all other modules stay as they are
         of_experts = {path: plan for path, plan in modules.items() if path in mixtures or _is_wide(plan, experts)}

@@ -20,7 +20,7 @@ from autopar.plan.plan import ModulePlan
 from autopar.plan.units import UnitTable
 from autopar.policy.described_model import base_of, config_of
 from autopar.policy.match import find_policy
-from autopar.policy.schema import Input, Part, Policy, Ratio, Rule, Tower, UnitSpec
+from autopar.policy.schema import BY_EXPERT, Input, Part, Policy, Ratio, Rule, Tower, UnitSpec
 from autopar.policy.yaml_reader import Where
 from autopar.quantized.layers import block_of
 
@@ -198,7 +198,7 @@ def join(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
-_OWN_PARAMETERS = ("region", "column", "row", "embedding")  # rules that say nothing of the modules inside theirs
+_OWN_PARAMETERS = ("region", "column", "row", "embedding", BY_EXPERT)  # rules that say nothing of modules inside
 
 
 def check_overlap(matches: list[RuleMatch]) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -14,12 +13,11 @@ from autopar.errors import ConfigError, PolicyError
 from autopar.foreign.modules import BatchNorm, own_buffers, own_parameters
 from autopar.layout import Layout
 from autopar.plan.matching import RuleMatch, join
-from autopar.plan.plan import AttributePlan, ModulePlan
-from autopar.plan.units import UnitTable
-from autopar.policy.schema import HIDDEN, Part, Rule
+from autopar.plan.plan import ModulePlan
+from autopar.policy.schema import BY_EXPERT, HIDDEN, Part
 from autopar.quantized.layers import StandIn
 
-__all__ = ["TensorRule", "shard_by_expert", "tensor_rules_of"]
+__all__ = ["TensorRule", "tensor_rules_of"]
 
 
 @dataclass(frozen=True)
@@ -44,11 +42,8 @@ def tensor_rules_of(match: RuleMatch) -> Iterator[TensorRule]:
     elif match.rule.kind == "region":
         where, opens, closes = str(match.rule.where), match.rule.opens, match.rule.closes
         yield TensorRule(ModulePlan(match.path, "region", where, opens=opens, closes=closes))
-    elif match.rule.kind == "experts":
-        count = match.count(match.rule.units[0])
-        assert count is not None
-        layout = match.layout(match.rule.parts, 0, count)
-        yield TensorRule(ModulePlan(match.path, "experts", str(match.rule.where), layout))
+    elif match.rule.kind == BY_EXPERT:
+        return  # of experts that ranks hold whole
     elif match.rule.kind in ("sharded", "norm_over"):
         yield from _own_parameters(match)
     else:
@@ -301,55 +296,3 @@ def _weight_and_dim(match: RuleMatch) -> tuple[nn.Parameter, int]:
             rule.where,
         )
     return weight, dim
-
-
-_ARGUMENTS = 3  # hidden states, indices of the chosen experts, their weights
-
-
-def shard_by_expert(matches: list[RuleMatch], ranks: int) -> tuple[list[RuleMatch], list[AttributePlan]]:
-    """Return the matches with each region that names ``by_expert`` sharded so, and the attributes that change.
-
-    Args:
-        ranks: over which experts are sharded.
-
-    Raises:
-        ConfigError: the model has no such region, or one whose forward does not take the choice of experts.
-    """
-    regions = {match.path: match for match in matches if match.rule.by_expert is not None}
-    if not regions:
-        raise ConfigError("expert_parallel_size: this model has no experts that can be sharded by expert")
-    result: list[RuleMatch] = []
-    attributes: list[AttributePlan] = []
-    tables: dict[int, UnitTable] = {}
-    for found in matches:
-        match, holder = found, found.path.rpartition(".")[0]
-        if match.path in regions or holder in regions:
-            table = tables.setdefault(id(match.scope.table), match.scope.table.of_experts(ranks))
-            match = replace(match, scope=replace(match.scope, table=table))
-        if match.path in regions:
-            attributes.append(_check(match))
-            rule = replace(match.rule, kind="experts", parts=(Part(str(match.rule.by_expert)),))
-            result.append(replace(match, rule=rule))
-        elif holder in regions and isinstance(match.module, torch.Tensor):
-            unit = str(regions[holder].rule.by_expert)
-            result.append(replace(match, rule=Rule("sharded", match.rule.where, (Part(unit),), dim=0)))
-        else:
-            result.append(match)
-    return result, attributes
-
-
-def _check(match: RuleMatch) -> AttributePlan:
-    module, table = match.module, match.scope.table
-    assert isinstance(module, nn.Module)
-    kind = type(module).__name__
-    taken = [p for p in inspect.signature(type(module).forward).parameters if p != "self"]
-    experts = getattr(module, "num_experts", None)
-    if len(taken) != _ARGUMENTS or type(experts) is not int:
-        raise ConfigError(
-            f"expert_parallel_size: {match.path} ({kind}) chooses its experts inside, it cannot be sharded by expert. "
-            "Leave it out: each expert is sharded instead."
-        )
-    unit = str(match.rule.by_expert)
-    layout = match.layout((Part(unit),), 0, experts)
-    values = tuple(layout.local_size(rank) for rank in range(table.size))
-    return AttributePlan(match.path, "num_experts", str(match.rule.where), experts, values)

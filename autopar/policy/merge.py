@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 
 from autopar.errors import PolicyError, nearest
-from autopar.policy.schema import KINDS
+from autopar.policy.schema import BY_EXPERT, KINDS
 from autopar.policy.yaml_reader import Node, Where, plain
 
 __all__ = ["merge", "mounted_in_block", "mounted_in_model", "overlay"]
@@ -64,7 +64,7 @@ def _merge(left: Node, right: Node, decider: Node | None, path: tuple[str, ...])
 
 
 def _is_rule(node: Node) -> bool:
-    return isinstance(node.value, dict) and bool({*KINDS, "count"} & set(node.value))
+    return isinstance(node.value, dict) and bool({*KINDS, BY_EXPERT, "count"} & set(node.value))
 
 
 def mounted_in_model(tree: Node, path: str, name: str, where: Where) -> Node:

@@ -7,6 +7,7 @@ from typing import Any
 
 from autopar.errors import PolicyError, nearest
 from autopar.policy.schema import (
+    BY_EXPERT,
     HIDDEN,
     KINDS,
     LISTED,
@@ -190,6 +191,9 @@ def _parse_rule(path: str, node: Node, units: Mapping[str, UnitSpec]) -> Rule:
     kinds = [kind for kind in KINDS if kind in content]
     if kinds == ["row", "enter_output"]:  # a flag there, a rule by itself elsewhere
         kinds = ["row"]
+    if not kinds and set(content) == {BY_EXPERT}:
+        unit = _parse_unit(content[BY_EXPERT], BY_EXPERT, units)
+        return Rule(BY_EXPERT, node.where, (Part(unit),), by_expert=unit)
     if len(kinds) != 1:
         raise PolicyError(f"the rule of {path} must name exactly one of {', '.join(KINDS)}", node.where)
     kind = kinds[0]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from autopar.policy.yaml_reader import Where
 
 __all__ = [
+    "BY_EXPERT",
     "DERIVED",
     "HIDDEN",
     "INFERRED",
@@ -29,6 +30,8 @@ __all__ = [
     "UnitSpec",
 ]
 
+BY_EXPERT = "by_expert"
+"""Kind of a rule that says nothing but this: modules in a list are experts. Each has rules of its own."""
 DERIVED = "derived"
 """Name of a policy that was derived because none lists the model type."""
 INFERRED = "inferred"

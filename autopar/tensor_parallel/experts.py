@@ -59,14 +59,17 @@ class ExpertParallel(RegionModule):
                 "vmap: experts that ranks hold whole (expert_parallel_size) are given as many tokens as a router says, "
                 "another number\n  for each sample. Take one sample after the other, or expert_parallel_size: 1."
             )
-        tokens = chosen.shape[0]
-        layout = even_layout(tokens, self.beside.size)
-        x = own_part(hidden.reshape(tokens, -1), self.beside, layout, 0)  # [tokens/tp, hidden]
+        y = self._exchanged(hidden.reshape(chosen.shape[0], -1), chosen, weights)
+        return y if y.shape == hidden.shape else y.view_as(hidden)  # a view would lose FSDP2's hook when written into
+
+    def _exchanged(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the experts' weighted outputs, ``[tokens, hidden]``."""
+        layout = even_layout(len(x), self.beside.size)
+        x = own_part(x, self.beside, layout, 0)  # [tokens/tp, hidden]
         w = own_part(weights, self.beside, layout, 0)  # [tokens/tp, k]
         ids = layout.shard(chosen, self.beside.rank, 0)  # [tokens/tp, k]
         y = (self._by_all_to_all if self.dispatch == "all_to_all" else self._by_all_reduce)(x, w, ids)
-        y = gather(y, self.beside, layout, 0)
-        return y if y.shape == hidden.shape else y.view_as(hidden)  # a view would lose FSDP2's hook when written into
+        return gather(y, self.beside, layout, 0)
 
     def _refuse_hooks(self) -> None:
         for path, module in self.named_modules():  # type: ignore[attr-defined]
@@ -125,12 +128,16 @@ class ExpertParallel(RegionModule):
             on_values(self._count, local)
         replicas = self.tp.size // self.beside.size  # [Note: gradients over replicas]
         rows = scale_gradient(rows, float(replicas)) if replicas > 1 else rows
+        y = self._outputs(rows, local)
+        return scale_gradient(y, 1 / replicas) if replicas > 1 else y
+
+    def _outputs(self, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        """Return ``[rows, hidden]``, of this rank's experts of those numbers."""
         if rows.shape[0]:
             y: torch.Tensor = super().forward(rows, local.unsqueeze(-1), torch.ones_like(rows[:, :1]))
-        else:  # no token for this rank: the output is empty, and the parameters are part of the graph
-            own = (getattr(self, name) for name in vars(self)["autopar_layouts"])  # adapters may be added to them
-            y = rows + sum(p.sum() for p in own) * 0
-        return scale_gradient(y, 1 / replicas) if replicas > 1 else y
+            return y
+        own = (getattr(self, name) for name in vars(self)["autopar_layouts"])  # adapters may be added to them
+        return rows + sum(p.sum() for p in own) * 0  # empty, with the parameters in the graph
 
 
 def _splits(owner: torch.Tensor, axis: Axis) -> tuple[list[int], list[int]]:

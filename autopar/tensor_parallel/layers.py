@@ -38,6 +38,7 @@ from autopar.tensor_parallel.adapters import (
     MagnitudeOfParts,
 )
 from autopar.tensor_parallel.embeddings import HiddenParallelEmbedding, VocabParallelEmbedding
+from autopar.tensor_parallel.expert_modules import ExpertCaller, ModuleExperts
 from autopar.tensor_parallel.experts import ExpertParallel
 from autopar.tensor_parallel.logits_shards import Head, HeadState, Shards
 from autopar.tensor_parallel.norms import ShardedNorm
@@ -297,6 +298,8 @@ _LAYERS: dict[tuple[str, bool], type[nn.Module]] = {
 _REGION_MODULES: dict[str, type[RegionModule]] = {
     "norm_over": ShardedNorm,
     "experts": ExpertParallel,
+    "expert_modules": ModuleExperts,
+    "calls_experts": ExpertCaller,
     "dropout_alike": DropoutAlike,
     "dropout_apart": DropoutApart,
     "adapter_of_rows": AdapterOfRows,

@@ -97,7 +97,7 @@ def apply(
         module = modules[path]
         drop_plain_forward(module)
         swap(module, module_plan, axis, region)
-        if module_plan.rule == "experts":
+        if module_plan.rule in ("experts", "expert_modules"):
             module.tp, module.beside, module.dispatch = shards, axis, dispatch
             assert module_plan.layout is not None
             module.tokens = torch.zeros(module_plan.layout.local_size(shards.rank), dtype=torch.int64)
@@ -130,7 +130,7 @@ def apply(
 def swap(module: nn.Module, plan: ModulePlan, axis: Axis, region: Region) -> None:
     """Make a layer the parallel one of its plan, in place; its parameters stay as they are."""
     if (
-        plan.rule != "sharded"
+        plan.rule not in ("sharded", "one_expert")
         or any(layout.replicated for layout in plan.layouts.values())
         or plan.summed
         or plan.inputs
@@ -140,16 +140,19 @@ def swap(module: nn.Module, plan: ModulePlan, axis: Axis, region: Region) -> Non
     module.autopar_layouts = dict(plan.layouts)  # type: ignore[assignment]
 
 
+_OF_LISTS = ("autopar_names", "idle_zeros", "_called", "_inside")  # attributes of experts that are modules
+
+
 def swap_back(module: nn.Module) -> None:
     """Undo :func:`swap`."""
     module.__class__ = plain_class(module)
-    for name in ("tp", "region", "autopar", "autopar_layouts", "beside", "dispatch", "tokens", "chunk"):
+    for name in ("tp", "region", "autopar", "autopar_layouts", "beside", "dispatch", "tokens", "chunk", *_OF_LISTS):
         module.__dict__.pop(name, None)
 
 
 def resize(module: nn.Module, plan: ModulePlan, rank: int | None) -> None:
     """Set the sizes among a module's attributes to those of its weight (``rank`` None: of the full one)."""
-    if plan.rule == "sharded":
+    if plan.rule in ("sharded", "one_expert"):
         _resize_plain(module, plan, rank)
     names: tuple[str, ...] = _SIZES.get(plan.rule, ())
     if plan.rule == "embedding":

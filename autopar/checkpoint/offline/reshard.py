@@ -20,7 +20,7 @@ from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.staging import Staging
 from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import CheckpointError
-from autopar.layout import Block, Layout, replicated_shards
+from autopar.layout import Layout
 from autopar.plan.matching import rows_of
 from autopar.plan.plan import TensorPlan
 from autopar.policy.load import own_policies
@@ -135,8 +135,7 @@ def _reshard(tensor: TensorPlan, tp: int) -> TensorPlan:
     """Plan the same units over ``tp`` ranks. With fewer units than ranks several ranks hold the same one."""
     if tensor.layout is None:
         return tensor
-    blocks = [Block(b.unit, b.count, b.width, replicated_shards(b.count, tp)) for b in tensor.layout.blocks]
-    return replace(tensor, layout=Layout.of(tensor.layout.dim, blocks))
+    return replace(tensor, layout=Layout.of(tensor.layout.dim, [block.over(tp) for block in tensor.layout.blocks]))
 
 
 def _refuse_own_statistics(parts: Mapping[str, Part], before: int, tp: int) -> None:

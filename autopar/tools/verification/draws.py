@@ -206,12 +206,18 @@ def _of_ranks(session: Session) -> list[Row]:
     everyone = gathered((place, mine, after, digest), mpu.model.group)
     if not plain:
         return [Row("dropout", "random draws", None, note="the model has no dropout")]
-    draws = {at: found for at, found, _, _ in everyone}
+    draws = {at: _comparable(session, found) for at, found, _, _ in everyone}
     return [
-        _row_of_draws(plain, draws),
+        _row_of_draws(_comparable(session, plain), draws),
         _row_alike("generators behind the forward", {at: state for at, _, state, _ in everyone}),
         _row_alike("outputs of all ranks", {at: text for at, _, _, text in everyone}),
     ]
+
+
+def _comparable(session: Session, draws: Sequence[Draw]) -> Sequence[Draw]:
+    """Return the draws without those of experts that one rank computes, for tokens of all."""
+    inside = tuple(f"{path}." for path, rule in session.plan.modules.items() if rule.rule == "expert_modules")
+    return [draw for draw in draws if not draw.module.startswith(inside)] if inside else draws
 
 
 def _row_of_draws(plain: Sequence[Draw], draws: Mapping[Place, Sequence[Draw]]) -> Row:

@@ -1,0 +1,192 @@
+"""Rules of mixtures whose experts lie on ranks as a whole: stacked in parameters, or modules in a list.
+
+Stacked experts are units along dim 0 of their parameters. An expert that is a module of its own lies on one rank with
+all of its parameters: each of them has one unit along its dim 0, which the other ranks do not have. They keep the
+module with empty parameters, so that names, checkpoints and optimizers are the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from autopar.errors import ConfigError
+from autopar.foreign.modules import BatchNorm, own_parameters
+from autopar.layout import Block, Layout
+from autopar.plan.matching import RuleMatch, join
+from autopar.plan.plan import AttributePlan, ModulePlan
+from autopar.plan.rules import TensorRule, tensor_rules_of
+from autopar.plan.units import UnitTable
+from autopar.policy.schema import BY_EXPERT, Part, Rule
+from autopar.quantized.layers import StandIn
+
+__all__ = ["expert_names", "mixtures_in", "rules_of", "shard_by_expert"]
+
+MIXTURES = frozenset(("experts", "expert_modules", "calls_experts", "one_expert"))
+"""Rules of plans for modules that have experts, are one, or call them."""
+
+_ARGUMENTS = 3  # hidden states, indices of the chosen experts, their weights
+
+
+def expert_names(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the children that are experts, in order: those that end in a number; none if there are none.
+
+    ``0``, ``1``, ... of a list, ``expert_0``, ``expert_1``, ... of a dict. Others beside them hold no parameters.
+    """
+    found: dict[str, list[tuple[int, str]]] = {}
+    for name, child in module.named_children():
+        numbered = re.fullmatch(r"(.*?)(\d+)", name)
+        if numbered and any(True for _ in child.parameters()):
+            found.setdefault(numbered[1], []).append((int(numbered[2]), name))
+    if len(found) != 1:
+        return ()
+    ((_, listed),) = found.items()
+    return tuple(name for _, name in sorted(listed))
+
+
+def shard_by_expert(matches: list[RuleMatch], ranks: int) -> tuple[list[RuleMatch], list[AttributePlan]]:
+    """Return the matches with each mixture that names ``by_expert`` sharded so, and the attributes that change.
+
+    Args:
+        ranks: over which experts are sharded.
+
+    Raises:
+        ConfigError: the model has no such mixture, or one whose forward does not take the choice of experts.
+    """
+    mixtures = {match.path: match for match in matches if match.rule.by_expert is not None}
+    if not mixtures:
+        raise ConfigError("expert_parallel_size: this model has no experts that can be sharded by expert")
+    listed = {path for path, match in mixtures.items() if isinstance(match.module, nn.Module)
+              and expert_names(match.module)}  # fmt: skip
+    result: list[RuleMatch] = []
+    attributes: list[AttributePlan] = []
+    tables: dict[int, UnitTable] = {}
+    for found in matches:
+        match, holder = found, found.path.rpartition(".")[0]
+        if any(match.path.startswith(f"{path}.") for path in listed):
+            continue  # an expert that is whole needs no rules inside
+        if match.path in mixtures or holder in mixtures:
+            table = tables.setdefault(id(match.scope.table), match.scope.table.of_experts(ranks))
+            match = replace(match, scope=replace(match.scope, table=table))
+        if match.path in mixtures:
+            if match.path not in listed:
+                attributes.append(_check(match))
+            rule = replace(match.rule, kind="experts", parts=(Part(str(match.rule.by_expert)),))
+            result.append(replace(match, rule=rule))
+        elif holder in mixtures and isinstance(match.module, torch.Tensor):
+            unit = str(mixtures[holder].rule.by_expert)
+            result.append(replace(match, rule=Rule("sharded", match.rule.where, (Part(unit),), dim=0)))
+        else:
+            result.append(match)
+    return result, attributes
+
+
+def _check(match: RuleMatch) -> AttributePlan:
+    module, table = match.module, match.scope.table
+    assert isinstance(module, nn.Module)
+    kind = type(module).__name__
+    taken = [p for p in inspect.signature(type(module).forward).parameters if p != "self"]
+    experts = getattr(module, "num_experts", None)
+    if match.rule.kind == BY_EXPERT:
+        raise ConfigError(
+            f"expert_parallel_size: {match.path} ({kind}) has no children that are numbered, which 'by_expert' alone "
+            f"is for ({match.rule.where}).\n  Experts that are stacked in parameters are a region: "
+            f"{{region: UNIT, by_expert: {match.rule.by_expert}}}."
+        )
+    if len(taken) != _ARGUMENTS or type(experts) is not int:
+        raise ConfigError(
+            f"expert_parallel_size: {match.path} ({kind}) chooses its experts inside, it cannot be sharded by expert. "
+            "Leave it out: each expert is sharded instead."
+        )
+    unit = str(match.rule.by_expert)
+    layout = match.layout((Part(unit),), 0, experts)
+    values = tuple(layout.local_size(rank) for rank in range(table.size))
+    return AttributePlan(match.path, "num_experts", str(match.rule.where), experts, values)
+
+
+def rules_of(match: RuleMatch, root: nn.Module) -> Iterator[TensorRule]:
+    """Yield what a rule makes of what it matched, experts among them.
+
+    Args:
+        root: the model, in which a list without a forward is called by the module around it.
+
+    Raises:
+        PolicyError, ConfigError: as ``tensor_rules_of``; an expert cannot lie on a rank as a whole.
+    """
+    module = match.module
+    if match.rule.kind != "experts" or not isinstance(module, nn.Module):
+        yield from tensor_rules_of(match)
+        return
+    where, names = str(match.rule.where), expert_names(module)
+    unit = str(match.rule.by_expert)
+    count = match.count(unit)
+    layout = match.layout((Part(unit),), 0, len(names) or count or 0)
+    if not names:
+        yield TensorRule(ModulePlan(match.path, "experts", where, layout))
+        return
+    _check_beside(match, module, names)
+    yield TensorRule(ModulePlan(match.path, "expert_modules", where, layout))
+    if type(module).forward is nn.Module.forward:
+        above = match.path.rpartition(".")[0]
+        _check_caller(match, root.get_submodule(above))
+        yield TensorRule(ModulePlan(above, "calls_experts", where))
+    for number, name in enumerate(names):
+        yield from _one_expert(match, join(match.path, name), module.get_submodule(name), number, len(names))
+
+
+def _one_expert(match: RuleMatch, path: str, expert: nn.Module, number: int, of: int) -> Iterator[TensorRule]:
+    """Lay each parameter of an expert on the rank that owns it."""
+    unit, size = str(match.rule.by_expert), match.scope.table.size
+    for inside, holder in expert.named_modules():
+        shown = join(path, inside)
+        if isinstance(holder, BatchNorm):
+            raise ConfigError(
+                f"expert_parallel_size={size}: {shown} normalises over the tokens of one expert, which come from "
+                "several ranks, in another order. Leave it out: each expert is sharded instead."
+            )
+        own = {name: each for name, each in own_parameters(holder).items() if each is not None}
+        for name, parameter in own.items():
+            if isinstance(parameter, StandIn) or not parameter.ndim or not parameter.is_floating_point():
+                form = "a quantized weight" if parameter.ndim else "a single number"
+                raise ConfigError(
+                    f"expert_parallel_size={size}: {join(shown, name)} is {form}, and a rank holds experts that are "
+                    "modules of their own\n  only with plain weights of one dim or more. tensor_parallel_size shards "
+                    "each expert instead."
+                )
+        layouts = {name: Layout.of(0, [Block.alone(unit, number, of, p.shape[0], size)]) for name, p in own.items()}
+        if layouts:
+            first = next(iter(layouts.values()))
+            yield TensorRule(
+                ModulePlan(shown, "one_expert", str(match.rule.where), first, layouts),
+                [(name, parameter, layouts[name]) for name, parameter in own.items()],
+            )
+
+
+def _check_beside(match: RuleMatch, module: nn.Module, names: tuple[str, ...]) -> None:
+    """Check that a list holds nothing but experts that all ranks would have to hold."""
+    others = [name for name, _ in module.named_parameters() if name.split(".")[0] not in names]
+    if others:
+        raise ConfigError(
+            f"expert_parallel_size: {match.path} ({type(module).__name__}) holds {others[0]} beside {len(names)} "
+            "experts that are modules, so it cannot be sharded by expert.\n  Leave it out: each expert is sharded "
+            "instead."
+        )
+
+
+def _check_caller(match: RuleMatch, caller: nn.Module) -> None:
+    """Check that the module around a list without a forward has one, which calls the experts."""
+    if type(caller).forward is nn.Module.forward:
+        raise ConfigError(
+            f"expert_parallel_size: neither {match.path} nor the {type(caller).__name__} around it has a forward that "
+            f"would call the experts ({match.rule.where}).\n  Leave it out: each expert is sharded instead."
+        )
+
+
+def mixtures_in(attributes: list[AttributePlan], modules: Mapping[str, ModulePlan]) -> set[str]:
+    """Return the paths of modules that have experts, are one, or call them."""
+    return {each.path for each in attributes} | {path for path, plan in modules.items() if plan.rule in MIXTURES}
