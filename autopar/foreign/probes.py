@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from autopar.foreign import autograd, groups, modules, optimizers, tensors, transformers
+from autopar.foreign import autograd, batching, groups, modules, optimizers, tensors, transformers
 
 __all__ = ["PROBES", "Probe", "failures"]
 
@@ -253,6 +253,16 @@ def _groups() -> bool:
     return all(map(callable, named)) and not groups.is_flat_parameter(torch.ones(1)) and left_out
 
 
+def _batching() -> bool:
+    """Look for the places at which continuous batching asks an object about its ranks."""
+    from transformers.generation.continuous_batching import cache, continuous_api
+
+    asked = inspect.getsource(continuous_api) + inspect.getsource(cache)
+    kept = "self.model._cached_continuous_batching_manager = self" in asked
+    heads = "find_num_key_value_heads(config)" in asked and "self.model.config.get_text_config()" in asked
+    return batching.takes_ranks() and kept and heads and batching.kept_manager(nn.Module()) is None
+
+
 PROBES: dict[str, Probe] = {
     "parameters, buffers and children of a module": Probe(_held, "layers are swapped and sharded"),
     "hooks around a forward": Probe(_hooks, "deparallelize, meta copies, warnings of hooks"),
@@ -274,6 +284,7 @@ PROBES: dict[str, Probe] = {
     "what a model of transformers says of itself": Probe(_model, "initialize of every model"),
     "private attributes of models": Probe(_private_of_models, "saved form, dtypes, imported plans"),
     "parts of a step of Muon": Probe(_muon, "optimizer.whole=sharded, optimizer.split_fused"),
+    "ranks in continuous batching": Probe(_batching, "generate_batch with tensor parallelism"),
     "groups and stores": Probe(_groups, "collectives, deadlines, agreement between ranks"),
 }
 """Name -> what reads it."""
