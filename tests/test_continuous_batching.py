@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import ContinuousBatchingConfig, Gemma3ForCausalLM, Gemma3TextConfig, GenerationConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 import autopar
 from autopar.errors import ConfigError, ConsistencyError, PipelineError
+from tests.parity import randomise
 from tests.pool import pooled
 from tests.small import gpt2, llama
 from tests.tensor_parallel.mixtures import mixtral
@@ -45,7 +46,9 @@ def tokens(outputs: dict[str, Any]) -> list[tuple[str, list[int], list[float]]]:
     return [(name, output.generated_tokens, output.logprobs) for name, output in outputs.items()]
 
 
-def generated(model: Any, prompts: list[list[int]] = PROMPTS, seed: int = 3, replica: int | None = None, **way: Any) -> Any:
+def generated(
+    model: Any, prompts: list[list[int]] = PROMPTS, seed: int = 3, replica: int | None = None, **way: Any
+) -> Any:
     """Tokens of a way; ``replica``: of which the plain model draws the samples, whatever rank of the world this is."""
     way = dict(way)
     ours = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)} & set(way)
@@ -71,6 +74,7 @@ def compare(model: Any, plain: Any, replica: int, prompts: list[list[int]], *way
         assert all(made for _, made, _ in expected)
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_generate_batch() -> None:
     model = autopar.initialize(grouped(), {"tp": 2})
@@ -88,20 +92,35 @@ def test_generate_batch() -> None:
     assert generated(model)[1][1] == alone[0, 7:].tolist()
 
 
-MODELS: dict[str, Callable[[], Any]] = {
-    "a KV head for each query head": lambda: grouped(8),
-    "one KV head": lambda: grouped(1),
-    "three KV heads": lambda: llama().eval(),
-    "eager": lambda: grouped(attention="eager"),
-    "heads side by side in one matrix": lambda: gpt2(n_positions=64).eval(),
+def windows() -> Any:
+    """Every second layer sees 8 tokens: two kinds of pages share one cache."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(
+        **sizes, num_hidden_layers=2, layer_types=kinds, sliding_window=8, vocab_size=131, intermediate_size=37
+    )
+    return randomise(Gemma3ForCausalLM(config)).eval()
+
+
+SEQUENCE = {"tp": 2, "model_parallelism": {"sequence_parallel": True}}
+MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "a KV head for each query head": (lambda: grouped(8), {"tp": 2}),
+    "one KV head": (lambda: grouped(1), {"tp": 2}),
+    "three KV heads": (lambda: llama(max_position_embeddings=128).eval(), {"tp": 2}),
+    "eager": (lambda: grouped(attention="eager"), {"tp": 2}),
+    "heads side by side in one matrix": (lambda: gpt2(n_positions=64).eval(), {"tp": 2}),
+    "windows": (windows, {"tp": 2}),
+    "rows between regions": (lambda: grouped(2), SEQUENCE),
+    "experts": (lambda: mixtral(4, vocab_size=131).eval(), {"tp": 2, "ep": 2}),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pooled(world_size=2)
 def test_models(name: str) -> None:
-    model = autopar.initialize(MODELS[name](), {"tp": 2})
-    compare(model, MODELS[name](), 0, PROMPTS, "greedy", "sampled")
+    make, config = MODELS[name]
+    compare(autopar.initialize(make(), config), make(), 0, PROMPTS, "greedy", "sampled")
 
 
 @pooled(world_size=2)
@@ -118,11 +137,13 @@ def test_replicas_and_fewer_heads_than_ranks() -> None:
     compare(autopar.initialize(grouped(2), {"tp": 2}), grouped(2), replica, own, "greedy", "sampled")
 
 
-def served(model: Any, give: Callable[[Any], None], wanted: int = len(PROMPTS), **settings: Any) -> dict[str, list[int]]:
+def served(
+    model: Any, give: Callable[[Any], None], wanted: int = len(PROMPTS), way: Any = None, **settings: Any
+) -> dict[str, list[int]]:
     """Tokens of requests that ``give`` gives to a manager."""
     found: dict[str, list[int]] = {}
     with model.continuous_batching_context_manager(
-        generation_config=asked(), continuous_batching_config=cache(**settings)
+        generation_config=asked() if way is None else way, continuous_batching_config=cache(**settings)
     ) as manager:
         give(manager)
         while len(found) < wanted and manager.is_running():
@@ -150,7 +171,6 @@ def from_threads(manager: Any) -> None:
         thread.join()
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_requests_are_given_on_all_ranks_or_on_the_first() -> None:
     model = autopar.initialize(grouped(), {"tp": 2})
@@ -174,6 +194,7 @@ def test_requests_are_given_on_all_ranks_or_on_the_first() -> None:
     assert served(model, cancel) == due
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_ranks_leave_together() -> None:
     """The second rank has nothing to do and comes to the end of its block at once."""
@@ -192,14 +213,16 @@ def test_requests_that_differ_raise() -> None:
         generated(model, PROMPTS[rank:])
     with pytest.raises(ConsistencyError, match=r"generate_batch of 6 prompts"):
         generated(model, max_new_tokens=12 + rank)
-    with pytest.raises((ConsistencyError, PipelineError), match=r"request own is 3 tokens \[5, 6, 0\].* and 3 tokens \[5, 6, 1\]"):
+    with pytest.raises(
+        (ConsistencyError, PipelineError), match=r"own is 3 tokens \[5, 6, 0\].* and 3 tokens \[5, 6, 1\]"
+    ):
         served(model, lambda manager: manager.add_request([5, 6, rank], request_id="own", max_new_tokens=1000), 1)
     forgotten = model.init_continuous_batching(asked(), cache())
     forgotten.start()
     if rank == 1:
         forgotten.add_request([5, 6], request_id="own")
         time.sleep(0.3)
-        with pytest.raises(ConsistencyError, match=r"rank 1 was given 1 requests \(own\) that rank 0 was not"):
+        with pytest.raises(ConsistencyError, match=r"was not given them: own of rank 1, 1 in all"):
             forgotten.stop()
     else:
         forgotten.stop()
@@ -210,7 +233,6 @@ def no_memory(*_: Any, **__: Any) -> None:
     raise MemoryError("no memory is left here")
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_a_rank_that_fails_ends_the_others() -> None:
     model, rank = autopar.initialize(grouped(), {"tp": 2, "pipeline": {"timeout": 2}}), dist.get_rank()
@@ -239,14 +261,16 @@ def test_a_rank_that_fails_ends_the_others() -> None:
 @pooled(world_size=2)
 def test_ranks_that_draw_other_tokens_raise() -> None:
     model = autopar.initialize(grouped(), {"tp": 2})
-    with pytest.raises(ConsistencyError, match=r"request own has \d+ tokens, the last \d+, on rank 0 and .* on rank 1"):
-        with model.continuous_batching_context_manager(
-            generation_config=asked(do_sample=True, eos_token_id=-1), continuous_batching_config=cache(num_blocks=80)
-        ) as manager:
-            manager.add_request(PROMPTS[0], request_id="own", max_new_tokens=250)
-            while manager.is_running():
-                if dist.get_rank() == 1:
-                    torch.rand(())  # as a data loader might
+
+    def draw(manager: Any) -> None:
+        manager.add_request(PROMPTS[0], request_id="own", max_new_tokens=250)
+        while manager.is_running():
+            if dist.get_rank() == 1:
+                torch.rand(())  # as a data loader might
+
+    words = r"the ranks chose different tokens. Request own has \d+ tokens, the last \d+, on rank 0 and .* on rank 1"
+    with pytest.raises(ConsistencyError, match=words):
+        served(model, draw, way=asked(do_sample=True, eos_token_id=-1), num_blocks=80)
 
 
 @pytest.mark.tier("test")
@@ -264,9 +288,9 @@ def test_a_pause_changes_weights_and_other_threads_are_refused() -> None:
     manager = model.init_continuous_batching(asked(eos_token_id=-1), cache(num_blocks=80))
     manager.start()
     manager.add_request(PROMPTS[1], request_id="long", max_new_tokens=200)
-    with pytest.raises(ConfigError, match="manager.pause"):
+    with pytest.raises(ConfigError, match=r"manager\.pause"):
         model(ids)
-    with pytest.raises(ConfigError, match="manager.pause"):
+    with pytest.raises(ConfigError, match=r"manager\.pause"):
         model.generate(ids, max_new_tokens=2)
     with manager.pause():
         torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-5)
@@ -289,7 +313,9 @@ def test_a_pause_changes_weights_and_other_threads_are_refused() -> None:
 def test_managers_are_kept_and_models_become_plain_again() -> None:
     plain, model = grouped(), grouped()
     due = generated(plain)
-    with model.continuous_batching_context_manager(asked(), continuous_batching_config=cache(), persistent_manager=True):
+    with model.continuous_batching_context_manager(
+        asked(), continuous_batching_config=cache(), persistent_manager=True
+    ):
         pass  # a manager of the plain model, which is not used again
     model = autopar.initialize(model, {"tp": 2})
     settings = {"generation_config": asked(), "continuous_batching_config": cache(seed=3)}
@@ -307,7 +333,9 @@ def test_managers_are_kept_and_models_become_plain_again() -> None:
 @pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_other_models_of_ranks_are_refused() -> None:
-    words = r"(?s)continuous batching .* of \w*LlamaForCausalLM: {}.*Use model\.generate\(\*\*tokenizer.*goes with tensor_par"
+    words = (
+        r"(?s)continuous batching .* of \w*LlamaForCausalLM: {}.*Use model\.generate\(\*\*tokenizer.*It goes with ten"
+    )
     for config, reason in {
         "pp": "its 2 pipeline stages",
         "cp": "context_parallel_size=2",

@@ -72,7 +72,7 @@ class RankTurns(DistributedHelper):
         self._asked_to_stop = 0  # turns in which all ranks did
         self._given: dict[str, str] = {}  # to this rank, which is not the first, and not to the first so far
         self._known: OrderedDict[str, str] = OrderedDict()  # to the first rank, and not to this one so far
-        self._wrong = ""  # about a request; told in the next turn
+        self._wrong: ConsistencyError | None = None  # about a request; raised in the next turn
 
     def destroy_cpu_comm_group(self) -> None:
         """Give the group back; one on which a turn failed is not used again."""
@@ -100,10 +100,8 @@ class RankTurns(DistributedHelper):
         """
         if self._over:
             return 0, _HARD, 0
-        error = self.own_error()
-        if error is None and self._wrong:
-            error = ConsistencyError(self._wrong)
-            self.failures.publish_error(error)
+        error = self.own_error() or self._wrong
+        if error is not None:
             payload_size, stop_status = 0, _HARD
         digest = of_text(repr(sorted(self.progress().items())))
         stop = min(stop_status, _HARD)
@@ -188,8 +186,8 @@ class RankTurns(DistributedHelper):
                 raise PipelineError(
                     f"continuous batching has ended on all ranks: rank {rank} failed.\n  rank {rank} said: {said}"
                 )
-            if str(error) == self._wrong:
-                raise error
+            if self._wrong is not None and error is self._wrong:
+                raise self._wrong
         return [int(number) for number in told.tolist()]
 
     def _apart(self) -> ConsistencyError:
@@ -203,28 +201,30 @@ class RankTurns(DistributedHelper):
                 if mine != its:
                     here, there = (_said(of) for of in (mine, its))
                     return ConsistencyError(
-                        f"continuous batching: request {name} has {here} on rank {self.axis.ranks[0]} and {there} on "
-                        f"rank {rank}.\n  The ranks must choose the same tokens. Draw from torch's generators on all of "
-                        "them while requests run, or on none,\n  and let logits processors look at nothing that "
-                        "differs between ranks."
+                        f"continuous batching: the ranks chose different tokens. Request {name} has {here} on rank "
+                        f"{self.axis.ranks[0]} and {there} on rank {rank}.\n  While requests run, draw from torch's "
+                        "generators on all ranks or on none, and let logits processors look at\n  nothing that differs "
+                        "between ranks."
                     )
-        return ConsistencyError("continuous batching: the ranks run different requests")
+        return ConsistencyError("continuous batching: the ranks chose different tokens.")
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def _compare(self, own: list[Any], first: list[Any]) -> None:
+    def _compare(self, own: list[Any], decided: list[Any]) -> None:
         """Compare requests that this rank was given with those of the first one, as far as both have them."""
         self._given |= {state.request_id: _content(state) for state in own}
-        for state in first:
+        for state in decided:
             self._known[state.request_id] = _content(state)
         for name in [name for name in self._given if name in self._known]:
             mine, its = self._given.pop(name), self._known.pop(name)
-            if mine != its and not self._wrong:
-                self._wrong = (
-                    f"continuous batching: request {name} is {its} on rank {self.axis.ranks[0]} and {mine} on rank "
-                    f"{self.axis.ranks[self.axis.rank]}.\n  Give all ranks of a replica the same requests in the same "
-                    f"order, or each request a request_id of its own,\n  or give requests to rank {self.axis.ranks[0]} "
-                    "alone: the others compute them with it, and get the results, too."
+            if mine != its and self._wrong is None:
+                first = self.axis.ranks[0]
+                self._wrong = ConsistencyError(
+                    f"continuous batching: the ranks were given different requests under one id. {name} is {its} on "
+                    f"rank {first} and {mine} on rank {self.axis.ranks[self.axis.rank]}.\n"
+                    "  Give all ranks of a replica the same requests in the same order, or each request a request_id "
+                    f"of its own,\n  or give requests to rank {first} alone: the others compute them with it, and get "
+                    "the results, too."
                 )
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)
@@ -235,8 +235,8 @@ class RankTurns(DistributedHelper):
             return None
         names = ", ".join(list(self._given)[:5])
         return ConsistencyError(
-            f"continuous batching: rank {self.axis.ranks[self.axis.rank]} was given {len(self._given)} requests "
-            f"({names}) that rank {self.axis.ranks[0]} was not, so they never ran.\n"
+            f"continuous batching: requests never ran, as the first rank of the group was not given them: {names} of "
+            f"rank {self.axis.ranks[self.axis.rank]}, {len(self._given)} in all.\n"
             f"  Give requests to rank {self.axis.ranks[0]}, alone or on all ranks of a replica."
         )
 

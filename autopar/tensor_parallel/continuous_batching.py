@@ -120,13 +120,15 @@ def _own_kv_heads(model: Any, mpu: MPU) -> int:
     for rank in range(mpu.tp.size):
         found = {whole if layout is None else layout.local_size(rank) for layout in layers}
         if len(found) > 1:
-            _refuse(model, f"its layers have {sorted(found)} KV heads on rank {mpu.tp.ranks[rank]}, and a cache one number")
+            _refuse(
+                model, f"its layers have {sorted(found)} KV heads on rank {mpu.tp.ranks[rank]}, and a cache one number"
+            )
     mine = layers[0]
     return whole if mine is None else mine.local_size(mpu.tp.rank)
 
 
 class _Seen:
-    """What the paged cache is made for: a model whose config has this rank's number of KV heads."""
+    """A model as the paged cache is made for it: its config has this rank's number of KV heads."""
 
     def __init__(self, model: Any, heads: int) -> None:
         self._model, self._text = model, config_view(model.config.get_text_config())
@@ -166,9 +168,7 @@ class _OverRanks:
         here = weakref.ref(self)
         status = self.background_thread_status
         seconds = self.continuous_batching_config.cpu_group_timeout
-        self.distributed_helper = RankTurns(
-            failures, seconds, lambda: _progress(here()), lambda: status.fatal_error
-        )
+        self.distributed_helper = RankTurns(failures, seconds, lambda: _progress(here()), lambda: status.fatal_error)
         self.autopar_failures, self.autopar_check, self.autopar_heads = failures, check, heads
         self.autopar_thread: int | None = None  # that takes the steps
         self.autopar_compare = True  # weights, in the next step
@@ -252,8 +252,8 @@ class _OverRanks:
         inside = self.autopar_thread == threading.get_ident()
         if self.is_running() and not inside and not self.background_thread_status.is_pause_requested(local=True):
             raise ConfigError(
-                f"continuous batching of {type(self.model).__name__} runs in a thread, and this is a forward in another "
-                "one: the collectives of the two would meet.\n"
+                f"continuous batching of {type(self.model).__name__} runs in a thread, and this is a forward in "
+                "another one: the collectives of the two would meet.\n"
                 "  Put it inside of `with manager.pause():`, on all ranks, or call manager.stop() before it."
             )
 
