@@ -201,7 +201,13 @@ def test_ranks_leave_together() -> None:
     model = autopar.initialize(grouped(), {"tp": 2})
     due = expected(grouped())
     rank = dist.get_rank()
-    found = served(model, lambda manager: None if rank else from_threads(manager), wanted=0 if rank else len(PROMPTS))
+
+    def give(manager: Any) -> None:
+        if rank == 0:
+            time.sleep(0.5)
+            from_threads(manager)
+
+    found = served(model, give, wanted=0 if rank else len(PROMPTS))
     assert found == ({} if rank else due)
 
 
@@ -264,13 +270,13 @@ def test_ranks_that_draw_other_tokens_raise() -> None:
 
     def draw(manager: Any) -> None:
         manager.add_request(PROMPTS[0], request_id="own", max_new_tokens=250)
-        while manager.is_running():
+        while manager.is_running() and manager.get_result(timeout=0.001) is None:
             if dist.get_rank() == 1:
                 torch.rand(())  # as a data loader might
 
     words = r"the ranks chose different tokens. Request own has \d+ tokens, the last \d+, on rank 0 and .* on rank 1"
     with pytest.raises(ConsistencyError, match=words):
-        served(model, draw, way=asked(do_sample=True, eos_token_id=-1), num_blocks=80)
+        served(model, draw, 0, asked(do_sample=True, eos_token_id=-1), num_blocks=80)
 
 
 @pytest.mark.tier("test")
