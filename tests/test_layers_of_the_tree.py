@@ -35,7 +35,7 @@ TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["verification"], ["c
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
     "applied": 808,
-    "checkpoint": 6218,
+    "checkpoint": 6232,
     "checks": 2261,
     "config": 1023,
     "context_parallel": 2880,
@@ -44,7 +44,7 @@ LINES = {
     "distributed": 4723,
     "dry_run": 3401,
     "foreign": 1140,
-    "integrations": 1810,
+    "integrations": 2000,
     "pipeline_parallel": 3970,
     "plan": 2894,
     "policy": 1650,
