@@ -35,22 +35,22 @@ TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["rehearsal", "verifi
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
     "applied": 900,
-    "checkpoint": 6253,
-    "checks": 2254,
+    "checkpoint": 6265,
+    "checks": 2261,
     "config": 1023,
     "context_parallel": 2880,
     "data_parallel": 3147,
     "deferred_init": 1140,
     "distributed": 5404,
     "dry_run": 3425,
-    "foreign": 1368,
-    "integrations": 1900,
+    "foreign": 1414,
+    "integrations": 2092,
     "pipeline_parallel": 4060,
     "plan": 3033,
     "policy": 1650,
     "quantized": 860,
     "storage": 1490,
-    "tensor_parallel": 6141,
+    "tensor_parallel": 6692,
     "tools": 12843,
 }
 LOADED = 140  # modules that initialize loads; fewer is better

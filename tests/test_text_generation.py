@@ -145,19 +145,3 @@ def _prepared(model: Any, settings: dict[str, Any]) -> Any:
     config.max_length = 16
     model._prepare_special_tokens(config)
     return config
-
-
-@pytest.mark.tier("test")
-@pooled(world_size=2)
-def test_continuous_batching_is_refused() -> None:
-    model = autopar.initialize(grouped(), {"model_parallelism": {"tensor_parallel_size": 2}})
-    words = r"(?s)each of the 2 ranks of a model replica would.*Use model\.generate\(\*\*tokenizer.*on all of them"
-    for begin in (
-        lambda: model.generate_batch([[5, 6, 7]], max_new_tokens=3),
-        model.init_continuous_batching,
-        lambda: model.continuous_batching_context_manager().__enter__(),
-    ):
-        with pytest.raises(autopar.ConfigError, match=words):
-            begin()
-    replicas = autopar.initialize(grouped(), {})
-    assert "init_continuous_batching" not in vars(replicas), "they are whole"

@@ -31,9 +31,21 @@ from autopar.errors import CheckpointError
 from autopar.foreign.modules import own_parameters
 from autopar.storage.safetensors_io import dtype_of
 
-__all__ = ["alone", "options_of_peft", "save_adapters"]
+__all__ = ["adapter_weights", "alone", "options_of_peft", "save_adapters"]
 
 _CARD = "README.md"
+
+
+def adapter_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the whole adapters of a parallelized ``PeftModel`` by its parameters' names. Every rank takes all.
+
+    Raises:
+        CheckpointError: it holds no adapters, or of several models.
+    """
+    state = state_of(model)
+    names = sorted(_Adapters(model, state, {}).names)
+    weights = WholeWeights(state, local_tensors(model, fsdp=True))
+    yield from ((name, weights.whole(name)) for name in names)
 
 
 def save_adapters(

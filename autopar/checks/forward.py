@@ -68,6 +68,7 @@ class ForwardCheck:
         self._whole_after = 0  # steps after which all replicated weights were compared last
         self.mpu, self.failures, self.draws, self.steps, self.every = mpu, failures, draws, steps, every
         self._left = -1  # forwards that are still compared inside first_only; -1 outside
+        self._watches = True
         self._samples = WeightSamples(fsdp=mpu.cp.size == 1)
         self._forwards = {True: 0, False: 0}  # so far, in training and in evaluation
         self._drawn: dict[bool, set[str]] = {True: set(), False: set()}  # generators that the model draws from
@@ -126,7 +127,7 @@ class ForwardCheck:
             if not self._compare([of_text(repr(seen)), inputs, states]).alike:
                 self._raise(model, arguments, seen, full=True)
             return
-        watched = not compiled and (number < _WATCHED or number % _WATCHED_AGAIN == 0)
+        watched = self._watches and not compiled and (number < _WATCHED or number % _WATCHED_AGAIN == 0)
         self._before = Generators.now().digests() if full and watched else None
         numbers = self._digests(model, arguments, whole=whole) if full else []
         verdict = self._compare([of_text(repr(seen)), *numbers])
@@ -238,13 +239,19 @@ class ForwardCheck:
         return _Verdict(all(same[:4]), same[4], same[5] or same[6], largest[7] > 0)
 
     @contextlib.contextmanager
-    def first_only(self) -> Iterator[None]:
-        """Compare the first forward inside, and no other: the later ones are computed from its result."""
-        before, self._left = self._left, 1 if self._left else 0
+    def first_only(self, compare: bool = True, watch: bool = True) -> Iterator[None]:
+        """Compare the first forward inside, and no other: the later ones are computed from its result.
+
+        Args:
+            compare: False compares none.
+            watch: see which generators the model draws from; not where other threads may draw from them.
+        """
+        before = self._left, self._watches
+        self._left, self._watches = int(compare) if self._left else 0, watch
         try:
             yield
         finally:
-            self._left = before
+            self._left, self._watches = before
 
     @property
     def is_silent(self) -> bool:

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from autopar.foreign import autograd, c10d, groups, modules, optimizers, tensors, transformers
+from autopar.foreign import autograd, batching, c10d, groups, modules, optimizers, tensors, transformers
 
 __all__ = ["PROBES", "Probe", "failures"]
 
@@ -280,6 +280,16 @@ def _operators_of_collectives() -> bool:
     return places and c10d.operator_of(torch.ops.c10d.send.default) is not None and c10d.done() is not None
 
 
+def _batching() -> bool:
+    """Look for the places at which continuous batching asks an object about its ranks."""
+    from transformers.generation.continuous_batching import cache, continuous_api
+
+    asked = inspect.getsource(continuous_api) + inspect.getsource(cache)
+    kept = "self.model._cached_continuous_batching_manager = self" in asked
+    heads = "find_num_key_value_heads(config)" in asked and "self.model.config.get_text_config()" in asked
+    return batching.takes_ranks() and kept and heads and batching.kept_manager(nn.Module()) is None
+
+
 PROBES: dict[str, Probe] = {
     "parameters, buffers and children of a module": Probe(_held, "layers are swapped and sharded"),
     "hooks around a forward": Probe(_hooks, "deparallelize, meta copies, warnings of hooks"),
@@ -305,6 +315,7 @@ PROBES: dict[str, Probe] = {
     "private attributes of models": Probe(_private_of_models, "saved form, dtypes, imported plans"),
     "parts of a step of Muon": Probe(_muon, "optimizer.whole=sharded, optimizer.split_fused"),
     "operators of collectives": Probe(_operators_of_collectives, "traces, rehearsals"),
+    "ranks in continuous batching": Probe(_batching, "generate_batch with tensor parallelism"),
     "groups and stores": Probe(_groups, "collectives, deadlines, agreement between ranks"),
 }
 """Name -> what reads it."""

@@ -65,7 +65,7 @@ def attach(
         every = {"auto": 1 if mpu.device.type == "cpu" else 10, "first": 0, "always": 1}.get(kind)
         check = ForwardCheck(mpu, failures, region.draws, steps, int(number) if every is None else every)
         check.find_sharded(inner)
-    hooks.attach(inner, plan, mpu, region, failures, check)
+    hooks.attach(inner, plan, mpu, region, failures, check, fully_sharded=config.fully_sharded)
     if mpu.tp_cp.size > 1:
         hooks.draw_seeds_alike(inner)
     if (plan.tp > 1 or config.loss_chunk) and config.loss_gather_logits == "on_read":

@@ -40,13 +40,14 @@ from autopar.foreign.modules import forward_hooks, remove_forward_hooks
 from autopar.layout import Layout
 from autopar.plan.plan import Plan
 from autopar.swap import bind, unbind
+from autopar.tensor_parallel import continuous_batching
 from autopar.tensor_parallel.attentions import gather_attentions, gather_hidden_states, head_layouts
 from autopar.tensor_parallel.compiled_forward import CompiledCheck, checked_arguments, no_graph_of_its_own
 from autopar.tensor_parallel.given_caches import MarkCaches, ShardCaches, cache_layouts, goes_on
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.whole_hooks import WholeHooks
 
-__all__ = ["AgreedCriteria", "Hook", "agreed", "attach", "detach", "refuse_continuous_batching"]
+__all__ = ["AgreedCriteria", "Hook", "agreed", "attach", "detach"]
 
 
 _OF_TOKENS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria, ConfidenceCriteria)
@@ -81,26 +82,11 @@ def agreed(criteria: Sequence[Any], failures: FailureLog) -> StoppingCriteriaLis
     return StoppingCriteriaList([*alike, AgreedCriteria(apart, failures)] if apart else alike)
 
 
-def refuse_continuous_batching(self: Any, *_: Any, **__: Any) -> NoReturn:
-    """Refuse what transformers' ``generate_batch`` and its managers begin with."""
-    mpu = self._autopar_failures.mpu
-    size, what = (
-        (mpu.model.size, "a model replica") if mpu.model.size > 1 else (mpu.ep.size, "an expert-parallel group")
-    )
-    raise ConfigError(
-        f"continuous batching (generate_batch, paged attention) of {type(self).__name__}: each of the {size} ranks of "
-        f"{what} would\n  choose by itself which requests run next, and they compute one model together.\n"
-        "  Use model.generate(**tokenizer(prompts, padding=True, padding_side='left', return_tensors='pt')) on all of "
-        "them; of TRL\n  leave use_transformers_paged (use_transformers_continuous_batching) out. Replicas without "
-        "tensor, context and\n  pipeline parallelism have it."
-    )
-
-
 class Hook:
     """Base of the forward hooks that :func:`autopar.tensor_parallel.hooks.detach` takes away."""
 
 
-_NAMES = ("_autopar_failures", "_autopar_check")
+_NAMES = ("_autopar_failures", "_autopar_check", "_autopar_region")
 _OWNER = "tensor parallelism"
 T = TypeVar("T")
 
@@ -112,6 +98,8 @@ def attach(
     region: Region,
     failures: FailureLog,
     check: ForwardCheck | None,
+    *,
+    fully_sharded: bool = False,
 ) -> None:
     """Register hooks and methods on ``model`` and its base model (which users call by itself, too).
 
@@ -120,6 +108,7 @@ def attach(
     Args:
         failures: where ``generate`` publishes its errors.
         check: compares over tp and cp when a forward begins; None for no checks.
+        fully_sharded: replicas gather weights for each forward, so all of them take the same steps.
     """
     layouts = head_layouts(plan) if plan.tp > 1 and isinstance(model, PreTrainedModel) else []
     for module in _callable_alone(model):
@@ -138,10 +127,13 @@ def attach(
             bind(module, _OWNER, resize_token_embeddings=_refuse_resize)
             if (mpu.model.size > 1 or plan.experts) and callable(getattr(module, "generate", None)):
                 bind(module, _OWNER, generate=_generate, _get_stopping_criteria=_get_stopping_criteria)
-            if (mpu.model.size > 1 or plan.experts) and callable(getattr(module, "init_continuous_batching", None)):
-                bind(module, _OWNER, init_continuous_batching=refuse_continuous_batching)
+            together = mpu.model.size > 1 or plan.experts or fully_sharded
+            if together and callable(getattr(module, "init_continuous_batching", None)):
+                bind(module, _OWNER, init_continuous_batching=continuous_batching.init_continuous_batching)
+                bind(module, _OWNER, generate_batch=continuous_batching.generate_batch)
         module._autopar_failures = failures  # type: ignore[assignment]
         module._autopar_check = check  # type: ignore[assignment]
+        module._autopar_region = region  # type: ignore[assignment]
 
 
 def _untransformed(mpu: MPU) -> str:
@@ -156,6 +148,8 @@ def _untransformed(mpu: MPU) -> str:
 
 def detach(model: nn.Module) -> None:
     """Undo :func:`attach`."""
+    for module in _callable_alone(model):
+        continuous_batching.forget(module)
     unbind(model, _OWNER)
     for module in _callable_alone(model):
         for _, _, hook in forward_hooks(module):
@@ -192,6 +186,8 @@ class BeforeForward(Hook, CompiledCheck):
     @no_graph_of_its_own
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         compiling, changed = torch.compiler.is_compiling(), None
+        if self.region.batching is not None and not compiling:
+            continuous_batching.check_thread(self.region.batching())
         silent = self.tree is None if self.check is None else self.check.is_silent
         if self.sharded and not compiling:
             switch.off = True  # layers read their shards
@@ -280,7 +276,9 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """
     failures: FailureLog = self._autopar_failures
     check: ForwardCheck | None = self._autopar_check
-    mpu = failures.mpu
+    mpu, batching = failures.mpu, self._autopar_region.batching
+    if batching is not None:
+        continuous_batching.check_thread(batching())
     if mpu.model.rank != 0 and _prints(kwargs.get("streamer")):
         kwargs["streamer"] = None
     if mpu.shards.size > mpu.tp.size:

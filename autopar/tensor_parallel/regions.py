@@ -80,6 +80,7 @@ class Region:
         self.forwards = 0
         self._has_labels, self._logits_made = False, 0  # in the forward that runs
         self.tracking: Any = None  # of a dry run: an ActivationTracking
+        self.batching: weakref.ref[Any] | None = None  # transformers' manager of continuous batching
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         copied = Region(self.axis)

@@ -24,7 +24,7 @@ def test_what_it_says_raises_does() -> None:
     # eleven here, seven in the next test, one in tests/data_parallel/test_fully_sharded_compositions.py,
     # two in tests/checkpoint/test_dtensor_optimizer.py, four in
     # tests/distributed/test_derivatives.py and test_transforms_refused.py, one in
-    # tests/pipeline_parallel/test_inference.py and in tests/test_text_generation.py
+    # tests/pipeline_parallel/test_inference.py and in tests/test_continuous_batching.py
     # two in tests/data_parallel/test_whole_numbers.py and tests/pipeline_parallel/test_weights_of_other_stages.py
     assert rows == 29
     model = parallel(gpt2(), 2)

@@ -35,7 +35,7 @@ RUN = {
     DOCS / "coming-from.md": 6,
     DOCS / "checkpoints.md": 2,
     DOCS / "experts.md": 1,
-    DOCS / "inference.md": 5,
+    DOCS / "inference.md": 6,
     DOCS / "launching.md": 1,
     DOCS / "long-sequences.md": 1,
     DOCS / "own-code.md": 5,
@@ -209,6 +209,7 @@ def test_inference(tmp_path: Path) -> None:
     served: Any = AutoModelForCausalLM.from_pretrained("for-vllm", dtype=torch.bfloat16)
     assert torch.equal(served.generate(**batch, max_new_tokens=5, do_sample=False), names["tokens"])
     assert [answer[0]["generated_text"] for answer in names["answers"]]
+    assert [len(output.generated_tokens) for output in names["outputs"].values()] == [5, 5]
     assert names["logits"].shape == (*batch["input_ids"].shape, 131)
 
 
