@@ -19,6 +19,7 @@ from autopar.distributed.rng import kept
 from autopar.dry_run.block_replay import BlockReplay, form_of, tensor_of
 from autopar.dry_run.equal_blocks import EqualBlocks
 from autopar.errors import UnsupportedModelError, first_line
+from autopar.foreign.modules import own_buffers
 from autopar.pipeline_parallel.provenance import Provenance, examine
 from autopar.pipeline_parallel.stage_forward import (
     StageContext,
@@ -168,13 +169,22 @@ def _boundaries(model: nn.Module, start: str, plan: StagePlan, context: StageCon
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode; modes and random generators are as before afterwards."""
+    """Put the model into evaluation mode; modes, attributes and random generators are as before afterwards.
+
+    Some forwards write attributes: the capacity of experts for so many tokens, for one.
+    """
     training = [module for module in model.modules() if module.training]
+    before = [(module, dict(vars(module)), dict(own_buffers(module))) for module in model.modules()]
     try:
         with kept():
             if training:
                 model.eval()
             yield
     finally:
+        for module, attributes, buffers in before:
+            for name in vars(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update(attributes)
+            own_buffers(module).update(buffers)
         for module in training:
             module.training = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from autopar.policy.match import find_policy
 from tests.pipeline_parallel.deep import deep
 from tests.random_models import Case, build
 from tests.small import llama
+from tests.tensor_parallel.module_mixtures import nllb
 
 
 def _stages(model, ranks, **settings) -> StagePlan:
@@ -92,6 +94,21 @@ def test_what_several_stages_read_lies_on_all_of_them() -> None:
     assert plan.holders("model.embed_tokens.weight") == (0, 1)
     shared = "shared_transf.feed_forward.down_proj.weight"
     assert {plan.holders(name) for name in plan.tensors if name.endswith(shared)} == {(0, 1)}
+
+
+def test_a_dry_run_with_weights_leaves_the_attributes_of_modules() -> None:
+    """Routers of NLLB-MoE, whose forward does not run without data, write their capacity for so many tokens."""
+    model = nllb().train()
+    before = {path: router.expert_capacity for path, router in routers_of(model)}
+    reads = find_reads(model, find_policy(model))
+    assert reads is not None and reads.dry_run is not None
+    make_stages(model, find_policy(model), 2, reads=reads)
+    assert before == {path: router.expert_capacity for path, router in routers_of(model)}
+    assert len(before) > 1 and all(module.training for module in model.modules())
+
+
+def routers_of(model: Any) -> list[tuple[str, Any]]:
+    return [(path, module) for path, module in model.named_modules() if hasattr(module, "expert_capacity")]
 
 
 def test_models_that_are_no_chain_are_refused() -> None:
