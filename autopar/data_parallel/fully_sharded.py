@@ -37,7 +37,7 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.foreign.autograd import has_hooks
-from autopar.foreign.groups import drop_gradients, reduce_gradients
+from autopar.foreign.groups import drop_gradients, gathered_parameters, reduce_gradients
 from autopar.foreign.modules import own_parameters
 from autopar.foreign.patches import hold, release
 from autopar.foreign.transformers import unsplit_modules
@@ -155,7 +155,10 @@ class FullySharded:
         """Raise ConfigError if parameters were put in the place of those that FSDP2 holds, before the first forward."""
         self._check_hooks(self.model, before=False)
         unseen, self._unseen = self._unseen, []
-        new = [(module, name) for module, name, own in unseen if own_parameters(module).get(name) is not own]
+        found = [(module, name, own, own_parameters(module).get(name)) for module, name, own in unseen]
+        others = [(module, name, now) for module, name, own, now in found if now is not own]
+        gathered = gathered_parameters(self.model) if others else set()  # generate gathers before a forward
+        new = [(module, name) for module, name, now in others if id(now) not in gathered]
         if new:
             paths = {id(module): path for path, module in self.model.named_modules()}
             listed = ", ".join(f"{paths.get(id(module), '?')}.{name}" for module, name in new[:3])

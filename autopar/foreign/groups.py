@@ -21,6 +21,7 @@ __all__ = [
     "default_group",
     "default_store",
     "drop_gradients",
+    "gathered_parameters",
     "has_timeout",
     "is_flat_parameter",
     "leave_out_of_ddp",
@@ -76,6 +77,13 @@ def meshes_of_fsdp(module: nn.Module) -> set[Any]:
     """Return the meshes over which FSDP2 shards a module's own parameters."""
     state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
     return {group.mesh_info.mesh for group in getattr(state, "_fsdp_param_groups", ())}
+
+
+def gathered_parameters(root: FSDPModule) -> set[int]:
+    """Return the ids of the whole parameters that FSDP2 puts in the place of its shards while it has them gathered."""
+    states = root._get_fsdp_state()._state_ctx.all_states
+    every = (held for each in states for group in each._fsdp_param_groups for held in group.fsdp_params)
+    return {id(held._unsharded_param) for held in every if hasattr(held, "_unsharded_param")}
 
 
 def drop_gradients(root: FSDPModule) -> None:
