@@ -126,9 +126,10 @@ def _destroy_groups() -> None:
     """Destroy all process groups but the world's; from here on all ranks number new groups alike."""
     state = dist.distributed_c10d._world
     batching = sys.modules.get("autopar.tensor_parallel.batching_turns")
-    kept = [group for groups in vars(batching)["_groups"].values() for group in groups.made] if batching else []
+    if batching is not None:
+        vars(batching)["_groups"].clear()
     for group in list(state.pg_map):
-        if group is not dist.group.WORLD and group not in kept:
+        if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
     clear_sharding_prop_cache()  # DTensor remembers meshes over the groups that are gone
     number = torch.tensor(state.group_count)

@@ -279,7 +279,7 @@ def test_ranks_that_draw_other_tokens_raise() -> None:
         served(model, draw, 0, asked(do_sample=True, eos_token_id=-1), num_blocks=80)
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("all")
 @pooled(world_size=2)
 def test_a_pause_changes_weights_and_other_threads_are_refused() -> None:
     """As in reinforcement learning: requests that run go on with the new weights."""

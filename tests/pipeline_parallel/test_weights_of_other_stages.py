@@ -166,7 +166,7 @@ def first_layers(model: Any) -> None:
         layer.requires_grad_(False)
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("all")
 @pooled(world_size=2)
 def test_weights_are_frozen_by_name() -> None:
     plain = llama(num_hidden_layers=4).train()

@@ -86,9 +86,9 @@ def test_three_ranks_hold_whole_blocks(form: str) -> None:
     assert layer.in_features % each == 0 and layer.in_features in (128, 64, 107, 106)
 
 
+@pytest.mark.tier("all")
 @pooled(world_size=4)
 @pytest.mark.parametrize("form", ["nf4 nested", "int8"])
-@pytest.mark.tier("test", only=("nf4 nested",))
 def test_steps_on_meshes_and_on_another_one(form: str, tmp_path: Path) -> None:
     plain = adapted(form)
     steps = [torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-3)]

@@ -15,7 +15,9 @@ from autopar.distributed.trace import Call, Group, Recorder
 from autopar.tools.rehearsal.one_rank import Job, inputs_of, train
 from tests.pool import pooled
 from tests.rehearsal.programs import CASES, Case, config_of
-from tests.tiers import mainly
+from tests.tiers import in_tier, mainly
+
+FIRST = ("tp x dp", "pp x tp", "tp 4, sequence", "pp x dp, zero 3", "cp x tp", "experts of replicas", "interleaved")
 
 
 def of_step(parts: list[tuple[str, Call]], *, routed: bool) -> list[tuple[str, Call]]:
@@ -51,7 +53,7 @@ def read(path: Path) -> list[tuple[str, Call]]:
 
 
 @pytest.mark.tier("test")
-@pytest.mark.parametrize("name", mainly(*CASES))
+@pytest.mark.parametrize("name", [*mainly(*FIRST), *in_tier("sweep", sorted(set(CASES) - set(FIRST)))])
 def test_calls_of_four_ranks(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     write_traces(case, tmp_path)

@@ -25,7 +25,7 @@ def on_meta(build: Any) -> Any:
         return build()
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("all")
 def test_a_thousand_ranks_with_uneven_experts() -> None:
     config = {"tp": 2, "pp": 2, "ep": 6}  # of 8 experts two ranks have 2, the others 1
     found = autopar.rehearse(on_meta(mixtral), config, 1008, sequence=16)
