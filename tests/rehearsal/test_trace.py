@@ -35,7 +35,16 @@ if "parts" in sys.argv:
 def run(folder: Path, *arguments: str) -> None:
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script), *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        *arguments,
+    ]
     environment = {**os.environ, "AUTOPAR_TRACE": str(folder / "traces"), "PYTHONPATH": str(Path(__file__).parents[2])}
     subprocess.run(command, env=environment, capture_output=True, timeout=200, check="parts" not in arguments)
 
