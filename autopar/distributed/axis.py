@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from autopar.distributed.process import accelerator
 from autopar.errors import ConfigError
+from autopar.foreign.c10d import in_fake_world
 
 __all__ = ["Axis", "Group", "HasTensorAxis", "Transport", "axis_of", "check_divides", "device_of", "device_of_group"]
 
@@ -127,7 +128,7 @@ def device_of(axis: Axis) -> torch.device:
 
 def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
     """Return where tensors of a group (by default the world) live: as :func:`device_of`."""
-    if dist.get_backend(group) == "fake":  # groups of a rehearsal, which carry nothing
+    if in_fake_world():
         return torch.device("meta")
     found = accelerator()
     return torch.device("cpu") if found is None or found.backend_of(group) is None else found.device

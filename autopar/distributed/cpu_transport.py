@@ -54,7 +54,7 @@ def choose_transport(axis: Axis, groups: Sequence[Sequence[int]], choice: str, c
     Raises:
         ConfigError: on every rank, if ``shm`` is chosen and impossible for one of them; says why.
     """
-    if choice == "gloo" or axis.size == 1 or os.environ.get(TRACE):  # a trace sees what torch carries
+    if choice == "gloo" or axis.size == 1:
         return None
     offer = _offer(axis)
     made = None
@@ -91,6 +91,8 @@ def _offer(axis: Axis) -> _Offer:
         problem = f"{platform.system()} has no memory without a name (memfd_create)"
     elif device_of(axis).type != "cpu":
         problem = f"its tensors are on {device_of(axis)}"
+    elif os.environ.get(TRACE):  # perhaps of this rank alone
+        problem = f"{TRACE} is set, and a trace sees what torch carries"
     elif "gloo" not in str(dist.get_backend_config(axis.group)):
         problem = f"the tensor-parallel group is {dist.get_backend(axis.group)}, not gloo"
     elif axis.rank == 0:

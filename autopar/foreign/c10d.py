@@ -25,6 +25,7 @@ __all__ = [
     "done",
     "fake_world",
     "group_of",
+    "in_fake_world",
     "operator_of",
     "tensors_in",
     "without_data",
@@ -122,6 +123,14 @@ class _Stream(torch.cpu.Stream):
         return torch.cpu.Event()
 
 
+_worlds: list[int] = []  # ranks that run in a fake world, at most one
+
+
+def in_fake_world() -> bool:
+    """Return whether this process runs inside of :func:`fake_world`: tensors have no memory, and are on no device."""
+    return bool(_worlds)
+
+
 @contextmanager
 def fake_world(
     rank: int,
@@ -160,6 +169,7 @@ def fake_world(
     streams = {name: getattr(torch.cpu, name) for name in dir(torch.cpu) if not name.startswith("_")}
     streams |= {"current_device": lambda: 0, "current_stream": lambda *_: _Stream(), "Stream": _Stream}
     torch.meta = SimpleNamespace(**streams)  # type: ignore[attr-defined]
+    _worlds.append(rank)
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     dist.all_reduce, dist.new_group, dist.broadcast_object_list = noted, made, objects  # type: ignore[assignment]
     FSDPParamGroup._validate_no_meta_params = lambda self: None  # type: ignore[method-assign]
@@ -168,5 +178,6 @@ def fake_world(
     finally:
         dist.all_reduce, dist.new_group, dist.broadcast_object_list = all_reduce, new_group, broadcast_objects
         FSDPParamGroup._validate_no_meta_params = check  # type: ignore[method-assign]
+        _worlds.pop()
         del torch.meta  # type: ignore[attr-defined]
         dist.destroy_process_group()

@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from typer.testing import CliRunner
 
+from autopar.distributed.mesh import MPU
 from autopar.distributed.trace import read
 from autopar.tools.cli import app
+from tests.pool import pooled
 
 SCRIPT = """
 import sys
@@ -76,3 +79,17 @@ def test_a_folder_without_traces(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["trace", str(tmp_path)])
     assert result.exit_code == 1
     assert f"has no traces (rank-0.jsonl ...): start the job with AUTOPAR_TRACE={tmp_path}" in result.stderr
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_a_rank_that_traces_alone_takes_no_other_way() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setenv("AUTOPAR_TRACE", "traces")
+        mpu = MPU(tensor_parallel_size=2)  # ranks agree on what carries their collectives
+        assert mpu.tp.transport is None
+        mpu.destroy()
+    mpu = MPU(tensor_parallel_size=2, cpu_transport="shm")
+    assert mpu.tp.transport is not None
+    mpu.destroy()
