@@ -17,7 +17,7 @@ from autopar.policy.load import own_policies
 from autopar.policy.schema import Rule, Tower
 from tests.changed import touched_policies
 
-__all__ = ["REPRESENTATIVES", "every_other", "first_policies", "first_types", "one_of_each_structure"]
+__all__ = ["REPRESENTATIVES", "every_fourth", "first_policies", "first_types", "one_of_each_structure"]
 
 REPRESENTATIVES = {
     "gpt2": "fused q, k, v in Conv1D layers, whose weights are transposed; tied head",
@@ -77,9 +77,9 @@ def one_of_each_structure(model_types: Collection[str]) -> list[str]:
     return found
 
 
-def every_other(names: Sequence[str], start: int) -> list[str]:
-    """Return each second policy, from the first or the second one on; and those that have been changed."""
-    return [*dict.fromkeys([*names[start::2], *(name for name in names if name in touched_policies())])]
+def every_fourth(names: Sequence[str], start: int) -> list[str]:
+    """Return each fourth policy, from the one at ``start`` on; and those that have been changed."""
+    return [*dict.fromkeys([*names[start::4], *(name for name in names if name in touched_policies())])]
 
 
 def _structure(tower: Tower) -> Any:

@@ -123,12 +123,14 @@ def test_models(name: str) -> None:
     compare(autopar.initialize(make(), config), make(), 0, PROMPTS, "greedy", "sampled")
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pooled(world_size=2)
-def test_ways() -> None:
+def test_ways(way: str) -> None:
     model = autopar.initialize(grouped(2), {"tp": 2})
-    compare(model, grouped(2), 0, PROMPTS, *WAYS)
+    compare(model, grouped(2), 0, PROMPTS, way)
 
 
+@pytest.mark.tier("sweep")
 @pooled(world_size=4)
 def test_replicas_and_fewer_heads_than_ranks() -> None:
     compare(autopar.initialize(grouped(2), {"tp": 4}), grouped(2), 0, PROMPTS, "greedy", "sampled")
@@ -171,6 +173,7 @@ def from_threads(manager: Any) -> None:
         thread.join()
 
 
+@pytest.mark.tier("sweep")
 @pooled(world_size=2)
 def test_requests_are_given_on_all_ranks_or_on_the_first() -> None:
     model = autopar.initialize(grouped(), {"tp": 2})
@@ -211,7 +214,6 @@ def test_ranks_leave_together() -> None:
     assert found == ({} if rank else due)
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_requests_that_differ_raise() -> None:
     model, rank = autopar.initialize(grouped(), {"tp": 2}), dist.get_rank()
@@ -315,6 +317,7 @@ def test_a_pause_changes_weights_and_other_threads_are_refused() -> None:
     torch.testing.assert_close(model(ids).logits, later(ids).logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.tier("sweep")
 @pooled(world_size=2)
 def test_managers_are_kept_and_models_become_plain_again() -> None:
     plain, model = grouped(), grouped()
@@ -336,7 +339,6 @@ def test_managers_are_kept_and_models_become_plain_again() -> None:
     assert generated(whole) == due
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_other_models_of_ranks_are_refused() -> None:
     words = (

@@ -39,7 +39,7 @@ from tests.parity import check
 from tests.pool import pooled
 from tests.random_models import Case, auto_heads, batches, build, cases, heads_of, kind, of_type
 from tests.refused_types import LATE_IN_CONTEXT, NOT_BY_ROWS, NOT_IN_CONTEXT, NOT_REHEARSED, ROWS_ON_FOUR
-from tests.representatives import REPRESENTATIVES, every_other, first_types, one_of_each_structure
+from tests.representatives import REPRESENTATIVES, every_fourth, first_types, one_of_each_structure
 
 # Heads and KV heads at each size: sharded unevenly (6 as 4 + 2), unevenly with replicas, fewer KV heads than ranks.
 SIZES = {2: (6, 3), 3: (8, 2), 4: (8, 2)}
@@ -185,6 +185,7 @@ def _same_tokens(plain: nn.Module, parallel: nn.Module, batch: dict[str, Any]) -
 # -- without ranks: all model types -------------------------------------------------------------------------------
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("model_type", first_types(REPRESENTATIVES, WHOLE, later="all"))
 def test_the_main_head_is_planned_and_rehearsed(model_type: str) -> None:
     listed = cases(model_type)
@@ -249,7 +250,8 @@ def test_one_of_each_family_on_three() -> None:
 # -- over ranks: all of them --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", every_other(one_of_each_structure(WHOLE), 0))  # the others in stages
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", every_fourth(one_of_each_structure(WHOLE), 0))  # others in stages
 @pooled(world_size=2, timeout=600)
 def test_one_of_each_structure_on_two(name: str) -> None:
     first = next(model_type for model_type in _types(name) if model_type in WHOLE)

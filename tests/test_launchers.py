@@ -58,7 +58,7 @@ def test_accelerate_launch(tmp_path: Path) -> None:
     assert all(f"rank {rank} of 2 is right" in printed for rank in range(2)), printed
 
 
-@pytest.mark.tier("all")
+@pytest.mark.tier("sweep")
 def test_notebook_launcher_and_spawn(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     printed = run(

@@ -52,7 +52,7 @@ def test_one_line_on_rank_0() -> None:
     assert "whole model" in model.num_parameters.__doc__
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("all")
 def test_the_line_is_printed_where_no_logging_is_set_up() -> None:
     script = "import autopar; from tests.small import gpt2; autopar.initialize(gpt2(), {})"
     command = [sys.executable, "-c", script]

@@ -14,7 +14,7 @@ from tests.changed import changed_files, reached
 from tests.durations import Cost, Durations, deal, shown, speed
 from tests.passed import Passed
 from tests.tier_run import TierRun, _files_of_shard, _grown
-from tests.tiers import TIERS, mainly, never_met, tier_of, up_to
+from tests.tiers import MOST, TIERS, beyond, mainly, never_met, tier_of, up_to
 
 
 def _item(*marks: Any, ranks: int = 0, case: str | None = None, file: str = "tests/test_a.py") -> Any:
@@ -22,6 +22,7 @@ def _item(*marks: Any, ranks: int = 0, case: str | None = None, file: str = "tes
     function = SimpleNamespace(world_size=ranks) if ranks else SimpleNamespace()
     item = SimpleNamespace(nodeid=f"{file}::test_a" + (f"[{case}]" if case else ""), function=function)
     item.iter_markers = lambda name: [each.mark for each in marks if each.mark.name == name]
+    item.get_closest_marker = lambda name: next(iter(item.iter_markers(name)), None)
     if case:
         item.callspec = SimpleNamespace(id=case)
     return item
@@ -52,6 +53,18 @@ def test_marks_that_mean_nothing_are_errors() -> None:
         tier_of(_item(TIER("tset")))
     items = [_item(TIER("test", only=("x", "z")), case=case) for case in ("x", "y")]
     assert never_met(items) == ["tests/test_a.py::test_a[z]"]
+
+
+def test_cases_beyond_the_seconds_of_their_test_are_late() -> None:
+    cases = [_item(ranks=2, case=str(number)) for number in range(5)]
+    names = [item.nodeid for item in cases]
+    assert beyond(cases, lambda item: MOST / 2) == {*names[2:]}
+    assert beyond(cases, lambda item: 2 * MOST) == {*names[1:]}, "the first one stays"
+    assert beyond(cases, lambda item: MOST / 5) == set()
+    assert beyond([_item(TIER("test"), ranks=2, case=each) for each in "ab"], lambda item: 2 * MOST) == set()
+    kept = [_item(pytest.mark.every_case, ranks=2, case=each) for each in "ab"]
+    assert beyond(kept, lambda item: 2 * MOST) == set()
+    assert beyond([_item(ranks=2), _item(ranks=2, file="tests/test_b.py")], lambda item: MOST) == set()
 
 
 def test_each_tier_has_those_before_it() -> None:

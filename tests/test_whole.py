@@ -94,7 +94,6 @@ def test_over_uneven_shards() -> None:
         changed(gpt2, {"tp": 3}, change)
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_with_replicas_and_stages() -> None:
     for config in ({"tp": 2}, {"tp": 2, "pp": 2}, {"pp": 4}, {"tp": 2, "cp": 2}):
@@ -225,7 +224,6 @@ def test_full_of_gradients_and_of_what_has_their_shape() -> None:
     assert autopar.full(model.model.norm.weight) is model.model.norm.weight
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_a_penalty_through_stages_counts_each_parameter_once() -> None:
     def penalty(parameters: dict[str, nn.Parameter]) -> Any:

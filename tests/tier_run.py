@@ -16,7 +16,7 @@ import pytest
 
 from tests import worlds
 from tests.durations import Cost, Durations, deal, shown, speed
-from tests.tiers import TIERS, never_met, ranks_of, tier_of, up_to
+from tests.tiers import TIERS, beyond, never_met, ranks_of, tier_of, up_to
 
 _GROWN = 1.2  # a tier may be a fifth over its seconds
 
@@ -55,9 +55,10 @@ class TierRun:
         """Leave in the tests of the tier and the shard, in the order in which workers take them."""
         part = _files_of_shard(config.getoption("--shard"), items, self.known)
         wanted = up_to(self.tier) if self.tier is not None else list(TIERS)
+        late = beyond(items, lambda item: self.known.of(item.nodeid, ranks_of(item)))
         taken, left = [], []
         for item in items:
-            tier = tier_of(item)
+            tier = "sweep" if item.nodeid in late else tier_of(item)
             item.user_properties.append(("tier", tier))
             if tier in wanted and item.nodeid.partition("::")[0] in part:
                 taken.append(item)

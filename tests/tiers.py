@@ -3,17 +3,21 @@
 What a test needs says where it belongs. A test in one process is in ``check``; a test over ranks is in ``all``.
 ``@pytest.mark.tier("test")`` puts it elsewhere, ``@pytest.mark.tier("test", only=("llama-2",))`` some of its
 parameters; so does the mark of a single parameter. Of several marks the latest tier counts.
+
+The cases of one test may take :data:`MOST` seconds in ``all``: its first ones are there, as many as fit, the others in
+``sweep``. ``@pytest.mark.every_case`` keeps all of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
-__all__ = ["TIERS", "Tier", "in_tier", "mainly", "never_met", "ranks_of", "tier_of", "up_to"]
+__all__ = ["MOST", "TIERS", "Tier", "beyond", "in_tier", "mainly", "never_met", "ranks_of", "tier_of", "up_to"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +35,13 @@ class Tier:
 
 
 TIERS = {
-    "check": Tier("make check", 145),
-    "test": Tier("make test", 560),
-    "all": Tier("make test-all", 3200),
+    "check": Tier("make check", 190),
+    "test": Tier("make test", 720),
+    "all": Tier("make test-all", 3400),
     "sweep": Tier("make sweep", 20000),
 }
 _ORDER = list(TIERS)
+MOST = 8.0
 
 
 def tier_of(item: pytest.Item) -> str:
@@ -51,6 +56,19 @@ def tier_of(item: pytest.Item) -> str:
     if unknown:
         raise pytest.UsageError(f"{item.nodeid}: no tier {unknown[0]!r}, there are {', '.join(TIERS)}")
     return max(marked, key=_ORDER.index) if marked else ("all" if ranks_of(item) else "check")
+
+
+def beyond(items: Iterable[pytest.Item], seconds_of: Callable[[pytest.Item], float]) -> set[str]:
+    """Return the node ids of cases in ``all`` that do not fit into the seconds of their test."""
+    taken, found = Counter[str](), set[str]()
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        if tier_of(item) == "all" and item.get_closest_marker("every_case") is None:
+            if taken[function] and taken[function] + seconds_of(item) > MOST:
+                found.add(item.nodeid)
+            else:
+                taken[function] += seconds_of(item)
+    return found
 
 
 def never_met(items: Iterable[pytest.Item]) -> list[str]:

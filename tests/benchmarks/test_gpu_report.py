@@ -78,7 +78,7 @@ def test_sections_beyond_the_budget_are_skipped_and_the_report_says_so(tmp_path:
     assert "| overhead | skipped | 0 |" in text and "no time left of 1 s" in text
 
 
-@pytest.mark.tier("all")
+@pytest.mark.tier("sweep")
 def test_the_whole_report_runs_on_the_cpu(tmp_path: Path) -> None:
     code = command.main(["--device", "cpu", "--folder", str(tmp_path)])
     result = json.loads((tmp_path / "gpu-on-cpu.json").read_text())

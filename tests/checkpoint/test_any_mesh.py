@@ -132,7 +132,7 @@ def compare_files(folder: Path, weights: dict[str, torch.Tensor]) -> None:
                     assert torch.equal(shards.whole(f"{name}::{key}", "optimizer"), due), f"{key} of {name}"
 
 
-@pytest.mark.tier("test", only=("llama_two_kv_heads", "phi3", "mixtral"))
+@pytest.mark.tier("test", only=("phi3",))
 @pytest.mark.parametrize("build", MODELS)
 @pooled(world_size=4)
 def test_every_mesh_to_tp_1_2_and_4(tmp_path, build):

@@ -94,7 +94,7 @@ def test_resumed_on_the_same_mesh_of_four_it_is_the_same_run_bit_for_bit(tmp_pat
         check_resume(tmp_path / f"{name}-{mesh.zero}-{mesh.pp}", name, mesh, precision)
 
 
-@pytest.mark.tier("all")
+@pytest.mark.tier("sweep")
 @pooled(world_size=4)
 def test_any_precision_into_any_other_keeps_the_weights_that_are_stepped(tmp_path):
     kinds = [("bf16", Mesh(1, 2, 1)), ("fp32", Mesh(2, 1, 1)), ("fp16", Mesh(2, 2)), ("bf16", Mesh(2, 1, 3))]

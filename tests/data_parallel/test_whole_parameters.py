@@ -45,19 +45,22 @@ def test_uneven_shards_on_owners_and_on_every_rank() -> None:
         equal_bits(model, plain, kind)
 
 
+MESHES = {
+    "tp x dp, zero 1": {"tp": 2, "zero": {"stage": 1}},
+    "tp x pp": {"tp": 2, "pp": 2},
+    "tp x cp": {"tp": 2, "cp": 2},
+    "tp 4, sequence": {"model_parallelism": {"tensor_parallel_size": 4, "sequence_parallel": True}},
+    "duplicated": {"tp": 2, "optimizer": {"whole": "duplicated"}, "zero": {"stage": 1}, "gradient_clipping": 1e9},
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
 @pooled(world_size=4)
-def test_training_with_replicas_stages_rows_and_zero_1() -> None:
-    for config in (
-        {"tp": 2, "zero": {"stage": 1}},
-        {"tp": 2, "pp": 2},
-        {"tp": 2, "cp": 2},
-        {"model_parallelism": {"tensor_parallel_size": 4, "sequence_parallel": True}},
-        {"tp": 2, "optimizer": {"whole": "duplicated"}, "zero": {"stage": 1}, "gradient_clipping": 1e9},
-    ):
-        for kind in ("orthogonal", "shampoo", "lamb", "Adafactor"):
-            model, plain, optimizer = train(llama, MATRICES[kind], config)
-            assert optimizer._autopar.whole  # type: ignore[attr-defined]
-            same_weights(model, plain, 1e-5, when=f"{kind} {config}")
+def test_training_with_replicas_stages_rows_and_zero_1(mesh: str) -> None:
+    for kind in ("orthogonal", "shampoo", "lamb", "Adafactor"):
+        model, plain, optimizer = train(llama, MATRICES[kind], MESHES[mesh])
+        assert optimizer._autopar.whole  # type: ignore[attr-defined]
+        same_weights(model, plain, 1e-5, when=f"{kind} {mesh}")
 
 
 @pooled(world_size=2)

@@ -103,7 +103,6 @@ def test_two_replicas_equal_one_process_and_keep_half_the_state_each():
         assert optimizer.loss_scale == 1.0 and optimizer.skipped_steps == 0 and not optimizer.step_was_skipped
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_with_tensor_parallelism_and_clipping():
     def build():

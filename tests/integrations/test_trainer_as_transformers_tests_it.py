@@ -245,7 +245,7 @@ def on_two_ranks(folder: Path, tp: int) -> None:
             assert_alike(json.loads(json.dumps(found)), expected[name], name)
 
 
-@pytest.mark.tier("all")
+@pytest.mark.tier("sweep")
 def test_models_of_the_users_own(tmp_path: Path) -> None:
     on_one_process(tmp_path)
     on_two_ranks(tmp_path, 1)  # two replicas

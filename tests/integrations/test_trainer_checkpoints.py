@@ -56,7 +56,6 @@ def loss_of(model):
         return model.eval()(input_ids=ids, labels=ids).loss
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_folders_and_going_on(tmp_path):
     """Layout, limit, best model, callbacks; then resumed from the middle, and the best of both."""

@@ -94,6 +94,8 @@ def tiers_of(faults: Sequence[Fault]) -> list[str]:
         for case in listed:
             for name in (case, case.partition("[")[0]):
                 found.setdefault(name, tier)
+        if all(fault.caught_by in found for fault in faults):
+            break
     return [found[fault.caught_by] for fault in faults]
 
 

@@ -19,7 +19,7 @@ from autopar.policy.match import find_policy, supported_model_types
 from tests.pipeline_parallel.oracle import check_pipeline
 from tests.pool import pooled
 from tests.random_models import Case, batches, build, cases, kind, of_type
-from tests.representatives import every_other, first_policies, one_of_each_structure
+from tests.representatives import every_fourth, first_policies, one_of_each_structure
 from tests.worlds import distributed, raises_everywhere
 
 _TOO_FEW = "1 blocks cannot be split into 2 stages"
@@ -94,9 +94,10 @@ IN_EVERY_RUN = {  # make test has these; each is split in another way
 WHOLE = [name for name in NAMES if _first(name) is not None and name not in LATER]
 
 
+@pytest.mark.every_case
 @pytest.mark.tier("test", only=tuple(IN_EVERY_RUN))
 @pytest.mark.parametrize(
-    "name", first_policies({*IN_EVERY_RUN, *every_other(one_of_each_structure(WHOLE_TYPES), 1)}, WHOLE, later="sweep")
+    "name", first_policies({*IN_EVERY_RUN, *every_fourth(one_of_each_structure(WHOLE_TYPES), 1)}, WHOLE, later="sweep")
 )
 @pooled(world_size=2, timeout=120)
 def test_two_stages_of(name: str) -> None:

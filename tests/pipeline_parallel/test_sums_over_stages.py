@@ -243,7 +243,6 @@ def _check_right(model: Any, reference: Any, change: Change, penalty: Any = None
     same_weights(model, reference, 2e-5, when=getattr(change, "__name__", ""))
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_what_is_right_is_that_of_one_process_and_nothing_is_told() -> None:
     plain = llama(num_hidden_layers=4).train()

@@ -25,6 +25,7 @@ USUAL = {"ForCausalLM": "loss_function", "ForConditionalGeneration": "loss_funct
 APART = ("molmo2", "musicgen_decoder", "musicgen_melody_decoder")  # whose rows are not told apart, with an error
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("model_type", first_types(REPRESENTATIVES, WHOLE, later="all"))
 @pytest.mark.filterwarnings("ignore")  # of models
 @torch.no_grad()

@@ -169,6 +169,7 @@ def test_three_ranks() -> None:
         test_training.check_training(form, "qwen3", {"tp": 3})
 
 
+@pytest.mark.tier("sweep")
 @with_package("torchao", world_size=4)
 @pytest.mark.parametrize("form", OF_TORCHAO)
 def test_steps_on_meshes(form: str, tmp_path: Path) -> None:
@@ -190,6 +191,7 @@ def test_weights_quantized_while_they_are_loaded(form: str, tmp_path: Path) -> N
     test_loading.test_adapters_of_a_model_that_no_process_holds.body(form, tmp_path)  # type: ignore[attr-defined]
 
 
+@pytest.mark.tier("sweep")
 @with_package("torchao", world_size=2)
 @pytest.mark.parametrize("form", OF_TORCHAO)
 def test_what_else_is_done_with_it(form: str, tmp_path: Path) -> None:

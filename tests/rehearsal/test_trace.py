@@ -17,7 +17,6 @@ from autopar.tools.cli import app
 from tests.pool import pooled
 
 SCRIPT = """
-import sys
 import torch
 import torch.distributed as dist
 import autopar
@@ -27,49 +26,38 @@ model = autopar.initialize(llama().train(), {"tp": 2})
 ids = torch.arange(16).view(2, 8)
 model(input_ids=ids, labels=ids).loss.backward()
 group = model.mpu.get_tensor_parallel_group()
-if "parts" in sys.argv:
-    if dist.get_rank() == 1:
-        dist.all_gather([torch.zeros(1), torch.zeros(1)], torch.zeros(1), group=group)
-    else:
-        dist.all_reduce(torch.zeros(3), group=group, async_op=True)
+if dist.get_rank() == 1:
+    dist.all_gather([torch.zeros(1), torch.zeros(1)], torch.zeros(1), group=group)
+else:
+    dist.all_reduce(torch.zeros(3), group=group, async_op=True)
 """
 
 
-def run(folder: Path, *arguments: str) -> None:
-    script = folder / "train.py"
+def run(folder: Path) -> Path:
+    """Run the script on two ranks; returns the folder of their traces."""
+    script, traces = folder / "train.py", folder / "traces"
     script.write_text(SCRIPT)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(script),
-        *arguments,
-    ]
-    environment = {**os.environ, "AUTOPAR_TRACE": str(folder / "traces"), "PYTHONPATH": str(Path(__file__).parents[2])}
-    subprocess.run(command, env=environment, capture_output=True, timeout=200, check="parts" not in arguments)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "AUTOPAR_TRACE": str(traces), "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([*launcher, str(script)], env=environment, capture_output=True, timeout=200, check=False)
+    return traces
 
 
 @pytest.mark.tier("all")
 def test_ranks_that_part_are_named_with_their_lines(tmp_path: Path) -> None:
-    run(tmp_path, "parts")
-    result = CliRunner().invoke(app, ["trace", str(tmp_path / "traces")])
+    traces = run(tmp_path)
+    result = CliRunner().invoke(app, ["trace", str(traces)])
     assert result.exit_code == 1
-    assert "are different collectives:\n  rank 0: all_reduce over world [3] float32\n    train.py:16" in result.output
-    assert "\n  rank 1: all_gather over world [1] float32\n    train.py:14\n" in result.output
-
-
-@pytest.mark.tier("all")
-def test_a_job_that_is_right(tmp_path: Path) -> None:
-    run(tmp_path)
-    result = CliRunner().invoke(app, ["trace", str(tmp_path / "traces")])
+    assert "are different collectives:\n  rank 0: all_reduce over world [3] float32\n    train.py:14" in result.output
+    assert "\n  rank 1: all_gather over world [1] float32\n    train.py:12\n" in result.output
+    for file in traces.iterdir():  # a job that goes on as it began
+        file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+    result = CliRunner().invoke(app, ["trace", str(traces)])
     assert (result.exit_code, result.output.partition("\n")[2]) == (
         0,
         "every collective and message finds its like, and all ranks come to an end\n",
     )
-    calls = read(tmp_path / "traces")[0]
+    calls = read(traces)[0]
     assert {call.group.ranks for call in calls} == {(0, 1)}
     assert sum(call.kind == "all_reduce" and call.sizes == ((2, 8, 24),) for call in calls) > 4
     assert any(call.where.startswith("autopar/distributed/collectives.py") for call in calls)

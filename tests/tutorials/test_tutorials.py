@@ -141,6 +141,7 @@ def test_06_losses_and_accuracy_are_those_of_one_process(printed: dict[str, str]
     assert 0.3 < number(text, "accuracy # on 315 texts held out") < 0.9
 
 
+@pytest.mark.tier("sweep")  # a run in one process
 def test_06_in_fp16_stages_do_what_one_process_does(runs: Runs) -> None:
     stages, whole = (runs(processes)["06_hybrid_parallel_gpt2_classification"] for processes in (2, 1))
     assert "pipeline parallel 2" in stages

@@ -55,7 +55,7 @@ def batches():
 _POLICY = "units: {ffn: inferred}\nprefix: {up: {column: ffn}, down: {row: ffn}}\n"
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("all")
 def test_a_module_and_batches_of_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its model exists in this process only: the ranks are forks."""
     monkeypatch.chdir(tmp_path)

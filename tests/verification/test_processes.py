@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from autopar.tools.verification.processes import run_on_ranks
 from autopar.tools.verification.report import Report
+from tests.tiers import mainly
 
 
 class Kept:
@@ -26,7 +27,7 @@ def collects(alarm: Callable[[Report], None]) -> str:
 
 
 @pytest.mark.tier("test")
-@pytest.mark.parametrize("alive", [False, True])
+@pytest.mark.parametrize("alive", mainly(True, False))
 def test_a_process_group_that_this_process_had_is_not_ended_by_its_forks(alive: bool, tmp_path: Path) -> None:
     """Its end joins threads that a fork does not have."""
     gc.disable()
