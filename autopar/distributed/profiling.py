@@ -6,8 +6,8 @@ Nothing is recorded, formatted or allocated while no profiler runs: ``record_fun
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,10 +16,11 @@ from torch.autograd import profiler
 from autopar.distributed.axis import Axis
 from autopar.foreign.autograd import PROFILER_RUNS
 
-__all__ = ["is_profiling", "named_collective", "record"]
+__all__ = ["is_profiling", "listening", "named_collective", "record"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _NOTHING = nullcontext()
+_listeners: list[Callable[[str], AbstractContextManager[Any]]] = []
 
 
 def is_profiling() -> bool:
@@ -28,8 +29,20 @@ def is_profiling() -> bool:
 
 
 def record(name: Callable[..., str], *args: Any) -> AbstractContextManager[Any]:
-    """Give what runs inside the name ``name(*args)``, which is made only while a profiler runs."""
+    """Give what runs inside the name ``name(*args)``, which is made only while a profiler runs or someone listens."""
+    if _listeners:
+        return _listeners[-1](name(*args))
     return profiler.record_function(name(*args)) if is_profiling() else _NOTHING
+
+
+@contextmanager
+def listening(listener: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Run what :func:`record` gives a name inside of ``listener(name)``."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.pop()
 
 
 def named_collective(name: str) -> Callable[[_Function], _Function]:

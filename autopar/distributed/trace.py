@@ -26,6 +26,7 @@ __all__ = ["VARIABLE", "Call", "Group", "Recorder", "read", "trace_from_environm
 VARIABLE = "AUTOPAR_TRACE"
 _CARRIERS = (
     "trace.py",
+    "storages.py",
     "c10d.py",
     "tensor_tracking.py",
     "derivatives.py",

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from autopar.foreign.modules import remove_forward_hooks
 from autopar.foreign.transformers import ATTENTION, EXPERTS
 
-__all__ = ["meta_copy", "pixel_shape", "sample_inputs"]
+__all__ = ["keep_kernels", "meta_copy", "pixel_shape", "sample_inputs", "without_cache"]
 
 _BATCH, _SEQ, _FRAMES = 2, 5, 8
 
@@ -133,6 +133,24 @@ def meta_copy(model: Model, *, gradients: bool = False) -> Model:
     for module in copied.modules():  # without the user's hooks
         remove_forward_hooks(module, object)
     return copied
+
+
+def keep_kernels(copied: nn.Module, model: nn.Module) -> None:
+    """Let a copy attend and call its experts as the model does, with torch's own attention for any fused one."""
+    for one, other in zip(copied.modules(), model.modules(), strict=True):
+        config = getattr(other, "config", None)
+        attention, experts = getattr(config, ATTENTION, None), getattr(config, EXPERTS, None)
+        if attention is not None:
+            setattr(one.config, ATTENTION, "eager" if attention == "eager" else "sdpa")
+        if experts is not None:
+            setattr(one.config, EXPERTS, experts)
+
+
+def without_cache(model: nn.Module) -> None:
+    """Let a model make no cache of keys and values."""
+    configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    for config in configs.values():
+        config.use_cache = False
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:

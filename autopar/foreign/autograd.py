@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ __all__ = [
     "is_recorded",
     "is_transformed",
     "next_sequence_number",
+    "run_backward",
     "sequence_number",
     "untransformed",
     "without_transforms",
@@ -48,6 +49,25 @@ def in_backward() -> bool:
 def after_backward(action: Callable[[], None]) -> None:
     """Call ``action`` when the backward pass that runs is through."""
     torch.autograd.Variable._execution_engine.queue_callback(action)
+
+
+def run_backward(
+    roots: torch.Tensor | Sequence[torch.Tensor],
+    gradients: Any = None,
+    keep_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = (),
+) -> None:
+    """Run ``torch.autograd.backward`` with function modes on: it would give itself to them, and run without them."""
+    tensors = (roots,) if isinstance(roots, torch.Tensor) else tuple(roots)
+    given = (gradients,) if gradients is None or isinstance(gradients, torch.Tensor) else tuple(gradients)
+    given = given if len(given) == len(tensors) else (None,) * len(tensors)
+    given = tuple(torch.ones_like(x) if g is None else g for x, g in zip(tensors, given, strict=True))
+    wanted = () if inputs is None else (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    keep = create_graph if keep_graph is None else keep_graph
+    torch.autograd.graph._engine_run_backward(
+        tensors, given, keep, create_graph, wanted, allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def next_sequence_number() -> int:

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import FakeWork, ProcessGroup
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
     "OPERATORS",
@@ -101,15 +102,25 @@ def done() -> Any:
 
 
 def without_data(function: Any, args: Any, kwargs: Any) -> Any:
-    """Answer a look at numbers that have no memory: counts are 1, flags are down. ``NotImplemented``: it is none."""
+    """Answer a look at numbers that have no memory: counts are 1, flags are down. ``NotImplemented``: it is none.
+
+    Those of ``all()`` are up: sequences are not padded, not packed, and finite.
+    """
+    if function is torch.ops.aten.all.default and args[0].is_meta:
+        out = function(*args, **kwargs)
+        _up[out] = None
+        return out
     if function is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
         dtype = args[0].dtype
-        return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        return args[0] in _up if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
     if function is torch.ops.aten._to_copy.default and args[0].is_meta and _to_host(kwargs.get("device")):
         dtype = kwargs.get("dtype") or args[0].dtype
         counts = dtype != torch.bool and not dtype.is_floating_point
         return torch.full(args[0].shape, counts, dtype=dtype)
     return NotImplemented
+
+
+_up = WeakIdKeyDictionary()  # flags of all()
 
 
 def _to_host(device: Any) -> bool:

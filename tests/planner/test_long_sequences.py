@@ -43,8 +43,10 @@ def test_sequence_parallelism_sends_what_the_page_says() -> None:
     n = BATCH * SEQUENCE * WIDTH * ELEMENT
     for tp in (2, 4):
         calls = middle(Rows(tp, 1, True)).collectives
-        assert {call.bytes for call in calls} == {n} and {call.axis for call in calls} == {"tp"}
-        kinds = Counter((call.kind, call.backward) for call in calls)
+        norms = 2 * WIDTH * ELEMENT  # their gradients
+        assert {call.bytes for call in calls} == {n, norms} and {call.axis for call in calls} == {"tp"}
+        kinds = Counter((call.kind, call.backward) for call in calls if call.bytes == n)
+        assert [(call.kind, call.backward) for call in calls if call.bytes == norms] == [("all_reduce", True)]
         assert kinds == {
             ("all_gather", False): 2,
             ("reduce_scatter", False): 2,

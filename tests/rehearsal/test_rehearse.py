@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,3 +83,19 @@ def test_the_command() -> None:
     found = json.loads(result.output[result.output.index("{") :])
     assert (found["mesh"], found["problems"], found["rehearsed"]) == ("tp 2 x pp 1 x dp 8", [], [0, 15])
     assert found["traffic"]["tp"]["calls"] > 40
+
+
+@pytest.mark.tier("all")
+def test_the_timeline_is_written(tmp_path: Path) -> None:
+    command = ["rehearse", "gpt2", "--gpus", "4", "--pp", "2", "--dp", "2", "--micro-batches", "3", "--sequence", "16"]
+    for name, text in (("step.svg", "backward of micro-batch 2"), ("step.json", '"traceEvents"')):
+        result = CliRunner().invoke(app, [*command, "--trace", str(tmp_path / name)])
+        assert result.exit_code == 0, result.output
+        assert text in (tmp_path / name).read_text()
+        assert " s a step, of which ranks wait " in result.output and " holds most: " in result.output
+
+
+def test_replicas_that_the_sizes_do_not_leave() -> None:
+    result = CliRunner().invoke(app, ["rehearse", "gpt2", "--gpus", "16", "--tp", "2", "--dp", "4"])
+    assert result.exit_code == 1
+    assert "--dp 4: the other sizes leave 8 replicas on 16 GPUs" in result.stderr

@@ -11,10 +11,12 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+import autopar
 from autopar.distributed.mesh import MPU
 from autopar.distributed.trace import read
 from autopar.tools.cli import app
 from tests.pool import pooled
+from tests.small import llama
 
 SCRIPT = """
 import torch
@@ -50,6 +52,9 @@ def test_ranks_that_part_are_named_with_their_lines(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert "are different collectives:\n  rank 0: all_reduce over world [3] float32\n    train.py:14" in result.output
     assert "\n  rank 1: all_gather over world [1] float32\n    train.py:12\n" in result.output
+    strays, right = autopar.rehearse(llama(), {"tp": 2}, 2).against(read(traces))
+    assert (strays.rank, strays.wrong is None, right.wrong) == (0, False, None)
+    assert "then call 0 of the next is all_reduce over world [3] float32\n    train.py:14\n  where the" in str(strays)
     for file in traces.iterdir():  # a job that goes on as it began
         file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
     result = CliRunner().invoke(app, ["trace", str(traces)])

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import nn
 
+    from autopar.tools.planner.candidate import Candidate
     from autopar.tools.planner.estimate import Estimator
     from autopar.tools.planner.hardware import Gpu
     from autopar.tools.planner.search import Found, Space
@@ -85,6 +86,9 @@ def plan(
         rehearsed(estimator, found)
         _write(estimator, space, found, output, svg)  # before what is printed, of which a pipe may take a part
         _show(estimator, space, found, as_json)
+        if found.best and not as_json:
+            print("match what its ranks send:")
+            print(f"  {_rehearsal(model, found.best[0].candidate, sequence, output)}")
         if not found.best:
             raise typer.Exit(1)
 
@@ -181,6 +185,19 @@ def _show(estimator: Estimator, space: Space, found: Found, as_json: bool) -> No
     print("assumed:")
     for line in assumptions(estimator):
         print(f"  {line}")
+
+
+def _rehearsal(model: str, chosen: Candidate, sequence: int, config: Path | None) -> str:
+    """Return the command that rehearses a candidate."""
+    sizes = {"tp": chosen.tp, "cp": chosen.cp, "pp": chosen.pp, "ep": chosen.ep, "zero": chosen.zero}
+    options = [f"--{name} {size}" for name, size in sizes.items() if size > (name != "zero")]
+    options += ["--sp"] if chosen.sequence_parallel else []
+    options += [f"--schedule {chosen.schedule}", f"--micro-batches {chosen.microbatches}"] if chosen.pp > 1 else []
+    own = " ".join(options) if config is None else f"--config {config}"
+    batch = chosen.microbatch * chosen.microbatches
+    return f"autopar rehearse {model} --gpus {chosen.gpus} {own} --batch {batch} --sequence {sequence}".replace(
+        "  ", " "
+    )
 
 
 def _table(found: Found, space: Space) -> Table:

@@ -11,7 +11,11 @@ import typer
 from autopar.tools.cli.app import Json, Trust, app, errors
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from autopar.distributed.trace import Call
+    from autopar.tools.rehearsal.against import Way
+    from autopar.tools.rehearsal.matching import Traces
     from autopar.tools.rehearsal.run import Rehearsal
 
 __all__ = ["rehearse", "trace"]
@@ -35,14 +39,24 @@ def rehearse(
     config: Annotated[Path | None, typer.Option(help="The config of initialize; sizes below go before it.")] = None,
     tp: Annotated[int | None, typer.Option("--tp", min=1, help="Tensor-parallel size.")] = None,
     pp: Annotated[int | None, typer.Option("--pp", min=1, help="Pipeline-parallel size.")] = None,
+    dp: Annotated[int | None, typer.Option("--dp", min=1, help="Replicas; what is left, if it is not said.")] = None,
     cp: Annotated[int | None, typer.Option("--cp", min=1, help="Context-parallel size.")] = None,
     ep: Annotated[int | None, typer.Option("--ep", min=1, help="Expert-parallel size, of mixtures.")] = None,
     sp: Annotated[bool, typer.Option("--sp", help="Sequence parallelism.")] = False,
     schedule: Annotated[str | None, typer.Option(help="Of the stages: 1f1b, gpipe, interleaved ...")] = None,
+    micro_batches: Annotated[int | None, typer.Option(min=1, help="Micro-batches of a replica's batch.")] = None,
     zero: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage.")] = None,
     batch: Annotated[int, typer.Option(min=0, help="Samples of a replica in a step; 0: one for each stage.")] = 0,
     sequence: Annotated[int, typer.Option(min=1, help="Tokens of each sample.")] = 128,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
+    gpu: Annotated[str | None, typer.Option(help="h100, a100 ...: count memory, and give the step times.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write the step's timeline here: .svg, else for Perfetto; --gpu h100 by default."),
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="A folder of AUTOPAR_TRACE: say where that job went another way.")
+    ] = None,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
@@ -50,29 +64,71 @@ def rehearse(
 
     Exit code 0 if every collective and message finds its like and all ranks come to an end, else 1.
     """
+    sizes = {
+        "tensor_parallel_size": tp,
+        "pipeline_parallel_size": pp,
+        "context_parallel_size": cp,
+        "expert_parallel_size": ep,
+        "sequence_parallel": sp or None,
+    }
+    stages = {"schedule": schedule, "num_microbatches": micro_batches}
+    given = {"model_parallelism": sizes, "pipeline": stages, "zero": {"stage": zero}}
+    card = gpu or ("h100" if trace is not None else None)
+    settings = {"batch": batch, "sequence": sequence, "gpus_per_node": gpus_per_node, "gpu": card}
     with errors(as_json):
-        from autopar.errors import AutoparError
-        from autopar.tools.cli.models import heads
-        from autopar.tools.rehearsal.run import rehearse as run
-
-        sizes = {
-            "tensor_parallel_size": tp,
-            "pipeline_parallel_size": pp,
-            "context_parallel_size": cp,
-            "expert_parallel_size": ep,
-            "sequence_parallel": sp or None,
-        }
-        sections = _sections(
-            config, {"model_parallelism": sizes, "pipeline": {"schedule": schedule}, "zero": {"stage": zero}}
-        )
-        built: Any = heads(model, trust=trust)[0].build()
-        try:
-            found = run(built, sections, gpus, batch=batch, sequence=sequence, gpus_per_node=gpus_per_node)
-        except RuntimeError as error:
-            raise AutoparError(str(error)) from error
-    print(json.dumps(_to_json(found), indent=1) if as_json else "\n".join(_in_words(found)))
-    if found.problems:
+        real = None if against is None else _traces(against)
+        found = _run(model, trust, gpus, dp, _sections(config, given), settings)
+        strayed = [] if real is None else found.against(real)
+    if trace is not None and found.timeline is not None:
+        _write(found, trace, f"{model}, {found.mesh} on {gpus:,} x {card}")
+    shown = {**_to_json(found), **({} if real is None else {"ways": [str(way) for way in strayed]})}
+    print(json.dumps(shown, indent=1) if as_json else "\n".join([*_in_words(found), *_ways(strayed)]))
+    if found.problems or any(way.wrong for way in strayed):
         raise typer.Exit(1)
+
+
+def _run(
+    model: str, trust: bool, gpus: int, dp: int | None, sections: dict[str, Any], settings: dict[str, Any]
+) -> Rehearsal:
+    from autopar.config import ParallelConfig
+    from autopar.errors import AutoparError, ConfigError
+    from autopar.tools.cli.models import heads
+    from autopar.tools.rehearsal.run import rehearse as run
+
+    left = ParallelConfig.parse(sections, gpus).data_parallel_size(gpus)
+    if dp not in (None, left):
+        raise ConfigError(f"--dp {dp}: the other sizes leave {left} replicas on {gpus:,} GPUs")
+    built: Any = heads(model, trust=trust)[0].build()
+    try:
+        return run(built, sections, gpus, **settings)
+    except RuntimeError as error:
+        raise AutoparError(str(error)) from error
+
+
+def _traces(folder: Path) -> Traces:
+    from autopar.distributed.trace import read
+    from autopar.errors import ConfigError
+
+    traces = read(folder)
+    if not traces:
+        raise ConfigError(f"{folder} has no traces (rank-0.jsonl ...): start the job with AUTOPAR_TRACE={folder}")
+    return traces
+
+
+def _write(found: Rehearsal, file: Path, title: str) -> None:
+    from autopar.tools.rehearsal.drawing import chrome_trace, draw
+
+    assert found.timeline is not None
+    picture = file.suffix == ".svg"
+    text = draw(found.timeline, title) if picture else json.dumps(chrome_trace(found.timeline))
+    file.write_text(text, encoding="utf-8")
+
+
+def _ways(strayed: Sequence[Way]) -> list[str]:
+    """Return what is said of a job's traces: ranks that went another way, else where all are."""
+    wrong = [way for way in strayed if way.wrong is not None]
+    more = [f"... and {len(wrong) - _SHOWN} more: --json lists all"] if len(wrong) > _SHOWN else []
+    return [*map(str, wrong[:_SHOWN]), *more] if wrong else [*map(str, strayed[: 2 * _SHOWN])]
 
 
 def _sections(config: Path | None, given: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -90,21 +146,34 @@ def _sections(config: Path | None, given: dict[str, dict[str, Any]]) -> dict[str
 def _in_words(found: Rehearsal) -> list[str]:
     from autopar.tools.tables import lines, table
 
-    shown = table("axis", "calls", "GB given", "between nodes")
+    shown = table("axis", "calls", "GB sent", "to other nodes")
     for name, traffic in found.traffic.items():
-        shown.add_row(name, str(traffic.calls), f"{traffic.bytes / 1e9:.3g}", "yes" if traffic.between else "no")
+        shown.add_row(name, str(traffic.calls), f"{traffic.bytes / 1e9:.3g}", f"{traffic.between / 1e9:.3g}")
     kinds = sum(call.kind == "new_group" for _, call in next(iter(found.traces.values())))
     head = [
         f"{found.mesh}, {found.world} ranks: {len(found.traces)} of them rehearsed in {found.seconds:.1f} s, "
         f"{found.mebibytes:.0f} MiB a process",
         f"{kinds} groups, {found.calls('step')} calls in the step, {found.calls('evaluation')} in the evaluation",
-        "a training step of the rank that gives most:",
+        "a training step, of the rank that sends most:",
         *filter(None, lines(shown)),
+        *_counted(found),
     ]
     if not found.problems:
         return [*head, "every collective and message finds its like, and all ranks come to an end"]
     more = [f"... and {len(found.problems) - _SHOWN} more: --json lists all"] if len(found.problems) > _SHOWN else []
     return [*head, f"{len(found.problems)} problems:", *found.problems[:_SHOWN], *more]
+
+
+def _counted(found: Rehearsal) -> list[str]:
+    """Return memory and time where they were counted."""
+    if not found.held or found.timeline is None:
+        return []
+    rank, most = max(found.held.items(), key=lambda pair: pair[1].peak)
+    parts = ", ".join(f"{name} {getattr(most, name) / 1e9:.3g}" for name in ("weights", "gradients", "optimizer"))
+    held = f"rank {rank} holds most: {most.peak / 1e9:.3g} GB ({parts})"
+    time, waits = found.timeline.time, [found.timeline.spent(rank)["wait"] for rank in found.timeline.slots]
+    shares = f"{min(waits) / time:.1%} to {max(waits) / time:.1%}" if time else "none"
+    return [held, f"{time:.3g} s a step, of which ranks wait {shares}, if nothing overlaps"]
 
 
 def _to_json(found: Rehearsal) -> dict[str, Any]:
@@ -114,6 +183,8 @@ def _to_json(found: Rehearsal) -> dict[str, Any]:
         "rehearsed": sorted(found.traces),
         "calls": {part: found.calls(part) for part in ("initialize", "step", "evaluation")},
         "traffic": {name: traffic._asdict() for name, traffic in found.traffic.items()},
+        "held": {rank: held._asdict() for rank, held in found.held.items()},
+        "step_time": None if found.timeline is None else found.timeline.time,
         "problems": found.problems,
         "seconds": round(found.seconds, 2),
         "mebibytes": round(found.mebibytes),
@@ -133,13 +204,9 @@ def trace(
     Exit code 0 if they match and all ranks came to an end together, else 1.
     """
     with errors(as_json):
-        from autopar.distributed.trace import read
-        from autopar.errors import ConfigError
         from autopar.tools.rehearsal.matching import differences, stuck
 
-        traces = read(folder)
-        if not traces:
-            raise ConfigError(f"{folder} has no traces (rank-0.jsonl ...): start the job with AUTOPAR_TRACE={folder}")
+        traces = _traces(folder)
         problems = list(differences(traces, lambda rank: rank if rank in traces else min(traces)))
         waiting = stuck(traces)
         last = {rank: calls[-1] for rank, calls in traces.items() if calls}

@@ -331,7 +331,7 @@ def _measure_block(
     start = storages.reset_peak()
     with Remembered(storages, saved_storages, save) as remembered:
         out = forward(*args, **kwargs)
-    storages.operations = None
+    storages.operations, (last, before_last) = None, saved_storages.last
     entries = saved_storages.take()
     saved = alive(entries)
     held = sum(size for number, size in saved.items() if number not in given)
@@ -341,13 +341,13 @@ def _measure_block(
     outputs = saved_storages.numbered(made)
     halves = backward_halves(made, leaves)
     late = alive(entries, {sequence_number(node) for node in halves.freed}) if halves.rest else None
-    calls = collectives_of(made, [inside for _, inside in copies.values()])
+    calls = collectives_of(made, [inside for _, inside in copies.values()], last=last)
     held += start + sum(outputs.values())
     backward_peak = _backward_peak(storages, made, leaves, held, sum(saved.values())) if made and leaves else 0
     storages.operations = operations_outside
     peaks = max(forward_peak, 0), backward_peak
     beside = {number: size for number, size in remembered.sizes.items() if number not in given}
-    again = [operation for operation in operations if not is_kept(operation, save)]
+    again = [operation for operation in operations[:before_last] if not is_kept(operation, save)]
     sends_again = "collectives" not in save
     unit = Unit(
         *(saved, late, halves.apart, halves.gradients, given, beside, outputs, *peaks, operations, again, calls),

@@ -134,14 +134,18 @@ class Estimator:
         fp32, through stages those of all weights, which are reduced at the end of a pass.
         """
         width = 4 if self.model.precision == "fp32" else 2
-        stages = self._stages(candidate.pp, candidate.schedule)
-        key = ("gathered", candidate.tp, candidate.ep, rank, stages.bounds, stages.rank_of)
-        if key not in self._shared:
-            self._shared[key] = self.model.states(candidate.tp, candidate.ep).unsharded(stages, rank, 0)
-        largest, whole, outside = self._shared[key]
+        largest, whole, outside = self._unsharded(candidate, rank)
         weights = whole if candidate.zero == 2 else 2 * largest + outside
         gradients = whole * 4 if candidate.pp > 1 else largest * (width + 4)
         return weights * width + gradients
+
+    def _unsharded(self, candidate: Candidate, rank: int) -> tuple[int, int, int]:
+        stages = self._stages(candidate.pp, candidate.schedule)
+        key = ("gathered", candidate.tp, candidate.ep, candidate.replicas, rank, stages.bounds, stages.rank_of)
+        if key not in self._shared:
+            states = self.model.states(candidate.tp, candidate.ep)
+            self._shared[key] = states.unsharded(stages, rank, 0, candidate.replicas)
+        return self._shared[key]
 
     def _config(self, pp: int, schedule: str, zero: int = 0, cp: int = 1) -> ParallelConfig:
         if self.given is not None:
@@ -271,7 +275,8 @@ class Estimator:
     def _replica_bytes(self, candidate: Candidate) -> dict[int, int]:
         """Return the bytes that a rank sends to other replicas in a step, the most of any rank.
 
-        FSDP2 sends weights and gradients as often as :attr:`Candidate.exchanges` says.
+        FSDP2 sends weights and gradients as often as :attr:`Candidate.exchanges` says, but weights outside of blocks
+        only once for forward and backward.
 
         Returns:
             Replicas that share what is sent -> bytes: 1, what all replicas hold; more: experts, to their copies.
@@ -283,11 +288,13 @@ class Estimator:
             experts = held.parameters * held.expert_weights // max(held.weights, 1)
             parts = {1: (held.parameters - experts, replicas)}
             parts |= {candidate.sharers: (experts, candidate.copies)} if candidate.sharers > 1 else {}
-            volumes = (
-                (of, volume("all_gather", n * ranks * (gathers * width + reduces * 4), ranks))
-                for of, (n, ranks) in parts.items()
+            once = (
+                0 if candidate.zero == 2 else self._unsharded(candidate, states.index(held))[2] * candidate.microbatches
             )
-            return dict(volumes)
+            return {
+                of: volume("all_gather", n * ranks * (gathers * width + reduces * 4) - (of == 1) * once * width, ranks)
+                for of, (n, ranks) in parts.items()
+            }
 
         def sent(gradients: int, weights: int, ranks: int) -> int:
             gathered = weights if candidate.zero == 1 else 0

@@ -148,15 +148,19 @@ class ModelStates:
         host = optimizer if config.zero_optimizer_offload else 0
         return RankBytes(weights, gradients, optimizer - host, buffers, *facts, host)
 
-    def unsharded(self, stages: StagePlan, pp: int, tp: int) -> tuple[int, int, int]:
-        """Return elements that FSDP2 gathers on a stage: of the largest block, of all, and those outside of blocks."""
+    def unsharded(self, stages: StagePlan, pp: int, tp: int, replicas: int) -> tuple[int, int, int]:
+        """Return elements that FSDP2 gathers on a stage: of the largest block, of all, and those outside of blocks.
+
+        Each of the ``replicas`` has as many rows of a weight as the others.
+        """
         blocks = dict.fromkeys(stages.elements, 0)
         outside = 0
         for name, parameter in self._named.items():
             if pp not in stages.holders(name):
                 continue
             canonical = self._aliases.get(name, name)
-            size = prod(self._shape(canonical, tuple(parameter.shape), tp))
+            rows, *others = self._shape(canonical, tuple(parameter.shape), tp) or (1,)
+            size = -(-rows // replicas) * replicas * prod(others)
             parts = name.split(".")
             path = next((p for end in range(1, len(parts)) if (p := ".".join(parts[:end])) in blocks), None)
             if path is None:

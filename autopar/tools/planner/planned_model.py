@@ -18,10 +18,9 @@ from autopar.context_parallel import apply as context_parallel
 from autopar.data_parallel.precision import DTYPES, MasterWeights, to_half
 from autopar.distributed.axis import Axis
 from autopar.dry_run.equal_blocks import EqualBlocks, equal_blocks
-from autopar.dry_run.inputs import meta_copy, sample_inputs
+from autopar.dry_run.inputs import keep_kernels, meta_copy, sample_inputs, without_cache
 from autopar.dry_run.plan_model import ModelPlans
 from autopar.errors import ConfigError, UnsupportedModelError, first_line
-from autopar.foreign.transformers import ATTENTION, EXPERTS
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan, rank_of_stage
 from autopar.policy.described_model import model_inside
@@ -194,11 +193,7 @@ class PlannedModel:
         shard: Any = meta_copy(self.model, gradients=True)
         for parameter, original in zip(shard.parameters(), self.model.parameters(), strict=True):
             parameter.requires_grad_(original.requires_grad and original.is_floating_point())
-        for copied, module in zip(shard.modules(), self.model.modules(), strict=True):
-            for name in (ATTENTION, EXPERTS):
-                own = getattr(getattr(module, "config", None), name, None)
-                if own is not None:
-                    setattr(copied.config, name, own if own == "eager" or name[1] == "e" else "sdpa")
+        keep_kernels(shard, self.model)
         region = Region(Axis("tp", None, range(plan.tp), rows.tp_rank))
         wide = plan.shards > plan.tp
         held = rows.sharer * plan.tp + rows.tp_rank
@@ -212,8 +207,7 @@ class PlannedModel:
         dtype = DTYPES.get(self.precision)
         if dtype is not None:
             to_half(shard, inner, dtype, MasterWeights(), lambda parameter: False)
-        for config in {id(m.config): m.config for m in shard.modules() if hasattr(m, "config")}.values():
-            config.use_cache = False
+        without_cache(shard)
         ends = set[str]()
         if rows.sequence_parallel:
             experts = min(rows.ep, rows.tp)  # rows between regions are the same, whichever replicas hold the experts

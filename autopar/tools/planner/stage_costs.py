@@ -13,7 +13,7 @@ from autopar.tools.planner.hardware import Gpu
 from autopar.tools.planner.storages import Operation
 from autopar.tools.planner.units import Collective, ForwardCount, Unit
 
-__all__ = ["StageCost", "Travel", "stage_costs", "volume"]
+__all__ = ["StageCost", "Travel", "seconds_of", "stage_costs", "volume"]
 
 _ATTENTION_BACKWARD = 2.5  # five products instead of two: the scores are computed again
 _ELEMENTWISE_BACKWARD = 1.5  # the gradient and what was saved are read
@@ -102,7 +102,7 @@ def stage_costs(
         again = [unit for unit in row if unit.recomputed and checkpointing]
         calls = [call for unit in row for call in unit.collectives]
         sending = [unit for unit in again if unit.sends_again]
-        repeated = [call for unit in sending for call in unit.collectives if not call.backward]
+        repeated = [call for unit in sending for call in unit.collectives if call.again and not call.backward]
         costs.append(
             StageCost(
                 kept=memory.kept,
@@ -230,13 +230,18 @@ class _Work(NamedTuple):
 
 def _work(operations: Sequence[Operation], gpu: Gpu, precision: str) -> _Work:
     forward = of_input = of_weight = 0.0
-    for flops, moved, attention, frozen in operations:
-        products = flops / (gpu.peak(precision) * gpu.products)
-        time = max(products, moved / (gpu.bandwidth * gpu.stream), gpu.launch)
+    for operation in operations:
+        time, flops = seconds_of(operation, gpu, precision), operation.flops
         forward += time
-        of_input += time * (_ATTENTION_BACKWARD if attention else 1.0 if flops else _ELEMENTWISE_BACKWARD)
-        of_weight += time if flops and not attention and not frozen else 0.0
+        of_input += time * (_ATTENTION_BACKWARD if operation.attention else 1.0 if flops else _ELEMENTWISE_BACKWARD)
+        of_weight += time if flops and not operation.attention and not operation.frozen else 0.0
     return _Work(forward, of_input, of_weight, sum(operation.in_all for operation in operations))
+
+
+def seconds_of(operation: Operation, gpu: Gpu, precision: str) -> float:
+    """Return how long an operation takes: its products, or what it reads and writes, or its launch."""
+    products = operation.flops / (gpu.peak(precision) * gpu.products)
+    return max(products, operation.moved / (gpu.bandwidth * gpu.stream), gpu.launch)
 
 
 def volume(kind: str, size: int, ranks: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from autopar.dry_run.operators import on_meta
-from autopar.foreign.autograd import next_sequence_number
+from autopar.foreign.autograd import next_sequence_number, run_backward
 from autopar.foreign.tensors import GROUPED_MM, ITEM, operator_of, schema_of
 from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in
 
@@ -77,6 +78,10 @@ class Storages(TensorTracking):
     def number(self, tensor: torch.Tensor) -> int:
         """Return the number of a tensor's storage; one that lived before the mode gets one now, and is not counted."""
         return self._number(tensor, counted=False)
+
+    def knows(self, key: int | None) -> bool:
+        """Return whether a storage, by its key, has a number."""
+        return key in self._numbers
 
     def bytes(self, tensor: torch.Tensor) -> int:
         """Return the bytes of a tensor's whole storage."""
@@ -189,9 +194,13 @@ class SavedStorages:
 
     Args:
         weights: storages that are not counted.
+
+    Attributes:
+        last: the last node that saved a tensor, and how many operations had been noted before it did.
     """
 
     def __init__(self, storages: Storages, weights: Iterable[torch.Tensor]) -> None:
+        self.last = (-1, 0)
         self._storages = storages
         self._weights = {storage_key(tensor) for tensor in weights}
         self._entered: dict[int, int] = {}  # a copy of an argument -> the argument
@@ -199,10 +208,11 @@ class SavedStorages:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Note a tensor that is saved."""
+        node = next_sequence_number() - 1  # the node was made last
+        self.last = node, len(self._storages.operations or ())
         if self.is_weight(tensor) or not tensor.is_meta:
             return tensor
         saved = _Saved(tensor)
-        node = next_sequence_number() - 1  # the node was made last
         entry = Entry(weakref.ref(saved), self.number(tensor), self._storages.bytes(tensor), node)
         self._entries.append(entry)
         return saved
@@ -268,6 +278,11 @@ class FusedKernels(TorchFunctionMode):
             return self._attention(func, *args, **kwargs)
         if func in (F.dropout, torch.dropout):
             return self._dropout(*args, **kwargs)
+        if func in (torch.Tensor.backward, torch.autograd.backward):  # which may run blocks again
+            gradients = kwargs.get("gradient", kwargs.get("grad_tensors"))
+            others = (kwargs.get(name) for name in ("retain_graph", "create_graph", "inputs"))
+            with self:
+                return run_backward(args[0], gradients, *others)
         return func(*args, **kwargs)
 
     def _attention(
@@ -289,9 +304,11 @@ class FusedKernels(TorchFunctionMode):
         batch, heads, rows, width = query.shape
         flops = 2 * batch * heads * rows * key.shape[-2] * (width + value.shape[-1])
         moved = sum(x.numel() * x.element_size() for x in (query, query, key, value, attn_mask) if x is not None)
-        self._storages.add_operation(flops // 2 if is_causal else flops, moved, attention=True)
+        flops //= 2 if is_causal else 1
+        self._storages.add_operation(flops, moved, attention=True)
         logarithms = query.new_empty(batch, heads, rows, dtype=torch.float32)
-        out: torch.Tensor = _Attention.apply(query, key, value, attn_mask, logarithms)
+        back = partial(self._storages.add_operation, flops * 5 // 2, 2 * moved)  # five products instead of two
+        out: torch.Tensor = _Attention.apply(query, key, value, attn_mask, logarithms, back)
         if self._storages.keep is not None and not dropout_p:  # with a mask it is computed again
             self._storages.keep(func, [out, logarithms])
         return out
@@ -315,6 +332,7 @@ class _Attention(torch.autograd.Function):
         value: torch.Tensor,
         mask: torch.Tensor | None,
         logarithms: torch.Tensor,
+        count_backward: Callable[[], None],
     ) -> torch.Tensor:
         batch, heads, rows, _ = query.shape
         if query.shape[-1] == value.shape[-1]:
@@ -322,11 +340,13 @@ class _Attention(torch.autograd.Function):
         else:
             out = query.new_empty(batch, rows, heads, value.shape[-1]).transpose(1, 2)
         ctx.save_for_backward(query, key, value, mask, out, logarithms)
+        ctx.count_backward = count_backward
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, mask, *_ = ctx.saved_tensors
+        ctx.count_backward()
         gradients = [torch.empty_like(x) for x in (query, key, value)]
         of_mask = torch.empty_like(mask) if mask is not None and ctx.needs_input_grad[3] else None
-        return (*gradients, of_mask, None)
+        return (*gradients, of_mask, None, None)

@@ -9,10 +9,10 @@ from math import floor, log10
 from autopar.tools.planner.bubbles import Played
 from autopar.tools.planner.candidate import Estimate
 
-__all__ = ["draw"]
+__all__ = ["LEFT", "WIDTH", "axis", "box", "draw", "legend", "opened", "text"]
 
-_WIDTH, _LEFT, _RIGHT = 1000, 80, 20
-_INSIDE = _WIDTH - _LEFT - _RIGHT
+WIDTH, LEFT, _RIGHT = 1000, 80, 20
+_INSIDE = WIDTH - LEFT - _RIGHT
 _WAITING = "#eeeeee"
 # kind of action -> its color in the first chunk, in later ones, its name
 _KINDS = {
@@ -57,11 +57,9 @@ def draw(estimate: Estimate, played: Played, limit: float, title: str) -> str:
     chosen = estimate.candidate
     split = f"{chosen.microbatches} micro-batches of {chosen.microbatch}"
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
-        _text(_LEFT, 24, title, size=15),
-        _text(_LEFT, 44, f"{chosen} ({split}): {estimate.time:.2f} s a step, bubble {estimate.bubble:.1%}"),
+        *opened(height),
+        text(LEFT, 24, title, size=15),
+        text(LEFT, 44, f"{chosen} ({split}): {estimate.time:.2f} s a step, bubble {estimate.bubble:.1%}"),
         *_gantt(played, 60, row),
         *_times(estimate, time_top),
         *_memory(estimate, limit, memory_top),
@@ -70,67 +68,76 @@ def draw(estimate: Estimate, played: Played, limit: float, title: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def opened(height: int) -> Iterator[str]:
+    """Begin a document of :data:`WIDTH` x ``height`` pixels."""
+    yield (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
+        'font-family="sans-serif" font-size="12">'
+    )
+    yield f'<rect width="{WIDTH}" height="{height}" fill="white"/>'
+
+
 def _gantt(played: Played, top: int, row: int) -> Iterator[str]:
     scale = _INSIDE / played.time if played.time else 0.0
     seen: dict[tuple[str, bool], None] = {}
     for rank, slots in enumerate(played.ranks):
         y = top + rank * (row + 3)
         first = min((slot.action[1] for slot in slots), default=0)
-        yield _text(8, y + row * 0.75, f"pp rank {rank}", size=min(12, row + 2))
-        yield _box(_LEFT, y, _INSIDE, row, _WAITING)
+        yield text(8, y + row * 0.75, f"pp rank {rank}", size=min(12, row + 2))
+        yield box(LEFT, y, _INSIDE, row, _WAITING)
         for slot in slots:
             kind, stage, microbatch = slot.action
             width = (slot.end - slot.start) * scale
             if width <= 0:
                 continue
             seen[kind, stage != first] = None
-            x, color = _LEFT + slot.start * scale, _KINDS[kind][stage != first]
+            x, color = LEFT + slot.start * scale, _KINDS[kind][stage != first]
             about = (
                 f"{_KINDS[kind][2]} of micro-batch {microbatch}, stage {stage}: {slot.start:.4f} to {slot.end:.4f} s"
             )
-            yield _box(x, y, width, row, color, about)
+            yield box(x, y, width, row, color, about)
             if width > 14 and row > 11:
                 light = stage == first
-                yield _text(x + width / 2, y + row * 0.7, str(microbatch), size=10, middle=True, white=light)
+                yield text(x + width / 2, y + row * 0.7, str(microbatch), size=10, middle=True, white=light)
     y = top + len(played.ranks) * (row + 3) + 2
-    yield from _axis(played.time, scale, y)
+    yield from axis(played.time, scale, y)
     entries = [(_KINDS[kind][2], _KINDS[kind][0]) for kind in _KINDS if {(kind, False), (kind, True)} & seen.keys()]
     if any(later for _, later in seen):
         entries.append(("paler: another stage of the rank", _KINDS["F"][1]))
-    yield from _legend([*entries, ("waiting", _WAITING)], y + 26)
-    yield _text(_LEFT, y + 62, "The numbers in the boxes are micro-batches.", size=11)
+    yield from legend([*entries, ("waiting", _WAITING)], y + 26)
+    yield text(LEFT, y + 62, "The numbers in the boxes are micro-batches.", size=11)
 
 
-def _axis(time: float, scale: float, y: float) -> Iterator[str]:
+def axis(time: float, scale: float, y: float) -> Iterator[str]:
     """Draw the seconds below the schedule, five to ten marks at round numbers."""
     if not time:
         return
     step = 10 ** floor(log10(time))
     step = next(step * part for part in (0.1, 0.2, 0.5, 1) if time / (step * part) <= 10)
     for mark in range(int(time / step) + 1):
-        x = _LEFT + mark * step * scale
+        x = LEFT + mark * step * scale
         yield f'<line x1="{x:.1f}" y1="{y}" x2="{x:.1f}" y2="{y + 4}" stroke="#666666"/>'
-        yield _text(x, y + 15, f"{mark * step:.3g} s", size=10, middle=True)
+        yield text(x, y + 15, f"{mark * step:.3g} s", size=10, middle=True)
 
 
 def _times(estimate: Estimate, top: int) -> Iterator[str]:
-    yield _text(_LEFT, top, "where the time of a step goes, on the rank that works most")
+    yield text(LEFT, top, "where the time of a step goes, on the rank that works most")
     parts = {name: seconds for name, seconds in estimate.parts if seconds > 0}
     scale = _INSIDE / (sum(parts.values()) or 1.0)
-    x = float(_LEFT)
+    x = float(LEFT)
     for name, seconds in parts.items():
         color, words = _TIMES.get(name, ("#b0b0b0", name))
-        yield _box(x, top + 10, seconds * scale, 22, color, f"{words}: {seconds:.3f} s")
+        yield box(x, top + 10, seconds * scale, 22, color, f"{words}: {seconds:.3f} s")
         x += seconds * scale
     entries = [
         (f"{_TIMES.get(name, ('', name))[1]} {seconds:.3g} s", _TIMES.get(name, ("#b0b0b0",))[0])
         for name, seconds in parts.items()
     ]
-    yield from _legend(entries, top + 40)
+    yield from legend(entries, top + 40)
 
 
 def _memory(estimate: Estimate, limit: float, top: int) -> Iterator[str]:
-    yield _text(_LEFT, top, "memory of each rank of the pipeline, GB")
+    yield text(LEFT, top, "memory of each rank of the pipeline, GB")
     base, height = top + 190, 150
     most = max(limit, *(memory.total for memory in estimate.memory))
     scale = height / most
@@ -138,37 +145,38 @@ def _memory(estimate: Estimate, limit: float, top: int) -> Iterator[str]:
     line = base - limit * scale
     for rank, memory in enumerate(estimate.memory):
         y, width = float(base), min(step * 0.8, 90)
-        x = _LEFT + rank * step + (step - width) / 2
+        x = LEFT + rank * step + (step - width) / 2
         for part, size in memory.parts().items():
             y -= size * scale
             about = f"pp rank {rank}: {part} {size / 1e9:.2f} GB"
-            yield _box(x, y, width, size * scale, _PARTS[part], about)
+            yield box(x, y, width, size * scale, _PARTS[part], about)
         if step > 24:
             above = y - 4 if abs(y - 8 - line) > 9 else line - 6  # the number does not cross the line of the limit
-            yield _text(x + width / 2, above, f"{memory.total / 1e9:.0f}", size=10, middle=True)
-            yield _text(x + width / 2, base + 14, str(rank), size=10, middle=True)
+            yield text(x + width / 2, above, f"{memory.total / 1e9:.0f}", size=10, middle=True)
+            yield text(x + width / 2, base + 14, str(rank), size=10, middle=True)
     yield (
-        f'<line x1="{_LEFT}" y1="{line:.1f}" x2="{_WIDTH - _RIGHT}" y2="{line:.1f}" stroke="#c00000" '
+        f'<line x1="{LEFT}" y1="{line:.1f}" x2="{WIDTH - _RIGHT}" y2="{line:.1f}" stroke="#c00000" '
         'stroke-dasharray="5 4"/>'
     )
-    yield _text(8, line + 4, f"{limit / 1e9:.0f} GB")
+    yield text(8, line + 4, f"{limit / 1e9:.0f} GB")
     used = [part for part in _PARTS if any(memory.parts()[part] for memory in estimate.memory)]
-    yield from _legend([(part, _PARTS[part]) for part in used], base + 28)
+    yield from legend([(part, _PARTS[part]) for part in used], base + 28)
 
 
-def _legend(entries: Sequence[tuple[str, str]], y: float) -> Iterator[str]:
+def legend(entries: Sequence[tuple[str, str]], y: float) -> Iterator[str]:
     """Draw what colors mean, in as many lines as they need."""
-    x = float(_LEFT)
+    x = float(LEFT)
     for name, color in entries:
         width = 36 + 6.5 * len(name)
-        if x > _LEFT and x + width > _WIDTH:
-            x, y = float(_LEFT), y + 18
-        yield _box(x, y, 12, 12, color)
-        yield _text(x + 17, y + 10, name)
+        if x > LEFT and x + width > WIDTH:
+            x, y = float(LEFT), y + 18
+        yield box(x, y, 12, 12, color)
+        yield text(x + 17, y + 10, name)
         x += width
 
 
-def _box(x: float, y: float, width: float, height: float, color: str, about: str = "") -> str:
+def box(x: float, y: float, width: float, height: float, color: str, about: str = "") -> str:
+    """Return a filled rectangle; a browser shows ``about`` where the mouse is over it."""
     inside = f"<title>{escape(about)}</title>" if about else ""
     return (
         f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{color}" stroke="white" '
@@ -176,7 +184,8 @@ def _box(x: float, y: float, width: float, height: float, color: str, about: str
     )
 
 
-def _text(x: float, y: float, text: str, *, size: int = 12, middle: bool = False, white: bool = False) -> str:
+def text(x: float, y: float, words: str, *, size: int = 12, middle: bool = False, white: bool = False) -> str:
+    """Return words that begin at a place, or have their middle there."""
     anchor = ' text-anchor="middle"' if middle else ""
     color = ' fill="white"' if white else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}"{anchor}{color}>{escape(text)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}"{anchor}{color}>{escape(words)}</text>'

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autopar.foreign.autograd import input_metadata
+from autopar.foreign.autograd import input_metadata, sequence_number
 from autopar.tools.planner.storages import Operation
 
 __all__ = ["Collective", "ForwardCount", "Unit", "collectives_of"]
@@ -23,12 +23,14 @@ class Collective(NamedTuple):
         bytes: of the whole tensor.
         backward: whether the backward makes it.
         axis: ``tp``, ``cp``, or ``ep``, of experts that replicas share.
+        again: whether it is made again where its block is recomputed, which ends at the last tensor that is saved.
     """
 
     kind: str
     bytes: int
     backward: bool
     axis: str = "tp"
+    again: bool = True
 
 
 # Name of the node -> collective of its forward, of its backward.
@@ -45,15 +47,21 @@ _NODES = {
     "_SumReplicasBackward": (None, "all_reduce"),
 }
 
+_LOSSES = ("VocabParallelCrossEntropyBackward", "ChunkedCrossEntropyBackward")
+
 
 def collectives_of(
-    outputs: Iterable[torch.Tensor], inputs: Collection[torch.Tensor] = (), nodes: Iterable[Any] = ()
+    outputs: Iterable[torch.Tensor],
+    inputs: Collection[torch.Tensor] = (),
+    nodes: Iterable[Any] = (),
+    last: int | None = None,
 ) -> list[Collective]:
     """Return the collectives between ``inputs`` and ``outputs``, in the order of the backward.
 
     Args:
         inputs: leaves, or outputs of what is counted elsewhere.
         nodes: of the graph, of such outputs.
+        last: sequence number of the last node that saved a tensor; None: it is not known.
     """
     ends = {*nodes, *(tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None)}
     waiting: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
@@ -69,7 +77,8 @@ def collectives_of(
         if rows is not None and id(rows) not in again:
             again.add(id(rows))
             found.append(_gathered_again(node, rows))
-        found += _calls(node)
+        late = last is not None and sequence_number(node) > last
+        found += [call._replace(again=not late) for call in _calls(node)]
         waiting += [following for following, _ in node.next_functions if following is not None]
     return found
 
@@ -82,7 +91,24 @@ def _gathered_again(node: Any, again: Any) -> Collective:
     return Collective("all_gather", size, backward=True, axis=axis.name)
 
 
+def _statistics(node: Any) -> Collective:
+    """Return the exchange of a loss of sharded logits: three numbers of each token, and the width of the shard."""
+    [of] = input_metadata(node)  # [tokens]
+    chunked = "Chunked" in node.name()
+    axis = node.shards.axis if chunked else node.axis
+    kinds = 4 if (node.smoothing if chunked else node.label_smoothing) else 3
+    size = axis.size * (kinds * prod(of.shape) + 1) * of.dtype.itemsize
+    return Collective("all_gather", size, backward=False, axis=axis.name)
+
+
 def _calls(node: Any) -> Iterator[Collective]:
+    if node.name() in _LOSSES:
+        yield _statistics(node)
+    if node.name() == "_SumRowsBackward":  # gradients of a block's parameters that work on rows: at once by dtype
+        widths = [(of.dtype.itemsize, prod(of.shape) * of.dtype.itemsize) for of in input_metadata(node)]
+        for width in {width for width, _ in widths}:
+            size = sum(size for own, size in widths if own == width)
+            yield Collective("all_reduce", size, backward=True, axis=node.axis.name)
     forward, backward = _NODES.get(node.name(), (None, None))
     if forward is None and backward is None:
         return

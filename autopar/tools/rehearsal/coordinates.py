@@ -8,7 +8,7 @@ from autopar.distributed.mesh import rank_groups
 from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.plan.plan import Plan
 
-__all__ = ["casts", "coordinates_of", "unlike_ranks"]
+__all__ = ["axes_of", "casts", "coordinates_of", "unlike_ranks"]
 
 
 def coordinates_of(sizes: MeshSizes, experts: int) -> list[tuple[int, ...]]:
@@ -58,3 +58,14 @@ def _place(p: int, c: int, t: int, d: int, sizes: MeshSizes, experts: int) -> tu
 def _ep_of(plan: Plan, sizes: MeshSizes, experts: int) -> list[int]:
     """Return the innermost replicas whose experts are other ones in number."""
     return [place // sizes.tp for place in unlike_ranks(plan, experts)]
+
+
+def axes_of(sizes: MeshSizes, experts: int, zero: int) -> dict[tuple[int, ...], str]:
+    """Return the axis of each group's ranks; where axes have the same ranks, the first of them.
+
+    Args:
+        zero: as in :func:`~autopar.distributed.mesh.rank_groups`.
+    """
+    groups = rank_groups(sizes, experts, zero)
+    names = ("tp", "cp", "pp", "ep", "dp", "edp", "dp_cp", "edp_cp", "fsdp", "hsdp", "tp_cp", "tp_pp", "ep_pp", "model")
+    return {tuple(ranks): name for name in reversed(names) for ranks in groups.get(name, ()) if len(ranks) > 1}

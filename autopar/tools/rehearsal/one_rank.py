@@ -6,23 +6,43 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
 from autopar.deferred_init.sources import clear_sources
+from autopar.distributed.profiling import record
 from autopar.distributed.trace import Call, Group, Recorder
-from autopar.dry_run.inputs import meta_copy, sample_inputs
+from autopar.dry_run.inputs import keep_kernels, meta_copy, sample_inputs, without_cache
 from autopar.foreign.c10d import fake_world, without_data
+from autopar.tools.planner.hardware import Gpu
 from autopar.tools.rehearsal.cast import Answers
+from autopar.tools.rehearsal.work import Held, Work, WorkCount
 
-__all__ = ["Job", "Part", "inputs_of", "optimizer_of", "run_cast", "train", "without_memory"]
+__all__ = ["Job", "Part", "Rehearsed", "inputs_of", "optimizer_of", "run_cast", "train", "without_memory"]
 
 Part = tuple[str, Call]
 """A call, and the part of the program that it is in: ``initialize``, ``step``, ``evaluation``."""
+
+
+class Rehearsed(NamedTuple):
+    """A rank's rehearsal.
+
+    Attributes:
+        parts: its calls.
+        work: before each of them; none without a GPU whose speeds say how long that takes.
+        after: work between the step's last call and its end.
+        held: bytes in the training step.
+    """
+
+    parts: list[Part]
+    work: list[Work]
+    after: Work
+    held: Held
 
 
 @dataclass(frozen=True)
@@ -36,6 +56,7 @@ class Job:
         inputs: a replica's batch, without memory.
         average: whether the loop averages gradients; not where stages or FSDP2 do.
         own: a loop of the user's instead, called with the model, the optimizer and a batch.
+        gpu: under whose speeds work is counted; None: it is not.
     """
 
     model: Any
@@ -44,9 +65,10 @@ class Job:
     inputs: dict[str, torch.Tensor]
     average: bool
     own: Callable[[Any, Any, dict[str, Any]], None] | None = None
+    gpu: Gpu | None = None
 
 
-def run_cast(job: Job, cast: Sequence[int], coordinates: Sequence[tuple[int, ...]]) -> dict[int, list[Part]]:
+def run_cast(job: Job, cast: Sequence[int], coordinates: Sequence[tuple[int, ...]]) -> dict[int, Rehearsed]:
     """Rehearse some ranks at a time, in a process each, which are forks of this one.
 
     Raises:
@@ -67,10 +89,9 @@ def run_cast(job: Job, cast: Sequence[int], coordinates: Sequence[tuple[int, ...
     found, failed = {}, {}
     for rank, result in results.items():
         try:
-            error, parts = result.recv()
+            error, found[rank] = result.recv()
         except EOFError:
-            error, parts = "its process ended", []
-        found[rank] = parts
+            error = "its process ended"
         if error:
             failed[rank] = error
     for process in processes:
@@ -92,29 +113,54 @@ def _main(
     torch.set_num_threads(1)
     os.environ.pop("RANK", None)
     parts: list[Part] = []
+    work: list[Work] = []
+    count = None if job.gpu is None else WorkCount(job.gpu, _precision(job.config))
     try:
         answers = Answers(rank, cast, links, coordinates)
         now = ["initialize"]
 
+        def note(call: Call) -> None:
+            parts.append((now[0], answers.told(call)))
+            if count is not None:
+                work.append(count.take())
+
         def note_group(name: str, ranks: list[int]) -> None:
-            parts.append((now[0], Call("new_group", Group(name, tuple(ranks)), (), "")))
+            note(Call("new_group", Group(name, tuple(ranks)), (), ""))
 
         def note_reduce(operation: Any) -> None:
             answers.operation = operation
 
         world = fake_world(rank, job.world, note_reduce, note_group, answers.gives_for)
-        with world, Recorder(lambda call: parts.append((now[0], answers.told(call))), answers, without_data):
-            train(job, job.model, now)
-        result.send(("", parts))
+        counted = nullcontext() if count is None else count.counted()
+        with world, counted, Recorder(note, answers, without_data):
+            train(job, job.model, now, _unseen if count is None else count.see)
+        after, held = (Work(), Held()) if count is None else (count.after or count.take(), count.held)
+        result.send(("", Rehearsed(parts, work, after, held)))
     except BaseException:
-        result.send((traceback.format_exc(), parts))
+        result.send((traceback.format_exc(), Rehearsed(parts, work, Work(), Held())))
     finally:
         os._exit(0)
 
 
-def without_memory(model: PreTrainedModel) -> PreTrainedModel:
-    """Copy a model whose weights never get memory, whatever has been told to fill them."""
+def _unseen(moment: str, model: Any, optimizer: Any) -> None:
+    """Nobody looks."""
+
+
+def _precision(config: Any) -> str:
+    return str(getattr(config, "precision", "fp32"))
+
+
+def without_memory(model: PreTrainedModel, *, kernels: bool = False) -> PreTrainedModel:
+    """Copy a model whose weights never get memory, whatever has been told to fill them.
+
+    Args:
+        kernels: whether it attends and calls its experts as the model does, since work and memory are counted; as the
+            planner's it keeps no cache.
+    """
     copied = meta_copy(model, gradients=True)
+    if kernels:
+        keep_kernels(copied, model)
+        without_cache(copied)
     for one, other in zip(copied.modules(), model.modules(), strict=True):
         clear_sources(one)
         one.training = other.training
@@ -128,8 +174,8 @@ def optimizer_of(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4)
 
 
-def train(job: Job, model: Any, now: list[str]) -> None:
-    """Run the program with ``model``; ``now`` is told which part begins."""
+def train(job: Job, model: Any, now: list[str], see: Callable[[str, Any, Any], None] = _unseen) -> None:
+    """Run the program with ``model``; ``now`` is told which part begins, ``see`` what there is (``WorkCount.see``)."""
     import autopar
 
     model.train()
@@ -138,16 +184,24 @@ def train(job: Job, model: Any, now: list[str]) -> None:
     device = model.mpu.device.type
     batch = {name: x if device == "meta" else torch.ones(x.shape, dtype=x.dtype) for name, x in job.inputs.items()}
     now[0] = "step"
+    see("ready", model, optimizer)
     if job.own is not None:
         job.own(model, optimizer, batch)
         return
     if model.mpu.pp.size > 1:
         model.execute_pipeline(batch, optimizer=optimizer)
     else:
-        model(**batch).loss.backward()
+        with record("forward".format):
+            loss = model(**batch).loss
+        with record("backward".format):
+            loss.backward()
+        del loss  # it keeps what recomputed blocks have made
     if job.average:
         autopar.average_gradients(model)
-    optimizer.step()
+    see("backward", model, optimizer)
+    with record("the optimizer's step".format):
+        optimizer.step()
+    see("step", model, optimizer)
     optimizer.zero_grad()
     now[0] = "evaluation"
     model.eval()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import resource
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,39 +17,30 @@ from transformers import PretrainedConfig, PreTrainedModel
 from autopar.checks.optimizer_probe import probe
 from autopar.config import ParallelConfig
 from autopar.distributed.mesh_sizes import MeshSizes
-from autopar.distributed.trace import Call
 from autopar.dry_run.plan_model import ModelPlans, Plans, plan_model, prepared
 from autopar.errors import ConfigError
 from autopar.policy.described_model import model_inside
 from autopar.policy.match import find_policy, given_policy
 from autopar.tools.planner.candidate import mesh_words
+from autopar.tools.planner.hardware import Gpu, find_gpu
+from autopar.tools.rehearsal.against import Way, ways
 from autopar.tools.rehearsal.cast import standing_for
-from autopar.tools.rehearsal.coordinates import casts, coordinates_of
-from autopar.tools.rehearsal.matching import differences, stuck
+from autopar.tools.rehearsal.coordinates import axes_of, casts, coordinates_of
+from autopar.tools.rehearsal.matching import Traces, differences, stuck
 from autopar.tools.rehearsal.one_rank import (
     Job,
     Part,
+    Rehearsed,
     inputs_of,
     optimizer_of,
     run_cast,
     without_memory,
 )
+from autopar.tools.rehearsal.timeline import Timeline, play
+from autopar.tools.rehearsal.traffic import Traffic, traffic_of
+from autopar.tools.rehearsal.work import Held
 
-__all__ = ["Rehearsal", "Traffic", "rehearse"]
-
-
-class Traffic(NamedTuple):
-    """Traffic of a rank over one axis in a training step.
-
-    Attributes:
-        calls: collectives and messages.
-        bytes: that the rank gives to them, of the rank that gives most.
-        between: whether some of the axis's ranks are on other nodes.
-    """
-
-    calls: int
-    bytes: int
-    between: bool
+__all__ = ["Rehearsal", "rehearse"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +53,10 @@ class Rehearsal:
         traces: of each rank that was rehearsed: its calls, with the part of the program that each is in.
         problems: what does not fit; none: every collective and message of the job finds its like, and all ranks come
             to an end.
-        traffic: by axis.
+        traffic: by axis, in the training step.
+        held: bytes of each rank that was rehearsed, in the training step; only with ``gpu``.
+        timeline: of the training step; None without ``gpu``.
+        coordinates: of every rank of the world.
         seconds, mebibytes: that the rehearsal took, and the most memory of one of its processes.
     """
 
@@ -72,12 +65,19 @@ class Rehearsal:
     traces: Mapping[int, list[Part]]
     problems: list[str]
     traffic: dict[str, Traffic]
+    held: Mapping[int, Held]
+    timeline: Timeline | None
+    coordinates: Sequence[tuple[int, ...]]
     seconds: float
     mebibytes: float
 
     def calls(self, part: str = "") -> int:
         """Count the calls of the rehearsed ranks."""
         return sum(part in ("", own) for parts in self.traces.values() for own, _ in parts)
+
+    def against(self, traces: Traces) -> list[Way]:
+        """Compare the traces of a job, of :func:`autopar.distributed.trace.read`, with this one (:func:`ways`)."""
+        return ways(traces, self.traces, lambda rank: standing_for(rank, tuple(self.traces), self.coordinates))
 
 
 def rehearse(
@@ -88,6 +88,7 @@ def rehearse(
     batch: int = 0,
     sequence: int = 128,
     gpus_per_node: int = 8,
+    gpu: str | Gpu | None = None,
     loop: Callable[[Any, Any, dict[str, Any]], None] | None = None,
 ) -> Rehearsal:
     """Run ``initialize``, a training step and an evaluation of some ranks of a job, without GPUs, weights or a network.
@@ -102,9 +103,10 @@ def rehearse(
         model: only read; a config's causal language model is built without memory.
         config: of :func:`autopar.initialize`.
         world: ranks.
-        batch: samples of a replica in a step; 0: one for each stage, at least 2.
+        batch: samples of a replica in a step; 0: one for each stage or micro-batch, at least 2.
         sequence: tokens of a sample.
         gpus_per_node: ranks of a machine.
+        gpu: name of a GPU that ``autopar plan`` knows, or its figures: memory is counted, and the step gets times.
         loop: a loop of your own, called with model, optimizer and batch instead of the step and the evaluation.
 
     Raises:
@@ -114,30 +116,56 @@ def rehearse(
     if dist.is_initialized():
         raise ConfigError("rehearse runs in one process, before torch.distributed is started: outside of the job")
     start = time.perf_counter()
-    whole = without_memory(_built(model))
+    card = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    whole = without_memory(_built(model), kernels=card is not None)
     parsed = replace(ParallelConfig.parse(config, world), consistency_check=False, cpu_transport="gloo")
     tp, pp, cp = parsed.tensor_parallel_size, parsed.pipeline_parallel_size, parsed.context_parallel_size
-    sizes, experts = MeshSizes(tp, pp, parsed.data_parallel_size(world), cp), parsed.expert_parallel_size
+    sizes = MeshSizes(tp, pp, parsed.data_parallel_size(world), cp)
     plans = _plans_of(whole)
-    made = plan_model(plans, parsed, lambda plan: None)  # once for all processes
+    inputs = inputs_of(plans.inner, batch or max(2, pp, parsed.pipeline.num_microbatches or 1), sequence)
+    job = Job(whole, parsed, world, inputs, pp == 1 and not parsed.fully_sharded, loop, card)
+    found, problems = _run(job, plans, sizes)
+    most = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    axes = axes_of(sizes, parsed.expert_parallel_size, parsed.zero_shard_size)
+    in_step = {rank: [call for part, call in one.parts if part == "step"] for rank, one in found.items()}
+    return Rehearsal(
+        world,
+        mesh_words(sizes.tp, sizes.cp, sizes.pp, sizes.dp),
+        {rank: one.parts for rank, one in found.items()},
+        problems,
+        traffic_of(in_step, axes, gpus_per_node),
+        {} if card is None else {rank: one.held for rank, one in found.items()},
+        None if card is None or problems else _timeline(found, card, gpus_per_node),
+        coordinates_of(sizes, parsed.expert_parallel_size),
+        time.perf_counter() - start,
+        most / 1024,
+    )
+
+
+def _run(job: Job, plans: ModelPlans, sizes: MeshSizes) -> tuple[dict[int, Rehearsed], list[str]]:
+    """Rehearse the ranks that stand for all; return them, and what does not fit."""
+    made = plan_model(plans, job.config, lambda plan: None)  # once for all processes
     _refuse(plans.inner, made)
-    inputs = inputs_of(plans.inner, batch or max(2, sizes.pp), sequence)
-    job = Job(whole, parsed, world, inputs, pp == 1 and not parsed.fully_sharded, loop)
-    coordinates = coordinates_of(sizes, experts)
+    coordinates = coordinates_of(sizes, job.config.expert_parallel_size)
     optimizer = optimizer_of([nn.Parameter(torch.zeros(2, 2))])
     probe(optimizer, optimizer.param_groups[0])  # likewise
-    traces: dict[int, list[Part]] = {}
+    found: dict[int, Rehearsed] = {}
     with prepared(plans):
-        for cast in casts(sizes, experts, made.tensors):
-            if not set(cast) <= set(traces):
-                traces |= run_cast(job, cast, coordinates)
-    calls = {rank: [call for _, call in parts] for rank, parts in traces.items()}
+        for cast in casts(sizes, job.config.expert_parallel_size, made.tensors):
+            if not set(cast) <= set(found):
+                found |= run_cast(job, cast, coordinates)
+    calls = {rank: [call for _, call in one.parts] for rank, one in found.items()}
     problems = list(differences(calls, lambda rank: standing_for(rank, tuple(calls), coordinates)))
-    problems += stuck(calls) if not problems else []
-    mesh = mesh_words(sizes.tp, sizes.cp, sizes.pp, sizes.dp)
-    most = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    taken = time.perf_counter() - start
-    return Rehearsal(world, mesh, traces, problems, _traffic(traces, gpus_per_node), taken, most / 1024)
+    return found, problems or stuck(calls)
+
+
+def _timeline(found: Mapping[int, Rehearsed], gpu: Gpu, gpus_per_node: int) -> Timeline:
+    """Play the calls of the training step."""
+    pairs = {
+        rank: [(call, work) for (part, call), work in zip(one.parts, one.work, strict=True) if part == "step"]
+        for rank, one in found.items()
+    }
+    return play(pairs, {rank: one.after for rank, one in found.items()}, gpu, gpus_per_node)
 
 
 def _built(model: Any) -> Any:
@@ -165,25 +193,3 @@ def _refuse(inner: nn.Module, made: Plans) -> None:
             f"rehearse: {type(inner).__name__} hands states on between context-parallel ranks, which cannot be "
             "rehearsed: leave context_parallel_size out"
         )
-
-
-def _traffic(traces: Mapping[int, list[Part]], gpus_per_node: int) -> dict[str, Traffic]:
-    """Count what travels in the step, by axis."""
-    found: dict[str, Traffic] = {}
-    for parts in traces.values():
-        calls, given, between = Counter[str](), Counter[str](), Counter[str]()
-        for part, call in parts:
-            if part == "step" and call.kind != "new_group" and not call.control:
-                calls[call.group.name] += 1
-                given[call.group.name] += _given(call)
-                nodes = {rank // gpus_per_node for rank in call.group.ranks}
-                between[call.group.name] += len(nodes) > 1
-        for name in calls:
-            other = found.get(name, Traffic(0, 0, False))
-            most = max((given[name], calls[name]), (other.bytes, other.calls))
-            found[name] = Traffic(most[1], most[0], bool(between[name]) or other.between)
-    return found
-
-
-def _given(call: Call) -> int:
-    return 0 if call.kind == "recv" else call.bytes

@@ -1,0 +1,106 @@
+"""Compare the traces of a job with its rehearsal: where a rank went another way, and how far it came. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from autopar.distributed.trace import Call
+from autopar.tools.rehearsal.matching import Traces
+
+__all__ = ["Way", "ways"]
+
+_PARTS = ("step", "evaluation")
+
+
+class Way(NamedTuple):
+    """A rank's way through the collectives and messages of one group.
+
+    Attributes:
+        rank, group: whose, over which.
+        done: training steps and evaluations that it has behind it.
+        at: calls of the next one that it has issued, of ``of`` that this one has; 0 where it ends with a whole one.
+        wrong: the call that the rehearsal does not have there, and the one that it has; None: it went as rehearsed.
+    """
+
+    rank: int
+    group: str
+    done: Mapping[str, int]
+    at: int
+    of: int
+    wrong: tuple[Call, Call] | None = None
+
+    def __str__(self) -> str:
+        behind = " and ".join(
+            f"{self.done[part]} {part}{'s' * (self.done[part] != 1)}" for part in _PARTS if self.done.get(part)
+        )
+        told = f"rank {self.rank} over {self.group}: {behind or 'nothing'} as rehearsed"
+        if self.wrong is None:
+            return told + (f", and {self.at} of {self.of} calls of the next" if self.at else "")
+        call, due = self.wrong
+        return (
+            f"{told}, then call {self.at} of the next is {call}\n    {call.where}\n  where the rehearsal has {due}\n"
+            f"    {due.where}"
+        )
+
+
+def ways(
+    traces: Traces, rehearsed: Mapping[int, Iterable[tuple[str, Call]]], standing_for: Callable[[int], int]
+) -> list[Way]:
+    """Return the way of each rank through each group that the rehearsal has, those that went another one first.
+
+    Compared are kinds, dtypes, partners and numbers of dims of what carries tensors of floating point, and whether a
+    backward issues it; no sizes, since other batches have other ones. Single numbers, integers and objects are left
+    out: user code and checks exchange them.
+
+    Args:
+        traces: of the job.
+        rehearsed: calls of each rank that was rehearsed, and the part of the program that each is in.
+        standing_for: the rehearsed rank that stands for any rank of the world.
+    """
+    found = []
+    for rank, calls in traces.items():
+        other = standing_for(rank)
+        programs: dict[str, dict[str, list[Call]]] = {}
+        for part, call in rehearsed[other]:
+            if _counts(call):
+                programs.setdefault(call.group.name, {}).setdefault(part, []).append(call)
+        for group, parts in programs.items():
+            own = [call for call in calls if _counts(call) and call.group.name == group]
+            found.append(_way(rank, own, other, group, parts))
+    return sorted(found, key=lambda way: way.wrong is None)
+
+
+def _way(rank: int, own: Sequence[Call], other: int, group: str, parts: Mapping[str, list[Call]]) -> Way:
+    """Follow every part of the program that the calls may be in, since one may begin as another does."""
+    due = {part: [_key(call, other) for call in calls] for part, calls in parts.items()}
+    states: dict[tuple[str, int], dict[str, int]] = {(part, 0): {} for part in due}
+    for call in own:
+        key, following = _key(call, rank), dict[tuple[str, int], dict[str, int]]()
+        for (part, at), done in states.items():
+            if due[part][at] == key and at + 1 < len(due[part]):
+                following.setdefault((part, at + 1), done)
+            elif due[part][at] == key:
+                behind = {**done, part: done.get(part, 0) + 1}
+                following |= {(name, 0): behind for name in due if (name, 0) not in following}
+        if not following:
+            (part, at), done = min(states.items(), key=lambda state: state[0][1])
+            return Way(rank, group, done, at, len(due[part]), (call, parts[part][at]))
+        states = following
+    (part, at), done = min(states.items(), key=lambda state: state[0][1])
+    return Way(rank, group, done, at, len(due[part]))
+
+
+def _counts(call: Call) -> bool:
+    floating = bool(call.dtype) and getattr(torch, call.dtype).is_floating_point
+    return floating and not call.control and any(prod(size) > 1 for size in call.sizes)
+
+
+def _key(call: Call, rank: int) -> tuple[Any, ...]:
+    """Return a call as all ranks issue it that others stand for: partners by their distance."""
+    ranks = call.group.ranks
+    partner = (call.peer - ranks.index(rank)) % len(ranks) if call.kind in ("send", "recv") else call.peer
+    return call.kind, call.dtype, partner, len(call.sizes[0]), "backward" in call.where

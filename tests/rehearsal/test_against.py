@@ -1,0 +1,67 @@
+"""The traces of a job against its rehearsal: which rank went another way, where, and how far it came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.distributed.trace import Call, Group
+from autopar.tools.rehearsal.against import ways
+
+TP, PP = Group("tp", (0, 1)), Group("pp", (0, 2))
+
+
+def call(kind: str, size: int = 8, group: Group = TP, peer: int = -1, where: str = "train.py:1") -> Call:
+    return Call(kind, group, ((size,),), "float32", peer=peer, where=where)
+
+
+REDUCE, GATHER, NUMBER = call("all_reduce"), call("all_gather"), call("all_reduce", 1)
+STEP = [REDUCE, GATHER, REDUCE]
+EVALUATION = [REDUCE, GATHER]
+PARTS = [
+    ("initialize", call("broadcast", peer=0)),
+    *(("step", c) for c in STEP),
+    *(("evaluation", c) for c in EVALUATION),
+]
+
+
+def told(own: Sequence[Call], rank: int = 0) -> list[str]:
+    return [str(way) for way in ways({rank: own}, {0: PARTS}, lambda rank: 0)]
+
+
+def test_steps_and_evaluations_in_any_order() -> None:
+    begin = [call("broadcast", peer=0)]
+    assert told([*begin, *STEP, *EVALUATION, *STEP]) == ["rank 0 over tp: 2 steps and 1 evaluation as rehearsed"]
+    assert told([]) == ["rank 0 over tp: nothing as rehearsed"]
+    assert told([*STEP, REDUCE]) == ["rank 0 over tp: 1 step as rehearsed, and 1 of 3 calls of the next"]
+
+
+def test_numbers_integers_and_other_sizes_are_no_other_way() -> None:
+    other = [NUMBER, call("all_reduce", 9), NUMBER, call("all_gather", 3)._replace(), call("all_reduce", 5)]
+    objects = call("broadcast", 80)._replace(dtype="uint8")
+    assert told([objects, *other]) == ["rank 0 over tp: 1 step as rehearsed"]
+
+
+def test_the_call_that_is_another_one_is_told_with_both_places() -> None:
+    wrong = call("reduce_scatter", 4, where="train.py:40")
+    assert told([*STEP, REDUCE, wrong], rank=1) == [
+        "rank 1 over tp: 1 step as rehearsed, then call 1 of the next is reduce_scatter over tp [4] float32\n"
+        "    train.py:40\n"
+        "  where the rehearsal has all_gather over tp [8] float32\n"
+        "    train.py:1"
+    ]
+
+
+def test_partners_are_as_far_away_as_those_of_who_stands_for_a_rank() -> None:
+    ring = Group("cp", (0, 1, 2, 3))
+    parts = [("step", call("send", group=ring, peer=1)), ("step", call("recv", group=ring, peer=3))]
+    right = [call("send", group=ring, peer=3), call("recv", group=ring, peer=1)]
+    (way,) = ways({2: right}, {0: parts}, lambda rank: 0)
+    assert way.wrong is None and way.done["step"] == 1
+    (way,) = ways({2: [right[0], call("recv", group=ring, peer=0)]}, {0: parts}, lambda rank: 0)
+    assert way.wrong is not None and (way.at, way.of) == (1, 2)
+
+
+def test_groups_one_by_one_those_that_went_wrong_first() -> None:
+    parts = [("step", REDUCE), ("step", call("send", group=PP, peer=1))]
+    found = ways({0: [REDUCE, call("recv", group=PP, peer=1)]}, {0: parts}, lambda rank: 0)
+    assert [(way.group, way.wrong is None) for way in found] == [("pp", False), ("tp", True)]

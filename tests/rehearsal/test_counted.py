@@ -1,0 +1,130 @@
+"""A rehearsal counts what the planner plans: bytes over each axis, states, the most that is held."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+import autopar
+from autopar.config import ParallelConfig
+from autopar.tools.planner.candidate import Candidate
+from autopar.tools.planner.estimate import Estimator
+from autopar.tools.planner.hardware import GPUS
+from autopar.tools.planner.planned_model import PlannedModel
+from autopar.tools.rehearsal.run import Rehearsal
+
+BATCH, SEQUENCE = 8, 64
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 256,
+    "num_hidden_layers": 4,
+}
+TP, PP, CP, SP = {"tp": 2}, {"pp": 2}, {"cp": 2}, {"sequence_parallel": True}
+TWO = {"pipeline": {"microbatch_size": 2}}
+AGAIN = {"activation_checkpointing": {"enable": True}}
+
+
+def mesh(**sizes: Any) -> dict[str, Any]:
+    names = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
+    own = {f"{names[key]}_parallel_size" if key in names else key: value for key, value in sizes.items()}
+    return {"model_parallelism": own}
+
+
+CASES: dict[str, tuple[type, dict[str, Any], int]] = {
+    "tp x pp, sequence, recomputed": (LlamaForCausalLM, mesh(**TP, **PP, **SP) | TWO | AGAIN, 8),
+    "pp x dp, zero 3": (LlamaForCausalLM, mesh(**PP) | TWO | {"zero": {"stage": 3}}, 8),
+    "ep of replicas, zero 3": (MixtralForCausalLM, mesh(ep=2) | {"zero": {"stage": 3}}, 8),
+    "cp x tp": (LlamaForCausalLM, mesh(**TP, **CP), 8),
+    "tp x dp": (LlamaForCausalLM, mesh(**TP), 8),
+    "tp, recomputed": (LlamaForCausalLM, mesh(**TP) | AGAIN, 2),
+    "tp, sequence": (LlamaForCausalLM, mesh(tp=4, **SP), 8),
+    "zero 1": (LlamaForCausalLM, mesh() | {"zero": {"stage": 1}}, 8),
+    "zero 2": (LlamaForCausalLM, mesh() | {"zero": {"stage": 2}}, 8),
+    "zero 3": (LlamaForCausalLM, mesh() | {"zero": {"stage": 3}}, 8),
+    "pp x dp, zero 1": (LlamaForCausalLM, mesh(**PP) | TWO | {"zero": {"stage": 1}}, 8),
+    "pp x dp, zero 2": (LlamaForCausalLM, mesh(**PP) | TWO | {"zero": {"stage": 2}}, 8),
+    "tp x pp": (LlamaForCausalLM, mesh(**TP, **PP) | TWO, 4),
+    "interleaved": (LlamaForCausalLM, mesh(**PP) | {"pipeline": {"microbatch_size": 2, "schedule": "interleaved"}}, 4),
+    "zbv": (LlamaForCausalLM, mesh(**PP) | {"pipeline": {"microbatch_size": 2, "schedule": "zbv"}}, 2),
+    "cp, gathered": (LlamaForCausalLM, mesh(**CP, context_parallel_method="gather"), 8),
+    "experts in parts": (MixtralForCausalLM, mesh(**TP), 4),
+    "ep over tp": (MixtralForCausalLM, mesh(**TP, ep=2), 4),
+    "ep of replicas": (MixtralForCausalLM, mesh(**TP, ep=4), 8),
+    "ep, to all ranks": (MixtralForCausalLM, mesh(**TP, ep=4, expert_dispatch="all_reduce"), 8),
+    "bf16": (LlamaForCausalLM, mesh(**PP) | TWO | {"precision": {"dtype": "bf16"}}, 2),
+}
+
+
+def build(head: type) -> Any:
+    with torch.device("meta"):
+        if head is LlamaForCausalLM:
+            return LlamaForCausalLM(LlamaConfig(**SIZES))
+        return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=8))
+
+
+def estimator_of(head: type, parsed: ParallelConfig) -> Estimator:
+    planned = PlannedModel(
+        build(head).train(),
+        sequence=SEQUENCE,
+        precision=parsed.precision,
+        optimizer="adamw",
+        method=parsed.context_parallel_method,
+        dispatch=parsed.expert_dispatch,
+    )
+    return Estimator(planned, GPUS["h100"], given=parsed)
+
+
+def candidate_of(parsed: ParallelConfig, world: int) -> Candidate:
+    size = parsed.pipeline.microbatch_size or BATCH
+    mesh = (parsed.tensor_parallel_size, parsed.pipeline_parallel_size, parsed.data_parallel_size(world))
+    settings = (parsed.pipeline.schedule, size, BATCH // size, parsed.zero_stage, parsed.activation_checkpointing)
+    return Candidate(
+        *(*mesh, *settings),
+        cp=parsed.context_parallel_size,
+        sequence_parallel=parsed.sequence_parallel,
+        ep=parsed.expert_parallel_size,
+    )
+
+
+def sent(found: Rehearsal) -> dict[str, int]:
+    """Bytes by the planner's axes: all copies of a weight are its dp."""
+    sums = dict.fromkeys(("tp", "cp", "ep", "pp", "dp"), 0)
+    for axis, traffic in found.traffic.items():
+        sums[{"edp": "dp", "dp_cp": "dp", "edp_cp": "dp"}.get(axis, axis)] += traffic.bytes
+    return sums
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_and_states_are_the_planners(name: str) -> None:
+    head, config, world = CASES[name]
+    parsed = ParallelConfig.parse(config, world)
+    found = autopar.rehearse(build(head), config, world, batch=BATCH, sequence=SEQUENCE, gpu="h100")
+    assert found.problems == []
+    estimate = estimator_of(head, parsed).estimate(candidate_of(parsed, world))
+    assert sent(found) == dict(estimate.bytes)
+    for rank, held in found.held.items():
+        planned = estimate.memory[found.coordinates[rank][0]]
+        assert abs(held.weights - planned.weights) < 1000, "buffers are among them"
+        assert held.gradients == planned.gradients
+        total = planned.total - planned.reserve
+        if not parsed.fully_sharded:  # torch frees its gathered weights unseen
+            assert abs(held.optimizer - planned.optimizer) < 50_000, "checks keep samples of weights"
+            later = planned.gradients + planned.buffers  # that the peak of activations may not meet
+            assert 0.9 * (total - later) < held.peak < 1.05 * total
+    assert found.timeline is not None and set(found.timeline.slots) == set(found.traces)
+
+
+def test_bytes_between_nodes() -> None:
+    found = autopar.rehearse(build(LlamaForCausalLM), mesh(**TP), 16, gpus_per_node=8)
+    tp, dp = found.traffic["tp"], found.traffic["dp"]
+    assert (tp.between, found.held, found.timeline) == (0, {}, None)
+    assert dp.between == dp.bytes, "the last replica of a node sends to the next node"
+    found = autopar.rehearse(build(LlamaForCausalLM), mesh(**TP), 8, gpus_per_node=8)
+    assert found.traffic["dp"].between == 0 < found.traffic["dp"].bytes

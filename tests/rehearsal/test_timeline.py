@@ -1,0 +1,112 @@
+"""The timeline of a step: calls played under the planner's costs, drawn, written for Perfetto."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from autopar.distributed.trace import Call, Group
+from autopar.pipeline_parallel.schedule import Action, make_schedule
+from autopar.tools.planner import bubbles
+from autopar.tools.planner.hardware import GPUS
+from autopar.tools.rehearsal.drawing import chrome_trace, draw
+from autopar.tools.rehearsal.timeline import Timeline, play
+from autopar.tools.rehearsal.work import Work
+
+GPU = replace(GPUS["h100"], within=1e9, between=1e8, network=1.0, latency=0.5)
+NOTHING = Work()
+
+
+def call(kind: str, ranks: tuple[int, ...], size: int, peer: int = -1, name: str = "tp") -> Call:
+    return Call(kind, Group(name, ranks), ((size,),), "float32", peer=peer, where="train.py:7")
+
+
+def test_a_collective_begins_with_the_last_rank_and_goes_around_the_ring() -> None:
+    both = call("all_reduce", (0, 1), 250_000_000)  # 1 GB, of which each sends 2 x 1/2 at 1 GB/s
+    made = play({0: [(both, Work(1.0))], 1: [(both, Work(3.0))]}, {0: Work(2.0), 1: NOTHING}, GPU, 8)
+    assert made.time == pytest.approx(3 + 1 + 0.5 + 2)
+    assert made.spent(0) == pytest.approx({"compute": 3.0, "wait": 2.0, "tp": 1.5})
+    assert made.spent(1) == pytest.approx({"compute": 3.0, "tp": 1.5, "wait": 2.0}), "until the last rank ends"
+    apart = play({0: [(both, Work(1.0))], 1: [(both, Work(3.0))]}, {0: NOTHING, 1: NOTHING}, GPU, 1)
+    assert apart.time == pytest.approx(3 + 10 + 0.5), "to another node"
+
+
+def test_ranks_that_were_not_rehearsed_are_there_at_once() -> None:
+    both = call("all_reduce", (0, 1), 250_000_000)
+    assert play({0: [(both, Work(1.0))]}, {0: NOTHING}, GPU, 8).time == pytest.approx(1 + 1.5)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zero-bubble", "zbv", "dualpipev"])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8)])
+def test_stages_take_the_time_that_the_planner_says(schedule: str, ranks: int, microbatches: int) -> None:
+    chunks = {"interleaved": 2, "zbv": 2, "dualpipev": 2}.get(schedule, 1)
+    order = [*range(ranks)]
+    rank_of = order + (order if schedule == "interleaved" else order[::-1]) if chunks == 2 else order
+    lists = make_schedule(schedule, rank_of, microbatches)
+    seconds = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+    group = tuple(range(ranks))
+
+    def message(kind: str, peer: int, action: Action, gradient: bool) -> tuple[Call, Work]:
+        tag = 2 * (action.stage * microbatches + action.microbatch) + gradient
+        return call(kind, group, 1, peer, "pp")._replace(tag=tag), NOTHING
+
+    def calls_of(rank: int) -> tuple[list[tuple[Call, Work]], Work]:
+        found: list[tuple[Call, Work]] = []
+        work = 0.0
+        for action in lists[rank]:
+            kind, stage, number = action
+            forward = kind == "F"
+            before, after = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
+            if kind != "W" and 0 <= before < len(rank_of) and rank_of[before] != rank:
+                own, _ = message("recv", rank_of[before], Action(kind, before, number), not forward)
+                found.append((own, Work(work)))
+                work = 0.0
+            work += seconds[kind]
+            if kind != "W" and 0 <= after < len(rank_of) and rank_of[after] != rank:
+                own, _ = message("send", rank_of[after], action, not forward)
+                found.append((own, Work(work, str(action))))
+                work = 0.0
+        return found, Work(work)
+
+    traces = {rank: calls_of(rank) for rank in range(ranks)}
+    gpu = replace(GPU, within=1e30, latency=0.25)
+    made = play({r: found for r, (found, _) in traces.items()}, {r: left for r, (_, left) in traces.items()}, gpu, 8)
+    planned = bubbles.play(lists, len(rank_of), lambda action: seconds[action.kind], 0.25)
+    assert made.time == pytest.approx(planned.time)
+    for rank, row in enumerate(planned.ranks):
+        assert made.spent(rank)["compute"] == pytest.approx(sum(slot.end - slot.start for slot in row))
+
+
+def timeline() -> Timeline:
+    both = call("all_reduce", (0, 1), 250_000_000)
+    name = "stage 0: forward of micro-batch 3"
+    return play({0: [(both, Work(1.0, name))], 1: [(both, Work(3.0))]}, {0: Work(2.0), 1: NOTHING}, GPU, 8)
+
+
+def test_the_file_for_perfetto() -> None:
+    written = json.loads(json.dumps(chrome_trace(timeline())))
+    events = [event for event in written["traceEvents"] if event["ph"] == "X"]
+    assert {event["pid"] for event in events} == {0, 1}
+    first = events[0]
+    assert (first["name"], first["ts"], first["dur"]) == ("stage 0: forward of micro-batch 3", 0, 1e6)
+    (reduced,) = [event for event in events if event["pid"] == 1 and event["cat"] == "tp"]
+    assert (reduced["ts"], reduced["dur"]) == (3e6, 1.5e6) and reduced["args"] == {"where": "train.py:7"}
+    names = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in written["traceEvents"]
+        if "tid" in event and event["ph"] == "M"
+    }
+    assert names[first["pid"], first["tid"]] == "compute"
+
+
+def test_the_picture() -> None:
+    picture = ElementTree.fromstring(draw(timeline(), "two ranks <&>"))
+    texts = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"two ranks <&>", "rank 0", "rank 1", "forward", "communication", "waiting"} <= {*texts}
+    boxes: Any = [each.attrib for each in picture.iter("{http://www.w3.org/2000/svg}rect")]
+    blue = [each for each in boxes if each["fill"] == "#2f6fb7" and float(each["y"]) < 60]
+    assert sum(float(each["width"]) for each in blue) == pytest.approx(900 / 6.5, abs=1.5), "1 of 6.5 s"
