@@ -135,15 +135,15 @@ def meta_copy(model: Model, *, gradients: bool = False) -> Model:
     return copied
 
 
-def keep_kernels(copied: nn.Module, model: nn.Module) -> None:
-    """Let a copy attend and call its experts as the model does, with torch's own attention for any fused one."""
+def keep_kernels(copied: nn.Module, model: nn.Module, *, experts: bool = True) -> None:
+    """Let a copy attend as the model does, with torch's own attention for any fused one, and call its experts so."""
     for one, other in zip(copied.modules(), model.modules(), strict=True):
         config = getattr(other, "config", None)
-        attention, experts = getattr(config, ATTENTION, None), getattr(config, EXPERTS, None)
+        attention, calls = getattr(config, ATTENTION, None), getattr(config, EXPERTS, None)
         if attention is not None:
             setattr(one.config, ATTENTION, "eager" if attention == "eager" else "sdpa")
-        if experts is not None:
-            setattr(one.config, EXPERTS, experts)
+        if experts and calls is not None:
+            setattr(one.config, EXPERTS, calls)
 
 
 def without_cache(model: nn.Module) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from tests.random_models import Case as RandomCase
+from tests.random_models import build as random_model
+from tests.random_models import cases, kind
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -71,6 +76,44 @@ CASES = {
         for schedule in ("gpipe", "interleaved", "zero-bubble", "zbv", "dualpipev")
     },
 }
+
+
+POLICIES = (
+    *(
+        "deepseek_v3",
+        "t5",
+        "gpt2",
+        "falcon",
+        "phi3",
+        "qwen3",
+        "bloom",
+        "bert",
+        "deberta-v2",
+        "bart",
+        "mixtral",
+        "gemma2",
+    ),
+    *("opt", "gptj", "gpt_neox", "codegen", "mpt", "olmo2", "cohere", "starcoder2", "stablelm", "granite", "roberta"),
+    *("electra", "pegasus", "mbart", "marian", "qwen2_moe", "glm4", "mistral", "mpnet"),
+)
+"""Model types whose main head reads text, each of another policy. GPT-OSS loops over the experts that are chosen."""
+
+
+def of_type(model_type: str) -> Any:
+    """Build a small model of a type."""
+    return random_model(text_head(model_type), 8, 4)
+
+
+def text_head(model_type: str) -> RandomCase:
+    """Return the head that makes text, or fills it in."""
+    order = ("seq2seq", "causal", "masked")
+    heads = [case for case in cases(model_type) if kind(case.head) in order]
+    return min(heads, key=lambda case: order.index(str(kind(case.head))))
+
+
+def case_of_type(model_type: str) -> Case:
+    """Return the program of a model type: two stages of two ranks, two micro-batches."""
+    return Case(functools.partial(of_type, model_type), TP | PP, TWO)
 
 
 def config_of(case: Case) -> dict[str, Any]:

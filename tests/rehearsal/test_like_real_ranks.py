@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import autopar
 from autopar.distributed.trace import Call, Group, Recorder
 from autopar.tools.rehearsal.one_rank import Job, inputs_of, train
 from tests.pool import pooled
-from tests.rehearsal.programs import CASES, Case, config_of
+from tests.rehearsal.programs import CASES, POLICIES, Case, case_of_type, config_of
 from tests.tiers import in_tier, mainly
 
 FIRST = ("tp x dp", "pp x tp", "tp 4, sequence", "pp x dp, zero 3", "cp x tp", "experts of replicas", "interleaved")
@@ -34,9 +32,18 @@ def of_step(parts: list[tuple[str, Call]], *, routed: bool) -> list[tuple[str, C
 
 @pooled(world_size=4)
 def write_traces(case: Case, folder: Path) -> None:
+    write(case, folder)
+
+
+@pooled(world_size=8)
+def write_traces_of_eight(case: Case, folder: Path) -> None:
+    write(case, folder)
+
+
+def write(case: Case, folder: Path) -> None:
     model = case.build()
     inputs = inputs_of(model, case.batch, case.sequence)
-    job = Job(model, config_of(case), 4, inputs, case.average)
+    job = Job(model, config_of(case), dist.get_world_size(), inputs, case.average)
     parts: list[tuple[str, Call]] = []
     now = ["initialize"]
     with Recorder(lambda call: parts.append((now[0], call))):
@@ -55,16 +62,29 @@ def read(path: Path) -> list[tuple[str, Call]]:
 @pytest.mark.tier("test")
 @pytest.mark.parametrize("name", [*mainly(*FIRST), *in_tier("sweep", sorted(set(CASES) - set(FIRST)))])
 def test_calls_of_four_ranks(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
-    write_traces(case, tmp_path)
-    with torch.device("meta"):
-        model: Any = case.build()
-    found = autopar.rehearse(model, config_of(case), 4, batch=case.batch, sequence=case.sequence)
+    compare(CASES[name], tmp_path, routed="experts" in name)
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("model_type", POLICIES)
+def test_every_policy_in_two_stages_of_two(model_type: str, tmp_path: Path) -> None:
+    compare(case_of_type(model_type), tmp_path, routed=False)
+
+
+@pytest.mark.tier("sweep")
+@pytest.mark.parametrize("name", ["pp x tp", "pp x dp, zero 3", "cp x tp", "tp x dp, zero 1, clipped", "interleaved"])
+def test_calls_of_eight_ranks(name: str, tmp_path: Path) -> None:
+    compare(CASES[name], tmp_path, routed=False, world=8)
+
+
+def compare(case: Case, folder: Path, *, routed: bool, world: int = 4) -> None:
+    (write_traces if world == 4 else write_traces_of_eight)(case, folder)
+    found = autopar.rehearse(case.build(), config_of(case), world, batch=case.batch, sequence=case.sequence)
     assert found.problems == []
     assert len(found.traces) >= 2
     for rank, parts in found.traces.items():
-        traced = read(tmp_path / f"{rank}.json")
-        ours, real = (of_step(each, routed="experts" in name) for each in (parts, traced))
+        traced = read(folder / f"{rank}.json")
+        ours, real = (of_step(each, routed=routed) for each in (parts, traced))
         for number, (one, other) in enumerate(zip(ours, real, strict=False)):
             assert one == other, f"call {number} of rank {rank}"
         assert len(ours) == len(real)

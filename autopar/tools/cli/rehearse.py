@@ -72,7 +72,7 @@ def rehearse(
         "sequence_parallel": sp or None,
     }
     stages = {"schedule": schedule, "num_microbatches": micro_batches}
-    given = {"model_parallelism": sizes, "pipeline": stages, "zero": {"stage": zero}}
+    given: dict[str, dict[str, Any]] = {"model_parallelism": sizes, "pipeline": stages, "zero": {"stage": zero}}
     card = gpu or ("h100" if trace is not None else None)
     settings = {"batch": batch, "sequence": sequence, "gpus_per_node": gpus_per_node, "gpu": card}
     with errors(as_json):

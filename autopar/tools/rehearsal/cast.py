@@ -6,6 +6,7 @@ messages travel between these processes. Tensors of the model have no memory, an
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -47,6 +48,7 @@ class Answers:
         coordinates: Sequence[tuple[int, ...]],
     ) -> None:
         self._rank, self._cast, self._links, self._coordinates = rank, tuple(cast), links, coordinates
+        self._who = functools.cache(lambda rank: standing_for(rank, self._cast, self._coordinates))
         self._early: dict[tuple[int, Any], list[bytes]] = {}
         self._counts: dict[Any, int] = {}
         self.operation: Any = dist.ReduceOp.SUM
@@ -86,9 +88,6 @@ class Answers:
         everyone = self._everyone(ranks, key, given)
         members = [everyone[self._who(rank)] for rank in ranks]
         _CARRIED[call.kind](call, out, members, self.operation)
-
-    def _who(self, rank: int) -> int:
-        return standing_for(rank, self._cast, self._coordinates)
 
     def _everyone(self, ranks: Sequence[int], key: Any, given: list[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
         """Exchange what each process of the cast gives that stands for one of these ranks."""

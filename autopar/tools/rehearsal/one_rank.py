@@ -18,6 +18,7 @@ from autopar.deferred_init.sources import clear_sources
 from autopar.distributed.profiling import record
 from autopar.distributed.trace import Call, Group, Recorder
 from autopar.dry_run.inputs import keep_kernels, meta_copy, sample_inputs, without_cache
+from autopar.dry_run.operators import on_meta
 from autopar.foreign.c10d import fake_world, without_data
 from autopar.tools.planner.hardware import Gpu
 from autopar.tools.rehearsal.cast import Answers
@@ -132,7 +133,7 @@ def _main(
 
         world = fake_world(rank, job.world, note_reduce, note_group, answers.gives_for)
         counted = nullcontext() if count is None else count.counted()
-        with world, counted, Recorder(note, answers, without_data):
+        with world, counted, Recorder(note, answers, _without_data if count is None else without_data):
             train(job, job.model, now, _unseen if count is None else count.see)
         after, held = (Work(), Held()) if count is None else (count.after or count.take(), count.held)
         result.send(("", Rehearsed(parts, work, after, held)))
@@ -146,20 +147,26 @@ def _unseen(moment: str, model: Any, optimizer: Any) -> None:
     """Nobody looks."""
 
 
+def _without_data(function: Any, args: Any, kwargs: Any) -> Any:
+    """Answer an operator on tensors without memory, where nobody counts what it does."""
+    found = without_data(function, args, kwargs)
+    return on_meta(function, args, kwargs) if found is NotImplemented else found
+
+
 def _precision(config: Any) -> str:
     return str(getattr(config, "precision", "fp32"))
 
 
-def without_memory(model: PreTrainedModel, *, kernels: bool = False) -> PreTrainedModel:
+def without_memory(model: PreTrainedModel, *, counted: bool = False) -> PreTrainedModel:
     """Copy a model whose weights never get memory, whatever has been told to fill them.
 
     Args:
-        kernels: whether it attends and calls its experts as the model does, since work and memory are counted; as the
-            planner's it keeps no cache.
+        counted: whether work and memory are counted: it calls its experts as the model does, and keeps no cache, as the
+            planner's.
     """
     copied = meta_copy(model, gradients=True)
-    if kernels:
-        keep_kernels(copied, model)
+    keep_kernels(copied, model, experts=counted)
+    if counted:
         without_cache(copied)
     for one, other in zip(copied.modules(), model.modules(), strict=True):
         clear_sources(one)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -77,7 +78,8 @@ class Rehearsal:
 
     def against(self, traces: Traces) -> list[Way]:
         """Compare the traces of a job, of :func:`autopar.distributed.trace.read`, with this one (:func:`ways`)."""
-        return ways(traces, self.traces, lambda rank: standing_for(rank, tuple(self.traces), self.coordinates))
+        rehearsed = tuple(self.traces)
+        return ways(traces, self.traces, lambda rank: standing_for(rank, rehearsed, self.coordinates))
 
 
 def rehearse(
@@ -117,7 +119,7 @@ def rehearse(
         raise ConfigError("rehearse runs in one process, before torch.distributed is started: outside of the job")
     start = time.perf_counter()
     card = find_gpu(gpu) if isinstance(gpu, str) else gpu
-    whole = without_memory(_built(model), kernels=card is not None)
+    whole = without_memory(_built(model), counted=card is not None)
     parsed = replace(ParallelConfig.parse(config, world), consistency_check=False, cpu_transport="gloo")
     tp, pp, cp = parsed.tensor_parallel_size, parsed.pipeline_parallel_size, parsed.context_parallel_size
     sizes = MeshSizes(tp, pp, parsed.data_parallel_size(world), cp)
@@ -155,7 +157,8 @@ def _run(job: Job, plans: ModelPlans, sizes: MeshSizes) -> tuple[dict[int, Rehea
             if not set(cast) <= set(found):
                 found |= run_cast(job, cast, coordinates)
     calls = {rank: [call for _, call in one.parts] for rank, one in found.items()}
-    problems = list(differences(calls, lambda rank: standing_for(rank, tuple(calls), coordinates)))
+    traced = tuple(calls)
+    problems = list(differences(calls, functools.cache(lambda rank: standing_for(rank, traced, coordinates))))
     return found, problems or stuck(calls)
 
 
