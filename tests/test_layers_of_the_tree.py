@@ -39,7 +39,7 @@ LINES = {
     "checks": 2261,
     "config": 1023,
     "context_parallel": 2880,
-    "data_parallel": 3150,
+    "data_parallel": 3172,
     "deferred_init": 1140,
     "distributed": 5421,
     "dry_run": 3453,

@@ -31,12 +31,14 @@ from autopar.call_site import warn_user
 from autopar.checks.process_hooks import forget, listen
 from autopar.config import ParallelConfig
 from autopar.data_parallel.precision import DTYPES
+from autopar.distributed.agree import meet
 from autopar.distributed.axis import Axis
 from autopar.distributed.derivatives import check_transforms
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.foreign.autograd import has_hooks
+from autopar.foreign.c10d import in_fake_world
 from autopar.foreign.groups import drop_gradients, gathered_parameters, reduce_gradients
 from autopar.foreign.modules import own_parameters
 from autopar.foreign.patches import hold, release
@@ -63,6 +65,11 @@ def check_tied_experts(plan: Plan, config: ParallelConfig) -> None:
             f"tensor_parallel_size={config.tensor_parallel_size} where\n  experts share a weight, as {tied.name} and "
             f"{tied.aliases[0]} do: torch's FSDP2 would make two of it. Use zero.stage 1."
         )
+
+
+_ADVICE = (
+    "All replicas hold them: call the model on every rank, with a batch of its own, and print or save on one of them."
+)
 
 
 class FullySharded:
@@ -172,7 +179,16 @@ class FullySharded:
         if self._unseen:
             self._check_parameters()
         check_transforms(f"zero.stage {self._stage}, where torch's FSDP holds the weights", lambda: (args, kwargs))
+        if not torch.is_grad_enabled() and not _goes_on(kwargs.get("past_key_values")):
+            self._meet()
         self._gathered = True
+
+    def _meet(self) -> None:
+        """Wait until all ranks are about to gather weights for a forward without gradients: one may evaluate alone."""
+        axis = self._mpu.fsdp
+        if axis.size > 1 and not self.failures.in_deadline and not in_fake_world():
+            what = f"weights, sharded by zero.stage {self._stage}, in a forward without gradients"
+            meet(axis, what, self.failures.timeout, _ADVICE)
 
     def _before_block(self, *_: Any) -> None:
         self._gathered = True
@@ -210,6 +226,12 @@ class FullySharded:
             raise
         finally:
             self.reshard()
+
+
+def _goes_on(cache: Any) -> bool:
+    """Check whether a call of ``generate`` has been here before."""
+    length = getattr(cache, "get_seq_length", None)
+    return cache is not None and not (callable(length) and int(length()) == 0)
 
 
 def _modules_of(root: nn.Module, names: Set[str], path: str = "") -> Iterator[nn.Module]:

@@ -270,3 +270,26 @@ def test_parameters_that_are_replaced_are_refused() -> None:
         train(model.to(torch.float64), lambda model: None)
     reference = train(copy.deepcopy(tied).double(), lambda model: None)
     close(_whole(model)["model.embed_tokens.weight"], reference.model.embed_tokens.weight.detach(), "tied", 1e-9)
+
+
+@pytest.mark.parametrize("stage", [3, 2])
+@pooled(world_size=2)
+def test_an_evaluation_on_one_rank_is_named(stage: int) -> None:
+    """Text of a user: ``if rank == 0: evaluate(model)``. The others go on to a barrier of their own."""
+    model = fully_sharded(llama(), stage, pipeline={"timeout": 7}).eval()
+    with torch.no_grad():
+        both = model(IDS).logits
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        with (
+            pytest.warns(UserWarning, match="rank 0 reads weights, sharded by zero.stage"),
+            pytest.raises(ConsistencyError, match=r"test_whole_numbers.py:\d+, and rank 1 did not within 7 s"),
+            torch.no_grad(),
+        ):
+            model(IDS)
+        store.set(f"evaluated alone {stage}", "yes")
+    else:
+        store.wait([f"evaluated alone {stage}"])
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, both), "all of them again"
+    assert torch.equal(model.generate(IDS[:, :4], max_new_tokens=3)[0, :4], IDS[0, :4])
