@@ -28,6 +28,7 @@ from autopar.distributed.failures import GRACE, FailureLog
 from autopar.distributed.mesh import MPU, new_pipeline_group
 from autopar.distributed.process import accelerator
 from autopar.errors import PipelineError, first_line
+from autopar.foreign.c10d import in_fake_world
 
 __all__ = ["P2P", "Message", "TensorMeta", "map_tensors"]
 
@@ -138,9 +139,10 @@ class P2P:
         found = accelerator()
         backend = None if found is None else found.backend_of()
         self._control = new_pipeline_group(mpu, "pp control", backend=backend and "gloo")
+        together = backend is None and not in_fake_world()  # a rehearsal has the groups of nccl
         self._groups: Mapping[tuple[bool, bool], Any] = {
             (backward, up): self._control
-            if backend is None
+            if together
             else new_pipeline_group(mpu, f"pp {_WAYS[backward]} {'up' if up else 'down'}", backend=backend)
             for backward, up in itertools.product((False, True), repeat=2)
         }

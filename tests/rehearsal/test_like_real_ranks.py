@@ -26,7 +26,8 @@ def of_step(parts: list[tuple[str, Call]], *, routed: bool) -> list[tuple[str, C
         rows = routed and bool(call.splits)  # as many as the routers say
         if part != "initialize" and call.kind != "new_group":
             splits, sizes = () if rows else call.splits, () if rows or objects else call.sizes
-            found.append((part, call._replace(where="", control=False, splits=splits, sizes=sizes)))
+            group = Group("pp control", call.group.ranks) if call.group.name.startswith("pp ") else call.group
+            found.append((part, call._replace(group=group, where="", control=False, splits=splits, sizes=sizes)))
     return found
 
 

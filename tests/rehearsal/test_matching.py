@@ -29,7 +29,7 @@ def traces() -> Traces:
 
 def problems_of(traces: Traces) -> list[str]:
     found = list(differences(traces, lambda rank: rank))
-    return found or stuck(traces)
+    return found or stuck(traces) or stuck(traces, in_order=True)
 
 
 def at(kind: str, name: str, number: int, change: Callable[[list[Call], int], None]) -> Change:
@@ -76,13 +76,15 @@ for number in (0, 1, 4, -1):  # in several places of the step and the evaluation
         f"another collective, {number}": at("all_reduce", "tp", number, put(kind="all_gather")),
     }
 for kind in ("send", "recv"):
-    for number in (0, 2, -1):
-        FAULTS |= {
-            f"skips a {kind}, {number}": at(kind, "pp control", number, skip),
-            f"one {kind} more, {number}": at(kind, "pp control", number, twice),
-            f"another size of a {kind}, {number}": at(kind, "pp control", number, put(sizes=SIZE)),
-            f"another tag of a {kind}, {number}": at(kind, "pp control", number, put(tag=4711)),
-        }
+    for group, numbers in {"pp control": (0, 2, -1), "pp forward up": (0, -1)}.items():
+        for number in numbers:
+            where = f"over {group}, {number}"
+            FAULTS |= {
+                f"skips a {kind} {where}": at(kind, group, number, skip),
+                f"one {kind} more {where}": at(kind, group, number, twice),
+                f"another size of a {kind} {where}": at(kind, group, number, put(sizes=SIZE)),
+                f"another tag of a {kind} {where}": at(kind, group, number, put(tag=4711)),
+            }
 
 
 def _reordered(calls: list[Call]) -> list[Call]:
@@ -137,6 +139,31 @@ def test_ranks_that_wait_for_each_other_for_ever(traces: Traces) -> None:
         "rank 0 waits in recv from rank 1",
         "rank 1 waits in recv from rank 0",
     ]
+
+
+def test_messages_that_cross_wait_for_ever_over_nccl_in_one_group() -> None:
+    group = Group("pp forward up", (0, 1))
+    send, recv = (Call(kind, group, ((4,),), "float32", peer=1) for kind in ("send", "recv"))
+    crossed = {0: [send, recv], 1: [call._replace(peer=0) for call in (send, recv)]}
+    assert list(differences(crossed, lambda rank: rank)) == [] and stuck(crossed) == []
+    assert len(stuck(crossed, in_order=True)) == 2
+    down = group._replace(name="pp backward down")
+    apart = {0: [send, recv._replace(group=down)], 1: [call._replace(peer=0, group=down) for call in (send, recv)]}
+    apart[1] = [apart[1][0], recv._replace(peer=0)]
+    assert stuck(apart, in_order=True) == []
+
+
+def test_messages_are_received_in_the_order_of_sending_over_nccl() -> None:
+    group = Group("pp forward up", (0, 1))
+    first, second = (Call("send", group, ((4,),), "float32", peer=1, tag=tag, where=f"a.py:{tag}") for tag in (1, 2))
+    taken = [call._replace(kind="recv", peer=0, where=f"b.py:{call.tag}") for call in (second, first)]
+    [line] = differences({0: [first, second], 1: taken}, lambda rank: rank)
+    assert line == (
+        "message 0 from rank 0 to rank 1 over pp forward up has tag 1 where it is sent and 2 where it is received: "
+        "nccl has no tags, and gives it the wrong one\n  a.py:1\n  b.py:2"
+    )
+    control = [call._replace(group=group._replace(name="pp control")) for call in (first, second, *taken)]
+    assert list(differences({0: control[:2], 1: control[2:]}, lambda rank: rank)) == [], "over gloo on GPUs, too"
 
 
 def test_collectives_of_two_axes_in_another_order_wait_for_ever() -> None:

@@ -95,6 +95,11 @@ def test_the_timeline_is_written(tmp_path: Path) -> None:
         assert " s a step, of which ranks wait " in result.output and " holds most: " in result.output
 
 
+def test_without_a_gpu_there_is_no_timeline(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no timeline: rehearse\(..., gpu='h100'\) makes one"):
+        autopar.rehearse(on_meta(llama), {"tp": 2}, 2, sequence=16).write_timeline(tmp_path / "step.svg")
+
+
 def test_replicas_that_the_sizes_do_not_leave() -> None:
     result = CliRunner().invoke(app, ["rehearse", "gpt2", "--gpus", "16", "--tp", "2", "--dp", "4"])
     assert result.exit_code == 1

@@ -1,7 +1,8 @@
 """The outputs printed in tutorials/README.md are those of the scripts there, run as the README says.
 
-Two are run by torchrun, one of them with its restarts. The others run on as many ranks of the fork server, which have
-torch and transformers imported: torchrun's processes would import them for longer than most scripts run.
+Two are run by torchrun, one of them with its restarts, and one by plain Python. The others run on as many ranks of the
+fork server, which have torch and transformers imported: torchrun's processes would import them for longer than most
+scripts run.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def documented() -> dict[str, tuple[str, str]]:
     """Script -> the first command that runs it, and the output printed below."""
     text = (ROOT / "tutorials" / "README.md").read_text(encoding="utf-8")
     found = re.findall(
-        r"```bash\n(torchrun [^\n]*tutorials/(\w+)\.py[^\n]*)\n[^`]*```\n\n```text\n(.*?)```", text, re.S
+        r"```bash\n((?:torchrun|python) [^\n]*tutorials/(\w+)\.py[^\n]*)\n[^`]*```\n\n```text\n(.*?)```", text, re.S
     )
     return {script: (command, output) for command, script, output in found}
 
@@ -54,14 +55,14 @@ def difference(printed: str, run: str) -> str | None:
 
 def test_every_tutorial_prints_something_in_the_readme() -> None:
     scripts = {path.stem for path in (ROOT / "tutorials").glob("[0-9]*.py")}
-    assert set(documented()) == scripts and len(scripts) == 24
+    assert set(documented()) == scripts and len(scripts) == 25
 
 
 def test_every_tutorial_has_its_page_with_a_command_and_an_output() -> None:
     sections = re.split(r"^## ", (ROOT / "tutorials" / "README.md").read_text(), flags=re.MULTILINE)
     for script in sorted((ROOT / "tutorials").glob("[0-9]*.py")):
         (section,) = [part for part in sections if f"({script.name})" in part]
-        assert re.search(rf"^torchrun .*{re.escape(script.name)}", section, re.MULTILINE)
+        assert re.search(rf"^(torchrun|python) .*{re.escape(script.name)}", section, re.MULTILINE)
         assert "```text\n" in section
 
 
@@ -96,9 +97,14 @@ def _kept(script: str) -> object:
 
 def by_torchrun(arguments: list[str], folder: Path) -> str:
     """What all ranks print."""
+    return by_python(["-m", "torch.distributed.run", "--standalone", *arguments], folder)
+
+
+def by_python(arguments: list[str], folder: Path) -> str:
+    """What a process prints, and those that it starts."""
     settings = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments],
+        [sys.executable, *arguments],
         env={**os.environ, **settings},
         cwd=folder,
         capture_output=True,
@@ -132,6 +138,12 @@ def test_the_readme_prints_what_the_script_prints(script: str, tmp_path: Path) -
     if script == "16_deepspeed":
         need_deepspeed()
     command, output = documented()[script]
+    if command.startswith("python "):
+        run = by_python([str(ROOT / command.split()[1]), "--output", str(tmp_path / "out")], tmp_path)
+        assert [difference(*lines) for lines in zip_longest(output.splitlines(), run.splitlines(), fillvalue="")] == [
+            None for _ in output.splitlines()
+        ]
+        return
     pattern = r"torchrun --nproc-per-node (\d+) (--max-restarts \d+ )?(\S+) ?(.*)"
     processes, restarts, path, options = re.fullmatch(pattern, command).groups(default="")  # type: ignore[union-attr]
     arguments = [str(ROOT / path), *options.split(), "--output", str(tmp_path / "tutorials" / "out")]

@@ -80,7 +80,7 @@ def rehearse(
         found = _run(model, trust, gpus, dp, _sections(config, given), settings)
         strayed = [] if real is None else found.against(real)
     if trace is not None and found.timeline is not None:
-        _write(found, trace, f"{model}, {found.mesh} on {gpus:,} x {card}")
+        found.write_timeline(trace, f"{model}, {found.mesh} on {gpus:,} x {card}")
     shown = {**_to_json(found), **({} if real is None else {"ways": [str(way) for way in strayed]})}
     print(json.dumps(shown, indent=1) if as_json else "\n".join([*_in_words(found), *_ways(strayed)]))
     if found.problems or any(way.wrong for way in strayed):
@@ -113,15 +113,6 @@ def _traces(folder: Path) -> Traces:
     if not traces:
         raise ConfigError(f"{folder} has no traces (rank-0.jsonl ...): start the job with AUTOPAR_TRACE={folder}")
     return traces
-
-
-def _write(found: Rehearsal, file: Path, title: str) -> None:
-    from autopar.tools.rehearsal.drawing import chrome_trace, draw
-
-    assert found.timeline is not None
-    picture = file.suffix == ".svg"
-    text = draw(found.timeline, title) if picture else json.dumps(chrome_trace(found.timeline))
-    file.write_text(text, encoding="utf-8")
 
 
 def _ways(strayed: Sequence[Way]) -> list[str]:

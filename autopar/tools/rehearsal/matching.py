@@ -15,6 +15,7 @@ __all__ = ["Traces", "differences", "stuck"]
 
 Traces = Mapping[int, Sequence[Call]]
 _MESSAGES = ("send", "recv")
+_OF_THE_HOST = "pp control"  # goes over gloo, whose tags keep messages apart, on GPUs as well
 
 
 def differences(traces: Traces, standing_for: Callable[[int], int]) -> Iterator[str]:
@@ -35,6 +36,8 @@ def differences(traces: Traces, standing_for: Callable[[int], int]) -> Iterator[
                 seen.add((name, members))
                 yield from _collectives(name, ranks, members, by_name)
             yield from _messages(name, rank, members, by_name)
+            if name != _OF_THE_HOST:
+                yield from _in_order(name, rank, members, by_name)
 
 
 def _by_name(calls: Sequence[Call]) -> dict[str, list[Call]]:
@@ -180,31 +183,75 @@ def _messages(
                     )
 
 
-def stuck(traces: Traces) -> list[str]:
+def _in_order(
+    name: str, rank: int, members: Sequence[int], by_name: Mapping[int, Mapping[str, list[Call]]]
+) -> Iterator[str]:
+    """A message is received as it was sent, the first one first: nccl has no tags."""
+    own = by_name[rank][name]
+    place = own[0].group.ranks.index(rank)
+    for peer in sorted({call.peer for call in own if call.kind == "send"} - {place}):
+        other = by_name[members[peer]].get(name, ())
+        theirs = [call.group.ranks.index(members[peer]) for call in other[:1]]
+        back = place if not theirs or theirs[0] == peer else place + theirs[0] - peer
+        sent = [call for call in own if (call.kind, call.peer) == ("send", peer)]
+        taken = [call for call in other if (call.kind, call.peer) == ("recv", back)]
+        for number, (one, two) in enumerate(zip(sent, taken, strict=False)):
+            if one.tag != two.tag:
+                yield (
+                    f"message {number} from rank {rank} to rank {own[0].group.ranks[peer]} over {name} has tag "
+                    f"{one.tag} where it is sent and {two.tag} where it is received: nccl has no tags, and gives "
+                    f"it the wrong one\n  {one.where}\n  {two.where}"
+                )
+                break
+
+
+def stuck(traces: Traces, *, in_order: bool = False) -> list[str]:
     """Play the calls of all ranks against each other; say where each waits if they do not come to an end.
 
     A collective waits until all traced members of its group are at it, a receiver for its message; a sender does not
     wait, as over gloo.
+
+    Args:
+        in_order: as over nccl, a group carries one message of a rank after the other: none goes before the one that
+            was issued first has been received.
     """
     left = {rank: deque(c for c in calls if c.kind != "new_group") for rank, calls in traces.items()}
     sent: dict[tuple[str, int, int, int], int] = defaultdict(int)
+    lines: dict[tuple[str, int], deque[int]] | None = defaultdict(deque) if in_order else None
     moved = True
     while moved:
         moved = False
         for rank, calls in left.items():
-            while calls and _goes(calls[0], rank, left, sent):
+            while calls and _goes(calls[0], rank, left, sent, lines):
                 moved = True
     waiting = {rank: calls[0] for rank, calls in left.items() if calls}
     return [f"rank {rank} waits in {call}\n    {call.where}" for rank, call in waiting.items()]
 
 
-def _goes(call: Call, rank: int, left: Mapping[int, deque[Call]], sent: dict[tuple[str, int, int, int], int]) -> bool:
+def _goes(
+    call: Call,
+    rank: int,
+    left: Mapping[int, deque[Call]],
+    sent: dict[tuple[str, int, int, int], int],
+    lines: dict[tuple[str, int], deque[int]] | None,
+) -> bool:
     ranks = call.group.ranks
+    line = None if lines is None or call.group.name == _OF_THE_HOST else lines
     if call.kind == "send":
-        sent[call.group.name, rank, ranks[call.peer], call.tag] += 1
+        if line is not None and ranks[call.peer] in left:
+            line[call.group.name, rank].append(ranks[call.peer])
+        else:
+            sent[call.group.name, rank, ranks[call.peer], call.tag] += 1
     elif call.kind == "recv":
-        key = (call.group.name, ranks[call.peer], rank, call.tag)
-        if ranks[call.peer] in left and not sent[key]:
+        origin = ranks[call.peer]
+        if line is not None and origin in left:
+            if line[call.group.name, rank] or list(line[call.group.name, origin])[:1] != [rank]:
+                return False
+            line[call.group.name, origin].popleft()
+            left[rank].popleft()
+            return True
+        key = (call.group.name, origin, rank, call.tag)
+        if origin in left and not sent[key]:
             return False
         sent[key] -= 1
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ from autopar.tools.planner.hardware import Gpu, find_gpu
 from autopar.tools.rehearsal.against import Way, ways
 from autopar.tools.rehearsal.cast import standing_for
 from autopar.tools.rehearsal.coordinates import axes_of, casts, coordinates_of
+from autopar.tools.rehearsal.drawing import chrome_trace, draw
 from autopar.tools.rehearsal.matching import Traces, differences, stuck
 from autopar.tools.rehearsal.one_rank import (
     Job,
@@ -75,6 +77,18 @@ class Rehearsal:
     def calls(self, part: str = "") -> int:
         """Count the calls of the rehearsed ranks."""
         return sum(part in ("", own) for parts in self.traces.values() for own, _ in parts)
+
+    def write_timeline(self, file: str | Path, title: str = "") -> None:
+        """Write the training step: as a picture into a ``.svg``, else for Perfetto and ``chrome://tracing``.
+
+        Raises:
+            ConfigError: there is no timeline: ``gpu=`` was not given, or the ranks do not come to an end.
+        """
+        if self.timeline is None:
+            raise ConfigError("there is no timeline: rehearse(..., gpu='h100') makes one, where there are no problems")
+        picture = Path(file).suffix == ".svg"
+        text = draw(self.timeline, title or self.mesh) if picture else json.dumps(chrome_trace(self.timeline))
+        Path(file).write_text(text, encoding="utf-8")
 
     def against(self, traces: Traces) -> list[Way]:
         """Compare the traces of a job, of :func:`autopar.distributed.trace.read`, with this one (:func:`ways`)."""
@@ -159,7 +173,7 @@ def _run(job: Job, plans: ModelPlans, sizes: MeshSizes) -> tuple[dict[int, Rehea
     calls = {rank: [call for _, call in one.parts] for rank, one in found.items()}
     traced = tuple(calls)
     problems = list(differences(calls, functools.cache(lambda rank: standing_for(rank, traced, coordinates))))
-    return found, problems or stuck(calls)
+    return found, problems or stuck(calls) or stuck(calls, in_order=True)
 
 
 def _timeline(found: Mapping[int, Rehearsed], gpu: Gpu, gpus_per_node: int) -> Timeline:
