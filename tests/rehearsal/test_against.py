@@ -65,3 +65,12 @@ def test_groups_one_by_one_those_that_went_wrong_first() -> None:
     parts = [("step", REDUCE), ("step", call("send", group=PP, peer=1))]
     found = ways({0: [REDUCE, call("recv", group=PP, peer=1)]}, {0: parts}, lambda rank: 0)
     assert [(way.group, way.wrong is None) for way in found] == [("pp", False), ("tp", True)]
+
+
+def test_on_gloo_one_group_carries_messages_of_all_ways() -> None:
+    up, down = (Group(f"pp {way}", (0, 2)) for way in ("forward up", "backward down"))
+    parts = [("step", call("send", group=up, peer=1)), ("step", call("recv", group=down, peer=1))]
+    control = [one._replace(group=PP._replace(name="pp control")) for _, one in parts]
+    (way,) = ways({0: control}, {0: parts}, lambda rank: 0)
+    assert str(way) == "rank 0 over pp control: 1 step as rehearsed"
+    assert len(ways({0: [one for _, one in parts]}, {0: parts}, lambda rank: 0)) == 2

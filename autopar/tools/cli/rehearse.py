@@ -118,8 +118,15 @@ def _traces(folder: Path) -> Traces:
 def _ways(strayed: Sequence[Way]) -> list[str]:
     """Return what is said of a job's traces: ranks that went another way, else where all are."""
     wrong = [way for way in strayed if way.wrong is not None]
-    more = [f"... and {len(wrong) - _SHOWN} more: --json lists all"] if len(wrong) > _SHOWN else []
-    return [*map(str, wrong[:_SHOWN]), *more] if wrong else [*map(str, strayed[: 2 * _SHOWN])]
+    if wrong:
+        more = [f"... and {len(wrong) - _SHOWN} more: --json lists all"] if len(wrong) > _SHOWN else []
+        return [*map(str, wrong[:_SHOWN]), *more]
+    alike: dict[str, list[int]] = {}
+    for way in strayed:
+        alike.setdefault(way.told, []).append(way.rank)
+    return [
+        f"{len(ranks)} rank{'s' * (len(ranks) > 1)}, {min(ranks)} first, over {told}" for told, ranks in alike.items()
+    ]
 
 
 def _sections(config: Path | None, given: dict[str, dict[str, Any]]) -> dict[str, Any]:

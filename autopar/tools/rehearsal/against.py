@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from autopar.tools.rehearsal.matching import Traces
 __all__ = ["Way", "ways"]
 
 _PARTS = ("step", "evaluation")
+_ON_GLOO = "pp control"
 
 
 class Way(NamedTuple):
@@ -34,10 +35,15 @@ class Way(NamedTuple):
     wrong: tuple[Call, Call] | None = None
 
     def __str__(self) -> str:
+        return f"rank {self.rank} over {self.told}"
+
+    @property
+    def told(self) -> str:
+        """The same without the rank."""
         behind = " and ".join(
             f"{self.done[part]} {part}{'s' * (self.done[part] != 1)}" for part in _PARTS if self.done.get(part)
         )
-        told = f"rank {self.rank} over {self.group}: {behind or 'nothing'} as rehearsed"
+        told = f"{self.group}: {behind or 'nothing'} as rehearsed"
         if self.wrong is None:
             return told + (f", and {self.at} of {self.of} calls of the next" if self.at else "")
         call, due = self.wrong
@@ -61,17 +67,24 @@ def ways(
         rehearsed: calls of each rank that was rehearsed, and the part of the program that each is in.
         standing_for: the rehearsed rank that stands for any rank of the world.
     """
+    names = {call.group.name for calls in traces.values() for call in calls}
     found = []
     for rank, calls in traces.items():
         other = standing_for(rank)
         programs: dict[str, dict[str, list[Call]]] = {}
         for part, call in rehearsed[other]:
             if _counts(call):
-                programs.setdefault(call.group.name, {}).setdefault(part, []).append(call)
+                programs.setdefault(_named(call, names), {}).setdefault(part, []).append(call)
         for group, parts in programs.items():
             own = [call for call in calls if _counts(call) and call.group.name == group]
             found.append(_way(rank, own, other, group, parts))
     return sorted(found, key=lambda way: way.wrong is None)
+
+
+def _named(call: Call, names: Collection[str]) -> str:
+    """Return the group of a job that carries a call: on gloo messages of all ways go over one."""
+    name = call.group.name
+    return _ON_GLOO if name not in names and name.startswith(("pp forward ", "pp backward ")) else name
 
 
 def _way(rank: int, own: Sequence[Call], other: int, group: str, parts: Mapping[str, list[Call]]) -> Way:
