@@ -176,8 +176,7 @@ def _same_tokens(plain: nn.Module, parallel: nn.Module, batch: dict[str, Any]) -
         settings["pad_token_id"] = 0
     tokens = []
     for model in (plain, parallel):
-        model.eval()
-        tokens.append(model.generate(**copy.deepcopy(inputs), **settings))
+        tokens.append(model.eval().generate(**copy.deepcopy(inputs), **settings))
         model.train()
     assert torch.equal(*tokens), f"generated {tokens[1].tolist()}, the plain model {tokens[0].tolist()}"
 

@@ -185,8 +185,8 @@ class FullySharded:
 
     def _meet(self) -> None:
         """Wait until all ranks are about to gather weights for a forward without gradients: one may evaluate alone."""
-        axis = self._mpu.fsdp
-        if axis.size > 1 and not self.failures.in_deadline and not in_fake_world():
+        axis, elsewhere = self._mpu.fsdp, torch.compiler.is_compiling() or in_fake_world()
+        if axis.size > 1 and not self.failures.in_deadline and not elsewhere:
             what = f"weights, sharded by zero.stage {self._stage}, in a forward without gradients"
             meet(axis, what, self.failures.timeout, _ADVICE)
 
@@ -231,7 +231,8 @@ class FullySharded:
 def _goes_on(cache: Any) -> bool:
     """Check whether a call of ``generate`` has been here before."""
     length = getattr(cache, "get_seq_length", None)
-    return cache is not None and not (callable(length) and int(length()) == 0)
+    known = length() if callable(length) else None
+    return cache is not None and not (isinstance(known, int) and known == 0)  # a tensor: nobody waits for the device
 
 
 def _modules_of(root: nn.Module, names: Set[str], path: str = "") -> Iterator[nn.Module]:

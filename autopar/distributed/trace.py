@@ -82,6 +82,11 @@ class Call(NamedTuple):
         width = getattr(torch, self.dtype).itemsize if self.dtype else 0
         return sum(_numel(size) for size in self.sizes) * width
 
+    @property
+    def carries_floats(self) -> bool:
+        """Whether tensors of the model travel: no integers, and no numbers or objects of the CPU."""
+        return bool(self.dtype) and getattr(torch, self.dtype).is_floating_point and not self.control
+
     def __str__(self) -> str:
         sizes = ", ".join("x".join(map(str, size)) or "a number" for size in self.sizes)
         peer = "" if self.peer < 0 else f" {'from' if self.kind == 'recv' else 'to'} rank {self.group.ranks[self.peer]}"

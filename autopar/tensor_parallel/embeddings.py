@@ -78,17 +78,16 @@ def look_up(
     """
     (start, stop) = next(iter(layout.ranges(axis.rank)), (0, 0))
     _check_ids(ids, layout.size)
+    elsewhere = weight.stride() == (0, 0)  # one number stands for a table that another stage has: nobody needs the sum
     if start == stop:  # no rows here: zeros that are part of the graph
         y: torch.Tensor = weight.new_zeros(*ids.shape, weight.shape[1]) + weight.sum()
-        return reduce_(y, axis)
+        return y if elsewhere else reduce_(y, axis)
     local = ids - start
     outside = (local < 0) | (local >= stop - start)
     if padding is not None:
         padding = padding - start if start <= padding < stop else None
     y = F.embedding(local.masked_fill(outside, 0), weight, padding)
-    if weight.stride() == (0, 0):  # one number stands for it: another stage has the table, and nobody needs this
-        return y
-    return reduce_(y.masked_fill(outside.unsqueeze(-1), 0), axis)
+    return y if elsewhere else reduce_(y.masked_fill(outside.unsqueeze(-1), 0), axis)
 
 
 class HiddenParallelEmbedding(ParallelLayer, nn.Embedding):

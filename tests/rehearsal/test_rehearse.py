@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import Mamba2Config
+from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config
 from typer.testing import CliRunner
 
 import autopar
@@ -18,7 +18,7 @@ from autopar.errors import ConfigError
 from autopar.tools.cli import app
 from autopar.tools.rehearsal.cast import standing_for
 from autopar.tools.rehearsal.coordinates import coordinates_of
-from tests.rehearsal.programs import llama, mixtral
+from tests.rehearsal.programs import SMALL, llama, mixtral
 
 
 def on_meta(build: Any) -> Any:
@@ -53,6 +53,16 @@ def test_a_collective_that_one_rank_skips_is_found() -> None:
     assert problem.startswith("rank 0 has ") and "(as rank 7) has " in problem
     assert "The first that it does not have: all_reduce over world [a number] float32" in problem
     assert "test_rehearse.py:" in problem
+
+
+@pytest.mark.tier("test")
+def test_a_rank_without_rows_of_the_vocabulary_does_what_the_others_do_on_every_stage() -> None:
+    def tiny() -> Any:
+        return LlamaForCausalLM(LlamaConfig(**{**SMALL, "vocab_size": 3, "pad_token_id": None}))
+
+    found = autopar.rehearse(on_meta(tiny), {"tp": 4, "pp": 2}, 8, sequence=16)
+    assert found.problems == []
+    assert {rank % 4 for rank in found.traces} >= {0, 3}, "the last rank has no rows"
 
 
 def test_who_stands_for_whom() -> None:

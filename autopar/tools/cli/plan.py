@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -193,11 +194,9 @@ def _rehearsal(model: str, chosen: Candidate, sequence: int, config: Path | None
     options = [f"--{name} {size}" for name, size in sizes.items() if size > (name != "zero")]
     options += ["--sp"] if chosen.sequence_parallel else []
     options += [f"--schedule {chosen.schedule}", f"--micro-batches {chosen.microbatches}"] if chosen.pp > 1 else []
-    own = " ".join(options) if config is None else f"--config {config}"
-    batch = chosen.microbatch * chosen.microbatches
-    return f"autopar rehearse {model} --gpus {chosen.gpus} {own} --batch {batch} --sequence {sequence}".replace(
-        "  ", " "
-    )
+    own = options if config is None else [f"--config {shlex.quote(str(config))}"]
+    batch = [f"--batch {chosen.microbatch * chosen.microbatches}", f"--sequence {sequence}"]
+    return " ".join(["autopar rehearse", shlex.quote(model), f"--gpus {chosen.gpus}", *own, *batch])
 
 
 def _table(found: Found, space: Space) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -81,6 +82,8 @@ def rehearse(
         strayed = [] if real is None else found.against(real)
     if trace is not None and found.timeline is not None:
         found.write_timeline(trace, f"{model}, {found.mesh} on {gpus:,} x {card}")
+    elif trace is not None:
+        print(f"{trace} is not written: the ranks do not come to an end", file=sys.stderr)
     shown = {**_to_json(found), **({} if real is None else {"ways": [str(way) for way in strayed]})}
     print(json.dumps(shown, indent=1) if as_json else "\n".join([*_in_words(found), *_ways(strayed)]))
     if found.problems or any(way.wrong for way in strayed):

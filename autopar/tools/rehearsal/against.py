@@ -6,8 +6,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-import torch
-
 from autopar.distributed.trace import Call
 from autopar.tools.rehearsal.matching import Traces
 
@@ -108,8 +106,7 @@ def _way(rank: int, own: Sequence[Call], other: int, group: str, parts: Mapping[
 
 
 def _counts(call: Call) -> bool:
-    floating = bool(call.dtype) and getattr(torch, call.dtype).is_floating_point
-    return floating and not call.control and any(prod(size) > 1 for size in call.sizes)
+    return call.carries_floats and any(prod(size) > 1 for size in call.sizes)
 
 
 def _key(call: Call, rank: int) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -72,12 +72,12 @@ def draw(timeline: Timeline, title: str) -> str:
 
 def _runs(slots: Sequence[Slot], time: float) -> Iterator[tuple[int, int, str, str]]:
     """Yield first and last pixel, kind and name of what follows upon each other."""
-    pixels: list[Counter[tuple[str, str]]] = [Counter() for _ in range(_INSIDE)]
+    pixels = [defaultdict[tuple[str, str], float](float) for _ in range(_INSIDE)]
     for slot in slots:
         at, end = slot.start / time * _INSIDE, slot.end / time * _INSIDE
         for place in range(int(at), min(int(end) + 1, _INSIDE)):
-            pixels[place][_kind(slot)] += min(end, place + 1) - max(at, place)  # type: ignore[assignment]
-    most = [pixel.most_common(1)[0][0] if pixel else ("waiting", "") for pixel in pixels]
+            pixels[place][_kind(slot)] += min(end, place + 1) - max(at, place)
+    most = [max(pixel, key=lambda kind: pixel[kind]) if pixel else ("waiting", "") for pixel in pixels]
     start = 0
     for place in range(1, _INSIDE + 1):
         if place == _INSIDE or most[place] != most[start]:

@@ -151,22 +151,27 @@ def _shown(ranks: Sequence[int]) -> str:
     return str(list(ranks)) if len(ranks) <= 8 else f"[{ranks[0]}, {ranks[1]}, ... {ranks[-1]}]"
 
 
+def _pairs(
+    name: str, rank: int, members: Sequence[int], by_name: Mapping[int, Mapping[str, list[Call]]]
+) -> Iterator[tuple[int, list[Call], list[Call]]]:
+    """Yield each rank that this one sends to, what it sends, and what that one, or who stands for it, takes from it."""
+    own = by_name[rank][name]
+    place = own[0].group.ranks.index(rank)
+    for peer in sorted({call.peer for call in own if call.kind == "send"} - {place}):
+        other = by_name[members[peer]].get(name, ())
+        theirs = [call.group.ranks.index(members[peer]) for call in other[:1]]
+        back = place if not theirs or theirs[0] == peer else place + theirs[0] - peer
+        sent = [call for call in own if (call.kind, call.peer) == ("send", peer)]
+        yield own[0].group.ranks[peer], sent, [call for call in other if (call.kind, call.peer) == ("recv", back)]
+
+
 def _messages(
     name: str, rank: int, members: Sequence[int], by_name: Mapping[int, Mapping[str, list[Call]]]
 ) -> Iterator[str]:
-    own = by_name[rank][name]
-    place = own[0].group.ranks.index(rank)
-    for peer in sorted({call.peer for call in own if call.kind == "send"}):
-        if peer == place:
-            continue
-        other = by_name[members[peer]].get(name, ())
-        theirs = [call.group.ranks.index(members[peer]) for call in other[:1]]
-        tags = {call.tag for call in own if call.kind == "send" and call.peer == peer}
-        for tag in sorted(tags):
-            sent = [c for c in own if (c.kind, c.peer, c.tag) == ("send", peer, tag)]
-            back = place if not theirs or theirs[0] == peer else place + theirs[0] - peer
-            taken = [c for c in other if (c.kind, c.peer, c.tag) == ("recv", back, tag)]
-            to = own[0].group.ranks[peer]
+    for to, all_sent, all_taken in _pairs(name, rank, members, by_name):
+        for tag in sorted({call.tag for call in all_sent}):
+            sent = [call for call in all_sent if call.tag == tag]
+            taken = [call for call in all_taken if call.tag == tag]
             for number, (one, two) in enumerate(zip(sent, taken, strict=False)):
                 if (one.sizes, one.dtype) != (two.sizes, two.dtype):
                     yield (
@@ -187,20 +192,13 @@ def _in_order(
     name: str, rank: int, members: Sequence[int], by_name: Mapping[int, Mapping[str, list[Call]]]
 ) -> Iterator[str]:
     """A message is received as it was sent, the first one first: nccl has no tags."""
-    own = by_name[rank][name]
-    place = own[0].group.ranks.index(rank)
-    for peer in sorted({call.peer for call in own if call.kind == "send"} - {place}):
-        other = by_name[members[peer]].get(name, ())
-        theirs = [call.group.ranks.index(members[peer]) for call in other[:1]]
-        back = place if not theirs or theirs[0] == peer else place + theirs[0] - peer
-        sent = [call for call in own if (call.kind, call.peer) == ("send", peer)]
-        taken = [call for call in other if (call.kind, call.peer) == ("recv", back)]
+    for to, sent, taken in _pairs(name, rank, members, by_name):
         for number, (one, two) in enumerate(zip(sent, taken, strict=False)):
             if one.tag != two.tag:
                 yield (
-                    f"message {number} from rank {rank} to rank {own[0].group.ranks[peer]} over {name} has tag "
-                    f"{one.tag} where it is sent and {two.tag} where it is received: nccl has no tags, and gives "
-                    f"it the wrong one\n  {one.where}\n  {two.where}"
+                    f"message {number} from rank {rank} to rank {to} over {name} has tag {one.tag} where it is sent "
+                    f"and {two.tag} where it is received: nccl has no tags, and gives it the wrong one\n  {one.where}\n"
+                    f"  {two.where}"
                 )
                 break
 

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
-
 from autopar.distributed.trace import Call
 from autopar.tools.planner.stage_costs import volume
 
@@ -53,8 +51,7 @@ def traffic_of(
 
 
 def _counts(call: Call) -> bool:
-    floating = bool(call.dtype) and getattr(torch, call.dtype).is_floating_point
-    return floating and call.kind not in ("new_group", "recv") and not call.control
+    return call.carries_floats and call.kind not in ("new_group", "recv")
 
 
 def sent(call: Call) -> int:
