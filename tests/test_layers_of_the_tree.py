@@ -34,14 +34,14 @@ ROWS = [*CORE, ["integrations"], ["tools"], ["__init__", "__main__"]]
 TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["rehearsal", "verification"], ["cli"]]
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
-    "applied": 900,
+    "applied": 908,
     "checkpoint": 6265,
     "checks": 2261,
     "config": 1023,
     "context_parallel": 2880,
-    "data_parallel": 3173,
+    "data_parallel": 3185,
     "deferred_init": 1140,
-    "distributed": 5426,
+    "distributed": 5514,
     "dry_run": 3453,
     "foreign": 1466,
     "integrations": 2092,

@@ -267,3 +267,27 @@ def test_a_misspelt_key_on_four_ranks_is_a_few_lines(tmp_path: Path) -> None:
     assert sum(sentence in line for line in ours if line.startswith("[rank0]")) == 1, done.stderr
     _, _, root = done.stderr.partition("Root Cause (first observed failure):")
     assert f"traceback : ConfigError: {sentence}" in root, done.stderr
+
+
+BACKWARD_LAST = """
+import torch
+import autopar
+from tests.small import gpt2
+
+model = autopar.initialize(gpt2(), {"model_parallelism": {"tensor_parallel_size": 2}})
+ids = torch.arange(12).view(2, 6)
+for _ in range(3):
+    model(ids, labels=ids).loss.backward()
+"""
+
+
+@pytest.mark.tier("all")
+def test_a_script_may_end_with_a_backward_pass(tmp_path: Path) -> None:
+    """gloo's threads need the interpreter once more, and abort where it has ended: a third of such scripts did."""
+    script = tmp_path / "train.py"
+    script.write_text(BACKWARD_LAST)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    for _ in range(3):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stderr

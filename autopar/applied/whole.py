@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autopar.applied.state import Parallelized
 from autopar.checks.process_hooks import listeners
@@ -109,8 +110,9 @@ def full(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
     """Return the whole of a parameter, differentiable: for penalties and anything else that looks at all of it.
 
     The result is the same on every tensor-parallel rank; the gradient of a rank's shard is its part of the gradient.
-    A tensor that no rank shards, or a parameter of a plain model, is returned as it is. A collective of the
-    tensor-parallel ranks::
+    A tensor that no rank shards, or a parameter of a plain model, is returned as it is. With ``zero.stage`` 2 and 3
+    rows of other replicas are joined, too, and a penalty has a backward of its own. A collective of the
+    tensor-parallel ranks, there of all replicas'::
 
         loss = model(**batch).loss + 0.1 * (autopar.full(model.lm_head.weight) - start).norm()
 
@@ -132,14 +134,15 @@ def full(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
             raise ConfigError(f"full: {name} is quantized ({due.quantized}): its layer holds bytes of it")
         axis, layout = _sharding(due, model.plan, model.mpu)
         if layout is None:
-            return tensor
+            return _rows_of_replicas(tensor)
         if tuple(tensor.shape) != due.local_shape(axis.rank):
             raise ConfigError(
                 f"full: {list(tensor.shape)} is not the shape of this rank's shard of {name}, "
                 f"{list(due.local_shape(axis.rank))}"
             )
         with model.failures.wait(f"autopar.full({name})", axis.ranks):
-            summed = collectives.sum_replicas(tensor, axis, layout) if layout.replicated else tensor
+            rows = _rows_of_replicas(tensor)
+            summed = collectives.sum_replicas(rows, axis, layout) if layout.replicated else rows
             return of_stage(collectives.gather(summed, axis, layout, layout.dim), asked)
     of_plain_model = isinstance(asked, nn.Parameter) and asked.numel() > 0
     parallel = any(model.mpu.shards.size > 1 or model.mpu.pp.size > 1 for model in listeners(ReplicaNorm))
@@ -150,6 +153,11 @@ def full(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
             "else say whose shape it has: full(tensor, of=parameter)."
         )
     return tensor
+
+
+def _rows_of_replicas(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the rows that ZeRO 2 and 3 keep on other replicas."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _sharding(due: TensorPlan, plan: Plan, mpu: MPU) -> tuple[Axis, Layout | None]:

@@ -36,6 +36,7 @@ from autopar.distributed.axis import Axis
 from autopar.distributed.derivatives import check_transforms
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
+from autopar.distributed.read_switch import aside
 from autopar.errors import ConfigError
 from autopar.foreign.autograd import has_hooks
 from autopar.foreign.c10d import in_fake_world
@@ -101,6 +102,9 @@ class FullySharded:
         blocks: Sequence[nn.Module] = (),
         experts: Set[str] = frozenset(),
     ) -> None:
+        from autopar.distributed.sharded_dtensors import notice_dtensors
+
+        notice_dtensors()
         self.failures, self._mpu, self.read = failures, mpu, set[tuple[str, int]]()
         self._stage = config.zero_stage
         self._keeps = config.zero_stage == 2  # weights, from a block's forward to its backward
@@ -135,6 +139,7 @@ class FullySharded:
         hold(self)
         held = ((module, name) for module in model.modules() for name in own_parameters(module))
         self._unseen = [(module, name, own_parameters(module)[name]) for module, name in held]  # by a forward
+        self._hookless = [own for _, _, own in self._unseen if own is not None]
 
     def axis_of(self, mesh: DeviceMesh) -> Axis | None:
         """Return the axis over which parameters of this model lie on ``mesh``; None if none do."""
@@ -152,15 +157,24 @@ class FullySharded:
         hooks = {name: has_hooks(parameter) for name, parameter in model.named_parameters()}
         named = [name for name, (of_gradient, behind) in hooks.items() if of_gradient or (behind and before)]
         if named:
+            self._hookless = []  # it is told once
             warn_user(
                 f"hooks of {len(named)} parameters ({named[0]} first) do not run with zero.stage {self._stage}: "
                 "torch's FSDP2 computes the gradients of others,\n  gathered ones. After autopar.initialize: "
                 "parameter.register_post_accumulate_grad_hook(hook), or change parameter.grad before the step."
             )
 
+    def _check_changes(self) -> None:
+        """Check what FSDP2 would not see: other parameters before the first forward, hooks before each."""
+        if self._unseen:
+            self._check_parameters()
+        with aside():
+            hooked = any(has_hooks(parameter)[0] for parameter in self._hookless)
+        if hooked:
+            self._check_hooks(self.model, before=False)
+
     def _check_parameters(self) -> None:
         """Raise ConfigError if parameters were put in the place of those that FSDP2 holds, before the first forward."""
-        self._check_hooks(self.model, before=False)
         unseen, self._unseen = self._unseen, []
         found = [(module, name, own, own_parameters(module).get(name)) for module, name, own in unseen]
         others = [(module, name, now) for module, name, own, now in found if now is not own]
@@ -176,8 +190,7 @@ class FullySharded:
             )
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._unseen:
-            self._check_parameters()
+        self._check_changes()
         check_transforms(f"zero.stage {self._stage}, where torch's FSDP holds the weights", lambda: (args, kwargs))
         if not torch.is_grad_enabled() and not _goes_on(kwargs.get("past_key_values")):
             self._meet()
@@ -209,8 +222,7 @@ class FullySharded:
     @contextmanager
     def one_pass(self) -> Iterator[None]:
         """Run the micro-batches of a pass through stages inside, and reduce their gradients together at its end."""
-        if self._unseen:
-            self._check_parameters()
+        self._check_changes()
         modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         self.model.set_is_last_backward(False)
         self.model.set_requires_gradient_sync(False)

@@ -5,11 +5,17 @@
 others reads theirs and waits for processes that are gone. So the ranks of an attempt agree on a name for it, under
 which the process group keeps its keys. Nobody knows that name before, not even the number of the attempt, which differs
 between nodes.
+
+[Note: the end of a process] torch 2.13 attaches an object of Python to each collective of a backward pass. A thread of
+gloo drops it, for which it needs the interpreter. Where that ends first, the thread is ended inside of a destructor and
+the process aborts: more than half of the scripts do whose last line is a backward pass, also without this package.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import os
 import secrets
 import socket
@@ -32,13 +38,20 @@ __all__ = [
     "accelerator",
     "cores_of_a_rank",
     "device_of_numbers",
+    "end_after_gloo",
     "name_of_attempt",
     "start_process_group",
 ]
 
 TIMEOUT = timedelta(minutes=10)
-_PAUSE = 0.05  # seconds between two looks at the store
+_PAUSE = 0.05  # seconds between two looks at the store, and at the end for threads of gloo
 _OF_THE_HOST = ("gloo", "mpi", "ucc", "fake", "undefined", None)  # backends whose tensors are the CPU's
+
+
+@functools.cache
+def end_after_gloo() -> None:
+    """Let threads of gloo have the interpreter once more before it ends (see the note above)."""
+    atexit.register(lambda: time.sleep(_PAUSE) if dist.is_initialized() else None)
 
 
 class Process(NamedTuple):

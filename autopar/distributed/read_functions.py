@@ -133,7 +133,7 @@ def tell(name: str, part: Any, caller: FrameType, *, draws: bool = False, in_hoo
     def text() -> str:
         what = f"{name} of {'' if isinstance(part, nn.Parameter) else 'values of '}{shard.name}"
         held = f"{what} sees the shard of {shard.axis} rank {shard.rank}: {shard.held()}.\n"
-        return held + _right_call(name, shard.name, draws)
+        return held + _right_call(name, shard, draws)
 
     tell_at(frame_to_tell(caller), shard.told, text, in_hook=in_hook)
 
@@ -195,34 +195,33 @@ def explain(error: Exception, part: Any) -> None:
     if part is not None and not hasattr(error, "__notes__"):
         shard = part.autopar_shard
         held = f"autopar: {shard.name} is the shard of {shard.axis} rank {shard.rank} here: {shard.held()}."
-        error.add_note(f"{held}\n{_right_call('', shard.name, draws=False)}")
+        error.add_note(f"{held}\n{_right_call('', shard, draws=False)}")
 
 
-def _right_call(name: str, parameter: str, draws: bool) -> str:
+def _right_call(name: str, shard: Any, draws: bool) -> str:
     """Return, for a warning, what does to the whole parameter what ``name`` did to a shard."""
-    call = f'with autopar.whole(model, "{parameter}"):'
+    call = f'with autopar.whole(model, "{shard.name}"):' if shard.joins else ""
     if draws:
         right = f"{call} draws the whole, alike on every rank; each keeps its shard of it."
+        right = right if call else "Before autopar.initialize the whole is drawn."
     elif name in _OF_NORMS:
         right = (
             "torch.nn.utils.clip_grad_norm_ and get_total_norm take the norm of whole tensors; autopar.full(parameter) "
-            f"is the whole one\n  for a loss; {call} it and its gradient are whole."
+            f"is the whole one\n  for a loss{f'; {call} it and its gradient are whole' if call else ''}."
         )
     elif name == "torch.save":
         right = (
             "model.save_parallelized(dir, merge_checkpoints=True) writes the whole model, extra={name: {...}} of it "
-            f"what\n  you have computed of shards; {call} it is whole."
+            f"what\n  you have computed of shards{f'; {call} it is whole' if call else ''}."
         )
     elif name in _SIZES:
         right = (
-            f"model.num_parameters() counts the whole model; {call} sizes are the whole ones;\n"
+            f"model.num_parameters() counts the whole model; {f'{call} sizes are the whole ones;' if call else ''}\n"
             "  parameter.shape.numel() counts what is here."
         )
     else:
-        right = (
-            f"{call} it and its gradient are whole, and may be changed;\n  autopar.full(parameter) returns the whole "
-            "one, for a loss."
-        )
+        changed = f"{call} it and its gradient are whole, and may be changed;\n  " if call else ""
+        right = f"{changed}autopar.full(parameter) returns the whole one, for a loss."
     return f"  {right}\n  Where that is meant: warnings.filterwarnings('ignore', category=autopar.ShardWarning)."
 
 

@@ -23,6 +23,7 @@ class Shard:
         told: places in the user's code that have been told, of the whole model.
         stage: that holds the parameter, and others hold other ones; None without pipeline stages.
         block: of the model in which it is.
+        joins: ``autopar.whole`` joins it; not with FSDP2, which shards it over replicas.
     """
 
     def __init__(
@@ -35,8 +36,10 @@ class Shard:
         axis: str,
         stage: Stage | None = None,
         block: str = "",
+        *,
+        joins: bool = True,
     ) -> None:
-        self.axis, self.stage, self.block = axis, stage, block
+        self.axis, self.stage, self.block, self.joins = axis, stage, block, joins
         self.name, self.whole, self.layout, self.rank, self.told = name, tuple(whole), layout, rank, told
         self.here = self.whole
         if layout is not None:
@@ -47,7 +50,7 @@ class Shard:
         """The place of what is read of all of the parameter (a norm): a stage's; None without stages."""
         if self.stage is None:
             return None
-        return Shard(self.name, (), None, self.rank, self.told, self.axis, self.stage, self.block)
+        return Shard(self.name, (), None, self.rank, self.told, self.axis, self.stage, self.block, joins=self.joins)
 
     def held(self) -> str:
         """Return what of the whole is here."""
@@ -61,10 +64,11 @@ class Stage:
 
     Args:
         held: ``this rank holds stage 0 of 2: 20 of 39 parameters``.
+        joins: ``autopar.whole`` joins weights of all stages.
     """
 
-    def __init__(self, held: str) -> None:
-        self.held = held
+    def __init__(self, held: str, *, joins: bool = True) -> None:
+        self.held, self.joins = held, joins
         self.microbatches = 1  # of the pass that runs
         self.quiet = False  # nothing is missing: weights of all stages are here, or a sum over the stages follows
         self._read: dict[
@@ -117,9 +121,9 @@ class Stage:
         """Return the warning for a line that draws random numbers for two weights."""
         return (
             f"{how} for {one} and {other} is for this stage's weights alone: {self.held}.\n"
-            "  Under one seed stages draw the same numbers, and others than one process. With autopar.whole(model): "
-            "they are those of\n  one process. Where that is meant: "
-            "warnings.filterwarnings('ignore', category=autopar.ShardWarning)."
+            "  Under one seed stages draw the same numbers, and others than one process."
+            + (" With autopar.whole(model): they are those of\n  one process." if self.joins else "")
+            + " Where that is meant: warnings.filterwarnings('ignore', category=autopar.ShardWarning)."
         )
 
     def explain(self, how: str, one: str, other: str) -> str:
@@ -127,7 +131,7 @@ class Stage:
         return (
             f"{how} of {one} and {other} is of this stage's weights alone: {self.held}.\n"
             "  torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) returns the norm of all stages; "
-            "model.num_parameters() counts all;\n  execute_pipeline(batch, penalty=...) adds a penalty on all; with "
-            "autopar.whole(model): all weights and gradients are here.\n  Where that is meant: "
-            "warnings.filterwarnings('ignore', category=autopar.ShardWarning)."
+            "model.num_parameters() counts all;\n  execute_pipeline(batch, penalty=...) adds a penalty on all"
+            + ("; with autopar.whole(model): all weights and gradients are here." if self.joins else ".")
+            + "\n  Where that is meant: warnings.filterwarnings('ignore', category=autopar.ShardWarning)."
         )

@@ -6,6 +6,7 @@ random draws do not. An elementwise function of a shard gives a :class:`Part` to
 package a plain tensor), so that ``p.grad.abs().max()`` is seen, too.
 
 Through pipeline stages all parameters are of this class: what is made of several of them is of this stage's alone.
+DTensors of ZeRO 2 and 3 have classes of their own (:mod:`autopar.distributed.sharded_dtensors`).
 
 While the model runs, in backward passes (but in the user's hooks of gradients) and in steps of optimizers the classes
 are as plain ones to torch (:data:`switch`): they cost nothing there. Dynamo never sees more than plain ones.
@@ -47,6 +48,7 @@ from autopar.foreign.modules import SAVE_STATE
 from autopar.foreign.tensors import disabled_torch_function, leave_alone, let_foreach_take
 
 __all__ = [
+    "NOTICING",
     "PLAIN",
     "Part",
     "Shard",
@@ -54,20 +56,21 @@ __all__ = [
     "Switch",
     "all_stages",
     "aside",
+    "become",
     "hidden",
     "in_microbatches",
     "inside_hook",
     "of_stage",
     "plain",
     "switch",
+    "take_kind",
+    "tell_if_pickled",
     "unwatch",
     "watch",
 ]
 
-_THROUGH = tuple(
-    f"{TORCH}{name}"
-    for name in ("overrides.py", "_tensor.py", "functional.py", "nn/functional.py", "autograd/__init__.py")
-)
+_CALLERS = ["overrides.py", "_tensor.py", "functional.py", "nn/functional.py", "autograd/__init__.py"]
+_THROUGH = tuple(f"{TORCH}{name}" for name in _CALLERS)
 _INIT, _DYNAMO, _MODULE = f"{TORCH}nn/init.py", f"{TORCH}_dynamo/", f"{TORCH}nn/modules/module.py"
 _FOR_USERS = (*_THROUGH, f"{TORCH}nn/utils/", _MODULE)  # results there are those that the user's code asked for
 _QUIET = (*(f"{TORCH}{name}" for name in ("optim/", "distributed/", "_subclasses/", "fx/")), _MODULE, _DYNAMO, OURS)
@@ -87,13 +90,14 @@ class _TorchFunction:
         return _notice
 
 
-_NOTICING = _TorchFunction()
+NOTICING = _TorchFunction()
+"""``__torch_function__`` of a class whose reads are noticed."""
 
 
 class ShardedParameter(nn.Parameter):
     """A parameter of which this rank has a part."""
 
-    __torch_function__ = _NOTICING
+    __torch_function__ = NOTICING
     autopar_shard: Shard | None = None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -111,8 +115,7 @@ class ShardedParameter(nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if _is_cut(self):
-            tell_if_saved(self, sys._getframe(1))
+        tell_if_pickled(self)
         with aside():
             plain = nn.Parameter(self.data, self.requires_grad)
         vars(plain).update({name: value for name, value in vars(self).items() if name != "autopar_shard"})
@@ -128,7 +131,7 @@ class _LikeAnyTensor(type(torch.Tensor)):  # type: ignore[misc]
 class Part(torch.Tensor, metaclass=_LikeAnyTensor):
     """The result of an elementwise function of a shard, or its gradient. Saved as a plain tensor."""
 
-    __torch_function__ = _NOTICING
+    __torch_function__ = NOTICING
     autopar_shard: Shard | None = None
 
     def _plain(self) -> torch.Tensor:
@@ -141,32 +144,48 @@ class Part(torch.Tensor, metaclass=_LikeAnyTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             memo[id(self)] = copied = copy.deepcopy(self._plain(), memo)
-            _become(copied, Part, self.autopar_shard)
+            become(copied, Part, self.autopar_shard)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if _is_cut(self):
-            tell_if_saved(self, sys._getframe(1))
+        tell_if_pickled(self)
         return self._plain().__reduce_ex__(protocol)
 
 
-_KINDS = (ShardedParameter, Part)
-Switch.kinds = dict.fromkeys(_KINDS, _NOTICING)
+_WATCHED: dict[type, type] = {nn.Parameter: ShardedParameter}
+_PARTS: dict[type, type] = {torch.Tensor: Part}
+_KINDS: set[type] = {ShardedParameter, Part}
+Switch.kinds = dict.fromkeys(_KINDS, NOTICING)
 PLAIN = (torch.Tensor, nn.Parameter, *_KINDS)
 """Classes of tensors that have nothing of their own: what can be done with the first can be with all."""
 
 
+def take_kind(kind: type, watched: type) -> None:
+    """Let parameters of a class, and what is made of them, be noticed as tensors of the class ``watched`` of it."""
+    _WATCHED[kind] = _PARTS[kind] = watched
+    _KINDS.add(watched)
+    Switch.kinds[watched] = NOTICING
+
+
 def watch(parameter: torch.Tensor, shard: Shard) -> None:
     """Let reads of ``parameter`` be noticed. Not of a class that a library has made its own."""
-    if type(parameter) is nn.Parameter and (shard.here != shard.whole or shard.stage is not None):
+    kind = _WATCHED.get(type(parameter))
+    if kind is not None and (shard.here != shard.whole or shard.stage is not None):
         let_foreach_take(_KINDS)
-        _become(parameter, ShardedParameter, shard)
+        become(parameter, kind, shard)
 
 
 def unwatch(parameter: torch.Tensor) -> None:
     """Undo :func:`watch`."""
-    if type(parameter) is ShardedParameter:
-        _become(parameter, nn.Parameter)
+    for kind, watched in _WATCHED.items():
+        if type(parameter) is watched:
+            become(parameter, kind)
+
+
+def tell_if_pickled(tensor: Any) -> None:
+    """Warn if ``torch.save`` is what calls ``__reduce_ex__`` of a part, which calls this."""
+    if _is_cut(tensor):
+        tell_if_saved(tensor, sys._getframe(2))
 
 
 def plain(tensor: Any) -> Any:
@@ -177,8 +196,8 @@ def plain(tensor: Any) -> Any:
 def of_stage(tensor: torch.Tensor, parameter: Any) -> torch.Tensor:
     """Return the whole of a parameter of a stage, as it is with others: functions of it and of others are noticed."""
     shard = getattr(parameter, "autopar_shard", None)
-    if shard is not None and shard.read is not None and type(tensor) is torch.Tensor:
-        _become(tensor, Part, shard.read)
+    if shard is not None and shard.read is not None and type(tensor) in _PARTS:
+        become(tensor, _PARTS[type(tensor)], shard.read)
     return tensor
 
 
@@ -199,7 +218,8 @@ def _stage_of(parameters: Iterable[Any]) -> Stage | None:
     return next((shard.stage for shard in shards if shard is not None and shard.stage is not None), None)
 
 
-def _become(tensor: Any, kind: type, shard: Shard | None = None) -> None:
+def become(tensor: Any, kind: type, shard: Shard | None = None) -> None:
+    """Change the class of a tensor, and of which parameter it is a part."""
     tensor.__class__ = kind
     if shard is None:
         vars(tensor).pop("autopar_shard", None)
@@ -238,7 +258,7 @@ def _notice(func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str
         elif not mixed:
             each, told = name.startswith("_foreach"), part is not None
             for n, one in enumerate(result if isinstance(result, list | tuple) else (result,)):
-                if type(one) is torch.Tensor:
+                if type(one) in _PARTS:
                     given = (args[0][n],) if each else args
                     _let_be_noticed(one, name, given, kwargs, caller, other_size=reads, told=told)
         return result
@@ -256,8 +276,8 @@ def _initializer(frame: FrameType) -> str | None:
 
 def _is_shard(tensor: Any) -> bool:
     """Return whether a tensor is a part; a parameter is none inside of ``autopar.whole``."""
-    shard = tensor.autopar_shard
-    return shard is not None and (type(tensor) is Part or tuple(tensor.shape) == shard.here)
+    shard: Shard | None = tensor.autopar_shard
+    return shard is not None and (not isinstance(tensor, nn.Parameter) or tuple(tensor.shape) == shard.here)
 
 
 def _is_cut(tensor: Any) -> bool:
@@ -285,8 +305,8 @@ def _look_over_stage(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], 
     other = next((each for each in shards if each.block != shards[0].block), None)
     if other is not None and not other.stage.quiet:
         tell_mixed(name, shards[0], other, caller, in_hook=switch.in_hook)
-    elif name == "__setitem__" and shards and type(args[0]) is torch.Tensor:  # into a vector of all
-        _become(args[0], Part, shards[0].read)
+    elif name == "__setitem__" and shards and type(args[0]) in _PARTS:  # into a vector of all
+        become(args[0], _PARTS[type(args[0])], shards[0].read)
     return other is not None
 
 
@@ -333,20 +353,20 @@ def _let_be_noticed(
         return
     if caller.f_code is _NEW_PARAMETER:  # it asks for one of the same class
         if type(part) is Part:
-            _become(part, nn.Parameter)
-            _become(result, nn.Parameter)
+            become(part, nn.Parameter)
+            become(result, nn.Parameter)
         else:
-            _become(result, ShardedParameter, shard)
+            become(result, type(part), shard)
     elif _is_for_users(caller):
-        _become(result, Part, shard)
+        become(result, _PARTS[type(result)], shard)
 
 
 def _gradients(gradients: Any, inputs: Any, caller: Any) -> None:
     """Let reads of gradients be noticed, which ``torch.autograd.grad`` returned for shards to the user's code."""
     inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
     for gradient, part in zip(gradients, inputs, strict=True) if _is_for_users(caller) else ():
-        if type(gradient) is torch.Tensor and type(part) in _KINDS and _is_shard(part):
-            _become(gradient, Part, part.autopar_shard)
+        if type(gradient) in _PARTS and type(part) in _KINDS and _is_shard(part):
+            become(gradient, _PARTS[type(gradient)], part.autopar_shard)
 
 
 def _noticing(hook: Any, part: Any) -> Any:
@@ -373,15 +393,6 @@ def _is_for_users(caller: Any) -> bool:
     return not file.startswith((TORCH, OURS))
 
 
-_OURS = (
-    _TorchFunction.__get__,
-    _notice,
-    _mixed_by,
-    _parts,
-    _cut,
-    _is_shard,
-    _look_over_stage,
-    _let_be_noticed,
-)
+_OURS = (_TorchFunction.__get__, _notice, _mixed_by, _parts, _cut, _is_shard, _look_over_stage, _let_be_noticed)
 for _code in (*_OURS, tell, tell_mixed, tell_number, explain, keeps_dim):
     leave_alone(_code.__code__)  # where a graph broke, dynamo would compile them

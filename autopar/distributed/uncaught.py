@@ -22,6 +22,7 @@ from types import TracebackType
 
 from autopar.call_site import is_installed
 from autopar.distributed.failures import FailureLog
+from autopar.distributed.process import end_after_gloo
 from autopar.errors import AutoparError, PipelineError, first_line
 
 __all__ = ["publish_uncaught", "shorten_uncaught"]
@@ -42,6 +43,7 @@ def publish_uncaught(failures: FailureLog, explain: Explain) -> None:
     if failures.mpu.world_size > 1:
         _logs[failures] = explain
         shorten_uncaught()
+        end_after_gloo()
 
 
 def shorten_uncaught() -> None:

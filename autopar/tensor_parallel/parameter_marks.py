@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_place import Shard, Stage
@@ -33,7 +34,8 @@ _NAMES = ("tensor_model_parallel", "partition_dim", "partition_stride", "shared"
 def mark(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
     """Set the attributes on the parameters that this rank holds. ``copy.deepcopy`` drops them, ``.to`` keeps them."""
     told: set[tuple[str, int]] = set()
-    stage = Stage(describe_stage(model, stages, mpu)) if mpu.pp.size > 1 else None
+    joins = not any(isinstance(parameter, DTensor) for parameter in model.parameters())  # not with ZeRO 2 and 3
+    stage = Stage(describe_stage(model, stages, mpu), joins=joins) if mpu.pp.size > 1 else None
     due: dict[str, TensorPlan] = {name: one for one in plan.tensors.values() for name in (one.name, *one.aliases)}
     for name, parameter in model.named_parameters():
         if name not in due:
@@ -47,10 +49,9 @@ def mark(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
         cut = layout if plan.shards > 1 else None
         if cut is not None or stage is not None:
             rank, axis = (mpu.shards.rank, "expert") if name in plan.experts else (mpu.tp.rank, "tensor")
-            place = Shard(
-                due[name].name, due[name].shape, cut, rank, told, f"{axis}-parallel", stage, _block(name, stages)
-            )
-            watch(parameter, place)
+            own = due[name]
+            where: Any = (f"{axis}-parallel", stage, _block(name, stages))
+            watch(parameter, Shard(own.name, own.shape, cut, rank, told, *where, joins=joins))
         if name in stages.tensors and min(stages.holders(name), default=mpu.pp.rank) < mpu.pp.rank:
             parameter.shared = parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
 

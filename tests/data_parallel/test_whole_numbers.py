@@ -251,6 +251,10 @@ def test_hooks_that_do_not_run_are_told() -> None:
     hooked_before.lm_head.weight.register_post_accumulate_grad_hook(clamped)
     with pytest.warns(autopar.ShardWarning, match=r"hooks of 1 parameters \(lm_head.weight first\) do not run with"):
         train(hooked, lambda model: None)
+    hooked_later = train(fully_sharded(plain), lambda model: None)
+    hooked_later.lm_head.weight.register_hook(lambda gradient: gradient.clamp(-0.005, 0.005))
+    with pytest.warns(autopar.ShardWarning, match=r"hooks of 1 parameters \(lm_head.weight first\) do not run with"):
+        train(hooked_later, lambda model: None)
     with pytest.warns(autopar.ShardWarning, match=r"parameter.register_post_accumulate_grad_hook\(hook\), or change"):
         autopar.initialize(hooked_before, {"zero": {"stage": 3}})
 

@@ -1,0 +1,184 @@
+"""Parameters that ZeRO 2 and 3 share between replicas, and ranks or stages besides: reads of a part are told, once."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.distributed.sharded_dtensors import ShardedDTensor
+from autopar.errors import ConfigError
+from tests.parity import close
+from tests.pipeline_parallel import test_sums_over_stages as sums
+from tests.pool import pooled
+from tests.small import llama
+from tests.tensor_parallel.shard_techniques import NOTICED, adaptive_clipping, own_clipping, sam
+from tests.tiers import mainly
+from tests.worlds import raises_everywhere
+
+IDS = torch.arange(72).view(4, 18) % 131
+Change = Callable[[Any], Any]
+
+
+def config(tp: int, pp: int, stage: int) -> dict[str, Any]:
+    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    return {"model_parallelism": sizes, "zero": {"stage": stage}, "pipeline": {"num_microbatches": 2, "timeout": 20}}
+
+
+def trained(stage: int = 3) -> Any:
+    """A model on tp 2 x dp 2, behind a backward pass."""
+    model = autopar.initialize(llama().train(), config(2, 1, stage))
+    rows = IDS.chunk(2)[model.mpu.dp.rank]
+    model(rows, labels=rows).loss.backward()
+    return model
+
+
+def same_weights(model: Any, reference: Any, when: str) -> None:
+    due = dict(reference.named_parameters())
+    for name, weight in autopar.hf_weights(model):
+        close(weight, due[name], f"{when}: {name}", 2e-5)
+
+
+def told(change: Change, model: Any) -> list[str]:
+    """Texts of the warnings of a line that runs twice."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            change(model)
+    return [str(each.message) for each in found if issubclass(each.category, autopar.ShardWarning)]
+
+
+def saved(model: Any) -> None:
+    torch.save({name: p.detach() for name, p in model.named_parameters()}, io.BytesIO())
+
+
+def vectors(model: Any) -> None:
+    torch.cat([p.full_tensor().flatten() for p in model.parameters()]).median()
+
+
+OF_TENSOR_PARALLEL: list[Change] = [
+    sam, own_clipping, adaptive_clipping, saved, vectors, NOTICED["count"], NOTICED["width"], NOTICED["squares"],
+    NOTICED["norm"], NOTICED["finite"], NOTICED["drawn in place"],
+    lambda model: sum(p.grad.norm().item() ** 2 for p in model.parameters()),
+    lambda model: nn.init.normal_(model.lm_head.weight),
+    lambda model: nn.Parameter(model.lm_head.weight).norm(),
+    lambda model: copy.deepcopy(model.lm_head.weight).norm(),
+]  # fmt: skip
+
+
+@pooled(world_size=4)
+def test_a_part_of_tensor_parallel_ranks_is_told() -> None:
+    """torch's DTensor gives the norm of all replicas' rows: still of one tensor-parallel rank's shard."""
+    for number, change in enumerate(OF_TENSOR_PARALLEL):
+        model = trained()
+        texts = told(change, model)
+        assert len(texts) == 1, (number, texts)
+        assert f"sees the shard of tensor-parallel rank {model.mpu.tp.rank}: shape (" in texts[0]
+        assert "autopar.whole" not in texts[0], texts  # it refuses with FSDP2
+
+
+def elementwise(model: Any) -> None:
+    for p in model.parameters():
+        p.grad.clamp_(-0.01, 0.01).add_(p.detach(), alpha=0.01)
+        p.data.mul_(0.99)
+
+
+def penalised(model: Any) -> None:
+    """A backward of its own."""
+    (0.1 * sum(autopar.full(p).norm() for p in model.parameters())).backward()
+
+
+def clipped_by_torch(model: Any) -> None:
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    for p in model.parameters():
+        p.grad.mul_(1 + float(norm))
+
+
+def clipped_by_full(model: Any) -> None:
+    for p in model.parameters():
+        whole = autopar.full(p.grad, of=p)
+        p.grad.mul_(min(1.0, 0.05 / whole.norm().item()))
+
+
+@pytest.mark.parametrize("stage", mainly(3, 2, later="all"))
+@pooled(world_size=4)
+def test_what_is_right_is_that_of_one_process(stage: int) -> None:
+    plain = llama().train()
+    for change in (elementwise, penalised, clipped_by_torch, clipped_by_full):
+        own, reference = copy.deepcopy(plain), copy.deepcopy(plain)
+        optimizer, step = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (own, reference))
+        model, optimizer = autopar.initialize(own, config(2, 1, stage), optimizer=optimizer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", autopar.ShardWarning)
+            for _ in range(3):
+                rows = IDS.chunk(2)[model.mpu.dp.rank]
+                model(rows, labels=rows).loss.backward()
+                reference(IDS, labels=IDS).loss.backward()
+                for each, using in ((model, optimizer), (reference, step)):
+                    change(each)
+                    using.step()
+                    using.zero_grad()
+        same_weights(model, reference, change.__name__)
+
+
+def shared(plain: Any, stage: int) -> Any:
+    return autopar.initialize(copy.deepcopy(plain), config(1, 2, stage))
+
+
+OF_STAGES: list[Change] = [
+    sums.clipped_in_a_loop, sums.clipped_by_a_stack, sums.clipped_by_the_largest, sums.penalised, sums.counted,
+    sums.zeros_counted, sums.mean_by_numpy, sums.skipped,
+]  # fmt: skip
+
+
+@pytest.mark.tier("all")
+@pooled(world_size=4)
+def test_a_number_of_one_stage_is_told() -> None:
+    plain = llama(num_hidden_layers=4).train()
+    for change in OF_STAGES:
+        model = shared(plain, 2)
+        texts = told(lambda model: sums.train(model, change), model)  # noqa: B023
+        texts = [text for text in texts if "weights alone" in text]
+        assert len(texts) == 1, (change, texts)
+        assert f"this rank holds stage {model.mpu.pp.rank} of 2: " in texts[0] and "autopar.whole" not in texts[0]
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("change", [sums.clipped_one_by_one, sums.clipped_by_torch, sums.counted_by_the_model])
+@pooled(world_size=4)
+def test_numbers_of_one_weight_are_those_of_one_process(change: Change) -> None:
+    plain = llama(num_hidden_layers=4).train()
+    model, reference = shared(plain, 3), copy.deepcopy(plain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", autopar.ShardWarning)
+        sums.train(model, change)
+    sums.train(reference, change)
+    same_weights(model, reference, change.__name__)
+
+
+@pooled(world_size=4)
+def test_tensors_keep_their_classes() -> None:
+    model = trained()
+    weight: Any = model.lm_head.weight
+    assert type(weight) is ShardedDTensor and isinstance(weight, DTensor) and isinstance(weight, nn.Parameter)
+    assert repr(weight).startswith("DTensor(") and type(copy.deepcopy(weight)) is ShardedDTensor
+    assert type(weight.to_local()) is torch.Tensor
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.save(weight.detach(), file)
+    file.seek(0)
+    again: Any = torch.load(file, weights_only=True)
+    assert type(again) is DTensor
+    close(again.to_local(), weight.to_local(), "saved rows")
+    refused = raises_everywhere(ConfigError, "whole: with zero.stage 3 torch's FSDP holds the weights")
+    with refused, autopar.whole(model):
+        pass
