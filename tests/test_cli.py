@@ -94,6 +94,7 @@ def test_inspect_as_json(ckpt):
     assert data["mesh"] == {"tensor_parallel_size": 3, "pipeline_parallel_size": 1, "data_parallel_size": 1}
     assert [tensor["name"] for tensor in data["tensors"]] == list(Manifest.read(ckpt).tensors)
     assert [file["state"] for file in data["files"]] == ["ok"] * 3
+    assert all("layout" in tensor for tensor in data["tensors"])
 
 
 def test_layouts_in_words():

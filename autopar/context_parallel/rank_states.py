@@ -17,6 +17,7 @@ from autopar.distributed.axis import Axis
 from autopar.distributed.derivatives import single_backward
 from autopar.distributed.neighbours import Neighbours
 from autopar.distributed.profiling import named_collective
+from autopar.foreign.c10d import in_fake_world
 from autopar.foreign.tensors import tree_flatten, tree_unflatten
 
 __all__ = ["Links", "StatesOfRank"]
@@ -88,7 +89,7 @@ class StatesOfRank(States):
 
     def give(self, key: Key, state: torch.Tensor, through: torch.Tensor | None = None) -> torch.Tensor | None:
         """Send a state to the rank behind; its gradient comes in the backward of what is returned, or of the module."""
-        if self.last or state.is_meta:
+        if self.last or (state.is_meta and not in_fake_world()):
             return through
         message = _Message(key, tuple(state.shape), state.dtype)
         if self._given == len(self.given):
@@ -165,9 +166,15 @@ def _receive(neighbours: Neighbours, message: _Message, device: torch.device) ->
 def _send_header(neighbours: Neighbours, message: _Message, device: torch.device) -> None:
     kind, number = message.key
     numbers = [_KINDS.index(kind), number, _DTYPES.index(message.dtype), len(message.shape), *message.shape]
-    neighbours.send(torch.tensor(numbers + [0] * (_HEADER - len(numbers)), device=device), 1)
+    neighbours.send(torch.tensor(numbers + [0] * (_HEADER - len(numbers)), device=_of_numbers(device)), 1)
 
 
 def _receive_header(neighbours: Neighbours, device: torch.device) -> _Message:
-    kind, number, dtype, dims, *shape = neighbours.receive((_HEADER,), torch.int64, device, -1).tolist()
+    header = neighbours.receive((_HEADER,), torch.int64, _of_numbers(device), -1)
+    kind, number, dtype, dims, *shape = header.tolist()
     return _Message((_KINDS[kind], number), tuple(shape[:dims]), _DTYPES[dtype])
+
+
+def _of_numbers(device: torch.device) -> torch.device:
+    """Return where numbers travel beside tensors on ``device``: in a rehearsal these have no memory."""
+    return torch.device("cpu") if device.type == "meta" else device

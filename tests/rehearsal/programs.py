@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from tests.random_models import Case as RandomCase
 from tests.random_models import build as random_model
@@ -33,6 +40,12 @@ def llama() -> Any:
 def mixtral() -> Any:
     torch.manual_seed(0)
     return MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=8))
+
+
+def mamba() -> Any:
+    torch.manual_seed(0)
+    small: dict[str, Any] = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2}
+    return Mamba2ForCausalLM(Mamba2Config(**small, num_hidden_layers=4, vocab_size=64))
 
 
 @dataclass(frozen=True)
@@ -68,6 +81,8 @@ CASES = {
     "pp x dp, zero 2": Case(llama, PP, TWO | {"zero": {"stage": 2}}),
     "pp x dp, zero 3": Case(llama, PP, TWO | {"zero": {"stage": 3}}),
     "pp x cp": Case(llama, PP | CP, TWO),
+    "cp 4, states": Case(mamba, {"context_parallel_size": 4}),
+    "pp x cp, states": Case(mamba, PP | CP, TWO),
     "experts of replicas": Case(mixtral, {"expert_parallel_size": 4}),
     "experts, all to all ranks": Case(mixtral, TP | {"expert_parallel_size": 4, "expert_dispatch": "all_reduce"}),
     "pp x tp, sequence": Case(llama, TP | PP | {"sequence_parallel": True}, TWO),

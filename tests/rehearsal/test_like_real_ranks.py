@@ -15,7 +15,10 @@ from tests.pool import pooled
 from tests.rehearsal.programs import CASES, POLICIES, Case, case_of_type, config_of
 from tests.tiers import in_tier, mainly
 
-FIRST = ("tp x dp", "pp x tp", "tp 4, sequence", "pp x dp, zero 3", "cp x tp", "experts of replicas", "interleaved")
+FIRST = (
+    *("tp x dp", "pp x tp", "tp 4, sequence", "pp x dp, zero 3", "cp x tp", "experts of replicas", "interleaved"),
+    "cp 4, states",
+)
 
 
 def of_step(parts: list[tuple[str, Call]], *, routed: bool) -> list[tuple[str, Call]]:
@@ -24,10 +27,14 @@ def of_step(parts: list[tuple[str, Call]], *, routed: bool) -> list[tuple[str, C
     for part, call in parts:
         objects = call.dtype == "uint8" and call.kind in ("all_gather", "broadcast")
         rows = routed and bool(call.splits)  # as many as the routers say
-        if part != "initialize" and call.kind != "new_group":
+        states = "rank_states.py" in call.where
+        of_gloo = states and call.kind == "all_gather"  # which number the pass has: nccl has no tags
+        if part != "initialize" and call.kind != "new_group" and not of_gloo:
             splits, sizes = () if rows else call.splits, () if rows or objects else call.sizes
             group = Group("pp control", call.group.ranks) if call.group.name.startswith("pp ") else call.group
-            found.append((part, call._replace(group=group, where="", control=False, splits=splits, sizes=sizes)))
+            tag = 0 if states else call.tag
+            plain = call._replace(group=group, where="", control=False, splits=splits, sizes=sizes, tag=tag)
+            found.append((part, plain))
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import autopar
@@ -18,7 +18,7 @@ from autopar.errors import ConfigError
 from autopar.tools.cli import app
 from autopar.tools.rehearsal.cast import standing_for
 from autopar.tools.rehearsal.coordinates import coordinates_of
-from tests.rehearsal.programs import SMALL, llama, mixtral
+from tests.rehearsal.programs import SMALL, llama, mamba, mixtral
 
 
 def on_meta(build: Any) -> Any:
@@ -72,12 +72,13 @@ def test_who_stands_for_whom() -> None:
     assert [standing_for(rank, cast, coordinates) for rank in (0, 1, 2, 3, 9, 10, 14)] == [0, 7, 0, 7, 15, 8, 8]
 
 
-def test_states_that_are_handed_on_are_refused() -> None:
-    small = Mamba2Config(
-        hidden_size=32, num_heads=8, head_dim=8, state_size=8, n_groups=2, num_hidden_layers=2, vocab_size=64
-    )
-    with pytest.raises(ConfigError, match=r"Mamba2ForCausalLM hands states on between context-parallel ranks"):
-        autopar.rehearse(small, {"model_parallelism": {"context_parallel_size": 2}}, 4)
+def test_states_that_are_handed_on() -> None:
+    found = autopar.rehearse(on_meta(mamba), {"model_parallelism": {"context_parallel_size": 4}}, 16, sequence=32)
+    assert found.problems == []
+    assert {rank % 4 for rank in found.traces} == {0, 1, 2, 3}, "each rank waits for the one before it"
+    steps = [[call for part, call in found.traces[rank] if part == "step"] for rank in range(4)]
+    kinds = [[call.kind for call in calls if not call.control] for calls in steps]
+    assert [(each.count("send"), each.count("recv")) for each in kinds] == [(8, 8), (16, 16), (16, 16), (8, 8)]
 
 
 def test_a_config_that_does_not_fit_the_world() -> None:

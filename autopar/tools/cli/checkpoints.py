@@ -188,7 +188,7 @@ def _summary(manifest: Manifest, files: list[dict[str, Any]]) -> dict[str, Any]:
                 "name": name,
                 "shape": list(tensor.shape),
                 "dtype": tensor.dtype,
-                "shared_out": in_words(tensor.layout),
+                "layout": in_words(tensor.layout),
                 "saved_as": tensor.saved_as,
                 "pieces": manifest.pieces_with(name) if part.name == "model" else [],
                 "aliases": list(tensor.aliases),

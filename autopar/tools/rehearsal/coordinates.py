@@ -31,21 +31,24 @@ def unlike_ranks(plan: Plan, size: int) -> list[int]:
     return sorted({0, size - 1, *held.values()})
 
 
-def casts(sizes: MeshSizes, experts: int, plan: Plan) -> list[list[int]]:
+def casts(sizes: MeshSizes, experts: int, plan: Plan, *, chained: bool = False) -> list[list[int]]:
     """Return ranks that are rehearsed together: all stages at one place of the other axes.
 
     All axes are at their first places, then at their last; those between whose shards have other shapes, one at a time.
+
+    Args:
+        chained: context-parallel ranks hand states on: all of them are rehearsed together.
     """
     coordinates = coordinates_of(sizes, experts)
     by_place = {place: rank for rank, place in enumerate(coordinates)}
     tp = unlike_ranks(plan, sizes.tp) if sizes.tp > 1 else [0]
     dp = sorted({0, sizes.dp - 1} | ({*_ep_of(plan, sizes, experts)} if experts > sizes.tp else set()))
-    cp = [0, sizes.cp - 1]
-    chosen = [(0, 0, 0), (cp[-1], tp[-1], dp[-1])]
-    chosen += [*((0, t, 0) for t in tp[1:-1]), *((0, 0, d) for d in dp[1:-1])]
+    first, last = (range(sizes.cp), range(sizes.cp)) if chained else (range(1), range(sizes.cp - 1, sizes.cp))
+    chosen = [(first, 0, 0), (last, tp[-1], dp[-1])]
+    chosen += [*((first, t, 0) for t in tp[1:-1]), *((first, 0, d) for d in dp[1:-1])]
     return [
-        [by_place[_place(stage, c, t, d, sizes, experts)] for stage in range(sizes.pp)]
-        for c, t, d in dict.fromkeys(chosen)
+        [by_place[_place(stage, c, t, d, sizes, experts)] for stage in range(sizes.pp) for c in places]
+        for places, t, d in dict.fromkeys(chosen)
     ]
 
 

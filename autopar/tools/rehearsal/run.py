@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from autopar.checks.optimizer_probe import probe
 from autopar.config import ParallelConfig
 from autopar.distributed.mesh_sizes import MeshSizes
-from autopar.dry_run.plan_model import ModelPlans, Plans, plan_model, prepared
+from autopar.dry_run.plan_model import ModelPlans, plan_model, prepared
 from autopar.errors import ConfigError
 from autopar.policy.described_model import model_inside
 from autopar.policy.match import find_policy, given_policy
@@ -161,13 +161,13 @@ def rehearse(
 def _run(job: Job, plans: ModelPlans, sizes: MeshSizes) -> tuple[dict[int, Rehearsed], list[str]]:
     """Rehearse the ranks that stand for all; return them, and what does not fit."""
     made = plan_model(plans, job.config, lambda plan: None)  # once for all processes
-    _refuse(plans.inner, made)
     coordinates = coordinates_of(sizes, job.config.expert_parallel_size)
     optimizer = optimizer_of([nn.Parameter(torch.zeros(2, 2))])
     probe(optimizer, optimizer.param_groups[0])  # likewise
     found: dict[int, Rehearsed] = {}
     with prepared(plans):
-        for cast in casts(sizes, job.config.expert_parallel_size, made.tensors):
+        chained = made.rows is not None and bool(made.rows.in_runs)
+        for cast in casts(sizes, job.config.expert_parallel_size, made.tensors, chained=chained):
             if not set(cast) <= set(found):
                 found |= run_cast(job, cast, coordinates)
     calls = {rank: [call for _, call in one.parts] for rank, one in found.items()}
@@ -202,11 +202,3 @@ def _plans_of(model: nn.Module) -> ModelPlans:
     if not isinstance(inner, PreTrainedModel):
         raise ConfigError(f"rehearse: {type(model).__name__} is no Hugging Face model: its inputs are not known")
     return ModelPlans(model, inner, prefix, find_policy(inner, own))
-
-
-def _refuse(inner: nn.Module, made: Plans) -> None:
-    if made.rows is not None and made.rows.in_runs:
-        raise ConfigError(
-            f"rehearse: {type(inner).__name__} hands states on between context-parallel ranks, which cannot be "
-            "rehearsed: leave context_parallel_size out"
-        )
