@@ -16,6 +16,7 @@ from torch import nn
 
 from autopar.checkpoint.state import listed
 from autopar.deferred_init.context import on_cpu
+from autopar.deferred_init.quantized_files import Packed, read_packed
 from autopar.deferred_init.random_init import DeferredParameter, InitSteps, adapter_parameters
 from autopar.deferred_init.sources import by_parameter, clear_sources, sources_of
 from autopar.distributed.broadcast_data import sync_parameters
@@ -145,7 +146,9 @@ class Materializer:
                 pending.shard = pending.source = None
         for pending in every:  # one after the other: few are there as they were before they are quantized
             path = pending.name.rpartition(".")[0]
-            if path in quantized:
+            if path in quantized and isinstance(pending.source, Packed):
+                read_packed(quantized[path], pending.source, pending.layout, mpu.shards.rank, mpu.device)
+            elif path in quantized:
                 self._quantize(path, quantized[path], pending, shard_of(pending))
         for module in self._model.modules():
             clear_sources(module)

@@ -2,7 +2,8 @@
 
 In 4 bit a block of 64 numbers beside each other along the inputs has one scale, and two numbers share a byte. Scales
 may be quantized in turn, in groups of 256 with a scale of their own. Where ranks cannot hold whole groups, scales
-become the numbers that these stand for: the weight stays the same to the bit.
+become the numbers that these stand for: the weight stays the same to the bit. The codes stay in main memory, for when
+the shards become whole again.
 
 In 8 bit (Dettmers et al., "LLM.int8()", 2022) each output has one scale. The layer's inputs are quantized, too, with a
 scale for each token, so ranks that have some of the inputs need the largest one of all (:meth:`EightBit.whole_rows`).
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,13 +24,15 @@ from torch import nn
 from autopar.errors import ConfigError
 from autopar.foreign.modules import own_parameters
 from autopar.layout import Layout
-from autopar.quantized.stored import Kind, Part, Piece
+from autopar.quantized.stored import InFile, Kind, Part, Piece
 
 __all__ = ["KINDS", "EightBit", "FourBit", "find"]
 
 _BLOCK = 64  # numbers that share a scale
 _NESTED = " with quantized scales"
 _GROUP = 256  # scales that are quantized together
+_CODES = "_autopar_codes"  # attribute of a state: the quantized one, of a shard with parts of groups
+_AT_A_TIME = 1 << 16  # scales
 _PADDING = 4  # columns; the product of 8-bit matrices wants multiples of 4
 
 
@@ -58,6 +61,7 @@ class FourBit:
 
     def __init__(self, module: Any) -> None:
         self._module, self._weight = module, module.weight
+        self._opened: Any = None  # the state in a file, without its scales
         state = getattr(module.weight, "quant_state", None) or module.quant_state
         if state is None and not module.weight.is_meta:
             raise ConfigError("a Linear4bit is not quantized yet: bitsandbytes does that when it moves to a device")
@@ -86,24 +90,59 @@ class FourBit:
 
     @property
     def _state(self) -> Any:
-        return getattr(self._weight, "quant_state", None) or self._module.quant_state
+        return self._opened or getattr(self._weight, "quant_state", None) or self._module.quant_state
 
     def pieces(self, layout: Layout | None = None) -> dict[str, Piece]:
         """Return bytes, ``[out, in/64, 32]``, scales, ``[out, in/64]``, and of quantized scales their groups."""
-        state, (rows, columns) = self._state, self.shape
-        blocks = columns // state.blocksize
-        groups = _groups(rows, blocks, state.blocksize) if state.nested else None
-        scales = state.absmax
-        if state.nested and (groups is None or (layout is not None and not _divides(groups[1], layout))):
-            scales, groups = _functional().dequantize_blockwise(scales, state.state2) + state.offset, None
-        pieces = {
-            "bytes": Piece(self._weight.data.view(rows, blocks, -1), self.block),
-            "scales": Piece(scales.view(rows, blocks), self.block),
-        }
-        if state.nested and groups is not None:
-            shape, block = groups
-            pieces["groups"] = Piece(state.state2.absmax.view(shape), block)
-        return pieces
+        state = self._state
+        quantized = vars(state).get(_CODES) or state
+        held = {"weight": self._weight.data, "weight.absmax": quantized.absmax.to(self._weight.device)}
+        if quantized.nested:
+            held["weight.nested_absmax"] = quantized.state2.absmax
+        places = self._places(layout, whole_groups=quantized is state)
+        return {name: Piece(held[place.name].view(place.shape), place.block) for name, place in places.items()}
+
+    def _places(self, layout: Layout | None, *, whole_groups: bool = True) -> dict[str, InFile]:
+        (rows, columns), state = self.shape, self._state
+        blocks, width = columns // state.blocksize, state.blocksize
+        found = {"bytes": InFile("weight", (rows, blocks, width // 2), self.block)}
+        scales = InFile("weight.absmax", (rows, blocks), self.block)
+        if not (state.nested or not whole_groups):
+            return found | {"scales": scales}
+        groups = _groups(rows, blocks, width)
+        if whole_groups and groups is not None and (layout is None or _divides(groups[1], layout)):
+            return found | {"scales": scales, "groups": InFile("weight.nested_absmax", *groups)}
+        every = InFile("weight.nested_absmax", (-1,), (0, 0))
+        return found | {"scales" if layout is None else "codes": scales, "groups": every}
+
+    def open(
+        self, small: Mapping[str, torch.Tensor], shape: tuple[int, int], layout: Layout | None
+    ) -> dict[str, InFile]:
+        """Return where bytes and scales lie, and take the rest."""
+        unread = {name: torch.empty(0) for name in ("absmax", "nested_absmax") if f"weight.{name}" not in small}
+        if "weight.nested_quant_map" not in small:
+            del unread["nested_absmax"]
+        self._opened = state = _functional().QuantState.from_dict({**small, **unread}, small["weight.quant_map"].device)
+        self.shape = (state.shape[0], state.shape[1])
+        if layout is not None:
+            return self._places(layout)
+        count = -(-shape[0] * shape[1] // state.blocksize)
+        found = {"bytes": InFile("weight", (-(-shape[0] * shape[1] // 2), 1), (0, 0))}
+        found["scales"] = InFile("weight.absmax", (count,), (0, 0))
+        if state.nested:
+            found["groups"] = InFile("weight.nested_absmax", (-(-count // state.state2.blocksize),), (0, 0))
+        return found
+
+    def take(self, tensors: dict[str, torch.Tensor], layout: Layout | None, rank: int) -> None:
+        """Take the pieces of a shard; codes whose groups lie on several ranks become the numbers that they are."""
+        rows, columns = self.shape if layout is None else layout.local_shape(self.shape, rank)
+        if layout is not None and "codes" in tensors:
+            state, blocks = self._state, self.shape[1] // self._state.blocksize
+            places = [torch.arange(count, device=tensors["codes"].device) for count in (self.shape[0], blocks)]
+            held = Layout(0, layout.in_steps(self.block[layout.dim]).blocks)
+            places[layout.dim] = held.shard(places[layout.dim], rank)
+            tensors = tensors | {"scales": _numbers(tensors["codes"], tensors["groups"], state, places, blocks)}
+        self.put((rows, columns), tensors)
 
     def beside(self) -> dict[str, torch.Tensor]:
         """Return the scales and, of quantized ones, their groups and mean."""
@@ -116,28 +155,35 @@ class FourBit:
     def put(self, shape: tuple[int, int], tensors: dict[str, torch.Tensor]) -> None:
         """Take bytes, scales and groups of a weight of this shape."""
         old, library = self._state, _functional()
-        state2 = None
+        quantized, state2 = vars(old).get(_CODES) or old, None
         if "groups" in tensors:
+            kept = quantized.state2
             state2 = library.QuantState(
-                tensors["groups"].reshape(-1),
-                code=old.state2.code,
-                blocksize=old.state2.blocksize,
-                dtype=old.state2.dtype,
+                tensors["groups"].reshape(-1), code=kept.code, blocksize=kept.blocksize, dtype=kept.dtype
             )
-        state = library.QuantState(
-            tensors["scales"].reshape(-1),
-            shape=torch.Size(shape),
-            code=old.code,
-            blocksize=old.blocksize,
-            quant_type=old.quant_type,
-            dtype=old.dtype,
-            offset=None if state2 is None else old.offset,
-            state2=state2,
-        )
+
+        def made(scales: torch.Tensor, state2: Any) -> Any:
+            return library.QuantState(
+                scales.reshape(-1),
+                shape=torch.Size(shape),
+                code=old.code,
+                blocksize=old.blocksize,
+                quant_type=old.quant_type,
+                dtype=old.dtype,
+                offset=None if state2 is None else quantized.offset,
+                state2=state2,
+            )
+
+        codes = tensors.get("codes")
+        state = made(tensors["scales"], state2 if codes is None else None)
+        if codes is not None:
+            vars(state)[_CODES] = made(codes.cpu(), state2)
+        self._weight = _with_memory(self._module, tensors["bytes"])
         self._weight.data = tensors["bytes"].reshape(-1, 1)
+        self._weight.bnb_quantized, self._weight.blocksize = True, state.blocksize
         self._weight.quant_state = self._module.quant_state = state
-        self._weight.compress_statistics = state.nested
-        self.shape = shape
+        self._weight.compress_statistics, self._weight.quant_type = state.nested, state.quant_type
+        self.shape, self._opened = shape, None
 
     def keep_form(self, keep: bool) -> None:
         """Keep evaluation on CPUs with AVX512-BF16 from packing the weight: a packed one passes no gradient on."""
@@ -171,15 +217,15 @@ class FourBit:
         mean = scales.mean()
         codes, state2 = _functional().quantize_blockwise(scales.reshape(-1) - mean, blocksize=_GROUP)
         state.nested, state.state2, state.offset = True, state2, mean
+        whole, self.shape = self.shape, (scales.shape[0], scales.shape[1] * state.blocksize)
+        held = {"scales": codes, "codes": codes, "groups": state2.absmax}
         tensors = {"bytes": self._weight.data}
-        groups = _groups(scales.shape[0], scales.shape[1], state.blocksize)
-        if groups is None or not _divides(groups[1], layout):
-            codes = _functional().dequantize_blockwise(codes, state2) + mean
-        else:
-            shape, block = groups
-            tensors["groups"] = layout.in_steps(block[layout.dim]).shard(state2.absmax.view(shape), part.rank)
-        tensors["scales"] = steps.shard(codes.view(scales.shape), part.rank)
-        self.put(self.shape, tensors)
+        for name, place in self._places(layout).items():
+            if name in held:
+                step = place.block[layout.dim]
+                tensor = held[name].view(place.shape)
+                tensors[name] = layout.in_steps(step).shard(tensor, part.rank) if step else tensor
+        self.take(tensors, layout, part.rank)
 
     def drop(self) -> None:
         """Free bytes and scales."""
@@ -190,6 +236,23 @@ class FourBit:
         """Return the weight, ``[out, in]``."""
         whole: torch.Tensor = _functional().dequantize_4bit(self._weight.data, self._state)
         return whole
+
+
+def _numbers(
+    codes: torch.Tensor, groups: torch.Tensor, state: Any, places: list[torch.Tensor], blocks: int
+) -> torch.Tensor:
+    """Return the scales, ``[out, in/64]``, that codes of a shard stand for.
+
+    Args:
+        groups: of the whole weight, one for 256 codes.
+        places: of the shard's rows and columns in the whole one, which has so many ``blocks`` in a row.
+    """
+    found = torch.empty(codes.shape, device=codes.device)
+    step = max(1, _AT_A_TIME // max(1, codes.shape[1]))
+    for at in range(0, codes.shape[0], step):
+        group = (places[0][at : at + step, None] * blocks + places[1]) // state.state2.blocksize
+        found[at : at + step] = state.state2.code[codes[at : at + step].int()] * groups[group] + state.offset
+    return found
 
 
 def _groups(rows: int, blocks: int, width: int) -> tuple[tuple[int, int], tuple[int, int]] | None:
@@ -257,6 +320,18 @@ class EightBit:
         numbers = self._weight.data[:, : self.shape[1]]
         return {"numbers": Piece(numbers, self.block), "scales": Piece(self._scales.view(-1, 1), (1, 0))}
 
+    def open(
+        self, small: Mapping[str, torch.Tensor], shape: tuple[int, int], layout: Layout | None
+    ) -> dict[str, InFile]:
+        """Return where numbers and scales lie."""
+        self.shape = shape
+        return {"numbers": InFile("weight", shape, self.block), "scales": InFile("SCB", (shape[0], 1), (1, 0))}
+
+    def take(self, tensors: dict[str, torch.Tensor], layout: Layout | None, rank: int) -> None:
+        """Take the pieces of a shard."""
+        rows, columns = self.shape if layout is None else layout.local_shape(self.shape, rank)
+        self.put((rows, columns), tensors)
+
     def beside(self) -> dict[str, torch.Tensor]:
         """Return the scales."""
         return {} if self.pending else {"scales": self._scales}
@@ -266,6 +341,7 @@ class EightBit:
         numbers, state = tensors["numbers"], self._module.state
         if shape[1] < self.shape[1]:
             numbers = nn.functional.pad(numbers, (0, _PADDING))
+        self._weight = _with_memory(self._module, numbers)
         self._weight.data = numbers
         self._weight.CB = self._weight.SCB = None
         state.CB, state.SCB = numbers, tensors["scales"].reshape(-1)
@@ -316,6 +392,16 @@ def _eight_bit(shape: tuple[int, int], layout: Layout | None, rank: int) -> int:
     """Return the bytes of a shard: of numbers, of four columns more where inputs are cut, and of scales in fp32."""
     rows, columns = shape if layout is None else layout.local_shape(shape, rank)
     return rows * (columns + (_PADDING if columns < shape[1] else 0)) + 4 * rows
+
+
+def _with_memory(module: nn.Module, data: torch.Tensor) -> Any:
+    """Return the weight of a layer, which is another object from now on if it had no memory."""
+    weight: Any = own_parameters(module)["weight"]
+    if weight.is_meta and not data.is_meta:
+        made = type(weight)(data, requires_grad=False)
+        vars(made).update(vars(weight))
+        own_parameters(module)["weight"] = weight = made
+    return weight
 
 
 def _config(**settings: Any) -> Any:
