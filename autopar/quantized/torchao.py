@@ -10,6 +10,7 @@ torchao is never imported here: a weight can only be its own where somebody else
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import sys
 from collections.abc import Mapping
@@ -80,7 +81,7 @@ def prepare(model: nn.Module, quantizer: Any) -> None:
 
 def empty_weight(quantizer: Any, name: str, parts: Mapping[str, torch.Tensor]) -> nn.Parameter:
     """Return the weight that parts of these shapes, in a file of torchao, stand for."""
-    library: Any = sys.modules["torchao.prototype.safetensors.safetensors_support"]
+    library: Any = importlib.import_module("torchao.prototype.safetensors.safetensors_support")
     path = name.rpartition(".")[0]
     held = {f"{path}.{key}": part for key, part in parts.items()}
     note = {name: quantizer.metadata[name], "tensor_names": json.dumps([name])}
