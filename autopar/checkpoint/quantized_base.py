@@ -1,23 +1,34 @@
-"""The quantized weights that a checkpoint leaves out: their digests, to be compared with those of the model at hand.
+"""The quantized weights of a checkpoint: what stands for them, or digests, to be compared with the model at hand.
+
+They are left out where adapters stand before them. Else they are a part of their own: bytes and scales as their library
+has them in files, viewed with a dim for the outputs and one for the inputs.
 
 A digest is a sum over the numbers of the whole weight, so it is the same on every mesh.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from autopar.checkpoint.state import State, listed
 from autopar.distributed.digest import sum_of_elements
+from autopar.errors import CheckpointError
+from autopar.plan.plan import Piece, TensorPlan
 from autopar.quantized.layers import stored_weights
+from autopar.storage.packed import read_packed
+from autopar.storage.safetensors_io import dtype_name
 
-__all__ = ["QuantizedBase", "digests_here", "name_of", "warn_of_another"]
+if TYPE_CHECKING:
+    from autopar.checkpoint.shards import Shards
+
+__all__ = ["QuantizedBase", "base_tensors", "digests_here", "name_of", "read_base", "warn_of_another"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,50 @@ def digests_here(model: nn.Module, state: State) -> dict[str, int]:
             parts = [weight.narrow(layout.dim, start, stop - start) for start, stop in layout.owned_local(rank)]
             found[name] = sum(sum_of_elements(part) for part in parts)
     return found
+
+
+def base_tensors(model: nn.Module, state: State) -> tuple[dict[str, torch.Tensor], dict[str, TensorPlan]]:
+    """Return what this rank writes of the quantized weights, and how all that it holds of them lies in files."""
+    tensors: dict[str, torch.Tensor] = {}
+    plans: dict[str, TensorPlan] = {}
+    for path, stored in stored_weights(model).items() if state.quantized and not state.adapted else ():
+        weight = state.quantized[f"{path}.weight"]
+        layout = weight.layout if state.plan.shards > 1 else None
+        first = state.writes(weight.name) and state.holders_of(weight.name).rank == 0
+        saved = (weight.saved_as or weight.name).removesuffix("weight")
+        for name, (tensor, block, flat) in stored.files((weight.shape[0], weight.shape[1])).items():
+            step = 0 if layout is None else block[layout.dim]
+            cut = layout.in_steps(step) if layout is not None and step else None
+            whole = list(tensor.shape)
+            if cut is not None:
+                whole[cut.dim] = cut.size
+            count = math.prod(whole)
+            sizes = ((count, 1) if flat == 2 else (count,)) if flat else tuple(whole)
+            steps = tuple(torch.empty(sizes, device="meta").stride())
+            pieces = (Piece(f"{saved}{name}", sizes, steps, 0),)
+            full = f"{path}.{name}"
+            plans[full] = TensorPlan(full, tuple(whole), dtype_name(tensor.dtype), cut, pieces=pieces)
+            if first and (cut is not None or state.mpu.tp.rank == 0):
+                tensors[full] = tensor
+    return tensors, plans
+
+
+def read_base(model: nn.Module, state: State, shards: Shards) -> None:
+    """Read this rank's parts of the quantized weights of a checkpoint that has them.
+
+    Raises:
+        CheckpointError: they do not stand for weights of these shapes.
+    """
+    saved = shards.manifest.parts["base"].tensors
+    for path, stored in stored_weights(model).items():
+        weight, start = state.quantized[f"{path}.weight"], f"{path}."
+        parts = {name[len(start) :]: shards.lazy(name, "base") for name in saved if name.startswith(start)}
+        rows, columns = weight.shape
+        layout = weight.layout if state.plan.shards > 1 else None
+        try:
+            read_packed(stored, parts, (rows, columns), layout, state.mpu.shards.rank, state.mpu.device)
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"{shards.folder} does not hold {weight.name} as {stored.format}: {error}") from error
 
 
 def warn_of_another(saved: QuantizedBase, here: QuantizedBase, folder: object) -> None:

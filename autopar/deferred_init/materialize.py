@@ -16,7 +16,6 @@ from torch import nn
 
 from autopar.checkpoint.state import listed
 from autopar.deferred_init.context import on_cpu
-from autopar.deferred_init.quantized_files import Packed, read_packed
 from autopar.deferred_init.random_init import DeferredParameter, InitSteps, adapter_parameters
 from autopar.deferred_init.sources import by_parameter, clear_sources, sources_of
 from autopar.distributed.broadcast_data import sync_parameters
@@ -30,6 +29,7 @@ from autopar.plan.plan import Plan
 from autopar.quantized.layers import stored_weights
 from autopar.quantized.stored import Part, StoredWeight
 from autopar.storage.lazy_tensor import InMemory, map_shard, read_shard
+from autopar.storage.packed import Packed, read_packed
 from autopar.swap import replace_storage
 from autopar.tensor_parallel.quantized_product import part_on
 
@@ -148,7 +148,8 @@ class Materializer:
         for pending in every:  # one after the other: few are there as they were before they are quantized
             weight = quantized.get(pending.name)
             if weight is not None and isinstance(pending.source, Packed):
-                read_packed(weight, pending.source, pending.layout, mpu.shards.rank, mpu.device)
+                rows, columns = pending.shape
+                read_packed(weight, pending.source.parts, (rows, columns), pending.layout, mpu.shards.rank, mpu.device)
             elif weight is not None:
                 self._quantize(weight, pending, shard_of(pending))
         for module in self._model.modules():

@@ -7,7 +7,6 @@ transformers puts the tensors of a weight together in one operation of each libr
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,35 +16,11 @@ from autopar.deferred_init.sources import set_source
 from autopar.errors import CheckpointError
 from autopar.foreign.modules import own_parameters
 from autopar.foreign.transformers import INITIALIZED
-from autopar.layout import Layout
 from autopar.quantized.layers import empty_weight, stored_weight
-from autopar.quantized.stored import StoredWeight
-from autopar.storage.files import RangeFile
-from autopar.storage.lazy_tensor import Box, LazyTensor, read_shard
-from autopar.storage.views import reshaped
+from autopar.storage.lazy_tensor import LazyTensor
+from autopar.storage.packed import Packed, open_packed
 
-__all__ = ["Collector", "Packed", "collected", "point_to_packed", "read_packed"]
-
-_SMALL = ("absmax", "SCB", "qdata", "scale", "zero_point", "weight")  # ends of names that are not small
-
-
-class Packed(LazyTensor):
-    """A weight that lies in files as several tensors.
-
-    Attributes:
-        parts: by their names after the path of the layer.
-    """
-
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, parts: Mapping[str, LazyTensor]) -> None:
-        super().__init__(shape, dtype)
-        self.parts = parts
-
-    def files(self) -> Iterator[RangeFile]:
-        for part in self.parts.values():
-            yield from part.files()
-
-    def read_into(self, out: torch.Tensor, box: Box) -> None:
-        raise CheckpointError("quantized numbers alone are no weight")
+__all__ = ["Collector", "collected", "point_to_packed"]
 
 
 class Collector:
@@ -81,9 +56,7 @@ def collected(conversions: Sequence[Any] | None) -> Iterator[dict[str, dict[str,
             operations = getattr(conversion, "operations", [])
             if any(hasattr(operation, "hf_quantizer") for operation in operations):
                 before.append((conversion, operations))
-                conversion.operations = [
-                    Collector(one) if hasattr(one, "hf_quantizer") else one for one in operations
-                ]
+                conversion.operations = [Collector(one) if hasattr(one, "hf_quantizer") else one for one in operations]
         yield found
         for conversion, _ in before:
             for one in conversion.operations:
@@ -125,39 +98,6 @@ def point_to_packed(
         packed = Packed(weight.shape, weight.dtype, parts)
         set_source(module, "weight", packed)
         try:
-            _checked(stored, packed, (module.out_features, module.in_features), None, torch.device("cpu"))
+            open_packed(stored, parts, (module.out_features, module.in_features), None, torch.device("cpu"))
         except (ValueError, KeyError, AssertionError) as error:
             raise CheckpointError(f"{folder} does not hold {name} as {stored.format}: {error}") from error
-
-
-def _checked(
-    stored: StoredWeight, packed: Packed, shape: tuple[int, int], layout: Layout | None, device: torch.device
-) -> dict[str, tuple[LazyTensor, tuple[int, int]]]:
-    """Return the pieces of a weight as they lie in files, and check their sizes."""
-    small = {name: part.read().to(device) for name, part in packed.parts.items() if not name.endswith(_SMALL)}
-    found = {}
-    for piece, (name, form, block) in stored.open(small, shape, layout).items():
-        lazy = packed.parts[name]
-        sizes = lazy.shape if form == (-1,) else form
-        if math.prod(sizes) != math.prod(lazy.shape):
-            raise ValueError(f"{name} has shape {list(lazy.shape)}, a weight of {list(shape)} needs {list(sizes)}")
-        viewed = lazy if lazy.shape == tuple(sizes) else reshaped(lazy, sizes)
-        assert viewed is not None, "a tensor that is computed of others"
-        found[piece] = (viewed, block)
-    return found
-
-
-def read_packed(
-    stored: StoredWeight, packed: Packed, layout: Layout | None, rank: int, device: torch.device
-) -> None:
-    """Read the shard of ``rank`` of a quantized weight, all of it if the layout is None."""
-    layout = None if layout is None or layout.axis_size == 1 else layout
-    tensors = {}
-    shape = (packed.shape[0], packed.shape[1])
-    for name, (lazy, block) in _checked(stored, packed, shape, layout, device).items():
-        step = 0 if layout is None else block[layout.dim]
-        cut = layout.in_steps(step) if layout is not None and step else None
-        due = lazy.shape if cut is None else cut.local_shape(lazy.shape, rank)
-        tensors[name] = torch.empty(due, dtype=lazy.dtype, device=device)
-        read_shard(lazy, cut, rank, tensors[name])
-    stored.take(tensors, layout, rank)

@@ -13,6 +13,7 @@ bitsandbytes is never imported here: a layer can only be its own where somebody 
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ from torch import nn
 from autopar.errors import ConfigError
 from autopar.foreign.modules import own_parameters
 from autopar.layout import Layout
-from autopar.quantized.stored import InFile, Kind, Part, Piece
+from autopar.quantized.stored import InFile, Kind, Part, Piece, ToFile
 
 __all__ = ["KINDS", "EightBit", "FourBit", "find"]
 
@@ -32,6 +33,7 @@ _BLOCK = 64  # numbers that share a scale
 _NESTED = " with quantized scales"
 _GROUP = 256  # scales that are quantized together
 _CODES = "_autopar_codes"  # attribute of a state: the quantized one, of a shard with parts of groups
+_IN_FILES = {"bytes": "weight", "scales": "weight.absmax", "groups": "weight.nested_absmax"}
 _AT_A_TIME = 1 << 16  # scales
 _PADDING = 4  # columns; the product of 8-bit matrices wants multiples of 4
 
@@ -123,15 +125,26 @@ class FourBit:
         if "weight.nested_quant_map" not in small:
             del unread["nested_absmax"]
         self._opened = state = _functional().QuantState.from_dict({**small, **unread}, small["weight.quant_map"].device)
-        self.shape = (state.shape[0], state.shape[1])
+        self.shape, count = shape, -(-shape[0] * shape[1] // state.blocksize)
+        if tuple(state.shape) != shape:
+            raise ValueError(f"it has shape {list(state.shape)} there, {list(shape)} in the model")
         if layout is not None:
             return self._places(layout)
-        count = -(-shape[0] * shape[1] // state.blocksize)
         found = {"bytes": InFile("weight", (-(-shape[0] * shape[1] // 2), 1), (0, 0))}
         found["scales"] = InFile("weight.absmax", (count,), (0, 0))
         if state.nested:
             found["groups"] = InFile("weight.nested_absmax", (-(-count // state.state2.blocksize),), (0, 0))
         return found
+
+    def files(self, shape: tuple[int, int]) -> dict[str, ToFile]:
+        """Return bytes, scales, groups, and what the state of the whole weight says beside them."""
+        state, found = vars(self._state).get(_CODES) or self._state, {"weight": ToFile(self._weight.data)}
+        if shape[1] % state.blocksize == 0:
+            found = {_IN_FILES[name]: ToFile(*piece, 1 + (name == "bytes")) for name, piece in self.pieces().items()}
+        whole = copy.copy(state)
+        whole.shape = torch.Size(shape)
+        rest = whole.as_dict(packed=True).items()
+        return found | {f"weight.{name}": ToFile(tensor) for name, tensor in rest if f"weight.{name}" not in found}
 
     def take(self, tensors: dict[str, torch.Tensor], layout: Layout | None, rank: int) -> None:
         """Take the pieces of a shard; codes whose groups lie on several ranks become the numbers that they are."""
@@ -217,7 +230,7 @@ class FourBit:
         mean = scales.mean()
         codes, state2 = _functional().quantize_blockwise(scales.reshape(-1) - mean, blocksize=_GROUP)
         state.nested, state.state2, state.offset = True, state2, mean
-        whole, self.shape = self.shape, (scales.shape[0], scales.shape[1] * state.blocksize)
+        self.shape = (scales.shape[0], scales.shape[1] * state.blocksize)
         held = {"scales": codes, "codes": codes, "groups": state2.absmax}
         tensors = {"bytes": self._weight.data}
         for name, place in self._places(layout).items():
@@ -326,6 +339,12 @@ class EightBit:
         """Return where numbers and scales lie."""
         self.shape = shape
         return {"numbers": InFile("weight", shape, self.block), "scales": InFile("SCB", (shape[0], 1), (1, 0))}
+
+    def files(self, shape: tuple[int, int]) -> dict[str, ToFile]:
+        """Return numbers, scales, and that rows are not tiled."""
+        numbers, scales = self.pieces().values()
+        row_major = ToFile(torch.tensor(0, dtype=torch.uint8))
+        return {"weight": ToFile(*numbers), "SCB": ToFile(*scales, flat=1), "weight_format": row_major}
 
     def take(self, tensors: dict[str, torch.Tensor], layout: Layout | None, rank: int) -> None:
         """Take the pieces of a shard."""

@@ -9,7 +9,7 @@ import torch
 
 from autopar.layout import Layout
 
-__all__ = ["InFile", "Kind", "Part", "Piece", "StoredWeight", "join", "shard"]
+__all__ = ["InFile", "Kind", "Part", "Piece", "StoredWeight", "ToFile", "join", "shard"]
 
 
 class Piece(NamedTuple):
@@ -35,6 +35,20 @@ class InFile(NamedTuple):
     name: str
     shape: tuple[int, ...]
     block: tuple[int, int]
+
+
+class ToFile(NamedTuple):
+    """A tensor of a stored weight, or of a shard of one, on its way into a file.
+
+    Attributes:
+        tensor: viewed as in :class:`Piece`.
+        block: as :attr:`Piece.block`.
+        flat: dims that the file has it in: 1: ``[n]``, 2: ``[n, 1]``; 0: as it is.
+    """
+
+    tensor: torch.Tensor
+    block: tuple[int, int] = (0, 0)
+    flat: int = 0
 
 
 class Kind(NamedTuple):
@@ -117,6 +131,9 @@ class StoredWeight(Protocol):
         Args:
             small: those of a file that are the same for all shards, by the names that they have there.
         """
+
+    def files(self, shape: tuple[int, int]) -> dict[str, ToFile]:
+        """Return the tensors that stand for a part of a weight of this shape in files, by the names that they have."""
 
     def take(self, tensors: dict[str, torch.Tensor], layout: Layout | None, rank: int) -> None:
         """Take what ``rank`` has of the pieces of a whole weight."""

@@ -22,7 +22,7 @@ from torch import nn
 from autopar.errors import ConfigError
 from autopar.foreign.modules import own_parameters
 from autopar.layout import Layout
-from autopar.quantized.stored import InFile, Kind, Part, Piece
+from autopar.quantized.stored import InFile, Kind, Part, Piece, ToFile
 
 __all__ = ["EightBitTensor", "empty_weight", "find", "prepare"]
 
@@ -130,6 +130,10 @@ class EightBitTensor:
             for name, block in blocks.items()
         }
         return {name: InFile(f"_weight_{name}", sizes[name], block) for name, block in blocks.items()}
+
+    def files(self, shape: tuple[int, int]) -> dict[str, ToFile]:
+        """Return all of them."""
+        return {f"_weight_{name}": ToFile(*piece) for name, piece in self.pieces().items()}
 
     def take(self, tensors: dict[str, torch.Tensor], layout: Layout | None, rank: int) -> None:
         """Take the pieces of a shard."""
