@@ -14,7 +14,7 @@ from torch import nn
 from autopar.checkpoint import random_states
 from autopar.checkpoint.arguments import absolute, check_same_call, check_timeout, timeout_or_default
 from autopar.checkpoint.extra import SavedShards
-from autopar.checkpoint.format import MANIFEST
+from autopar.checkpoint.format import MANIFEST, WEIGHTS
 from autopar.checkpoint.optimizer_state import Restoration, prepare
 from autopar.checkpoint.optimizer_weights import TrainingWeights, keeps_state, parameters_by_name
 from autopar.checkpoint.quantized_base import QuantizedBase, digests_here, name_of, read_base, warn_of_another
@@ -115,13 +115,8 @@ class _Loader:
 
     def _parts(self) -> list[str]:
         given = self.training.given()
-        chosen = {
-            "model": True,
-            "base": True,
-            "optimizer": given["optimizer"],
-            "extra": given["lr_scheduler"] or given["extra"],
-        }
-        return [part for part, used in chosen.items() if used]
+        chosen = {"optimizer": given["optimizer"], "extra": given["lr_scheduler"] or given["extra"]}
+        return [*WEIGHTS, *(part for part, used in chosen.items() if used)]
 
     def _check_training(self, model: nn.Module) -> None:
         saved, folder = self.shards.manifest.training, self.shards.folder
@@ -217,13 +212,9 @@ def _check_model(shards: Shards, state: State, tensors: Mapping[str, torch.Tenso
         )
     forms = {name: tensor.quantized for name, tensor in state.quantized.items()}
     if "base" in manifest.parts and dict(manifest.base.forms) != forms:
-        name = next(
-            name for name in {**forms, **manifest.base.forms} if forms.get(name) != manifest.base.forms.get(name)
-        )
-        raise CheckpointError(
-            f"{name} is {manifest.base.forms.get(name, 'not quantized')} in {folder} and "
-            f"{forms.get(name, 'not quantized')} in the model"
-        )
+        there = {**dict.fromkeys(forms, "plain"), **manifest.base.forms}
+        name = next(name for name, form in there.items() if forms.get(name) != form)
+        raise CheckpointError(f"{name} is {there[name]} in {folder} and {forms.get(name, 'plain')} in the model")
     for name, mine in plan.tensors.items():
         theirs = saved[name]
         if theirs.shape != mine.shape:

@@ -28,7 +28,7 @@ from autopar.storage.safetensors_io import dtype_name
 if TYPE_CHECKING:
     from autopar.checkpoint.shards import Shards
 
-__all__ = ["QuantizedBase", "base_tensors", "digests_here", "name_of", "read_base", "warn_of_another"]
+__all__ = ["QuantizedBase", "base_tensors", "digests_here", "name_of", "notes_of", "read_base", "warn_of_another"]
 
 
 @dataclass(frozen=True)
@@ -39,29 +39,35 @@ class QuantizedBase:
         name: where the model came from, as transformers notes it; ``""`` if it does not say.
         forms: name -> the form in which a weight is stored.
         digests: name -> digest of its numbers, as hexadecimal digits.
+        notes: name -> what the head of a file says of it, where that is not in tensors.
     """
 
     name: str = ""
     forms: Mapping[str, str] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, name: str, state: State, ranks: Sequence[Mapping[str, int]]) -> QuantizedBase:
+    def of(
+        cls, name: str, state: State, ranks: Sequence[Mapping[str, int]], notes: Mapping[str, str] | None = None
+    ) -> QuantizedBase:
         """Add up the digests of all ranks."""
         digests = {name: f"{sum(rank.get(name, 0) for rank in ranks) % 2**64:016x}" for name in state.quantized}
         forms = {name: tensor.quantized for name, tensor in state.quantized.items()}
-        return cls(name, forms, digests)
+        return cls(name, forms, digests, notes or {})
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> QuantizedBase:
         """Inverse of :meth:`to_json`. Raises ``ValueError``, ``KeyError`` or ``TypeError``."""
         weights = {str(name): (str(form), str(digest)) for name, (form, digest) in data["weights"].items()}
         forms, digests = ({name: pair[part] for name, pair in weights.items()} for part in (0, 1))
-        return cls(str(data["name"]), forms, digests)
+        notes = {str(name): str(note) for name, note in data.get("notes", {}).items()}
+        return cls(str(data["name"]), forms, digests, notes)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
-        return {"name": self.name, "weights": {name: [self.forms[name], self.digests[name]] for name in self.forms}}
+        weights = {name: [self.forms[name], self.digests[name]] for name in self.forms}
+        return {"name": self.name, "weights": weights} | ({"notes": dict(self.notes)} if self.notes else {})
 
     def __str__(self) -> str:
         forms = listed(sorted({*self.forms.values()}))
@@ -114,6 +120,15 @@ def base_tensors(model: nn.Module, state: State) -> tuple[dict[str, torch.Tensor
             if first and (cut is not None or state.mpu.tp.rank == 0):
                 tensors[full] = tensor
     return tensors, plans
+
+
+def notes_of(model: nn.Module, state: State) -> dict[str, str]:
+    """Return what the head of a file says of the quantized weights that are here."""
+    found = {}
+    for path, stored in stored_weights(model).items() if state.quantized and not state.adapted else ():
+        rows, columns = state.quantized[f"{path}.weight"].shape
+        found[f"{path}.weight"] = stored.note((rows, columns))
+    return {name: note for name, note in found.items() if note}
 
 
 def read_base(model: nn.Module, state: State, shards: Shards) -> None:

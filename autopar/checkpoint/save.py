@@ -179,7 +179,8 @@ class _Writer:
         order = next_order(self.staging.target)
         resumed_from = self.state.resumed_from.get(series_of(self.staging.target) or "", 0)
         manifest = _manifest(self.state, save_id, reports, along)
-        base = QuantizedBase.of(self.base_name, self.state, [report["base"] for report in reports])
+        notes = {name: note for report in reports for name, note in report["base notes"].items()}
+        base = QuantizedBase.of(self.base_name, self.state, [report["base"] for report in reports], notes)
         follows = resumed_from if resumed_from < order else 0
         replace(manifest, order=order, follows=follows, base=base).write(folder)
         if self.request.merge:

@@ -40,7 +40,7 @@ class Shards(Closing):
 
     Args:
         folder: of the checkpoint.
-        parts: which parts, of those that it has, are going to be used; presence and size of all their files are checked at once.
+        parts: which of its parts are going to be used; presence and size of all their files are checked at once.
         access: whether lazy tensors may lie in maps of the files.
 
     Attributes:

@@ -135,6 +135,9 @@ class StoredWeight(Protocol):
     def files(self, shape: tuple[int, int]) -> dict[str, ToFile]:
         """Return the tensors that stand for a part of a weight of this shape in files, by the names that they have."""
 
+    def note(self, shape: tuple[int, int]) -> str:
+        """Return what the head of a file says of a weight of this shape; "" if nothing."""
+
     def take(self, tensors: dict[str, torch.Tensor], layout: Layout | None, rank: int) -> None:
         """Take what ``rank`` has of the pieces of a whole weight."""
 

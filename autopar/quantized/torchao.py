@@ -135,6 +135,14 @@ class EightBitTensor:
         """Return all of them."""
         return {f"_weight_{name}": ToFile(*piece) for name, piece in self.pieces().items()}
 
+    def note(self, shape: tuple[int, int]) -> str:
+        """Return the class and the settings of the weight, as torchao writes them."""
+        library: Any = importlib.import_module("torchao.prototype.safetensors.safetensors_utils")
+        _, settings = self._weight.__tensor_flatten__()
+        block = [size or every for size, every in zip(self._step, shape, strict=True)]
+        whole = type(self._weight).__tensor_unflatten__(self._held(), settings | {"block_size": block}, None, None)
+        return json.dumps(whole, cls=library.TensorSubclassAttributeJSONEncoder)
+
     def take(self, tensors: dict[str, torch.Tensor], layout: Layout | None, rank: int) -> None:
         """Take the pieces of a shard."""
         rows, columns = self.shape if layout is None else layout.local_shape(self.shape, rank)

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
 import autopar
+from autopar.checkpoint.offline.merge import merge_checkpoint
 from autopar.errors import CheckpointError, ConfigError
 from autopar.layout import Layout
 from autopar.plan.listing import held as count
@@ -219,6 +220,16 @@ def test_folders_that_are_quantized_already(form: str, tmp_path: Path) -> None:
                 model = autopar.from_pretrained(AutoModelForCausalLM, folder, mesh)
                 test_folders.same_numbers(model, whole)
                 same(model, autopar.initialize(whole, mesh))
+            merged = folder / "merged"
+            model.save_parallelized(str(merged), merge_checkpoints=True)  # of replicas
+            autopar.from_pretrained(AutoModelForCausalLM, folder, {"tp": 2}).save_parallelized(str(folder / "shards"))
+            if dist.get_rank() == 0:
+                merge_checkpoint(folder / "shards", folder / "by hand")
+            dist.barrier()
+            for other in (merged, folder / "by hand"):
+                same(kind.from_pretrained(other), kind.from_pretrained(folder))
+            model.from_parallelized(str(folder / "shards"))
+            same(model, autopar.initialize(kind.from_pretrained(folder), {}))
 
 
 @pytest.mark.tier("sweep")

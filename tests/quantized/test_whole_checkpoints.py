@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 import autopar
 from autopar.tools.cli import app
 from tests.pool import pooled
-from tests.quantized.models import FORMS, batches, quantized
+from tests.quantized.models import FORMS, quantized
 from tests.quantized.test_loading import same
+from tests.tiers import mainly
 
 MESHES: dict[int, list[dict[str, Any]]] = {2: [{"tp": 2}, {"pp": 2}, {}], 4: [{"tp": 2, "pp": 2}, {"tp": 2}]}
 
@@ -63,3 +64,9 @@ def check(form: str, family: str, folder: Path, world: int) -> None:
 @pytest.mark.tier("test", only=("nf4 nested",))
 def test_any_mesh(form: str, tmp_path: Path) -> None:
     check(form, "llama", tmp_path, 2)
+
+
+@pooled(world_size=4)
+@pytest.mark.parametrize("family", mainly("llama", "qwen3", "phi3", "mixtral", "gpt2", later="sweep"))
+def test_stages_of_ranks(family: str, tmp_path: Path) -> None:
+    check("nf4 nested", family, tmp_path, 4)

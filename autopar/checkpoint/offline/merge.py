@@ -218,11 +218,24 @@ class _Source:
             return self._shards.lazy(name, part)
         return open_piece(piece, name, lambda stored: self._shards.lazy(stored, part))
 
+    def _notes(self) -> dict[str, str]:
+        """Return what torchao reads in the head of each file: the settings of every tensor of the model."""
+        manifest = self._shards.manifest
+        if not manifest.base.notes:
+            return {}
+        found = dict.fromkeys(self.specs, json.dumps({"_type": "Tensor"}))
+        for name, tensor in manifest.quantized.items():
+            path = name.rpartition(".")[0]
+            for piece in tensor.pieces:
+                found.pop(piece.name)
+                found[f"{piece.name.rpartition('.')[0]}.weight"] = manifest.base.notes[f"{path}.weight"]
+        return found | {"tensor_names": json.dumps([*found])}
+
     def write(
         self, path: Path, specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], progress: Callable[[int], Any]
     ) -> None:
         """Write one safetensors file with these tensors."""
-        metadata = {"format": "pt"}
+        metadata = {"format": "pt"} | self._notes()
         if "config.json" not in self._shards.manifest.along:  # of a plain module; nothing else says whose file it is
             metadata[MERGED] = self._shards.manifest.model_type
         with SafetensorsWriter(path, specs, metadata) as writer:
