@@ -199,8 +199,8 @@ def _from_shards(
     shards = Shards(folder, mapped=given.get("disable_mmap") is False)
     if count := len(shards.manifest.base.forms):
         raise ConfigError(
-            f"{folder} holds {count} quantized weights in shards, or adapters of them: call from_parallelized of a model "
-            "with such a base,\n  or run `autopar merge SRC DST` and load DST."
+            f"{folder} holds {count} quantized weights in shards, or adapters of them: load such a base, and call "
+            "from_parallelized\n  of the parallel model; or run `autopar merge SRC DST` and load DST."
         )
     world, rank = _place()
     parsed = ParallelConfig.parse(config, world)
