@@ -70,7 +70,8 @@ class FourBit:
         if module.weight.quant_storage != torch.uint8:
             raise ConfigError(
                 f"bnb_4bit_quant_storage={module.weight.quant_storage}: bytes of quantized weights would look like "
-                "numbers to whatever\n  converts or sums parameters. Leave it out: torch.uint8 is its default."
+                "numbers to whatever\n  converts or sums parameters. Leave it out: torch.uint8 is its default. Weights "
+                "in a folder have to be quantized anew."
             )
         if getattr(state, "packing_format_for_cpu", False):
             raise ConfigError(
@@ -198,6 +199,7 @@ class FourBit:
         self._weight = with_memory(self._module, tensors["bytes"])
         self._weight.data = tensors["bytes"].reshape(-1, 1)
         self._weight.bnb_quantized, self._weight.blocksize = True, state.blocksize
+        self._weight.module = self._module  # of a copied model it is the layer that was copied
         self._weight.quant_state = self._module.quant_state = state
         self._weight.compress_statistics, self._weight.quant_type = state.nested, state.quant_type
         self.shape, self._opened = shape, None

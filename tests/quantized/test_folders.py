@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from autopar.storage.files import RangeFile
 from tests.adapters.adapted import whole_of, with_lora
 from tests.parity import close
 from tests.pool import pooled
-from tests.quantized.models import FAMILIES, FORMS, batches, bitsandbytes, how, quantized
+from tests.quantized.models import FAMILIES, FORMS, batches, bitsandbytes, how, loaded, quantized
 from tests.quantized.test_loading import MESHES, same
 from tests.quantized.test_training import gradients, train
 from tests.worlds import raises_everywhere
@@ -128,6 +129,54 @@ def test_a_rank_reads_its_share_and_no_more(form: str, tmp_path: Path) -> None:
             RangeFile.read_runs = real  # type: ignore[method-assign]
         assert sum(read) < 0.55 * (tmp_path / FILE).stat().st_size, config
         assert max(read) <= max(parameter.nbytes for parameter in model.parameters())
+
+
+@pooled(world_size=2)
+@pytest.mark.parametrize("form", ["nf4 nested", "int8"])
+def test_prepared_for_training_before(form: str, tmp_path: Path) -> None:
+    if dist.get_rank() == 0:
+        loaded(how(form), dtype=torch.bfloat16).save_pretrained(tmp_path)
+    dist.barrier()
+    due = autopar.initialize(prepared(LlamaForCausalLM.from_pretrained(tmp_path)), {"tp": 2})
+    with autopar.lazy_init():
+        model: Any = LlamaForCausalLM.from_pretrained(tmp_path)
+    model = autopar.initialize(prepared(model), {"tp": 2})
+    assert model.model.norm.weight.dtype == torch.float32
+    same(model, due)
+
+
+def prepared(model: Any) -> Any:
+    return peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+
+
+@pooled(world_size=2)
+@pytest.mark.parametrize("form", ["nf4 nested", "int8"])
+def test_copies(form: str, tmp_path: Path) -> None:
+    kind = saved(tmp_path, form)
+    ids = batches(1)[0]["input_ids"]
+    plain, due = kind.from_pretrained(tmp_path).train(), kind.from_pretrained(tmp_path).train()
+    model: Any = autopar.initialize(copy.deepcopy(plain), {"tp": 2})
+    with torch.no_grad():
+        assert torch.equal(plain(ids).logits, due(ids).logits)  # it has its own weights and scales
+    assert model.num_parameters() == plain.num_parameters()
+    with autopar.lazy_init():
+        lazy = copy.deepcopy(kind.from_pretrained(tmp_path))
+    for other in (copy.deepcopy(model), autopar.initialize(lazy, {"tp": 2})):
+        same(other, model)
+        with torch.no_grad():
+            close(other.train()(ids).logits[:], due(ids).logits, "logits of a copy", 1e-6)
+    assert all(weight.module is layer for weight, layer in weights_of(lazy))
+    copied = copy.deepcopy(model)
+    autopar.deparallelize(model)
+    state, whole = model.state_dict(), plain.state_dict()
+    assert set(state) == set(whole) and all(torch.equal(state[name], whole[name]) for name in whole)
+    with torch.no_grad():
+        close(copied(ids).logits[:], due(ids).logits, "logits of a copy of what is whole again", 1e-6)
+
+
+def weights_of(model: Any) -> list[tuple[Any, Any]]:
+    layers = [model.get_submodule(path) for path in stored_weights(model)]
+    return [(layer.weight, layer) for layer in layers if hasattr(layer.weight, "module")]
 
 
 @pooled(world_size=2)

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 import autopar
 from autopar.tools.cli import app
 from tests.pool import pooled
-from tests.quantized.models import FORMS, quantized
+from tests.quantized.models import FORMS, batches, quantized
 from tests.quantized.test_loading import same
+from tests.quantized.test_use import let_pack
 from tests.tiers import mainly
 
 MESHES: dict[int, list[dict[str, Any]]] = {2: [{"tp": 2}, {"pp": 2}, {}], 4: [{"tp": 2, "pp": 2}, {"tp": 2}]}
@@ -70,3 +71,15 @@ def test_any_mesh(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", mainly("llama", "qwen3", "phi3", "mixtral", "gpt2", later="sweep"))
 def test_stages_of_ranks(family: str, tmp_path: Path) -> None:
     check("nf4 nested", family, tmp_path, 4)
+
+
+@pooled(world_size=2)
+def test_after_an_evaluation_on_a_cpu_that_packs_weights(tmp_path: Path) -> None:
+    if dist.get_rank() == 0:
+        quantized("nf4 nested").save_pretrained(tmp_path / "due")
+    model: Any = autopar.initialize(let_pack(quantized("nf4 nested")), {"pp": 2})
+    with torch.no_grad():
+        model.eval()(batches(1)[0]["input_ids"])
+    model.save_parallelized(str(tmp_path / "merged"), merge_checkpoints=True)
+    dist.barrier()
+    equal_files(tmp_path / "merged", tmp_path / "due")
