@@ -141,7 +141,7 @@ class Manifest:
 
     @property
     def quantized(self) -> Mapping[str, TensorPlan]:
-        """What stands for quantized weights, by the path of its layer and its name there; empty if it is left out."""
+        """The tensors that stand for quantized weights, by path and name in a file; empty if they are left out."""
         return self.parts["base"].tensors if "base" in self.parts else {}
 
     @property

@@ -47,10 +47,11 @@ def load_lazily(original: Callable[..., Any], model: Any, files: Any, config: An
     quantized = {path: own_parameters(model.get_submodule(path))["weight"] for path in pending}
     check_quantizer(str(config.pretrained_model_name_or_path or type(model).__name__), quantizer)
     packed = quantizer is not None and quantizer.pre_quantized and not dequantizes(quantizer)
-    if quantizer is not None and not dequantizes(quantizer):
-        config = dataclasses.replace(config, hf_quantizer=quantizer if packed else None, device_map=None)
-    elif config.device_map is not None:
+    own = quantizer is not None and not dequantizes(quantizer)  # transformers chooses a device for such a model
+    if config.device_map is not None and not (own and len({*config.device_map.values()}) == 1):
         raise ConfigError("device_map cannot be used here: autopar gives every rank its own shard of the model")
+    if own:
+        config = dataclasses.replace(config, hf_quantizer=quantizer if packed else None, device_map=None)
     tensors = open_files(files or [], config.pretrained_model_name_or_path or "", config.disable_mmap is False)
     sketches = {name: Sketch(lazy) for name, lazy in tensors.items()}
     with collected(config.weight_mapping if packed else None) as found:

@@ -11,17 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import autopar
-from autopar.errors import CheckpointError
+from autopar.errors import CheckpointError, ConfigError
 from autopar.quantized.layers import stored_weights
 from autopar.storage.files import RangeFile
 from tests.adapters.adapted import whole_of, with_lora
 from tests.parity import close
 from tests.pool import pooled
 from tests.quantized.models import FAMILIES, FORMS, batches, bitsandbytes, how, loaded, quantized
-from tests.quantized.test_loading import MESHES, same
+from tests.quantized.test_loading import MESHES, same, written
 from tests.quantized.test_training import gradients, train
 from tests.worlds import raises_everywhere
 
@@ -177,6 +177,18 @@ def test_copies(form: str, tmp_path: Path) -> None:
 def weights_of(model: Any) -> list[tuple[Any, Any]]:
     layers = [model.get_submodule(path) for path in stored_weights(model)]
     return [(layer.weight, layer) for layer in layers if hasattr(layer.weight, "module")]
+
+
+@pooled(world_size=2)
+def test_device_maps(tmp_path: Path) -> None:
+    kind = saved(tmp_path / "nf4", "nf4")
+    folder = written(tmp_path / "plain")
+    offloaded = BitsAndBytesConfig(load_in_4bit=True, llm_int8_enable_fp32_cpu_offload=True)
+    places = {"model": "cpu", "lm_head": "meta"}
+    with autopar.lazy_init():
+        assert next(kind.from_pretrained(tmp_path / "nf4", device_map="cpu").parameters()).is_meta
+        with raises_everywhere(ConfigError, "device_map cannot be used here: autopar gives every rank its own shard"):
+            kind.from_pretrained(folder, device_map=places, quantization_config=offloaded)
 
 
 @pooled(world_size=2)
