@@ -107,6 +107,7 @@ class _Loader:
         try:
             self.tensors = local_tensors(model, fsdp=True)
             _check_model(self.shards, self.state, self.tensors)
+            read_base(model, self.state, self.shards, check=True)
             self.own = SavedShards(self.shards.manifest, model, self.state, self.tensors)
             self._check_training(model)
         except BaseException:
@@ -151,8 +152,7 @@ class _Loader:
         plain = self._decode()  # what could still fail comes first
         for name, tensor in self.tensors.items():
             self._fill(tensor, name, tensor.dtype)
-        if "base" in self.shards.manifest.parts:
-            read_base(self.model, self.state, self.shards)
+        read_base(self.model, self.state, self.shards)
         if self.restoration is not None and self.weights is not None:
             for name, weight in self.weights.wanted().items():
                 self._fill(weight, name, weight.dtype)

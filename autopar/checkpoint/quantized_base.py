@@ -22,7 +22,7 @@ from autopar.distributed.digest import sum_of_elements
 from autopar.errors import CheckpointError
 from autopar.plan.plan import Piece, TensorPlan
 from autopar.quantized.layers import stored_weights
-from autopar.storage.packed import read_packed
+from autopar.storage.packed import open_packed, read_packed
 from autopar.storage.safetensors_io import dtype_name
 
 if TYPE_CHECKING:
@@ -131,20 +131,26 @@ def notes_of(model: nn.Module, state: State) -> dict[str, str]:
     return {name: note for name, note in found.items() if note}
 
 
-def read_base(model: nn.Module, state: State, shards: Shards) -> None:
-    """Read this rank's parts of the quantized weights of a checkpoint that has them.
+def read_base(model: nn.Module, state: State, shards: Shards, *, check: bool = False) -> None:
+    """Read this rank's parts of the quantized weights of a checkpoint, if that has them.
+
+    Args:
+        check: only look whether they fit.
 
     Raises:
         CheckpointError: they do not stand for weights of these shapes.
     """
-    saved = shards.manifest.parts["base"].tensors
-    for path, stored in stored_weights(model).items():
+    saved = shards.manifest.quantized
+    for path, stored in stored_weights(model).items() if saved else ():
         weight, start = state.quantized[f"{path}.weight"], f"{path}."
         parts = {name[len(start) :]: shards.lazy(name, "base") for name in saved if name.startswith(start)}
         rows, columns = weight.shape
         layout = weight.layout if state.plan.shards > 1 else None
         try:
-            read_packed(stored, parts, (rows, columns), layout, state.mpu.shards.rank, state.mpu.device)
+            if check:
+                open_packed(stored, parts, (rows, columns), layout, state.mpu.device)
+            else:
+                read_packed(stored, parts, (rows, columns), layout, state.mpu.shards.rank, state.mpu.device)
         except (ValueError, KeyError) as error:
             raise CheckpointError(f"{shards.folder} does not hold {weight.name} as {stored.format}: {error}") from error
 

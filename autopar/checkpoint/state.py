@@ -173,7 +173,8 @@ class State:
                 f"{call} would leave out {len(self.quantized)} quantized weights, such as {name} "
                 f"({tensor.quantized}).\n"
                 "  adapter_only=True writes the adapters; without merge_checkpoints, save_parallelized writes all that "
-                "is not quantized,\n  for from_parallelized into the same base model."
+                "is not quantized,\n  for from_parallelized into the same base model. Without adapters, "
+                "merge_checkpoints=True writes all."
             )
 
     def writes(self, name: str) -> bool:

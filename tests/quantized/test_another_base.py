@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import autopar
 from autopar.checkpoint.format import Manifest
 from autopar.checkpoint.offline.merge import merge_checkpoint
+from autopar.checkpoint.state import state_of
 from autopar.errors import CheckpointError, ConfigError
 from tests.pool import pooled
 from tests.quantized.models import adapted, quantized
@@ -60,6 +64,19 @@ def test_kv_heads_that_several_ranks_hold_count_once(tmp_path: Path) -> None:
     assert said == [], said
 
 
+@contextlib.contextmanager
+def patched_shape(model: Any) -> Iterator[None]:
+    """Let a model of the same names have one wider quantized layer."""
+    planned: Any = state_of(model).quantized
+    name = "model.layers.1.mlp.up_proj.weight"
+    kept = planned[name]
+    planned[name] = dataclasses.replace(kept, shape=(384, 192), layout=None)
+    try:
+        yield
+    finally:
+        planned[name] = kept
+
+
 @pooled(world_size=2)
 def test_a_plain_model_and_a_merge(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
@@ -80,6 +97,8 @@ def test_a_plain_model_and_a_merge(tmp_path: Path) -> None:
     other = autopar.initialize(quantized("fp4"), {"tp": 2})
     with raises_everywhere(CheckpointError, "q_proj.weight is bitsandbytes nf4 in", "and bitsandbytes fp4 in the mod"):
         other.from_parallelized(str(folder))
+    with patched_shape(model), raises_everywhere(CheckpointError, "up_proj.weight as bitsandbytes nf4: it has shape"):
+        model.from_parallelized(str(folder))
     with raises_everywhere(ConfigError, "holds 14 quantized weights in shards", "autopar merge"):
         autopar.from_pretrained(AutoModelForCausalLM, folder, {"tp": 2})
     autopar.initialize(adapted("nf4"), {"tp": 2}).save_parallelized(str(tmp_path / "adapters"))
