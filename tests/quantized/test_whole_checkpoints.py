@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import autopar
 from autopar.tools.cli import app
 from tests.pool import pooled
-from tests.quantized.models import FORMS, batches, quantized
-from tests.quantized.test_loading import same
+from tests.quantized.models import FORMS, batches, how, quantized
+from tests.quantized.test_loading import same, written
 from tests.quantized.test_use import let_pack
 from tests.tiers import mainly
 
@@ -80,6 +81,19 @@ def test_after_an_evaluation_on_a_cpu_that_packs_weights(tmp_path: Path) -> None
     model: Any = autopar.initialize(let_pack(quantized("nf4 nested")), {"pp": 2})
     with torch.no_grad():
         model.eval()(batches(1)[0]["input_ids"])
+    model.save_parallelized(str(tmp_path / "merged"), merge_checkpoints=True)
+    dist.barrier()
+    equal_files(tmp_path / "merged", tmp_path / "due")
+
+
+@pooled(world_size=2)
+@pytest.mark.parametrize("form", ["nf4 nested", "int8"])
+def test_weights_that_were_quantized_as_shards(form: str, tmp_path: Path) -> None:
+    folder = written(tmp_path / "plain")
+    kept: dict[str, Any] = {"quantization_config": how(form), "dtype": torch.float32}
+    if dist.get_rank() == 0:
+        quantized(form).save_pretrained(tmp_path / "due")
+    model: Any = autopar.from_pretrained(AutoModelForCausalLM, folder, {"tp": 2}, **kept)
     model.save_parallelized(str(tmp_path / "merged"), merge_checkpoints=True)
     dist.barrier()
     equal_files(tmp_path / "merged", tmp_path / "due")
