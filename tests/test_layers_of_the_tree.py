@@ -35,7 +35,7 @@ TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["rehearsal", "verifi
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
     "applied": 900,
-    "checkpoint": 6385,
+    "checkpoint": 6392,
     "checks": 2261,
     "config": 1023,
     "context_parallel": 2880,
@@ -51,7 +51,7 @@ LINES = {
     "quantized": 1097,
     "storage": 1575,
     "tensor_parallel": 6694,
-    "tools": 13716,
+    "tools": 13725,
 }
 LOADED = 148  # modules that initialize loads; fewer is better
 ROOT = Path(__file__).parents[1] / "autopar"
