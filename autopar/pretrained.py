@@ -197,6 +197,11 @@ def _from_shards(
 ) -> PreTrainedModel:
     """Build a lazy model whose values are in the shards of a checkpoint of ours; ``trained``: with an optimizer."""
     shards = Shards(folder, mapped=given.get("disable_mmap") is False)
+    if count := len(shards.manifest.base.forms):
+        raise ConfigError(
+            f"{folder} holds {count} quantized weights in shards, or adapters of them: load such a base, and call "
+            "from_parallelized\n  of the parallel model; or run `autopar merge SRC DST` and load DST."
+        )
     world, rank = _place()
     parsed = ParallelConfig.parse(config, world)
     if verify:

@@ -35,12 +35,12 @@ TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["rehearsal", "verifi
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
     "applied": 908,
-    "checkpoint": 6265,
+    "checkpoint": 6392,
     "checks": 2261,
     "config": 1023,
     "context_parallel": 2880,
     "data_parallel": 3185,
-    "deferred_init": 1140,
+    "deferred_init": 1236,
     "distributed": 5514,
     "dry_run": 3453,
     "foreign": 1466,
@@ -48,10 +48,10 @@ LINES = {
     "pipeline_parallel": 4062,
     "plan": 3033,
     "policy": 1650,
-    "quantized": 860,
-    "storage": 1490,
+    "quantized": 1097,
+    "storage": 1575,
     "tensor_parallel": 6694,
-    "tools": 13696,
+    "tools": 13724,
 }
 LOADED = 146  # modules that initialize loads; fewer is better
 ROOT = Path(__file__).parents[1] / "autopar"

@@ -5,6 +5,7 @@
     optimizer-tp{t}-pp{p}.safetensors       the state of the optimizer in the same form, if it was saved, and the fp32
                                             weights of half-precision parameters (``wte.weight::master``)
     optimizer-tp{t}-pp{p}-dp{d}.safetensors with ZeRO-1, the state that replica d keeps
+    base-tp{t}-pp{p}.safetensors            quantized weights: bytes and scales, where no adapters stand before them
     extra-tp{t}-pp{p}.safetensors           tensors among the user's own data, if there are any: rank 0's, and shards
     autopar.json                            the manifest: mesh, layout of every tensor, sizes and checksums
 
@@ -34,14 +35,16 @@ from autopar.errors import CheckpointError, nearest
 from autopar.plan.plan import Piece, TensorPlan
 from autopar.storage.files import NAME, checksum
 
-__all__ = ["MANIFEST", "PARTS", "SHARDED_EXTRA", "Manifest", "parse_size", "sizes_text", "versions"]
+__all__ = ["MANIFEST", "PARTS", "SHARDED_EXTRA", "WEIGHTS", "Manifest", "parse_size", "sizes_text", "versions"]
 
 FORMAT_VERSION = 2
 WITH_JOINED = 3  # of manifests with tensors that are merged into one, which a reader of version 2 would misread
 WITH_EXPERTS = 5  # of manifests with experts over more ranks than other layers, which an earlier reader would miss
+WITH_BASE = 6  # of manifests with quantized weights, which an earlier reader would leave out
 WITH_SHARDS = 4  # of manifests with shards among the user's own data, of which an earlier reader would give whole ones
 SHARDED_EXTRA = "sharded_extra"  # in ``training``: dictionaries of shards in ``extra``
-PARTS = ("model", "optimizer", "extra")
+WEIGHTS = ("model", "base")
+PARTS = (*WEIGHTS, "optimizer", "extra")
 _END = re.compile(rf',\n "{NAME}": "([0-9a-f]{{16}})"\n}}\n'.encode())
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -97,7 +100,7 @@ class Manifest:
         follows: the ``order`` of the save that this one goes on from; 0 if it is not known.
         cp: context-parallel size of the mesh.
         tp: tensor-parallel size of the mesh, if experts were sharded over more ranks; else 0.
-        base: the quantized weights that were left out.
+        base: the quantized weights, which are left out unless there is a part ``base``.
     """
 
     save_id: str
@@ -137,6 +140,11 @@ class Manifest:
         return self.parts["model"].tensors
 
     @property
+    def quantized(self) -> Mapping[str, TensorPlan]:
+        """The tensors that stand for quantized weights, by path and name in a file; empty if they are left out."""
+        return self.parts["base"].tensors if "base" in self.parts else {}
+
+    @property
     def files(self) -> dict[str, FileRecord]:
         """All shard files."""
         return {name: record for part in self.parts.values() for name, record in part.files.items()}
@@ -170,7 +178,7 @@ class Manifest:
         version = WITH_JOINED if any(self._joined()) else FORMAT_VERSION
         version = WITH_SHARDS if SHARDED_EXTRA in self.training else version
         return {
-            "format_version": WITH_EXPERTS if self.experts > 1 else version,
+            "format_version": WITH_BASE if "base" in self.parts else WITH_EXPERTS if self.experts > 1 else version,
             "save_id": self.save_id,
             "order": self.order,
             "follows": self.follows,
@@ -269,10 +277,9 @@ class Manifest:
             version = data["format_version"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{path} is no manifest of a checkpoint: {_reason(error)}") from error
-        if version not in range(FORMAT_VERSION, WITH_EXPERTS + 1):
+        if version not in range(FORMAT_VERSION, WITH_BASE + 1):
             raise CheckpointError(
-                f"{path} has format_version {version!r}; this version of autopar reads {FORMAT_VERSION} to "
-                f"{WITH_EXPERTS}"
+                f"{path} has format_version {version!r}; this version of autopar reads {FORMAT_VERSION} to {WITH_BASE}"
             )
         end = list(_END.finditer(text))
         if not end or end[-1].end() != len(text) or checksum(text[: end[-1].start()]) != end[-1][1].decode():

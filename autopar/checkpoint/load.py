@@ -14,10 +14,10 @@ from torch import nn
 from autopar.checkpoint import random_states
 from autopar.checkpoint.arguments import absolute, check_same_call, check_timeout, timeout_or_default
 from autopar.checkpoint.extra import SavedShards
-from autopar.checkpoint.format import MANIFEST
+from autopar.checkpoint.format import MANIFEST, WEIGHTS
 from autopar.checkpoint.optimizer_state import Restoration, prepare
 from autopar.checkpoint.optimizer_weights import TrainingWeights, keeps_state, parameters_by_name
-from autopar.checkpoint.quantized_base import QuantizedBase, digests_here, name_of, warn_of_another
+from autopar.checkpoint.quantized_base import QuantizedBase, digests_here, name_of, read_base, warn_of_another
 from autopar.checkpoint.rotation import place_in_series
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.state import State, listed, local_tensors, state_of
@@ -99,7 +99,7 @@ class _Loader:
     """One rank's part in one call. Making it checks everything that can be checked without reading tensors."""
 
     def __init__(self, model: nn.Module, folder: Path, training: TrainingObjects) -> None:
-        self.state = state_of(model)
+        self.model, self.state = model, state_of(model)
         self.training = training
         self.shards = Shards(folder, self._parts())
         self.restoration: Restoration | None = None
@@ -107,6 +107,7 @@ class _Loader:
         try:
             self.tensors = local_tensors(model, fsdp=True)
             _check_model(self.shards, self.state, self.tensors)
+            read_base(model, self.state, self.shards, check=True)
             self.own = SavedShards(self.shards.manifest, model, self.state, self.tensors)
             self._check_training(model)
         except BaseException:
@@ -115,8 +116,8 @@ class _Loader:
 
     def _parts(self) -> list[str]:
         given = self.training.given()
-        chosen = {"model": True, "optimizer": given["optimizer"], "extra": given["lr_scheduler"] or given["extra"]}
-        return [part for part, used in chosen.items() if used]
+        chosen = {"optimizer": given["optimizer"], "extra": given["lr_scheduler"] or given["extra"]}
+        return [*WEIGHTS, *(part for part, used in chosen.items() if used)]
 
     def _check_training(self, model: nn.Module) -> None:
         saved, folder = self.shards.manifest.training, self.shards.folder
@@ -151,6 +152,7 @@ class _Loader:
         plain = self._decode()  # what could still fail comes first
         for name, tensor in self.tensors.items():
             self._fill(tensor, name, tensor.dtype)
+        read_base(self.model, self.state, self.shards)
         if self.restoration is not None and self.weights is not None:
             for name, weight in self.weights.wanted().items():
                 self._fill(weight, name, weight.dtype)
@@ -208,6 +210,11 @@ def _check_model(shards: Shards, state: State, tensors: Mapping[str, torch.Tenso
             + f"  It holds a {manifest.model_type!r} model, this one is {plan.model_type!r}."
             + _of_quantized(manifest.base, state)
         )
+    forms = {name: tensor.quantized for name, tensor in state.quantized.items()}
+    if "base" in manifest.parts and dict(manifest.base.forms) != forms:
+        there = {**dict.fromkeys(forms, "plain"), **manifest.base.forms}
+        name = next(name for name, form in there.items() if forms.get(name) != form)
+        raise CheckpointError(f"{name} is {there[name]} in {folder} and {forms.get(name, 'plain')} in the model")
     for name, mine in plan.tensors.items():
         theirs = saved[name]
         if theirs.shape != mine.shape:
@@ -234,7 +241,7 @@ def _of_quantized(saved: QuantizedBase, state: State) -> str:
 def _compare_base(model: nn.Module, loader: _Loader) -> None:
     """Warn if quantized weights, which a checkpoint leaves out, are not those of the run that saved it. Collective."""
     state, saved = loader.state, loader.shards.manifest.base
-    if not saved.digests:  # written by an earlier version
+    if not saved.digests or "base" in loader.shards.manifest.parts:  # written by an earlier version, or read
         return
     ranks = all_ranks(state.mpu, lambda: digests_here(model, state))
     if ranks:  # rank 0

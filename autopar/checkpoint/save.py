@@ -62,7 +62,7 @@ def save(
                 "it. Save shards, and merge them with `autopar merge` where the model alone is needed."
             )
         if request.merge:
-            state.check_whole("merge_checkpoints=True")
+            state.check_whole("merge_checkpoints=True", quantized=True)
             check_merged(model)
         if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
             raise CheckpointError(f"tokenizer= must have save_pretrained, which a {type(tokenizer).__name__} has not")
@@ -179,7 +179,8 @@ class _Writer:
         order = next_order(self.staging.target)
         resumed_from = self.state.resumed_from.get(series_of(self.staging.target) or "", 0)
         manifest = _manifest(self.state, save_id, reports, along)
-        base = QuantizedBase.of(self.base_name, self.state, [report["base"] for report in reports])
+        notes = {name: note for report in reports for name, note in report["base notes"].items()}
+        base = QuantizedBase.of(self.base_name, self.state, [report["base"] for report in reports], notes)
         follows = resumed_from if resumed_from < order else 0
         replace(manifest, order=order, follows=follows, base=base).write(folder)
         if self.request.merge:
@@ -200,7 +201,7 @@ def _write(local: Snapshot, state: State, folder: Path, save_id: str) -> dict[st
     mpu = state.mpu
     written = {}
     for part, tensors in local.tensors.items():
-        if not tensors and (mpu.dp_cp.rank != 0 or part == "extra"):
+        if not tensors and (mpu.dp_cp.rank != 0 or part in ("base", "extra")):
             continue
         dp = mpu.copies.rank if part == "optimizer" and local.by_replica else None
         if not folder.is_dir() and mpu.rank == 0:
@@ -247,6 +248,9 @@ def _manifest(state: State, save_id: str, reports: list[dict[str, Any]], along: 
         raise CheckpointError(f"no stage holds {listed(missing)}")
     model = {name: replace(tensor, dtype=dtypes[name]) for name, tensor in state.plan.tensors.items()}
     parts = {"model": Part("model", model, files["model"])}
+    if "base" in files:
+        plans = {n: TensorPlan.from_json(n, plan) for report in reports for n, plan in report["base plans"].items()}
+        parts["base"] = Part("base", plans, files["base"])
     training = dict(reports[0]["training"])
     if reports[0]["optimizer"] is not None:
         parts["optimizer"], training["optimizer"] = _optimizer_part(reports, files.get("optimizer", {}))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from autopar.checkpoint.format import MANIFEST, Manifest, sizes_text
+from autopar.checkpoint.format import MANIFEST, WEIGHTS, Manifest, sizes_text
 from autopar.checkpoint.shard_index import FileRecord, Part
 from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import CheckpointError
@@ -40,7 +40,7 @@ class Shards(Closing):
 
     Args:
         folder: of the checkpoint.
-        parts: which parts are going to be used; presence and size of all their files are checked at once.
+        parts: which of its parts are going to be used; presence and size of all their files are checked at once.
         access: whether lazy tensors may lie in maps of the files.
 
     Attributes:
@@ -50,7 +50,7 @@ class Shards(Closing):
         CheckpointError: for a file that is missing, truncated, swapped, of another save, or holds something else.
     """
 
-    def __init__(self, folder: Path, parts: Iterable[str] = ("model",), mapped: bool = False) -> None:
+    def __init__(self, folder: Path, parts: Iterable[str] = WEIGHTS, mapped: bool = False) -> None:
         self.folder = folder
         self._mapped = mapped
         self.manifest = Manifest.read(folder)

@@ -25,6 +25,7 @@ from autopar.checkpoint.optimizer_weights import (
     step_of,
     writer_of,
 )
+from autopar.checkpoint.quantized_base import base_tensors, notes_of
 from autopar.checkpoint.state import State, canonical_names, listed, local_tensors, state_of
 from autopar.checks.samples import local_part
 from autopar.distributed.axis import Axis
@@ -96,6 +97,7 @@ def snapshot(
             and state.writes(name)
         }
     }
+    tensors["base"], base_plans = base_tensors(model, state)
     plans: dict[str, TensorPlan] = {}
     metadata = None
     by_replica = False
@@ -115,6 +117,8 @@ def snapshot(
         "dtypes": {name: dtype_name(tensor.dtype) for name, tensor in local.items()},
         "parameters": [name for name, tensor in local.items() if isinstance(tensor, nn.Parameter)],
         "plans": {name: due.to_json() for name, due in plans.items()},
+        "base notes": notes_of(model, state),
+        "base plans": {name: due.to_json() for name, due in base_plans.items()},
         "optimizer": metadata,
         "training": training if mpu.rank == 0 else {},
         "extra": {name: due.to_json() for name, due in extra_plans.items()},

@@ -130,7 +130,7 @@ class State:
         plan, mpu: of the model; without quantized weights, which a checkpoint leaves out.
         hf_path: path of the Hugging Face model in the root model; ``""`` if it is the root.
         holders: tensor name -> the stages that hold it; empty without a pipeline.
-        quantized: the weights that are left out.
+        quantized: the weights that are left out, or saved as what they are made of (:attr:`adapted`).
         background: the save that is being written while training goes on.
         resumed_from: series of checkpoints -> the order of the one that the model was last loaded from or saved as.
     """
@@ -156,15 +156,25 @@ class State:
         """Return the ranks over which FSDP2 shards a tensor: all its holders, or neighbours among them."""
         return self.mpu.copies if name in self.plan.experts else self.mpu.fsdp
 
-    def check_whole(self, call: str) -> None:
-        """Raise CheckpointError if ``call``, which writes all weights, would leave quantized ones out."""
-        if self.quantized:
+    @property
+    def adapted(self) -> bool:
+        """Return whether adapters stand before quantized weights, which are left out then: they stay what they were."""
+        return any(".base_layer." in name for name in self.quantized)
+
+    def check_whole(self, call: str, *, quantized: bool = False) -> None:
+        """Raise CheckpointError if ``call``, which writes all weights, would leave quantized ones out.
+
+        Args:
+            quantized: whether it can write them as they are.
+        """
+        if self.adapted or (self.quantized and not quantized):
             name, tensor = next(iter(self.quantized.items()))
             raise CheckpointError(
                 f"{call} would leave out {len(self.quantized)} quantized weights, such as {name} "
                 f"({tensor.quantized}).\n"
                 "  adapter_only=True writes the adapters; without merge_checkpoints, save_parallelized writes all that "
-                "is not quantized,\n  for from_parallelized into the same base model."
+                "is not quantized,\n  for from_parallelized into the same base model. Without adapters, "
+                "merge_checkpoints=True writes all."
             )
 
     def writes(self, name: str) -> bool:

@@ -21,6 +21,7 @@ from transformers.utils import logging
 from autopar.checkpoint.format import MANIFEST
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.state import listed
+from autopar.deferred_init.quantized_files import collected, point_to_packed
 from autopar.deferred_init.sources import set_source, sources_of
 from autopar.errors import AutoparError, CheckpointError, ConfigError
 from autopar.foreign.modules import own_buffers, own_parameters
@@ -45,18 +46,16 @@ def load_lazily(original: Callable[..., Any], model: Any, files: Any, config: An
     pending = [path for path, stored in stored_weights(model).items() if stored.pending]
     quantized = {path: own_parameters(model.get_submodule(path))["weight"] for path in pending}
     check_quantizer(str(config.pretrained_model_name_or_path or type(model).__name__), quantizer)
-    if quantizer is not None and not dequantizes(quantizer):
-        if not quantized or quantizer.pre_quantized:
-            raise ConfigError(
-                "quantized checkpoints cannot be loaded lazily: load the model with transformers' from_pretrained.\n"
-                "  quantization_config= of bitsandbytes or torchao goes with files that are not quantized."
-            )
-        config = dataclasses.replace(config, hf_quantizer=None, device_map=None)
-    elif config.device_map is not None:
+    packed = quantizer is not None and quantizer.pre_quantized and not dequantizes(quantizer)
+    own = quantizer is not None and not dequantizes(quantizer)  # transformers chooses a device for such a model
+    if config.device_map is not None and not (own and len({*config.device_map.values()}) == 1):
         raise ConfigError("device_map cannot be used here: autopar gives every rank its own shard of the model")
+    if own:
+        config = dataclasses.replace(config, hf_quantizer=quantizer if packed else None, device_map=None)
     tensors = open_files(files or [], config.pretrained_model_name_or_path or "", config.disable_mmap is False)
     sketches = {name: Sketch(lazy) for name, lazy in tensors.items()}
-    info, index = original(model, sketches, None, config, *rest, **kwargs)
+    with collected(config.weight_mapping if packed else None) as found:
+        info, index = original(model, sketches, None, config, *rest, **kwargs)
     if info.conversion_errors:
         name, reason = next(iter(info.conversion_errors.items()))
         raise CheckpointError(
@@ -72,6 +71,8 @@ def load_lazily(original: Callable[..., Any], model: Any, files: Any, config: An
             f"{config.pretrained_model_name_or_path}: {len(lines)} tensors do not have the shapes of "
             f"{type(model).__name__}\n" + "\n".join(lines) + "\n  ignore_mismatched_sizes=True initializes them anew."
         )
+    if packed:
+        point_to_packed(model, quantizer, quantized, found, str(config.pretrained_model_name_or_path))
     _keep_sources(model, quantized)
     _check_ties(model, info)
     return info, index

@@ -29,6 +29,7 @@ from autopar.plan.plan import Plan
 from autopar.quantized.layers import stored_weights
 from autopar.quantized.stored import Part, StoredWeight
 from autopar.storage.lazy_tensor import InMemory, map_shard, read_shard
+from autopar.storage.packed import Packed, read_packed
 from autopar.swap import replace_storage
 from autopar.tensor_parallel.quantized_product import part_on
 
@@ -117,9 +118,10 @@ class Materializer:
             CheckpointError: a file cannot be read, or was written to meanwhile.
         """
         here = {id(parameter) for parameter in self._model.parameters()}  # on this stage
-        quantized = {path: stored for path, stored in stored_weights(self._model).items() if stored.pending}
+        stored = stored_weights(self._model).items()
+        quantized = {f"{path}.weight": weight for path, weight in stored if weight.pending}
         every = [pending for pending in self._pending.values() if id(pending.parameter) in here]
-        left = [pending for pending in every if pending.name.rpartition(".")[0] not in quantized]
+        left = [pending for pending in every if pending.name not in quantized]
 
         def shard_of(pending: DeferredParameter) -> torch.Tensor:
             if pending.shard is not None:
@@ -144,16 +146,19 @@ class Materializer:
                 replace_storage(pending.parameter, shard)
                 pending.shard = pending.source = None
         for pending in every:  # one after the other: few are there as they were before they are quantized
-            path = pending.name.rpartition(".")[0]
-            if path in quantized:
-                self._quantize(path, quantized[path], pending, shard_of(pending))
+            weight = quantized.get(pending.name)
+            if weight is not None and isinstance(pending.source, Packed):
+                rows, columns = pending.shape
+                read_packed(weight, pending.source.parts, (rows, columns), pending.layout, mpu.shards.rank, mpu.device)
+            elif weight is not None:
+                self._quantize(weight, pending, shard_of(pending))
         for module in self._model.modules():
             clear_sources(module)
         for file in files:
             file.check_unchanged()
 
-    def _quantize(self, path: str, stored: StoredWeight, pending: DeferredParameter, shard: torch.Tensor) -> None:
-        module: Any = self._model.get_submodule(path)
+    def _quantize(self, stored: StoredWeight, pending: DeferredParameter, shard: torch.Tensor) -> None:
+        module: Any = self._model.get_submodule(pending.name.rpartition(".")[0])
         if pending.layout is None or pending.layout.axis_size == 1:
             stored.fill(shard, Part(None, 0, lambda part, layout: part, lambda most: most))
             return

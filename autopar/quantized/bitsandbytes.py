@@ -1,8 +1,4 @@
-"""Weights of bitsandbytes: NF4 and FP4 (Dettmers et al., "QLoRA", 2023), also with quantized scales; and 8 bit.
-
-In 4 bit a block of 64 numbers beside each other along the inputs has one scale, and two numbers share a byte. Scales
-may be quantized in turn, in groups of 256 with a scale of their own. Where ranks cannot hold whole groups, scales
-become the numbers that these stand for: the weight stays the same to the bit.
+"""Weights of bitsandbytes: in 8 bit, or :mod:`in 4 bit <autopar.quantized.four_bit>`.
 
 In 8 bit (Dettmers et al., "LLM.int8()", 2022) each output has one scale. The layer's inputs are quantized, too, with a
 scale for each token, so ranks that have some of the inputs need the largest one of all (:meth:`EightBit.whole_rows`).
@@ -14,22 +10,19 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from autopar.errors import ConfigError
 from autopar.foreign.modules import own_parameters
 from autopar.layout import Layout
-from autopar.quantized.stored import Kind, Part, Piece
+from autopar.quantized.four_bit import IN_4_BIT, FourBit, config_of, functional, with_memory
+from autopar.quantized.stored import InFile, Kind, Part, Piece, ToFile
 
 __all__ = ["KINDS", "EightBit", "FourBit", "find"]
 
-_BLOCK = 64  # numbers that share a scale
-_NESTED = " with quantized scales"
-_GROUP = 256  # scales that are quantized together
 _PADDING = 4  # columns; the product of 8-bit matrices wants multiples of 4
 
 
@@ -43,190 +36,6 @@ def find(module: nn.Module) -> FourBit | EightBit | None:
         return FourBit(module)
     quantized = isinstance(weight, library.Int8Params) and not weight.has_fp16_weights
     return EightBit(module) if quantized and (weight.is_meta or weight.dtype == torch.int8) else None
-
-
-def _functional() -> Any:
-    return sys.modules["bitsandbytes.functional"]
-
-
-class FourBit:
-    """The weight of a ``Linear4bit``."""
-
-    hidden: tuple[str, ...] = ("quant_state",)
-    dtype: torch.dtype | None = None
-    whole_rows = None
-
-    def __init__(self, module: Any) -> None:
-        self._module, self._weight = module, module.weight
-        state = getattr(module.weight, "quant_state", None) or module.quant_state
-        if state is None and not module.weight.is_meta:
-            raise ConfigError("a Linear4bit is not quantized yet: bitsandbytes does that when it moves to a device")
-        if module.weight.quant_storage != torch.uint8:
-            raise ConfigError(
-                f"bnb_4bit_quant_storage={module.weight.quant_storage}: bytes of quantized weights would look like "
-                "numbers to whatever\n  converts or sums parameters. Leave it out: torch.uint8 is its default."
-            )
-        if getattr(state, "packing_format_for_cpu", False):
-            raise ConfigError(
-                "a Linear4bit was evaluated, and bitsandbytes has packed its weight for this CPU, with scales in "
-                "bfloat16, which it cannot undo.\n  Load the model again, and give it to initialize before it is "
-                "evaluated: what autopar has parallelized is not packed."
-            )
-        nested = module.weight.compress_statistics if state is None else state.nested
-        self.format = f"bitsandbytes {module.weight.quant_type}{_NESTED if nested else ''}"
-        shape = module.weight.shape if state is None else state.shape
-        self.shape: tuple[int, int] = (shape[0], shape[1])
-        self.block: tuple[int, int] = (1, module.weight.blocksize)
-        self.pending = state is None
-
-    @property
-    def kind(self) -> Kind:
-        """Return the form without the weight."""
-        return _BY_FORM[self.format]
-
-    @property
-    def _state(self) -> Any:
-        return getattr(self._weight, "quant_state", None) or self._module.quant_state
-
-    def pieces(self, layout: Layout | None = None) -> dict[str, Piece]:
-        """Return bytes, ``[out, in/64, 32]``, scales, ``[out, in/64]``, and of quantized scales their groups."""
-        state, (rows, columns) = self._state, self.shape
-        blocks = columns // state.blocksize
-        groups = _groups(rows, blocks, state.blocksize) if state.nested else None
-        scales = state.absmax
-        if state.nested and (groups is None or (layout is not None and not _divides(groups[1], layout))):
-            scales, groups = _functional().dequantize_blockwise(scales, state.state2) + state.offset, None
-        pieces = {
-            "bytes": Piece(self._weight.data.view(rows, blocks, -1), self.block),
-            "scales": Piece(scales.view(rows, blocks), self.block),
-        }
-        if state.nested and groups is not None:
-            shape, block = groups
-            pieces["groups"] = Piece(state.state2.absmax.view(shape), block)
-        return pieces
-
-    def beside(self) -> dict[str, torch.Tensor]:
-        """Return the scales and, of quantized ones, their groups and mean."""
-        if self.pending:
-            return {}
-        state = self._state
-        found = {"scales": state.absmax}
-        return found | {"groups": state.state2.absmax, "mean": state.offset} if state.nested else found
-
-    def put(self, shape: tuple[int, int], tensors: dict[str, torch.Tensor]) -> None:
-        """Take bytes, scales and groups of a weight of this shape."""
-        old, library = self._state, _functional()
-        state2 = None
-        if "groups" in tensors:
-            state2 = library.QuantState(
-                tensors["groups"].reshape(-1),
-                code=old.state2.code,
-                blocksize=old.state2.blocksize,
-                dtype=old.state2.dtype,
-            )
-        state = library.QuantState(
-            tensors["scales"].reshape(-1),
-            shape=torch.Size(shape),
-            code=old.code,
-            blocksize=old.blocksize,
-            quant_type=old.quant_type,
-            dtype=old.dtype,
-            offset=None if state2 is None else old.offset,
-            state2=state2,
-        )
-        self._weight.data = tensors["bytes"].reshape(-1, 1)
-        self._weight.quant_state = self._module.quant_state = state
-        self._weight.compress_statistics = state.nested
-        self.shape = shape
-
-    def keep_form(self, keep: bool) -> None:
-        """Keep evaluation on CPUs with AVX512-BF16 from packing the weight: a packed one passes no gradient on."""
-        may = getattr(sys.modules["bitsandbytes.nn.modules"], "has_avx512bf16", bool)
-        self._module.support_avx512bf16_for_cpu = not keep and may()
-
-    def fill(self, values: torch.Tensor, part: Part) -> None:
-        """Quantize a weight that is this rank's part of one that has no memory yet."""
-        library, then = sys.modules["bitsandbytes.nn.modules"], self._weight
-        nested = then.compress_statistics and part.layout is not None
-        weight = library.Params4bit(
-            values,
-            requires_grad=False,
-            blocksize=then.blocksize,
-            compress_statistics=then.compress_statistics and not nested,
-            quant_type=then.quant_type,
-            quant_storage=then.quant_storage,
-            module=self._module,
-        ).to(values.device)
-        own_parameters(self._module)["weight"] = self._weight = weight
-        self.pending, self.shape = False, (values.shape[0], values.shape[1])
-        if nested:
-            self._nest(part)
-
-    def _nest(self, part: Part) -> None:
-        """Quantize the scales as those of the whole weight are."""
-        state, layout, (rows, columns) = self._state, part.layout, self.shape
-        assert layout is not None
-        blocks, steps = columns // state.blocksize, layout.in_steps(self.block[layout.dim])
-        scales = part.gather(state.absmax.view(rows, blocks), steps)  # [out, in/64] of the whole
-        mean = scales.mean()
-        codes, state2 = _functional().quantize_blockwise(scales.reshape(-1) - mean, blocksize=_GROUP)
-        state.nested, state.state2, state.offset = True, state2, mean
-        tensors = {"bytes": self._weight.data}
-        groups = _groups(scales.shape[0], scales.shape[1], state.blocksize)
-        if groups is None or not _divides(groups[1], layout):
-            codes = _functional().dequantize_blockwise(codes, state2) + mean
-        else:
-            shape, block = groups
-            tensors["groups"] = layout.in_steps(block[layout.dim]).shard(state2.absmax.view(shape), part.rank)
-        tensors["scales"] = steps.shard(codes.view(scales.shape), part.rank)
-        self.put(self.shape, tensors)
-
-    def drop(self) -> None:
-        """Free bytes and scales."""
-        self._weight.data = self._weight.data.new_empty(0)
-        self._weight.quant_state = self._module.quant_state = None
-
-    def dequantized(self) -> torch.Tensor:
-        """Return the weight, ``[out, in]``."""
-        whole: torch.Tensor = _functional().dequantize_4bit(self._weight.data, self._state)
-        return whole
-
-
-def _groups(rows: int, blocks: int, width: int) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Return shape and block of groups of scales that are rectangles of the weight; None if they are not.
-
-    Args:
-        rows, blocks: of the scales, ``[out, in/width]``.
-    """
-    if blocks % _GROUP == 0:
-        return (rows, blocks // _GROUP), (1, _GROUP * width)
-    if _GROUP % blocks == 0 and rows * blocks % _GROUP == 0:
-        return (rows * blocks // _GROUP, 1), (_GROUP // blocks, blocks * width)
-    return None
-
-
-def _four_bit(shape: tuple[int, int], layout: Layout | None, rank: int, *, nested: bool) -> int:
-    """Return the bytes of a shard: 4-bit numbers, and scales in fp32 or, quantized, with groups and their mean."""
-    rows, columns = shape if layout is None else layout.local_shape(shape, rank)
-    packed, scales = -(-rows * columns // 2), -(-rows * columns // _BLOCK)
-    if not nested:
-        return packed + 4 * scales
-    if layout is None:
-        return packed + scales + 4 * -(-scales // _GROUP) + 4
-    groups = _groups(shape[0], shape[1] // _BLOCK, _BLOCK)
-    if groups is None or not _divides(groups[1], layout):
-        return packed + 4 * scales
-    held, step = list(groups[0]), groups[1][layout.dim]
-    held[layout.dim] = layout.in_steps(step).local_size(rank)
-    return packed + scales + 4 * held[0] * held[1] + 4
-
-
-def _divides(block: tuple[int, int], layout: Layout) -> bool:
-    try:
-        layout.in_steps(block[layout.dim])
-    except ValueError:
-        return False
-    return True
 
 
 class EightBit:
@@ -245,7 +54,7 @@ class EightBit:
     @property
     def kind(self) -> Kind:
         """Return the form without the weight."""
-        return _BY_FORM[self.format]
+        return KINDS["int8"]
 
     @property
     def _scales(self) -> torch.Tensor:
@@ -257,6 +66,28 @@ class EightBit:
         numbers = self._weight.data[:, : self.shape[1]]
         return {"numbers": Piece(numbers, self.block), "scales": Piece(self._scales.view(-1, 1), (1, 0))}
 
+    def open(
+        self, small: Mapping[str, torch.Tensor], shape: tuple[int, int], layout: Layout | None
+    ) -> dict[str, InFile]:
+        """Return where numbers and scales lie."""
+        self.shape = shape
+        return {"numbers": InFile("weight", shape, self.block), "scales": InFile("SCB", (shape[0], 1), (1, 0))}
+
+    def files(self, shape: tuple[int, int]) -> dict[str, ToFile]:
+        """Return numbers, scales, and that rows are not tiled."""
+        numbers, scales = self.pieces().values()
+        row_major = ToFile(torch.tensor(0, dtype=torch.uint8))
+        return {"weight": ToFile(*numbers), "SCB": ToFile(*scales, flat=1), "weight_format": row_major}
+
+    def note(self, shape: tuple[int, int]) -> str:
+        """Return "": all of it is in tensors."""
+        return ""
+
+    def take(self, tensors: dict[str, torch.Tensor], layout: Layout | None, rank: int) -> None:
+        """Take the pieces of a shard."""
+        rows, columns = self.shape if layout is None else layout.local_shape(self.shape, rank)
+        self.put((rows, columns), tensors)
+
     def beside(self) -> dict[str, torch.Tensor]:
         """Return the scales."""
         return {} if self.pending else {"scales": self._scales}
@@ -266,6 +97,7 @@ class EightBit:
         numbers, state = tensors["numbers"], self._module.state
         if shape[1] < self.shape[1]:
             numbers = nn.functional.pad(numbers, (0, _PADDING))
+        self._weight = with_memory(self._module, numbers)
         self._weight.data = numbers
         self._weight.CB = self._weight.SCB = None
         state.CB, state.SCB = numbers, tensors["scales"].reshape(-1)
@@ -279,7 +111,7 @@ class EightBit:
             most = part.largest(values.abs().amax(1, keepdim=True).float())
             values = torch.cat([values, most.to(values.dtype)], 1)
             self.shape = (shape[0], layout.size)
-        numbers, scales, _ = _functional().int8_vectorwise_quant(values)
+        numbers, scales, _ = functional().int8_vectorwise_quant(values)
         weight = library.Int8Params(numbers, requires_grad=False, has_fp16_weights=False)
         own_parameters(self._module)["weight"] = self._weight = weight
         self.pending = False
@@ -318,25 +150,8 @@ def _eight_bit(shape: tuple[int, int], layout: Layout | None, rank: int) -> int:
     return rows * (columns + (_PADDING if columns < shape[1] else 0)) + 4 * rows
 
 
-def _config(**settings: Any) -> Any:
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(**settings)
-
-
-def _kind_of(name: str, nested: bool) -> Kind:
-    how = {"load_in_4bit": True, "bnb_4bit_quant_type": name, "bnb_4bit_use_double_quant": nested}
-    form = f"bitsandbytes {name}{_NESTED if nested else ''}"
-    nbytes, config = functools.partial(_four_bit, nested=nested), functools.partial(_config, **how)
-    return Kind(form, (1, _BLOCK), False, nbytes, config)
-
-
 KINDS = {
-    "nf4": _kind_of("nf4", False),
-    "nf4-double": _kind_of("nf4", True),
-    "fp4": _kind_of("fp4", False),
-    "fp4-double": _kind_of("fp4", True),
-    "int8": Kind(EightBit.format, EightBit.block, True, _eight_bit, functools.partial(_config, load_in_8bit=True)),
+    **IN_4_BIT,
+    "int8": Kind(EightBit.format, EightBit.block, True, _eight_bit, functools.partial(config_of, load_in_8bit=True)),
 }
 """The forms that a plan can be made for without any weights, by the name that a user gives them."""
-_BY_FORM = {kind.form: kind for kind in KINDS.values()}

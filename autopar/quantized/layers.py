@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ __all__ = [
     "as_plain",
     "block_of",
     "check_dtype",
+    "empty_weight",
     "form_kept",
     "keep_form",
     "prepare",
@@ -89,6 +90,16 @@ def prepare(model: nn.Module, quantizer: Any) -> None:
         quantizer: transformers' object; libraries that replace layers have been there already.
     """
     torchao.prepare(model, quantizer)
+
+
+def empty_weight(quantizer: Any, name: str, parts: Mapping[str, torch.Tensor]) -> nn.Parameter:
+    """Return a weight that lies in a file, without memory, of a library that makes no layers of its own.
+
+    Args:
+        name: of the weight.
+        parts: its tensors, without memory, by the names that they have in the file.
+    """
+    return torchao.empty_weight(quantizer, name, parts)
 
 
 def without_memory(model: nn.Module) -> set[int]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from autopar.layout import Layout
 
-__all__ = ["Kind", "Part", "Piece", "StoredWeight", "join", "shard"]
+__all__ = ["InFile", "Kind", "Part", "Piece", "StoredWeight", "ToFile", "join", "shard"]
 
 
 class Piece(NamedTuple):
@@ -21,6 +21,34 @@ class Piece(NamedTuple):
 
     tensor: torch.Tensor
     block: tuple[int, int]
+
+
+class InFile(NamedTuple):
+    """A tensor of a stored weight as ``save_pretrained`` writes it.
+
+    Attributes:
+        name: in the file, after the path of the layer.
+        shape: that it is viewed in, ``[out, in, ...]``.
+        block: as :attr:`Piece.block`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    block: tuple[int, int]
+
+
+class ToFile(NamedTuple):
+    """A tensor of a stored weight, or of a shard of one, on its way into a file.
+
+    Attributes:
+        tensor: viewed as in :class:`Piece`.
+        block: as :attr:`Piece.block`.
+        flat: dims that the file has it in: 1: ``[n]``, 2: ``[n, 1]``; 0: as it is.
+    """
+
+    tensor: torch.Tensor
+    block: tuple[int, int] = (0, 0)
+    flat: int = 0
 
 
 class Kind(NamedTuple):
@@ -95,6 +123,24 @@ class StoredWeight(Protocol):
     def beside(self) -> dict[str, torch.Tensor]:
         """Return the tensors that stand for the weight beside the parameter itself, as they are, by name."""
 
+    def open(
+        self, small: Mapping[str, torch.Tensor], shape: tuple[int, int], layout: Layout | None
+    ) -> dict[str, InFile]:
+        """Return where the tensors lie that stand for a weight of this shape, in a form that can be cut by ``layout``.
+
+        Args:
+            small: those of a file that are the same for all shards, by the names that they have there.
+        """
+
+    def files(self, shape: tuple[int, int]) -> dict[str, ToFile]:
+        """Return the tensors that stand for a part of a weight of this shape in files, by the names that they have."""
+
+    def note(self, shape: tuple[int, int]) -> str:
+        """Return what the head of a file says of a weight of this shape; "" if nothing."""
+
+    def take(self, tensors: dict[str, torch.Tensor], layout: Layout | None, rank: int) -> None:
+        """Take what ``rank`` has of the pieces of a whole weight."""
+
     def put(self, shape: tuple[int, int], tensors: dict[str, torch.Tensor]) -> None:
         """Take other ones, viewed likewise, in their place; the parameter stays the same object."""
 
@@ -121,8 +167,7 @@ def shard(stored: StoredWeight, layout: Layout, rank: int) -> None:
         name: layout.in_steps(step).shard(tensor, rank) if (step := block[layout.dim]) else tensor
         for name, (tensor, block) in stored.pieces(layout).items()
     }
-    rows, columns = layout.local_shape(stored.shape, rank)
-    stored.put((rows, columns), tensors)
+    stored.take(tensors, layout, rank)
 
 
 def join(stored: StoredWeight, layout: Layout, gather: Callable[[torch.Tensor, Layout], torch.Tensor]) -> None:

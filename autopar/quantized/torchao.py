@@ -10,7 +10,10 @@ torchao is never imported here: a weight can only be its own where somebody else
 from __future__ import annotations
 
 import functools
+import importlib
+import json
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,9 +22,9 @@ from torch import nn
 from autopar.errors import ConfigError
 from autopar.foreign.modules import own_parameters
 from autopar.layout import Layout
-from autopar.quantized.stored import Kind, Part, Piece
+from autopar.quantized.stored import InFile, Kind, Part, Piece, ToFile
 
-__all__ = ["EightBitTensor", "find", "prepare"]
+__all__ = ["EightBitTensor", "empty_weight", "find", "prepare"]
 
 _FORMATS = {"Int8Tensor": "torchao int8", "Float8Tensor": "torchao float8"}
 _STEP = "_autopar_step"  # attribute of a layer: what its weight does not show
@@ -76,6 +79,16 @@ def prepare(model: nn.Module, quantizer: Any) -> None:
             library.quantize_(module, how)
 
 
+def empty_weight(quantizer: Any, name: str, parts: Mapping[str, torch.Tensor]) -> nn.Parameter:
+    """Return the weight that parts of these shapes, in a file of torchao, stand for."""
+    library: Any = importlib.import_module("torchao.prototype.safetensors.safetensors_support")
+    path = name.rpartition(".")[0]
+    held = {f"{path}.{key}": part for key, part in parts.items()}
+    note = {name: quantizer.metadata[name], "tensor_names": json.dumps([name])}
+    weights, _ = library.unflatten_tensor_state_dict(held, note)
+    return nn.Parameter(weights[name], requires_grad=False)
+
+
 class EightBitTensor:
     """An ``Int8Tensor`` or a ``Float8Tensor`` as the weight of a linear layer."""
 
@@ -106,6 +119,35 @@ class EightBitTensor:
         """Return numbers, ``[out, in]``, and scales and zero points, which are ``[out, 1]`` where rows have one."""
         return {name: Piece(x, (1, 1) if name == "qdata" else self._step) for name, x in self._held().items()}
 
+    def open(
+        self, small: Mapping[str, torch.Tensor], shape: tuple[int, int], layout: Layout | None
+    ) -> dict[str, InFile]:
+        """Return where all of them lie."""
+        self.shape = shape
+        blocks = {name: (1, 1) if name == "qdata" else self._step for name in self._held()}
+        sizes = {
+            name: tuple(n // size if size else 1 for n, size in zip(shape, block, strict=True))
+            for name, block in blocks.items()
+        }
+        return {name: InFile(f"_weight_{name}", sizes[name], block) for name, block in blocks.items()}
+
+    def files(self, shape: tuple[int, int]) -> dict[str, ToFile]:
+        """Return all of them."""
+        return {f"_weight_{name}": ToFile(*piece) for name, piece in self.pieces().items()}
+
+    def note(self, shape: tuple[int, int]) -> str:
+        """Return the class and the settings of the weight, as torchao writes them."""
+        library: Any = importlib.import_module("torchao.prototype.safetensors.safetensors_utils")
+        _, settings = self._weight.__tensor_flatten__()
+        block = [size or every for size, every in zip(self._step, shape, strict=True)]
+        whole = type(self._weight).__tensor_unflatten__(self._held(), settings | {"block_size": block}, None, None)
+        return json.dumps(whole, cls=library.TensorSubclassAttributeJSONEncoder)
+
+    def take(self, tensors: dict[str, torch.Tensor], layout: Layout | None, rank: int) -> None:
+        """Take the pieces of a shard."""
+        rows, columns = self.shape if layout is None else layout.local_shape(self.shape, rank)
+        self.put((rows, columns), tensors)
+
     def _held(self) -> dict[str, torch.Tensor]:
         names, _ = self._weight.__tensor_flatten__()
         return {name: getattr(self._weight, name) for name in names}
@@ -119,7 +161,12 @@ class EightBitTensor:
         weight, step = self._weight, self._step
         block = [size or all_of_it for size, all_of_it in zip(step, shape, strict=True)]
         _, settings = weight.__tensor_flatten__()
-        weight.data = type(weight).__tensor_unflatten__(tensors, settings | {"block_size": block}, None, None)
+        made = type(weight).__tensor_unflatten__(tensors, settings | {"block_size": block}, None, None)
+        if weight.is_meta and not made.is_meta:
+            self._weight = weight = nn.Parameter(made, requires_grad=False)
+            own_parameters(self._module)["weight"] = weight
+        else:
+            weight.data = made
         for name, tensor in tensors.items():  # ``.data =`` changes the shape alone
             setattr(weight, name, tensor)
         weight.block_size, self.shape = block, shape

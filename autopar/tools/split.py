@@ -21,12 +21,13 @@ from autopar.deferred_init.context import lazy_init
 from autopar.deferred_init.files import explained
 from autopar.deferred_init.sources import sources_of
 from autopar.distributed.mesh_sizes import MeshSizes
-from autopar.errors import AutoparError, CheckpointError, nearest
+from autopar.errors import AutoparError, CheckpointError, ConfigError, nearest
 from autopar.foreign.modules import own_buffers, unsaved_buffers
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan
 from autopar.policy.match import find_policy, given_policy
 from autopar.policy.schema import Policy
+from autopar.quantized.layers import stored_weights
 from autopar.storage.lazy_tensor import InMemory, LazyTensor
 from autopar.storage.safetensors_io import dtype_of, nbytes
 
@@ -68,6 +69,7 @@ def split_checkpoint(
     check_sizes(tp, pp)
     folder, chosen = Path(source), parse_dtype(dtype)
     model = _open(folder, chosen)
+    _refuse_quantized(folder, model)
     used = find_policy(model, given_policy(model, policy))
     plan = make_plan(model, used, tp)
     check_blocks(used, plan.tensors, plan.model_type, pp)
@@ -92,6 +94,14 @@ def split_checkpoint(
             versions=versions(),
         )
         return write_manifest(staging, manifest, folder, chosen)
+
+
+def _refuse_quantized(folder: Path, model: PreTrainedModel) -> None:
+    if count := len(stored_weights(model)):
+        raise ConfigError(
+            f"{folder} holds {count} quantized weights, which are not split: autopar.from_pretrained reads each rank's "
+            "part of them."
+        )
 
 
 def _open(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:

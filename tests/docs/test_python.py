@@ -39,7 +39,7 @@ RUN = {
     DOCS / "launching.md": 1,
     DOCS / "long-sequences.md": 1,
     DOCS / "own-code.md": 5,
-    DOCS / "quantized.md": 3,
+    DOCS / "quantized.md": 4,
     DOCS / "peft.md": 3,
     DOCS / "planner.md": 1,
     DOCS / "policies.md": 3,
@@ -106,13 +106,15 @@ def test_launching(tmp_path: Path) -> None:
 def test_quantized(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     from tests.quantized.folders import write_fp8
-    from tests.quantized.models import write
+    from tests.quantized.models import quantized, write
 
     if dist.get_rank() == 0:
         write(tmp_path / "base")
+        quantized("nf4").save_pretrained(tmp_path / "base in 4 bits")
     write_fp8(tmp_path / "base in FP8", "llama")
     names = run(DOCS / "quantized.md", tmp_path)
     assert names["lazy"].get_base_model().model.layers[0].mlp.up_proj.base_layer.weight.dtype == torch.uint8
+    assert names["small"].model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
     assert (tmp_path / "adapters" / "adapter_model.safetensors").is_file()
     assert not names["model"].is_quantized and names["model"].model.layers[0].mlp.up_proj.weight.is_floating_point()
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 import autopar
 from autopar.checkpoint.format import Manifest
 from autopar.checkpoint.offline.merge import merge_checkpoint
-from autopar.errors import CheckpointError
+from autopar.checkpoint.state import state_of
+from autopar.errors import CheckpointError, ConfigError
 from tests.pool import pooled
 from tests.quantized.models import adapted, quantized
 from tests.worlds import raises_everywhere
@@ -52,11 +57,24 @@ def test_another_base_is_named(form: str, tmp_path: Path) -> None:
 @pytest.mark.tier("all")
 def test_kv_heads_that_several_ranks_hold_count_once(tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
-    autopar.initialize(quantized("nf4", "qwen3"), {"tp": 2}).save_parallelized(folder)
-    model = autopar.initialize(quantized("nf4", "qwen3"), {})
-    assert model.model.layers[0].self_attn.k_proj.out_features == 64
+    autopar.initialize(adapted("nf4", "qwen3"), {"tp": 2}).save_parallelized(folder)
+    model = autopar.initialize(adapted("nf4", "qwen3"), {})
+    assert model.get_base_model().model.layers[0].self_attn.k_proj.out_features == 64
     said = messages(lambda: model.from_parallelized(folder))
     assert said == [], said
+
+
+@contextlib.contextmanager
+def patched_shape(model: Any) -> Iterator[None]:
+    """Let a model of the same names have one wider quantized layer."""
+    planned: Any = state_of(model).quantized
+    name = "model.layers.1.mlp.up_proj.weight"
+    kept = planned[name]
+    planned[name] = dataclasses.replace(kept, shape=(384, 192), layout=None)
+    try:
+        yield
+    finally:
+        planned[name] = kept
 
 
 @pooled(world_size=2)
@@ -76,5 +94,13 @@ def test_a_plain_model_and_a_merge(tmp_path: Path) -> None:
         model.from_parallelized(str(tmp_path / "plain"))
     base = Manifest.read(folder).base
     assert len(base.digests) == 14 and {*base.forms.values()} == {"bitsandbytes nf4"}
+    other = autopar.initialize(quantized("fp4"), {"tp": 2})
+    with raises_everywhere(CheckpointError, "q_proj.weight is bitsandbytes nf4 in", "and bitsandbytes fp4 in the mod"):
+        other.from_parallelized(str(folder))
+    with patched_shape(model), raises_everywhere(CheckpointError, "up_proj.weight as bitsandbytes nf4: it has shape"):
+        model.from_parallelized(str(folder))
+    with raises_everywhere(ConfigError, "holds 14 quantized weights in shards", "autopar merge"):
+        autopar.from_pretrained(AutoModelForCausalLM, folder, {"tp": 2})
+    autopar.initialize(adapted("nf4"), {"tp": 2}).save_parallelized(str(tmp_path / "adapters"))
     with pytest.raises(CheckpointError, match="leaves out 14 quantized weights of"):
-        merge_checkpoint(folder, tmp_path / "merged")
+        merge_checkpoint(tmp_path / "adapters", tmp_path / "merged")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import autopar
@@ -17,7 +18,7 @@ from autopar.tools.cli import app
 from autopar.tools.planner.adapted import add_lora, kind_of, mark_quantized
 from tests.planner.saved_bytes import SavedBytes
 from tests.pool import pooled
-from tests.quantized.models import FAMILIES, adapted
+from tests.quantized.models import FAMILIES, adapted, quantized
 
 SEQUENCE = 15
 FORMS = {"nf4": "nf4", "nf4 nested": "nf4-double", "int8": "int8"}
@@ -82,6 +83,24 @@ def test_the_command(tmp_path: Path) -> None:
     assert "--quantization nf5 must be one of nf4, nf4-double, fp4, fp4-double, int8. Did you" in refused.stderr
     refused = run(tmp_path, *sizes, "--quantization", "nf4")
     assert "--quantization nf4: quantized weights are frozen; say what is trained: --lora 16" in refused.stderr
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize("form", FORMS)
+def test_a_folder_that_is_quantized_already(form: str, tmp_path: Path) -> None:
+    quantized(form).save_pretrained(tmp_path)
+    sizes = ("--gpus", 1, "--sequence", 16, "--global-batch", 4, "--zero", 0, "--precision", "fp32")
+    found = json.loads(run(tmp_path, *sizes, "--lora", 4, "--json").stdout)
+    assert found["best"][0]["memory"][0]["weights"] == held(adapted(form))[1]
+    with autopar.lazy_init():
+        model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = add_lora(model, 4)
+    plan = autopar.plan_memory(model, sequence=8, device="cpu")
+    assert plan.ranks[0, 0, 0].weights == held(adapted(form))[1]
+    refused = run(tmp_path, *sizes).stderr
+    assert "such weights are frozen; say what is trained: --lora 16" in refused and "is in bitsandbytes" in refused
+    refused = run(tmp_path, *sizes, "--lora", 4, "--quantization", "fp4-double").stderr
+    assert "--quantization fp4-double: the weights of" in refused
 
 
 def test_what_does_not_go() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
 import autopar
+from autopar.checkpoint.offline.merge import merge_checkpoint
 from autopar.errors import CheckpointError, ConfigError
 from autopar.layout import Layout
 from autopar.plan.listing import held as count
@@ -23,7 +24,7 @@ from tests.adapters.adapted import whole_of
 from tests.fetched_packages import with_package
 from tests.integrations.runs import launched
 from tests.parity import close
-from tests.quantized import test_loading, test_training, test_use
+from tests.quantized import test_folders, test_loading, test_training, test_use
 from tests.quantized.models import FAMILIES, OF_TORCHAO, adapted, batches, how, loaded, quantized
 from tests.quantized.test_stored import units
 from tests.worlds import raises_everywhere
@@ -191,6 +192,46 @@ def test_weights_quantized_while_they_are_loaded(form: str, tmp_path: Path) -> N
     test_loading.test_adapters_of_a_model_that_no_process_holds.body(form, tmp_path)  # type: ignore[attr-defined]
 
 
+def saved(folder: Path, settings: Any, family: str = "llama", **given: Any) -> Any:
+    """Write what ``save_pretrained`` of a quantized model does; returns the model's class."""
+    import transformers.integrations.torchao as integration
+    import transformers.quantizers.quantizer_torchao as quantizer
+    from torchao.prototype.safetensors import safetensors_support, safetensors_utils
+
+    for module in (integration, quantizer):  # they were imported before torchao was there
+        for name in ("flatten_tensor_state_dict", "unflatten_tensor_state_dict"):
+            setattr(module, name, getattr(safetensors_support, name))
+        module.is_metadata_torchao = safetensors_utils.is_metadata_torchao  # type: ignore[attr-defined]
+    if dist.get_rank() == 0:
+        loaded(settings, family, **given).save_pretrained(folder)
+    dist.barrier()
+    return FAMILIES[family][0]
+
+
+@with_package("torchao", world_size=2)
+@pytest.mark.parametrize("form", OF_TORCHAO)
+def test_folders_that_are_quantized_already(form: str, tmp_path: Path) -> None:
+    for family in ("llama", "phi3", "mixtral"):
+        for scales in SCALES if family == "llama" else ("row",):
+            folder = tmp_path / f"{family} {scales}"
+            kind = saved(folder, TorchAoConfig(config(form, scales)), family)
+            for mesh in test_loading.MESHES:
+                whole = kind.from_pretrained(folder)
+                model = autopar.from_pretrained(AutoModelForCausalLM, folder, mesh)
+                test_folders.same_numbers(model, whole)
+                same(model, autopar.initialize(whole, mesh))
+            merged = folder / "merged"
+            model.save_parallelized(str(merged), merge_checkpoints=True)  # of replicas
+            autopar.from_pretrained(AutoModelForCausalLM, folder, {"tp": 2}).save_parallelized(str(folder / "shards"))
+            if dist.get_rank() == 0:
+                merge_checkpoint(folder / "shards", folder / "by hand")
+            dist.barrier()
+            for other in (merged, folder / "by hand"):
+                same(kind.from_pretrained(other), kind.from_pretrained(folder))
+            model.from_parallelized(str(folder / "shards"))
+            same(model, autopar.initialize(kind.from_pretrained(folder), {}))
+
+
 @pytest.mark.tier("sweep")
 @with_package("torchao", world_size=2)
 @pytest.mark.parametrize("form", OF_TORCHAO)
@@ -298,12 +339,3 @@ def test_refusals(tmp_path: Path) -> None:
         folder = test_loading.written(tmp_path / "plain")
         with raises_everywhere(ConfigError, "TorchAoConfig with FqnToConfig or untie_embedding_weights cannot be load"):
             autopar.from_pretrained(AutoModelForCausalLM, folder, {"tp": 2}, quantization_config=settings)
-    if dist.get_rank() == 0:
-        import transformers.quantizers.quantizer_torchao as quantizer
-        from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
-
-        quantizer.flatten_tensor_state_dict = flatten_tensor_state_dict  # it was imported before torchao was there
-        quantized("torchao int8").save_pretrained(tmp_path / "quantized")
-    dist.barrier()
-    with raises_everywhere(ConfigError, "quantized checkpoints cannot be loaded lazily: load the model with transfor"):
-        autopar.from_pretrained(AutoModelForCausalLM, tmp_path / "quantized", {"tp": 2})

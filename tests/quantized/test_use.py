@@ -16,6 +16,7 @@ import autopar
 from autopar.errors import ConfigError
 from autopar.quantized.layers import as_plain
 from autopar.tools.cli import app
+from autopar.tools.split import split_checkpoint
 from tests.parity import close
 from tests.pool import pooled
 from tests.quantized.models import adapted, batches, bitsandbytes, quantized
@@ -131,7 +132,13 @@ def test_verify_command(form: str) -> None:
 def test_verify_of_a_base_alone() -> None:
     result = CliRunner().invoke(app, ["verify", "gpt2", "--tp", "2", "--quantization", "nf4"])
     assert result.exit_code == 0, result.output
-    assert "merged checkpoint: quantized weights are not merged" in result.stdout and "all holds" in result.stdout
+    assert "merged checkpoint" in result.stdout and "merged from tp 3" in result.stdout and "all holds" in result.stdout
+
+
+def test_a_quantized_folder_is_not_split(tmp_path: Path) -> None:
+    quantized("nf4").save_pretrained(tmp_path / "saved")
+    with pytest.raises(ConfigError, match="holds 14 quantized weights, which are not split: autopar"):
+        split_checkpoint(tmp_path / "saved", tmp_path / "shards", tp=2)
 
 
 @pooled(world_size=2)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from autopar.checkpoint.format import Manifest, parse_size
+from autopar.checkpoint.format import WEIGHTS, Manifest, parse_size
 from autopar.checkpoint.offline.output import copy_small_files, output_folder, parse_dtype, progress_bar
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.staging import MERGED
@@ -92,7 +92,7 @@ def merge_checkpoint(
 
 def _refuse_parts(folder: Path, manifest: Manifest) -> None:
     """Raise CheckpointError for what is not a whole model that Hugging Face could read."""
-    if manifest.base.forms:
+    if manifest.base.forms and "base" not in manifest.parts:
         raise CheckpointError(
             f"{folder} leaves out {len(manifest.base.forms)} quantized weights of {manifest.base}, without which no "
             "model\n  can be read. Load it into the same base (from_parallelized), which has them."
@@ -161,7 +161,7 @@ def _verified_meanwhile(shards: Shards, verify: bool) -> Iterator[None]:
     if not verify:
         yield
         return
-    stored = sorted(shards.stored(("model",)), key=lambda shard: shard.file)
+    stored = sorted(shards.stored(WEIGHTS), key=lambda shard: shard.file)
     for file in dict.fromkeys(shard.file for shard in stored):
         shards.check_file(file)
     stop = Event()
@@ -187,7 +187,7 @@ class _Source:
 
     def __init__(self, shards: Shards, dtype: torch.dtype | None) -> None:
         self._shards = shards
-        self._places: dict[str, tuple[str, Piece | None]] = {}
+        self._places: dict[str, tuple[str, str, Piece | None]] = {}
         self.specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self.outside: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         tensors = shards.manifest.tensors
@@ -198,25 +198,44 @@ class _Source:
 
         for name, tensor in tensors.items():
             for piece in tensor.pieces if tensor.saved_as is None else ():
-                self._places[piece.name] = (name, piece)
+                self._places[piece.name] = ("model", name, piece)
                 self.specs[piece.name] = (written(*(list(piece.sources()) or [name])), piece.shape)
             if tensor.saved_as is not None:
-                self._places[tensor.saved_as] = (name, None)
+                self._places[tensor.saved_as] = ("model", name, None)
                 self.specs[tensor.saved_as] = (written(name), tensor.shape)
             if tensor.outside:
-                self._places[name] = (name, None)
+                self._places[name] = ("model", name, None)
                 self.outside[name] = (written(name), tensor.shape)
+        for name, tensor in shards.manifest.quantized.items():
+            for piece in tensor.pieces:
+                self._places[piece.name] = ("base", name, piece)
+                self.specs[piece.name] = (dtype_of(tensor.dtype), piece.shape)
 
     def lazy(self, saved_as: str) -> LazyTensor:
         """Return one tensor. Raises CheckpointError if the manifest describes a part of it that is not there."""
-        name, piece = self._places[saved_as]
-        return self._shards.lazy(name) if piece is None else open_piece(piece, name, self._shards.lazy)
+        part, name, piece = self._places[saved_as]
+        if piece is None:
+            return self._shards.lazy(name, part)
+        return open_piece(piece, name, lambda stored: self._shards.lazy(stored, part))
+
+    def _notes(self) -> dict[str, str]:
+        """Return what torchao reads in the head of each file: the settings of every tensor of the model."""
+        manifest = self._shards.manifest
+        if not manifest.base.notes:
+            return {}
+        found = dict.fromkeys(self.specs, json.dumps({"_type": "Tensor"}))
+        for name, tensor in manifest.quantized.items():
+            path = name.rpartition(".")[0]
+            for piece in tensor.pieces:
+                found.pop(piece.name)
+                found[f"{piece.name.rpartition('.')[0]}.weight"] = manifest.base.notes[f"{path}.weight"]
+        return found | {"tensor_names": json.dumps([*found])}
 
     def write(
         self, path: Path, specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], progress: Callable[[int], Any]
     ) -> None:
         """Write one safetensors file with these tensors."""
-        metadata = {"format": "pt"}
+        metadata = {"format": "pt"} | self._notes()
         if "config.json" not in self._shards.manifest.along:  # of a plain module; nothing else says whose file it is
             metadata[MERGED] = self._shards.manifest.model_type
         with SafetensorsWriter(path, specs, metadata) as writer:

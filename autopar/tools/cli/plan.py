@@ -104,13 +104,17 @@ def _model(source: str, lora: int | None, quantization: str | None, trust: bool)
             f"--quantization {quantization}: quantized weights are frozen; say what is trained: --lora 16"
         )
     model = heads(source, trust=trust)[0].build()
-    if lora is None:
-        return model
-    from autopar.tools.planner.adapted import add_lora, kind_of, mark_quantized
+    from autopar.tools.planner.adapted import add_lora, kind_in, kind_of, mark_quantized
 
-    if quantization is not None:
-        mark_quantized(model, kind_of(quantization))
-    return add_lora(model, lora)
+    kind, kept = kind_in(model.config)
+    asked = kind if quantization is None else kind_of(quantization)
+    if kind is not None and asked is not kind:
+        raise ConfigError(f"--quantization {quantization}: the weights of {source} are in {kind.form} already")
+    if kind is not None and lora is None:
+        raise ConfigError(f"{source} is in {kind.form}: such weights are frozen; say what is trained: --lora 16")
+    if asked is not None:
+        mark_quantized(model, asked, kept)
+    return model if lora is None else add_lora(model, lora)
 
 
 def _estimator(

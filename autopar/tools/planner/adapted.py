@@ -17,7 +17,7 @@ from autopar.foreign.modules import own_parameters
 from autopar.quantized.layers import KINDS, stand_in
 from autopar.quantized.stored import Kind
 
-__all__ = ["add_lora", "kind_of", "mark_quantized"]
+__all__ = ["add_lora", "kind_in", "kind_of", "mark_quantized"]
 
 
 def kind_of(name: str) -> Kind:
@@ -25,6 +25,26 @@ def kind_of(name: str) -> Kind:
     if name not in KINDS:
         raise ConfigError(f"--quantization {name} must be one of {', '.join(KINDS)}.{nearest(name, KINDS)}")
     return KINDS[name]
+
+
+def kind_in(config: Any) -> tuple[Kind | None, list[str] | None]:
+    """Return the form that a folder's config says its weights are in, None if plain, and layers that it says are not.
+
+    Raises:
+        ConfigError: it is a form whose bytes are not known without the weights.
+    """
+    settings: Any = getattr(config, "quantization_config", None) or {}
+    settings = settings if isinstance(settings, dict) else settings.to_dict()
+    method = str(settings.get("quant_method", ""))
+    if method == "bitsandbytes":
+        name = settings.get("bnb_4bit_quant_type", "fp4") + "-double" * bool(settings.get("bnb_4bit_use_double_quant"))
+        return kind_of("int8" if settings.get("load_in_8bit") else name), settings.get("llm_int8_skip_modules")
+    if method == "torchao":
+        raise ConfigError(
+            "config.json says torchao, whose bytes only the weights tell: autopar.plan_memory takes the model that\n"
+            "  lazy_init() gives of the folder."
+        )
+    return None, None  # plain, or made plain while it is loaded
 
 
 def add_lora(model: nn.Module, rank: int) -> nn.Module:
@@ -45,17 +65,19 @@ def add_lora(model: nn.Module, rank: int) -> nn.Module:
         raise ConfigError(f"--lora: PEFT finds no layers in a {type(model).__name__}: {error}") from error
 
 
-def mark_quantized(model: nn.Module, kind: Kind) -> None:
+def mark_quantized(model: nn.Module, kind: Kind, kept: list[str] | None = None) -> None:
     """Put what stands for quantized weights in the place of those that transformers would quantize.
 
     Args:
         model: on the meta device.
+        kept: layers that stay plain, as transformers takes their names; by default those that it would leave.
 
     Raises:
         ConfigError: it has no linear layers.
     """
     inner: Any = model
-    kept = get_keys_to_not_convert(inner) if isinstance(inner, PreTrainedModel) else []
+    if kept is None:
+        kept = get_keys_to_not_convert(inner) if isinstance(inner, PreTrainedModel) else []
     found = [
         (path, module)
         for path, module in model.named_modules()

@@ -31,7 +31,9 @@ def save(session: Session) -> list[Row]:
     """Save merged; compare names and bits with what the plain model saves."""
     if not _merges(session):
         quantized = bool(stored_weights(session.plain))
-        why = "quantized weights are not merged" if quantized else "the plain module has no save_pretrained"
+        why = (
+            "quantized weights with adapters are not merged" if quantized else "the plain module has no save_pretrained"
+        )
         return [Row("save", "merged checkpoint", None, note=why)]
     plain: Any = session.plain
     with _folder() as folder:
@@ -74,8 +76,9 @@ def reshard(session: Session) -> list[Row]:
 
 
 def _merges(session: Session) -> bool:
-    """Return whether the model has a merged checkpoint: transformers' own do, if nothing of them is quantized."""
-    return isinstance(session.plain, PreTrainedModel) and not stored_weights(session.plain)
+    """Return whether the model has a merged checkpoint: transformers' own do, without adapters on quantized weights."""
+    adapted = any(".base_layer" in path for path in stored_weights(session.plain))
+    return isinstance(session.plain, PreTrainedModel) and not adapted
 
 
 def _facts(row: Row) -> tuple[Any, ...]:
