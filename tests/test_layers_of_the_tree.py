@@ -35,12 +35,12 @@ TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["rehearsal", "verifi
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
     "applied": 908,
-    "checkpoint": 6392,
+    "checkpoint": 6393,
     "checks": 2261,
     "config": 1023,
     "context_parallel": 2880,
     "data_parallel": 3185,
-    "deferred_init": 1236,
+    "deferred_init": 1247,
     "distributed": 5514,
     "dry_run": 3453,
     "foreign": 1466,

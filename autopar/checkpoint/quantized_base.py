@@ -22,7 +22,6 @@ from autopar.distributed.digest import sum_of_elements
 from autopar.errors import CheckpointError
 from autopar.plan.plan import Piece, TensorPlan
 from autopar.quantized.layers import stored_weights
-from autopar.storage.packed import open_packed, read_packed
 from autopar.storage.safetensors_io import dtype_name
 
 if TYPE_CHECKING:
@@ -140,6 +139,8 @@ def read_base(model: nn.Module, state: State, shards: Shards, *, check: bool = F
     Raises:
         CheckpointError: they do not stand for weights of these shapes.
     """
+    from autopar.storage.packed import open_packed, read_packed
+
     saved = shards.manifest.quantized
     for path, stored in stored_weights(model).items() if saved else ():
         weight, start = state.quantized[f"{path}.weight"], f"{path}."

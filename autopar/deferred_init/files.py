@@ -21,7 +21,6 @@ from transformers.utils import logging
 from autopar.checkpoint.format import MANIFEST
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.state import listed
-from autopar.deferred_init.quantized_files import collected, point_to_packed
 from autopar.deferred_init.sources import set_source, sources_of
 from autopar.errors import AutoparError, CheckpointError, ConfigError
 from autopar.foreign.modules import own_buffers, own_parameters
@@ -43,6 +42,8 @@ def load_lazily(original: Callable[..., Any], model: Any, files: Any, config: An
     quantizer = config.hf_quantizer
     if quantizer is not None and not quantizer.pre_quantized:
         prepare(model, quantizer)
+    from autopar.deferred_init.quantized_files import collected, point_to_packed
+
     pending = [path for path, stored in stored_weights(model).items() if stored.pending]
     quantized = {path: own_parameters(model.get_submodule(path))["weight"] for path in pending}
     check_quantizer(str(config.pretrained_model_name_or_path or type(model).__name__), quantizer)

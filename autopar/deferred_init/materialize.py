@@ -29,7 +29,6 @@ from autopar.plan.plan import Plan
 from autopar.quantized.layers import stored_weights
 from autopar.quantized.stored import Part, StoredWeight
 from autopar.storage.lazy_tensor import InMemory, map_shard, read_shard
-from autopar.storage.packed import Packed, read_packed
 from autopar.swap import replace_storage
 from autopar.tensor_parallel.quantized_product import part_on
 
@@ -147,17 +146,28 @@ class Materializer:
                 pending.shard = pending.source = None
         for pending in every:  # one after the other: few are there as they were before they are quantized
             weight = quantized.get(pending.name)
-            if weight is not None and isinstance(pending.source, Packed):
-                rows, columns = pending.shape
-                read_packed(weight, pending.source.parts, (rows, columns), pending.layout, mpu.shards.rank, mpu.device)
-            elif weight is not None:
-                self._quantize(weight, pending, shard_of(pending))
+            if weight is not None:
+                self._quantize(weight, pending, shard_of, mpu)
         for module in self._model.modules():
             clear_sources(module)
         for file in files:
             file.check_unchanged()
 
-    def _quantize(self, stored: StoredWeight, pending: DeferredParameter, shard: torch.Tensor) -> None:
+    def _quantize(
+        self,
+        stored: StoredWeight,
+        pending: DeferredParameter,
+        shard_of: Callable[[DeferredParameter], torch.Tensor],
+        mpu: MPU,
+    ) -> None:
+        """Give a quantized weight its numbers: from files that hold them, or from its shard of the plain one."""
+        from autopar.storage.packed import Packed, read_packed
+
+        if isinstance(pending.source, Packed):
+            rows, columns = pending.shape
+            read_packed(stored, pending.source.parts, (rows, columns), pending.layout, mpu.shards.rank, mpu.device)
+            return
+        shard = shard_of(pending)
         module: Any = self._model.get_submodule(pending.name.rpartition(".")[0])
         if pending.layout is None or pending.layout.axis_size == 1:
             stored.fill(shard, Part(None, 0, lambda part, layout: part, lambda most: most))
