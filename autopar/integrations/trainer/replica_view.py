@@ -1,0 +1,144 @@
+"""Replicas as the processes that a trainer counts in its own methods, which sample, gather rewards and slice them.
+
+TRL's trainers deal prompts out to processes, sample completions, gather the rewards of a group and take their slice by
+``accelerator.process_index``. All ranks of a replica have the same prompts and completions. So a process is a replica
+in their steps: where they slice, where they seed, and in the numbers of samples that their arguments derive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import set_seed
+from torch import nn
+
+from autopar.api import initialize
+from autopar.config import ParallelConfig
+from autopar.distributed.digest import extremes, of_text, of_values
+from autopar.distributed.failures import waiting
+from autopar.distributed.gloo_collectives import all_reduce
+from autopar.distributed.plain_collectives import broadcast
+from autopar.distributed.process import device_of_numbers
+from autopar.errors import ConfigError, ConsistencyError
+from autopar.integrations.accelerate import dealing
+from autopar.integrations.trainer.fused_head import give_whole_head, has_fused_head
+from autopar.integrations.trainer.steps import ParallelBase
+
+__all__ = ["ReplicaView", "check_reference", "count_replicas", "parallelize_reference", "seed_by_replica"]
+
+_HOW = (
+    "  The ranks of a replica hold the same samples. In its own methods a trainer slices what it has gathered by\n"
+    "  accelerator.process_index and num_processes, which count replicas there; args.process_index, a state of\n"
+    "  accelerate and torch.distributed.get_rank() count ranks."
+)
+
+
+class ReplicaView(ParallelBase):
+    """A trainer's own steps, in which ``accelerator.process_index`` is the replica."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run a step of the trainer, which may sample, score and slice in it."""
+        with dealing(self.model.mpu):
+            return super().training_step(*args, **kwargs)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a batch, which a trainer may sample first."""
+        with dealing(self.model.mpu):
+            return super().prediction_step(*args, **kwargs)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Prepare a batch; what a trainer's own code makes of it is compared over the ranks of a replica."""
+        mpu = self.model.mpu if self.autopar_ready else None
+        if mpu is None or mpu.model.size == 1 or not self.has_own("_prepare_inputs"):
+            return super()._prepare_inputs(inputs)
+        name = type(self).__name__
+        try:
+            made = super()._prepare_inputs(inputs)
+        except IndexError as error:
+            error.add_note(f"{name}, rank {dist.get_rank()} of replica {mpu.dp.rank} of {mpu.dp.size}:\n{_HOW}")
+            raise
+        found = {str(key): of_values(value) for key, value in made.items()} if isinstance(made, dict) else {}
+        with waiting(mpu, f"{name}'s batch", mpu.model.ranks):
+            largest, smallest = extremes([of_text(str(found))], mpu.model.group)
+            if largest != smallest:
+                every: list[dict[str, int]] = [{}] * mpu.model.size
+                dist.all_gather_object(every, found, group=mpu.model.group)
+                keys = sorted({key for one in every for key in one if one[key] != every[0].get(key)})
+                raise ConsistencyError(f"{name} prepared other {', '.join(keys)} on ranks of one replica.\n{_HOW}")
+        return made
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._of_first_rank(super()._calculate_rewards(*args, **kwargs))  # type: ignore[misc]
+
+    def _calculate_rewards_from_functions(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._of_first_rank(super()._calculate_rewards_from_functions(*args, **kwargs))  # type: ignore[misc]
+
+    def _of_first_rank(self, rewards: torch.Tensor) -> torch.Tensor:
+        """Take the rewards of a replica's first rank: a function may draw, or ask a judge who answers otherwise."""
+        mpu, rewards = self.model.mpu, rewards.contiguous()
+        with waiting(mpu, "rewards", mpu.model.ranks):
+            broadcast(rewards, mpu.model)
+        return rewards
+
+
+def count_replicas(args: Any, replicas: int) -> None:
+    """Let the numbers of samples that ``args`` derived from the number of processes count ``replicas``.
+
+    Raises:
+        ConfigError: a group of completions does not fit into the batches of all replicas.
+    """
+    steps, group = (getattr(args, name, None) for name in ("steps_per_generation", "num_generations"))
+    if steps is None or group is None or getattr(args, "generation_batch_size", None) is None:
+        return
+    size = args.per_device_train_batch_size * replicas
+    if args.generation_batch_size not in (size * steps, args.per_device_train_batch_size * args.world_size * steps):
+        return  # counts something else
+    sizes = {"per_device_train_batch_size": (args.per_device_train_batch_size, steps, group)}
+    if args.eval_strategy != "no":
+        of_eval = getattr(args, "num_generations_eval", None) or group
+        sizes["per_device_eval_batch_size"] = (args.per_device_eval_batch_size, 1, of_eval)
+    for name, (of_replica, times, wanted) in sizes.items():
+        if of_replica * replicas * times % wanted:
+            more = f" x {times} steps_per_generation" if times > 1 else ""
+            raise ConfigError(
+                f"{name}={of_replica} x {replicas} replicas{more} = {of_replica * replicas * times} samples, and "
+                f"{wanted} completions of each prompt do not divide them.\n  The ranks of a replica hold the same "
+                f"samples, so its {args.world_size // replicas} ranks count once: write a multiple of {wanted}."
+            )
+    args.generation_batch_size = size * steps
+
+
+def seed_by_replica(model: Any, args: Any) -> None:
+    """Seed by the replica where a trainer has seeded by the rank, so that replicas sample as processes would."""
+    if model.mpu.world_size == 1:
+        return
+    differs = torch.tensor([float(torch.initial_seed() != args.seed)], device=device_of_numbers())
+    all_reduce(differs, dist.ReduceOp.MAX)
+    if differs.item():
+        set_seed(args.seed + model.mpu.dp.rank)
+
+
+def check_reference(config: ParallelConfig, args: Any) -> None:
+    """Raise ConfigError if a reference model cannot follow the model."""
+    if getattr(args, "sync_ref_model", False) and config.fully_sharded:
+        raise ConfigError(
+            f"args.sync_ref_model with zero: {{stage: {config.zero_stage}}}: FSDP2 holds the weights in another form "
+            "than the reference model has\n  Use zero: {stage: 1}."
+        )
+
+
+def parallelize_reference(reference: Any, model: Any, like: Any, policy: Any) -> None:
+    """Shard a trainer's reference model as ``model`` was, if it is a plain one of the same class as ``like``."""
+    if not isinstance(reference, nn.Module) or type(reference) is not type(like):
+        return
+    if "_autopar" not in vars(reference):
+        config: ParallelConfig = model._autopar.config
+        if config.precision != "fp32":
+            reference.to({"bf16": torch.bfloat16, "fp16": torch.float16}[config.precision])
+        config = dataclasses.replace(config, zero_stage=0, zero_shard_size=0, precision="fp32", gradient_clipping=0.0)
+        initialize(reference, dataclasses.replace(config, activation_checkpointing=False), policy=policy)
+    if has_fused_head(reference):
+        give_whole_head(reference, reference)
