@@ -8,6 +8,9 @@ in their steps: where they slice, where they seed, and in the numbers of samples
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +30,7 @@ from autopar.integrations.accelerate import dealing
 from autopar.integrations.trainer.fused_head import give_whole_head, has_fused_head
 from autopar.integrations.trainer.steps import ParallelBase
 
-__all__ = ["ReplicaView", "check_reference", "count_replicas", "parallelize_reference", "seed_by_replica"]
+__all__ = ["ReplicaView", "check_heads", "count_replicas", "parallelize_reference", "seed_by_replica"]
 
 _HOW = (
     "  The ranks of a replica hold the same samples. In its own methods a trainer slices what it has gathered by\n"
@@ -41,8 +44,14 @@ class ReplicaView(ParallelBase):
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run a step of the trainer, which may sample, score and slice in it."""
-        with dealing(self.model.mpu):
-            return super().training_step(*args, **kwargs)
+        mpu = self.model.mpu
+        try:
+            with dealing(mpu):
+                return super().training_step(*args, **kwargs)
+        except IndexError as error:
+            if mpu.model.size > 1 and self.has_own_loss():
+                error.add_note(f"This is rank {mpu.rank}, of replica {mpu.dp.rank} of {mpu.dp.size}.\n{_HOW}")
+            raise
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch, which a trainer may sample first."""
@@ -50,25 +59,38 @@ class ReplicaView(ParallelBase):
             return super().prediction_step(*args, **kwargs)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Prepare a batch; what a trainer's own code makes of it is compared over the ranks of a replica."""
-        mpu = self.model.mpu if self.autopar_ready else None
-        if mpu is None or mpu.model.size == 1 or not self.has_own("_prepare_inputs"):
-            return super()._prepare_inputs(inputs)
-        name = type(self).__name__
-        try:
-            made = super()._prepare_inputs(inputs)
-        except IndexError as error:
-            error.add_note(f"{name}, rank {dist.get_rank()} of replica {mpu.dp.rank} of {mpu.dp.size}:\n{_HOW}")
-            raise
-        found = {str(key): of_values(value) for key, value in made.items()} if isinstance(made, dict) else {}
-        with waiting(mpu, f"{name}'s batch", mpu.model.ranks):
-            largest, smallest = extremes([of_text(str(found))], mpu.model.group)
+        made = super()._prepare_inputs(inputs)
+        samples = self.has_own("_generate_and_score_completions")  # compared there
+        return self._same_in_replica(made) if self.has_own("_prepare_inputs") and not samples else made
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        return self._same_in_replica(super()._generate_and_score_completions(inputs))  # type: ignore[misc]
+
+    def _same_in_replica(self, made: Any) -> Any:
+        """Return what a trainer's own code made of a batch, if all ranks of the replica made the same.
+
+        Raises:
+            ConsistencyError: they did not.
+        """
+        mpu, name = self.model.mpu, type(self).__name__
+        if mpu.model.size == 1 or not self.autopar_ready:
+            return made
+        found = {str(key): of_values(value) for key, value in made.items()} if isinstance(made, Mapping) else {}
+        with waiting(mpu, f"the comparison of {name}'s batch", mpu.model.ranks):
+            largest, smallest = extremes([of_text(str(sorted(found.items())))], mpu.model.group)
             if largest != smallest:
                 every: list[dict[str, int]] = [{}] * mpu.model.size
                 dist.all_gather_object(every, found, group=mpu.model.group)
-                keys = sorted({key for one in every for key in one if one[key] != every[0].get(key)})
-                raise ConsistencyError(f"{name} prepared other {', '.join(keys)} on ranks of one replica.\n{_HOW}")
+                unlike = sorted({key for one in every for key in one if one[key] != every[0].get(key)})
+                raise ConsistencyError(f"{name} made other {', '.join(unlike)} on the ranks of a replica.\n{_HOW}")
         return made
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        file = Path(checkpoint or "", "entropy_ctrl_state.json")  # of GRPO with use_adaptive_entropy
+        if checkpoint is not None and file.is_file():
+            state = json.loads(file.read_text())
+            self.entropy_coef, self._last_world_entropy = state["entropy_coef"], state["last_world_entropy"]
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self._of_first_rank(super()._calculate_rewards(*args, **kwargs))  # type: ignore[misc]
@@ -121,8 +143,14 @@ def seed_by_replica(model: Any, args: Any) -> None:
         set_seed(args.seed + model.mpu.dp.rank)
 
 
-def check_reference(config: ParallelConfig, args: Any) -> None:
-    """Raise ConfigError if a reference model cannot follow the model."""
+def check_heads(config: ParallelConfig, model: Any, args: Any) -> None:
+    """Raise ConfigError where log-probabilities of whole sequences, or a reference that follows, have no place."""
+    parts = {"context_parallel_size": config.context_parallel_size > 1, "sequence_parallel": config.sequence_parallel}
+    for key in (key for key, wanted in parts.items() if wanted and has_fused_head(model)):
+        raise ConfigError(
+            f"{key} with a trainer of TRL: it takes log-probabilities of whole sequences from the last hidden states, "
+            "of which a rank would have a part\n  Use tensor_parallel_size and replicas."
+        )
     if getattr(args, "sync_ref_model", False) and config.fully_sharded:
         raise ConfigError(
             f"args.sync_ref_model with zero: {{stage: {config.zero_stage}}}: FSDP2 holds the weights in another form "

@@ -57,7 +57,7 @@ class ParallelBase(Trainer):
     def has_own(self, method: str) -> bool:
         """Return whether a class between autopar's and transformers' trainer has a ``method`` of its own."""
         homes = [home for home in type(self).__mro__ if method in vars(home)]
-        return next(home for home in homes if not home.__module__.startswith("autopar.")) is not Trainer
+        return next((home for home in homes if not home.__module__.startswith("autopar.")), Trainer) is not Trainer
 
     def _torch_optimizer(self) -> Any:
         """Return the optimizer without accelerate's wrapper."""

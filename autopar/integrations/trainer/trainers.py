@@ -35,7 +35,7 @@ from autopar.integrations.trainer.evaluation import EvaluationMixin
 from autopar.integrations.trainer.fused_head import give_whole_head, has_fused_head
 from autopar.integrations.trainer.replica_view import (
     ReplicaView,
-    check_reference,
+    check_heads,
     count_replicas,
     parallelize_reference,
     seed_by_replica,
@@ -150,7 +150,7 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, EvaluationMixin, CheckpointMi
         self._set_signature_columns_if_needed()  # of the plain model
         config = self.autopar_config
         check_stages(config or model._autopar.config, self)
-        check_reference(config or model._autopar.config, self.args)
+        check_heads(config or model._autopar.config, base_of(model), self.args)
         if config is not None:
             whole = config.tensor_parallel_size > 1 and wants_whole_model(self.args)
             if self.optimizer is None and (config.zero_stage or config.precision != "fp32" or whole):
