@@ -151,7 +151,7 @@ def on_two_ranks_of_a_replica(folder):
         dist.all_gather_object(every, history(trainer))
         assert every[0] == every[1]
         for kind in ("args", "torch"):
-            words = "ParallelGRPOTrainer made other advantages on the ranks of a replica"
+            words = "ParallelGRPOTrainer's batch has other advantages on the ranks of a replica"
             with raises_everywhere(ConsistencyError, words):
                 trainer_of("GRPO", folder, config(2), plain=of_ranks(kind)).train()
         refused(folder)

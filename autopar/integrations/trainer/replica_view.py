@@ -7,7 +7,6 @@ in their steps: where they slice, where they seed, and in the numbers of samples
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,6 +35,11 @@ _HOW = (
     "  The ranks of a replica hold the same samples. In its own methods a trainer slices what it has gathered by\n"
     "  accelerator.process_index and num_processes, which count replicas there; args.process_index, a state of\n"
     "  accelerate and torch.distributed.get_rank() count ranks."
+)
+
+_OF_REFERENCE = (
+    *("tensor_parallel_size", "expert_parallel_size", "expert_dispatch", "cpu_transport", "reduce_dtype", "policy"),
+    *("consistency_check", "consistency_inputs", "consistency_parameters"),
 )
 
 
@@ -72,17 +76,19 @@ class ReplicaView(ParallelBase):
         Raises:
             ConsistencyError: they did not.
         """
-        mpu, name = self.model.mpu, type(self).__name__
-        if mpu.model.size == 1 or not self.autopar_ready:
+        mpu = self.model.mpu if self.autopar_ready else None
+        if mpu is None or mpu.model.size == 1:
             return made
+        name = f"{type(self).__name__}'s batch"
         found = {str(key): of_values(value) for key, value in made.items()} if isinstance(made, Mapping) else {}
-        with waiting(mpu, f"the comparison of {name}'s batch", mpu.model.ranks):
+        with waiting(mpu, f"the comparison of {name}", mpu.model.ranks):
             largest, smallest = extremes([of_text(str(sorted(found.items())))], mpu.model.group)
             if largest != smallest:
                 every: list[dict[str, int]] = [{}] * mpu.model.size
                 dist.all_gather_object(every, found, group=mpu.model.group)
-                unlike = sorted({key for one in every for key in one if one[key] != every[0].get(key)})
-                raise ConsistencyError(f"{name} made other {', '.join(unlike)} on the ranks of a replica.\n{_HOW}")
+                keys = sorted({key for one in every for key in one})
+                unlike = ", ".join(key for key in keys if len({one.get(key) for one in every}) > 1)
+                raise ConsistencyError(f"{name} has other {unlike} on the ranks of a replica.\n{_HOW}")
         return made
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -166,7 +172,7 @@ def parallelize_reference(reference: Any, model: Any, like: Any, policy: Any) ->
         config: ParallelConfig = model._autopar.config
         if config.precision != "fp32":
             reference.to({"bf16": torch.bfloat16, "fp16": torch.float16}[config.precision])
-        config = dataclasses.replace(config, zero_stage=0, zero_shard_size=0, precision="fp32", gradient_clipping=0.0)
-        initialize(reference, dataclasses.replace(config, activation_checkpointing=False), policy=policy)
+        shared = {name: getattr(config, name) for name in _OF_REFERENCE}  # no memory of gradients or an optimizer
+        initialize(reference, ParallelConfig(**shared), policy=policy)
     if has_fused_head(reference):
         give_whole_head(reference, reference)
