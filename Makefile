@@ -25,6 +25,7 @@ OLDEST := .cache/transformers-oldest/.installed
 DEEPSPEED := .cache/deepspeed/.installed
 TORCHAO := .cache/torchao/.installed
 COMPRESSED := .cache/compressed-tensors/.installed
+TRL := .cache/trl/.installed
 DOCS := .cache/docs/.installed
 BUILD_TOOLS := .cache/build-tools/.installed
 
@@ -48,6 +49,8 @@ DEEPSPEED_PACKAGES := deepspeed==0.19.8 hjson==3.1.0 py-cpuinfo==9.0.0 msgpack==
 # Libraries that quantize; the tests that need one put it on the path of ranks of their own. torchao prints when imported.
 TORCHAO_PACKAGES := torchao==0.18.0
 COMPRESSED_PACKAGES := compressed-tensors==0.20.0 loguru==0.7.3 $(PYDANTIC_PACKAGES)
+# TRL's trainers; what it imports is in .venv.
+TRL_PACKAGES := trl==1.16.0
 # Sphinx, what it imports that .venv does not have, and the theme.
 DOCS_PACKAGES := sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19 accessible-pygments==0.0.5 alabaster==1.0.0 \
   babel==2.19.0 beautifulsoup4==4.15.0 certifi==2026.10.19.post1 charset-normalizer==3.5.3 docutils==0.22.4 idna==3.20 \
@@ -130,6 +133,13 @@ $(COMPRESSED): $(VENV) Makefile
 	  { echo "error: could not download $(COMPRESSED_PACKAGES)" >&2; exit 1; }
 	@touch $@
 
+$(TRL): $(VENV) Makefile
+	@rm -rf $(@D)
+	@mkdir -p $(@D)
+	$(BIN)/python -m pip install -q --no-deps --no-compile $(PIP_ARGS) --target $(@D) $(TRL_PACKAGES) || \
+	  { echo "error: could not download $(TRL_PACKAGES)" >&2; exit 1; }
+	@touch $@
+
 $(DOCS): $(VENV) Makefile
 	@rm -rf $(@D)
 	@mkdir -p $(@D)
@@ -144,7 +154,7 @@ $(BUILD_TOOLS): $(VENV) Makefile
 	  { echo "error: could not download the build backend: $(BUILD_PACKAGES)" >&2; exit 1; }
 	@touch $@
 
-fetch: real-models $(OLDEST) $(DEEPSPEED) $(TORCHAO) $(COMPRESSED) $(DOCS) $(BUILD_TOOLS) ## fetch all that make test-all needs
+fetch: real-models $(OLDEST) $(DEEPSPEED) $(TORCHAO) $(COMPRESSED) $(TRL) $(DOCS) $(BUILD_TOOLS) ## fetch all that make test-all needs
 
 demo: $(VENV) ## train on NPROC=4 CPU processes (tutorials/demo.py)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) tutorials/demo.py

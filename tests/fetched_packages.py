@@ -17,27 +17,25 @@ import pytest
 
 from tests.worlds import distributed
 
-__all__ = ["with_package"]
+__all__ = ["import_package", "need_package", "with_package"]
 
 _CACHE = Path(__file__).parents[1] / ".cache"
 
 
 def with_package(name: str, world_size: int, timeout: float = 240.0) -> Callable[..., Callable[..., None]]:
     """Run the decorated test on ranks of their own that have imported a package; skip it where that is not there."""
-    folder, module = _CACHE / name, name.replace("-", "_")
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
         def started(*args: Any, **kwargs: Any) -> None:
-            _start(folder, module)
+            import_package(name)
             body(*args, **kwargs)
 
         world = distributed(world_size, timeout)(started)
 
         @functools.wraps(body)
         def run(*args: Any, **kwargs: Any) -> None:
-            if not (folder / module).is_dir() and importlib.util.find_spec(module) is None:
-                pytest.skip(f"{name} is not there: make fetch")
+            need_package(name)
             world(*args, **kwargs)
 
         run.body, run.world_size = started, world_size  # type: ignore[attr-defined]
@@ -47,8 +45,16 @@ def with_package(name: str, world_size: int, timeout: float = 240.0) -> Callable
     return decorate
 
 
-def _start(folder: Path, module: str) -> None:
+def need_package(name: str) -> None:
+    """Skip the test where a package is neither installed nor fetched."""
+    module = name.replace("-", "_")
+    if not (_CACHE / name / module).is_dir() and importlib.util.find_spec(module) is None:
+        pytest.skip(f"{name} is not there: make fetch")
+
+
+def import_package(name: str) -> None:
     """Let transformers and PEFT find a package in this process; one that is installed goes first."""
+    folder, module = _CACHE / name, name.replace("-", "_")
     if folder.is_dir():
         sys.path.append(str(folder))
     importlib.invalidate_caches()

@@ -44,7 +44,7 @@ LINES = {
     "distributed": 5514,
     "dry_run": 3453,
     "foreign": 1466,
-    "integrations": 2092,
+    "integrations": 2349,
     "pipeline_parallel": 4062,
     "plan": 3033,
     "policy": 1650,

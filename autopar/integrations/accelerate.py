@@ -31,7 +31,7 @@ from autopar.errors import ConfigError
 from autopar.foreign.modules import steps_of
 from autopar.foreign.patches import patch_body, patch_member, patch_name
 
-__all__ = ["alive", "inside", "install"]
+__all__ = ["alive", "dealing", "inside", "install"]
 
 _UNSET: Any = object()
 _meant: ContextVar[Any] = ContextVar("the MPU of the model that is meant; None: all processes", default=_UNSET)
@@ -93,7 +93,18 @@ def mesh_of(accelerator: Any) -> MPU | None:
     return only(found) if accelerator._models else mesh()
 
 
-_dealing: ContextVar[bool] = ContextVar("a data loader is being made", default=False)
+_dealing: ContextVar[bool] = ContextVar("a process's index is that of its replica", default=False)
+
+
+@contextlib.contextmanager
+def dealing(mpu: MPU) -> Iterator[None]:
+    """Let ``process_index`` count replicas, too: batches are dealt out by it, and what was gathered is sliced by it."""
+    token = _dealing.set(True)
+    try:
+        with meaning(mpu):
+            yield
+    finally:
+        _dealing.reset(token)
 
 
 class Place:
@@ -174,12 +185,8 @@ def prepare_data_loader(plain: Any, accelerator: Any, data_loader: Any, *args: A
             "theirs:\n  leave it out. The loader of autopar.prepare_dataloader(dataset, batch_size, mpu=model.mpu) has "
             "state_dict and load_state_dict."
         )
-    token = _dealing.set(True)
-    try:
-        with meaning(mpu):
-            made = plain(accelerator, data_loader, *args, **kwargs)
-    finally:
-        _dealing.reset(token)
+    with dealing(mpu):
+        made = plain(accelerator, data_loader, *args, **kwargs)
     if isinstance(made, DataLoaderDispatcher):
         made.state = Place(made.state, mpu)
     return made
@@ -195,7 +202,7 @@ def _num_processes(plain: Callable[..., int], accelerator: Any) -> int:
 
 
 def _process_index(plain: Callable[..., int], accelerator: Any) -> int:
-    """The body of ``Accelerator.process_index``, the rank in the world; of the replica where batches are split."""
+    """The body of ``Accelerator.process_index``, the rank in the world; of the replica in :func:`dealing`."""
     mpu = mesh_of(accelerator) if _dealing.get() else None
     return plain(accelerator) if mpu is None else mpu.dp.rank
 

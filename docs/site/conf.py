@@ -85,6 +85,7 @@ CONTENTS = {
     ],
     "More": [
         "docs/trainer",
+        "docs/reinforcement",
         "docs/peft",
         "docs/experts",
         "docs/quantized",

@@ -18,6 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.deepspeed_package import need_deepspeed, put_on_path
+from tests.fetched_packages import import_package, need_package
 from tests.tutorials.run_scripts import start_script
 from tests.worlds import spawn
 
@@ -55,7 +56,7 @@ def difference(printed: str, run: str) -> str | None:
 
 def test_every_tutorial_prints_something_in_the_readme() -> None:
     scripts = {path.stem for path in (ROOT / "tutorials").glob("[0-9]*.py")}
-    assert set(documented()) == scripts and len(scripts) == 25
+    assert set(documented()) == scripts and len(scripts) == 26
 
 
 def test_every_tutorial_has_its_page_with_a_command_and_an_output() -> None:
@@ -125,6 +126,8 @@ def on_this_rank(command: list[str], folder: Path) -> None:
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, CUDA_VISIBLE_DEVICES="")
     if "deepspeed" in command[0]:
         put_on_path()
+    if "grpo" in command[0]:
+        import_package("trl")
     os.chdir(folder)
     with (folder / f"printed-{rank}").open("w") as printed:
         os.dup2(printed.fileno(), 1)
@@ -137,6 +140,8 @@ def on_this_rank(command: list[str], folder: Path) -> None:
 def test_the_readme_prints_what_the_script_prints(script: str, tmp_path: Path) -> None:
     if script == "16_deepspeed":
         need_deepspeed()
+    if script == "26_grpo":
+        need_package("trl")
     command, output = documented()[script]
     if command.startswith("python "):
         run = by_python([str(ROOT / command.split()[1]), "--output", str(tmp_path / "out")], tmp_path)

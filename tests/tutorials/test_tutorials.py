@@ -22,7 +22,7 @@ from tutorials import offline
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = ROOT / "tutorials"
-APART = ("offline", "25_rehearse")  # which is run outside of a job: tests/tutorials/test_printed_output.py
+APART = ("offline", "25_rehearse", "26_grpo")  # which are run outside of a job: tests/tutorials/test_printed_output.py
 SCRIPTS = sorted(path.stem for path in TUTORIALS.glob("*.py") if path.stem not in APART)
 SMALL = ["--context", "32", "--vocab-size", "300", "--batch-size", "2"]
 STEPS = {"01_tensor_parallel_inference": 5, "demo": 3}

@@ -156,6 +156,11 @@ def _other_wrappers(args: Any) -> Iterator[str]:
         yield "args.torch_compile compiles the plain model: write compile: {enable: true} into parallel_config"
     if args.use_liger_kernel:
         yield "args.use_liger_kernel replaces layers that are sharded already: apply it to the plain model before"
+    if getattr(args, "use_vllm", False):
+        yield (
+            "args.use_vllm would send vLLM this rank's shards: leave it out, the model samples on its own ranks; an "
+            "engine beside it gets whole weights from autopar.hf_weights(model)"
+        )
 
 
 def _not_made_right(args: Any) -> Iterator[str]:

@@ -70,7 +70,7 @@ class EvaluationMixin(ParallelBase):
 
     def _weight(self, inputs: Any, own: int) -> float:
         """Return how much a mean over this replica's labels, or samples, counts."""
-        labels = inputs.get("labels")
+        labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
         if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
             return float(own)
         labels = labels[:own, 1:] if getattr(self, "_loss_shifts_labels", False) else labels[:own]

@@ -52,8 +52,12 @@ class ParallelBase(Trainer):
 
     def has_own_loss(self) -> bool:
         """Return whether ``compute_loss`` is not that of transformers' trainer, but of a class that derives from it."""
-        homes = [home for home in type(self).__mro__ if "compute_loss" in vars(home)]
-        return next(home for home in homes if home is not ParallelBase) is not Trainer
+        return self.has_own("compute_loss")
+
+    def has_own(self, method: str) -> bool:
+        """Return whether a class between autopar's and transformers' trainer has a ``method`` of its own."""
+        homes = [home for home in type(self).__mro__ if method in vars(home)]
+        return next((home for home in homes if not home.__module__.startswith("autopar.")), Trainer) is not Trainer
 
     def _torch_optimizer(self) -> Any:
         """Return the optimizer without accelerate's wrapper."""
@@ -163,8 +167,10 @@ class _Scaling:
 
 
 def rows_of(inputs: Any) -> int:
-    """Count the samples of a batch."""
+    """Count the samples of a batch; one that is not collated lists them."""
     if isinstance(inputs, torch.Tensor):
         return inputs.shape[0] if inputs.ndim else 0
+    if isinstance(inputs, list) and inputs and isinstance(inputs[0], Mapping):
+        return len(inputs)
     entries = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, list | tuple) else ()
     return next((count for count in map(rows_of, entries) if count), 0)

@@ -33,6 +33,13 @@ from autopar.integrations.trainer.arguments import (
 from autopar.integrations.trainer.checkpoints import CheckpointMixin
 from autopar.integrations.trainer.evaluation import EvaluationMixin
 from autopar.integrations.trainer.fused_head import give_whole_head, has_fused_head
+from autopar.integrations.trainer.replica_view import (
+    ReplicaView,
+    check_heads,
+    count_replicas,
+    parallelize_reference,
+    seed_by_replica,
+)
 from autopar.integrations.trainer.steps import StepMixin, base_of
 
 if TYPE_CHECKING:
@@ -41,7 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["ParallelSeq2SeqTrainer", "ParallelTrainer", "ParallelTrainerMixin"]
 
 
-class ParallelTrainerMixin(StepMixin, EvaluationMixin, CheckpointMixin):
+class ParallelTrainerMixin(ReplicaView, StepMixin, EvaluationMixin, CheckpointMixin):
     """Make a trainer of transformers, or one that derives from it, parallel: put it first among the base classes.
 
     ``class ParallelSFTTrainer(ParallelTrainerMixin, SFTTrainer)`` is TRL's. All arguments, callbacks, logs and folders
@@ -131,6 +138,8 @@ class ParallelTrainerMixin(StepMixin, EvaluationMixin, CheckpointMixin):
             )
         else:
             check_arguments(self.args)
+        config: ParallelConfig = self.autopar_config or state.config
+        count_replicas(self.args, config.data_parallel_size(world))
 
     # -- after it -----------------------------------------------------------------------------------------------------
 
@@ -141,11 +150,13 @@ class ParallelTrainerMixin(StepMixin, EvaluationMixin, CheckpointMixin):
         self._set_signature_columns_if_needed()  # of the plain model
         config = self.autopar_config
         check_stages(config or model._autopar.config, self)
+        check_heads(config or model._autopar.config, base_of(model), self.args)
         if config is not None:
             whole = config.tensor_parallel_size > 1 and wants_whole_model(self.args)
             if self.optimizer is None and (config.zero_stage or config.precision != "fp32" or whole):
                 self.create_optimizer()
             initialize(model, config, policy=policy, optimizer=self.optimizer)
+        parallelize_reference(getattr(self, "ref_model", None), model, base_of(model), policy)
         state = model._autopar
         check_parallelized(state.config, self.args, self.optimizer, state.step)
         ours, theirs = model.mpu.device, self.args.device
@@ -161,6 +172,7 @@ class ParallelTrainerMixin(StepMixin, EvaluationMixin, CheckpointMixin):
         if has_fused_head(base_of(model)):
             give_whole_head(base_of(model), model)
         show_replicas(self.accelerator, model, model.mpu)
+        seed_by_replica(model, self.args)
         self._watch_norm()
         self.autopar_ready = True
 

@@ -1,0 +1,178 @@
+"""Replicas as the processes that a trainer counts in its own methods, which sample, gather rewards and slice them.
+
+TRL's trainers deal prompts out to processes, sample completions, gather the rewards of a group and take their slice by
+``accelerator.process_index``. All ranks of a replica have the same prompts and completions. So a process is a replica
+in their steps: where they slice, where they seed, and in the numbers of samples that their arguments derive.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import set_seed
+from torch import nn
+
+from autopar.api import initialize
+from autopar.config import ParallelConfig
+from autopar.distributed.digest import extremes, of_text, of_values
+from autopar.distributed.failures import waiting
+from autopar.distributed.gloo_collectives import all_reduce
+from autopar.distributed.plain_collectives import broadcast
+from autopar.distributed.process import device_of_numbers
+from autopar.errors import ConfigError, ConsistencyError
+from autopar.integrations.accelerate import dealing
+from autopar.integrations.trainer.fused_head import give_whole_head, has_fused_head
+from autopar.integrations.trainer.steps import ParallelBase
+
+__all__ = ["ReplicaView", "check_heads", "count_replicas", "parallelize_reference", "seed_by_replica"]
+
+_HOW = (
+    "  The ranks of a replica hold the same samples. In its own methods a trainer slices what it has gathered by\n"
+    "  accelerator.process_index and num_processes, which count replicas there; args.process_index, a state of\n"
+    "  accelerate and torch.distributed.get_rank() count ranks."
+)
+
+_OF_REFERENCE = (
+    *("tensor_parallel_size", "expert_parallel_size", "expert_dispatch", "cpu_transport", "reduce_dtype", "policy"),
+    *("consistency_check", "consistency_inputs", "consistency_parameters"),
+)
+
+
+class ReplicaView(ParallelBase):
+    """A trainer's own steps, in which ``accelerator.process_index`` is the replica."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run a step of the trainer, which may sample, score and slice in it."""
+        mpu = self.model.mpu
+        try:
+            with dealing(mpu):
+                return super().training_step(*args, **kwargs)
+        except IndexError as error:
+            if mpu.model.size > 1 and self.has_own_loss():
+                error.add_note(f"This is rank {mpu.rank}, of replica {mpu.dp.rank} of {mpu.dp.size}.\n{_HOW}")
+            raise
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a batch, which a trainer may sample first."""
+        with dealing(self.model.mpu):
+            return super().prediction_step(*args, **kwargs)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        made = super()._prepare_inputs(inputs)
+        samples = self.has_own("_generate_and_score_completions")  # compared there
+        return self._same_in_replica(made) if self.has_own("_prepare_inputs") and not samples else made
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        return self._same_in_replica(super()._generate_and_score_completions(inputs))  # type: ignore[misc]
+
+    def _same_in_replica(self, made: Any) -> Any:
+        """Return what a trainer's own code made of a batch, if all ranks of the replica made the same.
+
+        Raises:
+            ConsistencyError: they did not.
+        """
+        mpu = self.model.mpu if self.autopar_ready else None
+        if mpu is None or mpu.model.size == 1:
+            return made
+        name = f"{type(self).__name__}'s batch"
+        found = {str(key): of_values(value) for key, value in made.items()} if isinstance(made, Mapping) else {}
+        with waiting(mpu, f"the comparison of {name}", mpu.model.ranks):
+            largest, smallest = extremes([of_text(str(sorted(found.items())))], mpu.model.group)
+            if largest != smallest:
+                every: list[dict[str, int]] = [{}] * mpu.model.size
+                dist.all_gather_object(every, found, group=mpu.model.group)
+                keys = sorted({key for one in every for key in one})
+                unlike = ", ".join(key for key in keys if len({one.get(key) for one in every}) > 1)
+                raise ConsistencyError(f"{name} has other {unlike} on the ranks of a replica.\n{_HOW}")
+        return made
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        file = Path(checkpoint or "", "entropy_ctrl_state.json")  # of GRPO with use_adaptive_entropy
+        if checkpoint is not None and file.is_file():
+            state = json.loads(file.read_text())
+            self.entropy_coef, self._last_world_entropy = state["entropy_coef"], state["last_world_entropy"]
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._of_first_rank(super()._calculate_rewards(*args, **kwargs))  # type: ignore[misc]
+
+    def _calculate_rewards_from_functions(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._of_first_rank(super()._calculate_rewards_from_functions(*args, **kwargs))  # type: ignore[misc]
+
+    def _of_first_rank(self, rewards: torch.Tensor) -> torch.Tensor:
+        """Take the rewards of a replica's first rank: a function may draw, or ask a judge who answers otherwise."""
+        mpu, rewards = self.model.mpu, rewards.contiguous()
+        with waiting(mpu, "rewards", mpu.model.ranks):
+            broadcast(rewards, mpu.model)
+        return rewards
+
+
+def count_replicas(args: Any, replicas: int) -> None:
+    """Let the numbers of samples that ``args`` derived from the number of processes count ``replicas``.
+
+    Raises:
+        ConfigError: a group of completions does not fit into the batches of all replicas.
+    """
+    steps, group = (getattr(args, name, None) for name in ("steps_per_generation", "num_generations"))
+    if steps is None or group is None or getattr(args, "generation_batch_size", None) is None:
+        return
+    size = args.per_device_train_batch_size * replicas
+    if args.generation_batch_size not in (size * steps, args.per_device_train_batch_size * args.world_size * steps):
+        return  # counts something else
+    sizes = {"per_device_train_batch_size": (args.per_device_train_batch_size, steps, group)}
+    if args.eval_strategy != "no":
+        of_eval = getattr(args, "num_generations_eval", None) or group
+        sizes["per_device_eval_batch_size"] = (args.per_device_eval_batch_size, 1, of_eval)
+    for name, (of_replica, times, wanted) in sizes.items():
+        if of_replica * replicas * times % wanted:
+            more = f" x {times} steps_per_generation" if times > 1 else ""
+            raise ConfigError(
+                f"{name}={of_replica} x {replicas} replicas{more} = {of_replica * replicas * times} samples, and "
+                f"{wanted} completions of each prompt do not divide them.\n  The ranks of a replica hold the same "
+                f"samples, so its {args.world_size // replicas} ranks count once: write a multiple of {wanted}."
+            )
+    args.generation_batch_size = size * steps
+
+
+def seed_by_replica(model: Any, args: Any) -> None:
+    """Seed by the replica where a trainer has seeded by the rank, so that replicas sample as processes would."""
+    if model.mpu.world_size == 1:
+        return
+    differs = torch.tensor([float(torch.initial_seed() != args.seed)], device=device_of_numbers())
+    all_reduce(differs, dist.ReduceOp.MAX)
+    if differs.item():
+        set_seed(args.seed + model.mpu.dp.rank)
+
+
+def check_heads(config: ParallelConfig, model: Any, args: Any) -> None:
+    """Raise ConfigError where log-probabilities of whole sequences, or a reference that follows, have no place."""
+    parts = {"context_parallel_size": config.context_parallel_size > 1, "sequence_parallel": config.sequence_parallel}
+    for key in (key for key, wanted in parts.items() if wanted and has_fused_head(model)):
+        raise ConfigError(
+            f"{key} with a trainer of TRL: it takes log-probabilities of whole sequences from the last hidden states, "
+            "of which a rank would have a part\n  Use tensor_parallel_size and replicas."
+        )
+    if getattr(args, "sync_ref_model", False) and config.fully_sharded:
+        raise ConfigError(
+            f"args.sync_ref_model with zero: {{stage: {config.zero_stage}}}: FSDP2 holds the weights in another form "
+            "than the reference model has\n  Use zero: {stage: 1}."
+        )
+
+
+def parallelize_reference(reference: Any, model: Any, like: Any, policy: Any) -> None:
+    """Shard a trainer's reference model as ``model`` was, if it is a plain one of the same class as ``like``."""
+    if not isinstance(reference, nn.Module) or type(reference) is not type(like):
+        return
+    if "_autopar" not in vars(reference):
+        config: ParallelConfig = model._autopar.config
+        if config.precision != "fp32":
+            reference.to({"bf16": torch.bfloat16, "fp16": torch.float16}[config.precision])
+        shared = {name: getattr(config, name) for name in _OF_REFERENCE}  # no memory of gradients or an optimizer
+        initialize(reference, ParallelConfig(**shared), policy=policy)
+    if has_fused_head(reference):
+        give_whole_head(reference, reference)
