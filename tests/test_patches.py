@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad
 import autopar
 from autopar.errors import ConfigError
 from autopar.foreign import patches
+from autopar.foreign.tensors import WRITES
 from tests.small import gpt2, parallel
 from tests.worlds import distributed
 
@@ -61,7 +62,8 @@ def test_another_version_without_the_function_is_an_error() -> None:
         patches.patch_member(Accelerator, "gather", lambda plain: plain)
 
 
-_NUMBERS = ("bernoulli_", "item", "normal_", "rand_like", "randn_like", "uniform_")
+_NUMBERS = ("bernoulli_", "data", "item", "normal_", "rand_like", "randn_like", "uniform_")
+_OF_DTENSORS = sorted((*_NUMBERS, *(str(each).removeprefix("aten.") for each in WRITES)))
 
 
 def _of_torch() -> list[str]:
@@ -78,7 +80,7 @@ def test_they_are_there_while_a_model_lives() -> None:
     assert _of_torch() == [
         "torch.amp.grad_scaler.GradScaler._unscale_grads_",
         "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler._unscale_grads_",
-        *(f"torch.distributed.tensor.DTensor.{name}" for name in _NUMBERS),
+        *(f"torch.distributed.tensor.DTensor.{name}" for name in _OF_DTENSORS),
         "torch.nn.utils.clip_grad._clip_grads_with_norm_",
         "torch.nn.utils.clip_grad._get_total_norm",
         "torch.nn.utils.clip_grad.clip_grad_norm_",
@@ -86,7 +88,7 @@ def test_they_are_there_while_a_model_lives() -> None:
     assert {patch.version for patch in autopar.patches() if patch.name in _of_torch()} == {torch.__version__}
     second = parallel(gpt2(), 2)
     autopar.deparallelize(first)
-    assert len(_of_torch()) == 5 + len(_NUMBERS)  # the second one needs them
+    assert len(_of_torch()) == 5 + len(_OF_DTENSORS)  # the second one needs them
     autopar.deparallelize(second)
     assert autopar.patches() == []
     third = parallel(gpt2(), 2)

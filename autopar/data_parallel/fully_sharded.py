@@ -138,8 +138,8 @@ class FullySharded:
         listen(self)
         hold(self)
         held = ((module, name) for module in model.modules() for name in own_parameters(module))
-        self._unseen = [(module, name, own_parameters(module)[name]) for module, name in held]  # by a forward
-        self._hookless = [own for _, _, own in self._unseen if own is not None]
+        self._held = [(module, name, own_parameters(module)[name]) for module, name in held]
+        self._hookless = [own for _, _, own in self._held if own is not None]
 
     def axis_of(self, mesh: DeviceMesh) -> Axis | None:
         """Return the axis over which parameters of this model lie on ``mesh``; None if none do."""
@@ -165,18 +165,16 @@ class FullySharded:
             )
 
     def _check_changes(self) -> None:
-        """Check what FSDP2 would not see: other parameters before the first forward, hooks before each."""
-        if self._unseen:
-            self._check_parameters()
+        """Check what FSDP2 would not see: other parameters and hooks."""
+        self._check_parameters()
         with aside():
             hooked = any(has_hooks(parameter)[0] for parameter in self._hookless)
         if hooked:
             self._check_hooks(self.model, before=False)
 
     def _check_parameters(self) -> None:
-        """Raise ConfigError if parameters were put in the place of those that FSDP2 holds, before the first forward."""
-        unseen, self._unseen = self._unseen, []
-        found = [(module, name, own, own_parameters(module).get(name)) for module, name, own in unseen]
+        """Raise ConfigError if parameters were put in the place of those that FSDP2 holds."""
+        found = [(module, name, own, own_parameters(module).get(name)) for module, name, own in self._held]
         others = [(module, name, now) for module, name, own, now in found if now is not own]
         gathered = gathered_parameters(self.model) if others else set()  # generate gathers before a forward
         new = [(module, name) for module, name, now in others if id(now) not in gathered]

@@ -72,7 +72,7 @@ __all__ = [
 _CALLERS = ["overrides.py", "_tensor.py", "functional.py", "nn/functional.py", "autograd/__init__.py"]
 _THROUGH = tuple(f"{TORCH}{name}" for name in _CALLERS)
 _INIT, _DYNAMO, _MODULE = f"{TORCH}nn/init.py", f"{TORCH}_dynamo/", f"{TORCH}nn/modules/module.py"
-_FOR_USERS = (*_THROUGH, f"{TORCH}nn/utils/", _MODULE)  # results there are those that the user's code asked for
+_FOR_USERS = (*_THROUGH, f"{TORCH}nn/utils/", f"{TORCH}distributions/", _MODULE)  # for results that users asked for
 _QUIET = (*(f"{TORCH}{name}" for name in ("optim/", "distributed/", "_subclasses/", "fx/")), _MODULE, _DYNAMO, OURS)
 _FILLS = ("_no_grad_fill_", "_no_grad_zero_", "constant_", "ones_", "zeros_")  # of nn.init: alike everywhere
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
@@ -122,9 +122,8 @@ class ShardedParameter(nn.Parameter):
         return plain.__reduce_ex__(protocol)
 
 
-class _LikeAnyTensor(type(torch.Tensor)):  # type: ignore[misc]
+class _LikeAnyTensor(type(torch.Tensor)):  # type: ignore[misc]  # assert_close compares tensors of related classes
     def __instancecheck__(cls, instance: Any) -> bool:
-        """``torch.testing.assert_close`` compares tensors of related classes."""
         return isinstance(instance, torch.Tensor)
 
 
@@ -140,6 +139,9 @@ class Part(torch.Tensor, metaclass=_LikeAnyTensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self._plain())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item() if self.dim() == 0 else self._plain(), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:

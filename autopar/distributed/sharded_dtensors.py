@@ -43,6 +43,9 @@ class ShardedDTensor(DTensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self._plain())
 
+    def __format__(self, spec: str) -> str:
+        return format(self.item() if self.dim() == 0 else self._plain(), spec)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             memo[id(self)] = copied = copy.deepcopy(self._plain(), memo)

@@ -26,6 +26,7 @@ __all__ = [
     "patch_entry",
     "patch_member",
     "patch_name",
+    "patch_setter",
     "patches",
     "release",
     "when_imported",
@@ -146,6 +147,17 @@ def patch_member(kind: type, name: str, body: _Body) -> None:
 
     setattr(kind, name, property(method) if isinstance(member, property) else method)
     _note(f"{where}.{name}", body, functools.partial(setattr, kind, name, member))
+
+
+def patch_setter(kind: type, name: str, body: _Body) -> None:
+    """Patch what becomes of a value that is given to a property which a class inherits."""
+    plain = getattr(kind, name)
+
+    def write(self: Any, value: Any) -> None:
+        body(plain.__set__, self, value)
+
+    setattr(kind, name, property(plain.__get__, write))
+    _note(f"{kind.__module__}.{kind.__name__}.{name}", body, functools.partial(delattr, kind, name))
 
 
 def patch_entry(table: dict[Any, _Body], name: str, key: Any, body: _Body) -> None:

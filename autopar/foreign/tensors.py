@@ -38,6 +38,7 @@ __all__ = [
     "RANDOM",
     "TO_COPY",
     "UNSAFE_VIEW",
+    "WRITES",
     "SequenceKey",
     "TorchDispatchMode",
     "TreeSpec",
@@ -81,6 +82,9 @@ GROUPED_MM = torch.ops.aten._grouped_mm.default
 _aten = torch.ops.aten
 RANDOM = (_aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float, _aten.rand_like.default,
           _aten.randn_like.default)  # fmt: skip
+WRITES = (_aten.zero_.default, _aten.fill_.Scalar, _aten.mul_.Tensor, _aten.mul_.Scalar, _aten.add_.Tensor,
+          _aten.add_.Scalar, _aten.sub_.Tensor, _aten.div_.Tensor, _aten.copy_.default, _aten.clamp_.default,
+          _aten.lerp_.Scalar, _aten.masked_fill_.Scalar)  # fmt: skip
 TO_COPY = torch.ops.aten._to_copy
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 safe_softmax = torch.ops.aten._safe_softmax  # zeros where all scores are masked

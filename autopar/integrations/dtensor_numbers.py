@@ -4,6 +4,9 @@ A norm or a sum of a DTensor is one with a sum over the ranks still to come. tor
 the result, but gives ``.item()`` and its kin what this rank has: another number on each. Here they get the whole of
 parameters that FSDP2 shards for a parallelized model, and of what is made of them; other DTensors stay torch's.
 
+Values that are written into rows of such a parameter, or put in its place by ``.data``, would be lost: rows of a
+DTensor are a copy, and ``.data`` of one is not what it computes with.
+
 Random numbers for such a parameter are drawn for all of it, and a rank keeps those of its rows: under one seed they are
 those of one process. (On the CPU torch would draw the same numbers for the rows of each rank.)
 """
@@ -19,8 +22,9 @@ from autopar.call_site import place_of_user
 from autopar.checks.process_hooks import listeners
 from autopar.data_parallel.fully_sharded import FullySharded
 from autopar.distributed.agree import meet
-from autopar.foreign.patches import patch_entry
-from autopar.foreign.tensors import ITEM, RANDOM, name_of_operator, operators_of_dtensors
+from autopar.errors import ConfigError
+from autopar.foreign.patches import patch_entry, patch_setter
+from autopar.foreign.tensors import ITEM, RANDOM, WRITES, base_of, name_of_operator, operators_of_dtensors
 from autopar.layout import replica_rows
 
 __all__ = ["install"]
@@ -31,12 +35,21 @@ _ADVICE = (
 )
 
 
+_WHOLE = (
+    "Of the whole:\n  p.data.copy_(distribute_tensor(whole, p.device_mesh, p.placements)), where whole = "
+    "p.full_tensor().clone() with the rows changed."
+)
+
+
 def install() -> None:
     """Let DTensors answer with whole numbers."""
     table, kind = operators_of_dtensors(), "torch.distributed.tensor.DTensor"
     patch_entry(table, f"{kind}.item", ITEM, _read)
     for operator in RANDOM:
         patch_entry(table, f"{kind}.{name_of_operator(operator)}", operator, _draw)
+    for operator in WRITES:
+        patch_entry(table, f"{kind}.{str(operator).removeprefix('aten.')}", operator, _write)
+    patch_setter(DTensor, "data", _assign)
 
 
 @torch.no_grad()
@@ -63,6 +76,7 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor: DTensor = args[0]
     local, mesh, last = tensor.to_local(), tensor.device_mesh, tensor.device_mesh.ndim - 1
     in_place = name_of_operator(func).endswith("_")
+    _check_rows(func, tensor)
     if _model_of(tensor)[0] is None or not tensor.placements[last].is_shard(0):
         return _by_torch(func, args, kwargs)
     whole = func(torch.empty(tensor.shape, dtype=local.dtype, device=local.device), *args[1:], **kwargs)
@@ -73,6 +87,41 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return tensor
     like: Any = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
     return DTensor.from_local(rows, mesh, tensor.placements, **like)
+
+
+def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _check_rows(func, args[0])
+    return _by_torch(func, args, kwargs)
+
+
+def _check_rows(func: Any, tensor: Any) -> None:
+    """Raise ConfigError if ``tensor`` is a copy of rows that torch gathered: ``p[:10].zero_()`` changes nothing."""
+    base = base_of(tensor)
+    if not isinstance(tensor, DTensor) or not isinstance(base, DTensor) or base.device_mesh.size() == 1:
+        return
+    gathered = not any(each.is_shard() for each in tensor.placements) and any(p.is_shard() for p in base.placements)
+    if gathered and _model_of(base)[0] is not None:
+        raise ConfigError(
+            f"{name_of_operator(func)} of {tuple(tensor.shape)} of a parameter or gradient of {tuple(base.shape)}: "
+            "zero.stage 2 and 3 share its rows between replicas,\n  and some of them are a copy. What is written there "
+            f"would be lost. {_WHOLE}"
+        )
+
+
+def _assign(plain: Any, tensor: DTensor, value: Any) -> None:
+    """Write ``value`` into ``tensor``, of which FSDP2 has a part, for ``tensor.data = value``."""
+    if _model_of(tensor)[0] is None or not isinstance(value, torch.Tensor):
+        plain(tensor, value)
+        return
+    alike = isinstance(value, DTensor) and value.device_mesh == tensor.device_mesh
+    if not alike or value.shape != tensor.shape or value.dtype != tensor.dtype:
+        raise ConfigError(
+            f"parameter.data = {type(value).__name__} of {tuple(value.shape)} in {value.dtype}: with zero.stage 2 and "
+            f"3 it is a DTensor of {tuple(tensor.shape)} in {tensor.dtype},\n  and torch would go on with the old one. "
+            f"{_WHOLE}"
+        )
+    with torch.no_grad():
+        tensor.data.copy_(value)
 
 
 def _by_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

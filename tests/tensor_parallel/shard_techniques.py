@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributions import Normal, kl_divergence
 from torch.nn.utils import prune
 
 IDS = torch.arange(12).view(2, 6)
@@ -170,6 +171,8 @@ NOTICED: dict[str, Callable[[Any], Any]] = {
     "init": lambda model: nn.init.normal_(head(model), std=0.02),
     "orthogonal": lambda model: nn.init.orthogonal_(head(model)),
     "xavier": lambda model: nn.init.xavier_uniform_(head(model)),
+    "prior": lambda model: -Normal(0.0, 1.0).log_prob(head(model)).sum(),
+    "kl": lambda model: kl_divergence(*(Normal(head(model), std) for std in (1.0, 2.0))).sum(),
     "draw": lambda model: head(model).data.normal_(),
     "noise": lambda model: head(model).grad.add_(torch.randn_like(head(model).grad)),
     "flattened": lambda model: torch.cat([p.detach().flatten() for p in model.parameters()]),
