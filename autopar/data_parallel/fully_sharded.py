@@ -40,7 +40,7 @@ from autopar.distributed.read_switch import aside
 from autopar.errors import ConfigError
 from autopar.foreign.autograd import has_hooks
 from autopar.foreign.c10d import in_fake_world
-from autopar.foreign.groups import drop_gradients, gathered_parameters, reduce_gradients
+from autopar.foreign.groups import drop_gradients, free_weights, gathered_parameters, reduce_gradients
 from autopar.foreign.modules import own_parameters
 from autopar.foreign.patches import hold, release
 from autopar.foreign.transformers import unsplit_modules
@@ -126,9 +126,10 @@ class FullySharded:
             if hasattr(module, "idle_zeros"):  # experts: FSDP2 reduces the same gradients on all ranks
                 module.idle_zeros = True  # type: ignore[assignment]
         self.model: Any = model
-        self._gathered = False  # whether weights may be
+        self._gathered = self._passing = False  # whether weights may be, whether a pass of micro-batches runs
         for module in blocks_of(inner, blocks):  # generate may call what is inside of the model
             module.register_forward_pre_hook(self._before_block)
+            module.register_forward_hook(self._after_block)
         model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)  # before FSDP's own
         model.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
         encodes = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
@@ -188,7 +189,8 @@ class FullySharded:
             )
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        self._check_changes()
+        if not self._passing:
+            self._check_changes()
         check_transforms(f"zero.stage {self._stage}, where torch's FSDP holds the weights", lambda: (args, kwargs))
         if not torch.is_grad_enabled() and not _goes_on(kwargs.get("past_key_values")):
             self._meet()
@@ -204,6 +206,20 @@ class FullySharded:
     def _before_block(self, *_: Any) -> None:
         self._gathered = True
 
+    def _after_block(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            made = output[0] if isinstance(output, tuple) else output
+            if isinstance(made, torch.Tensor) and made.requires_grad:
+                made.register_hook(self._check_order)
+
+    def _check_order(self, gradient: torch.Tensor) -> None:
+        """Raise ConfigError in a backward that is to be differentiated again: FSDP2 has freed the weights by then."""
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                f"create_graph=True with zero.stage {self._stage}: torch's FSDP2 frees the weights behind the "
+                "backward, and a second derivative\n  would read them. Use zero.stage 1, or tensor_parallel_size."
+            )
+
     def _after_forward(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if not torch.is_grad_enabled() and kwargs.get("past_key_values") is None:  # generate goes on with them
             self.reshard()
@@ -215,7 +231,7 @@ class FullySharded:
         """Free whole weights, if there are any. No communication; gradients that are not reduced yet stay."""
         if self._gathered:
             self._gathered = False
-            self.model.reset_iter_state()
+            free_weights(self.model)
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:
@@ -225,7 +241,7 @@ class FullySharded:
         self.model.set_is_last_backward(False)
         self.model.set_requires_gradient_sync(False)
         self.model.set_reshard_after_backward(not self._keeps)
-        self._gathered = True
+        self._gathered = self._passing = True
         try:
             for module in modules if self._keeps else ():
                 module.unshard()
@@ -235,6 +251,7 @@ class FullySharded:
             drop_gradients(self.model)  # zero_grad does not see them
             raise
         finally:
+            self._passing = False
             self.reshard()
 
 

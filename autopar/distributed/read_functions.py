@@ -77,6 +77,7 @@ _OTHERS = """
     block_diag __getitem__ __setitem__ __iter__ index_put_ take put_ masked_scatter_ unfold fliplr flipud layer_norm
     rms_norm group_norm _foreach_max index_add index_copy index_fill index_put scatter_reduce scatter_reduce_
     masked_scatter select_scatter slice_scatter fill_diagonal_ nonzero argwhere masked_select pairwise_distance
+    repeat tile pad interpolate as_strided trapezoid trapz cumulative_trapezoid batch_norm instance_norm gumbel_softmax
     numel nelement
 """
 _OF_NORMS, DRAWS, _REDUCTIONS = (frozenset(names.split()) for names in (_NORMS, _DRAWS, _ALONG_A_DIM))

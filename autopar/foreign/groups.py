@@ -21,6 +21,7 @@ __all__ = [
     "default_group",
     "default_store",
     "drop_gradients",
+    "free_weights",
     "gathered_parameters",
     "has_timeout",
     "is_flat_parameter",
@@ -94,6 +95,12 @@ def drop_gradients(root: FSDPModule) -> None:
                 held.unsharded_accumulated_grad = None
                 if hasattr(held, "_unsharded_param"):
                     held._unsharded_param.grad = None
+
+
+def free_weights(root: FSDPModule) -> None:
+    """Free weights that FSDP2 has gathered; before its first forward there are none, and torch would raise."""
+    if hasattr(root._get_fsdp_state()._comm_ctx, "all_gather_state"):
+        root.reset_iter_state()
 
 
 def reduce_gradients(root: FSDPModule) -> None:

@@ -84,7 +84,8 @@ RANDOM = (_aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float,
           _aten.randn_like.default)  # fmt: skip
 WRITES = (_aten.zero_.default, _aten.fill_.Scalar, _aten.mul_.Tensor, _aten.mul_.Scalar, _aten.add_.Tensor,
           _aten.add_.Scalar, _aten.sub_.Tensor, _aten.div_.Tensor, _aten.copy_.default, _aten.clamp_.default,
-          _aten.lerp_.Scalar, _aten.masked_fill_.Scalar)  # fmt: skip
+          _aten.lerp_.Scalar, _aten.masked_fill_.Scalar, _aten.sub_.Scalar, _aten.div_.Scalar, _aten.pow_.Scalar,
+          _aten.neg_.default)  # fmt: skip
 TO_COPY = torch.ops.aten._to_copy
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 safe_softmax = torch.ops.aten._safe_softmax  # zeros where all scores are masked

@@ -182,3 +182,20 @@ def test_tensors_keep_their_classes() -> None:
     refused = raises_everywhere(ConfigError, "whole: with zero.stage 3 torch's FSDP holds the weights")
     with refused, autopar.whole(model):
         pass
+
+
+@pytest.mark.parametrize("stage", mainly(3, 2, later="all"))
+@pooled(world_size=2)
+def test_a_second_derivative_is_refused(stage: int) -> None:
+    """torch would read weights that it has freed, and end in a segmentation fault."""
+    model = autopar.initialize(llama().train(), {"zero": {"stage": stage}})
+    hidden = torch.randn(*IDS.shape, model.config.hidden_size).requires_grad_()
+    loss = model(inputs_embeds=hidden, labels=IDS).loss
+    with raises_everywhere(ConfigError, f"create_graph=True with zero.stage {stage}: torch's FSDP2 frees the weights"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+    model = autopar.initialize(
+        llama().train(), {"zero": {"stage": stage}, "activation_checkpointing": {"enable": True}}
+    )
+    loss = model(IDS, labels=IDS).loss
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
