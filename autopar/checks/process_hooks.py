@@ -2,6 +2,9 @@
 
 torch goes through them while they run, and a hook that a garbage collection takes away in between ends that with an
 error. So there is one of each kind, registered once and never removed; listeners are held weakly.
+
+[Note: what is noticed in a step] Optimizers were tried: reads of shards are silent while they step. Those in hooks of
+the user's before a step are told, and those of a class that could not be tried (SAM around another optimizer).
 """
 
 from __future__ import annotations
@@ -12,15 +15,19 @@ from typing import Any, TypeVar
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from autopar.checks.optimizer_probe import probe
 from autopar.distributed.shard_reads import switch
+from autopar.foreign.autograd import has_step_hooks
 
 __all__ = ["forget", "listen", "listeners"]
 
 _Kind = TypeVar("_Kind")
 
 _listeners: list[weakref.ref[Any]] = []  # in the order in which they began to listen
+_tried: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+_muting: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()  # the last of its hooks
 
 
 def listen(listener: object) -> None:
@@ -53,14 +60,37 @@ def _register() -> None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled step is checked, too
-def _before_step(*arguments: Any) -> None:
+def _before_step(optimizer: Optimizer, *arguments: Any) -> None:
     switch.off = True
-    _call("before_step", *arguments)
+    _call("before_step", optimizer, *arguments)
+    if not _is_tried(optimizer):
+        switch.off, switch.in_hook = False, True
+    elif optimizer not in _muting and has_step_hooks(optimizer):
+        switch.off, switch.in_hook = False, True
+        _muting[optimizer] = optimizer.register_step_pre_hook(_mute)
+
+
+def _mute(*_: Any) -> None:
+    switch.off, switch.in_hook = True, False
+
+
+def _is_tried(optimizer: Optimizer) -> bool:
+    """Return whether it is known how an optimizer of shards steps."""
+    if optimizer not in _tried:
+        held = any(
+            hasattr(parameter, "autopar_shard") for group in optimizer.param_groups for parameter in group["params"]
+        )
+        _tried[optimizer] = not held or all(probe(optimizer, group) is not None for group in optimizer.param_groups)
+    return _tried[optimizer]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _after_step(*arguments: Any) -> None:
-    _call("after_step", *arguments)
+def _after_step(optimizer: Optimizer, *arguments: Any) -> None:
+    handle = _muting.pop(optimizer, None)
+    if handle is not None:
+        handle.remove()
+    switch.off, switch.in_hook = True, False
+    _call("after_step", optimizer, *arguments)
     switch.off = False
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "current_backward",
     "forward_class",
     "has_hooks",
+    "has_step_hooks",
     "in_backward",
     "input_metadata",
     "is_functorch_active",
@@ -39,6 +40,11 @@ def has_hooks(tensor: torch.Tensor) -> tuple[bool, bool]:
     """Return whether a tensor has hooks of its gradient, and hooks behind the accumulation of its gradient."""
     behind = getattr(tensor, "_post_accumulate_grad_hooks", None)
     return bool(tensor._backward_hooks), bool(behind)
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has hooks of its own before its step."""
+    return bool(optimizer._optimizer_step_pre_hooks)
 
 
 def in_backward() -> bool:

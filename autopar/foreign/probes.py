@@ -202,7 +202,11 @@ def _gradient_hooks() -> bool:
     hooked, behind = (torch.zeros(1, requires_grad=True) for _ in range(2))
     hooked.register_hook(lambda gradient: None)
     behind.register_post_accumulate_grad_hook(lambda tensor: None)
-    return autograd.has_hooks(hooked) == (True, False) and autograd.has_hooks(behind) == (False, True)
+    optimizer = torch.optim.SGD([hooked], lr=0.1)
+    before = autograd.has_step_hooks(optimizer)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    steps = (before, autograd.has_step_hooks(optimizer)) == (False, True)
+    return steps and autograd.has_hooks(hooked) == (True, False) and autograd.has_hooks(behind) == (False, True)
 
 
 def _dtensors() -> bool:

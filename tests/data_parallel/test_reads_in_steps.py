@@ -1,0 +1,89 @@
+"""Reads of shards while an optimizer steps: those in hooks before it, and of a class that cannot be tried, are told."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import Optimizer
+
+import autopar
+from autopar.distributed.read_switch import switch
+from tests.pool import pooled
+from tests.small import llama
+
+IDS = torch.arange(36).view(4, 9) % 131
+MESHES: dict[str, dict[str, Any]] = {
+    "tp": {"model_parallelism": {"tensor_parallel_size": 2}, "consistency_check": {"enable": False}},
+    "pp": {"model_parallelism": {"pipeline_parallel_size": 2}, "pipeline": {"num_microbatches": 2, "timeout": 20}},
+}
+TOLD = {"tp": "norm of values of ", "pp": "is of this stage's weights alone"}
+
+
+class Sharpness(Optimizer):
+    """SAM, as users write it: a class of optimizers around which it steps, and a closure that has to be given."""
+
+    def __init__(self, params: Any, base: type[Optimizer], rho: float = 0.05) -> None:
+        super().__init__(list(params), {"rho": rho})
+        self.base = base(self.param_groups, lr=0.1)  # type: ignore[call-arg]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any]) -> None:  # type: ignore[override]
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in held]).norm()
+        moved = [(p, p.grad * (0.05 / (float(norm) + 1e-12))) for p in held]
+        for p, by in moved:
+            p.add_(by)
+        self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        for p, by in moved:
+            p.sub_(by)
+        self.base.step()
+
+
+def backward(model: Any) -> None:
+    if model.mpu.pp.size > 1:
+        model.execute_pipeline({"input_ids": IDS, "labels": IDS})
+    else:
+        model(IDS, labels=IDS).loss.backward()
+
+
+def told(model: Any, optimizer: Any, *given: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            backward(model)
+            optimizer.step(*given)
+            optimizer.zero_grad()
+    assert not switch.off and not switch.in_hook
+    return [str(each.message) for each in found if issubclass(each.category, autopar.ShardWarning)]
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("mesh", MESHES)
+@pooled(world_size=2)
+def test_norms_around_and_in_steps(mesh: str) -> None:
+    norms: list[Any] = []
+
+    def log(optimizer: Any, *_: Any) -> None:
+        norms.append(torch.stack([p.grad.norm() for group in optimizer.param_groups for p in group["params"]]).norm())
+
+    def clamp(optimizer: Any, *_: Any) -> None:
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad.clamp_(-0.01, 0.01)
+
+    model = autopar.initialize(llama(num_hidden_layers=4).train(), MESHES[mesh])
+    own = Sharpness(model.parameters(), torch.optim.SGD)
+    texts = told(model, own, lambda: backward(model))
+    assert len([text for text in texts if TOLD[mesh] in text]) == 1, texts
+    quiet = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    quiet.register_step_pre_hook(clamp)
+    assert told(model, quiet) == []
+    quiet.register_step_pre_hook(log)
+    texts = told(model, quiet)
+    assert len(texts) == 1 and TOLD[mesh] in texts[0], texts
+    assert len(norms) == 2
