@@ -189,9 +189,9 @@ class FullySharded:
             )
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        check_transforms(f"zero.stage {self._stage}, where torch's FSDP holds the weights", lambda: (args, kwargs))
         if not self._passing:
             self._check_changes()
-        check_transforms(f"zero.stage {self._stage}, where torch's FSDP holds the weights", lambda: (args, kwargs))
         if not torch.is_grad_enabled() and not _goes_on(kwargs.get("past_key_values")):
             self._meet()
         self._gathered = True
