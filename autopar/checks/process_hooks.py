@@ -17,9 +17,10 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from autopar.call_site import is_of_library
 from autopar.checks.optimizer_probe import probe
 from autopar.distributed.shard_reads import switch
-from autopar.foreign.autograd import has_step_hooks
+from autopar.foreign.autograd import step_hooks
 
 __all__ = ["forget", "listen", "listeners"]
 
@@ -63,11 +64,12 @@ def _register() -> None:
 def _before_step(optimizer: Optimizer, *arguments: Any) -> None:
     switch.off = True
     _call("before_step", optimizer, *arguments)
-    if not _is_tried(optimizer):
-        switch.off, switch.in_hook = False, True
-    elif optimizer not in _muting and has_step_hooks(optimizer):
-        switch.off, switch.in_hook = False, True
-        _muting[optimizer] = optimizer.register_step_pre_hook(_mute)
+    noticed = not _is_tried(optimizer)
+    if not noticed and not all(map(is_of_library, step_hooks(optimizer))):
+        noticed = True
+        if optimizer not in _muting:  # a step that failed leaves it
+            _muting[optimizer] = optimizer.register_step_pre_hook(_mute)
+    switch.off, switch.in_hook = not noticed, noticed
 
 
 def _mute(*_: Any) -> None:

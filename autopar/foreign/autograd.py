@@ -17,7 +17,6 @@ __all__ = [
     "current_backward",
     "forward_class",
     "has_hooks",
-    "has_step_hooks",
     "in_backward",
     "input_metadata",
     "is_functorch_active",
@@ -26,6 +25,7 @@ __all__ = [
     "next_sequence_number",
     "run_backward",
     "sequence_number",
+    "step_hooks",
     "untransformed",
     "without_transforms",
 ]
@@ -42,9 +42,9 @@ def has_hooks(tensor: torch.Tensor) -> tuple[bool, bool]:
     return bool(tensor._backward_hooks), bool(behind)
 
 
-def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer has hooks of its own before its step."""
-    return bool(optimizer._optimizer_step_pre_hooks)
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the hooks that an optimizer has of its own before its step."""
+    return list(optimizer._optimizer_step_pre_hooks.values())
 
 
 def in_backward() -> bool:
