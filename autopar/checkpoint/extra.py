@@ -112,7 +112,8 @@ class Extra:
 
 def _is_shard(value: Any, local: torch.Tensor | None) -> bool:
     """Tell whether a value has the form of what this rank holds of a tensor of the model."""
-    if local is None or type(value) not in (*PLAIN, DTensor) or value.shape != local.shape:
+    known = isinstance(value, DTensor) or type(value) in PLAIN
+    if local is None or not known or value.shape != local.shape:
         return False
     if value.layout != torch.strided or value.is_meta or not alike(value, local):
         return False
