@@ -37,7 +37,7 @@ def averages(model: Any) -> dict[str, Any]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    assert type(tensor) in (torch.Tensor, DTensor, Part)
+    assert isinstance(tensor, DTensor) or type(tensor) in (torch.Tensor, Part)
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
