@@ -34,7 +34,7 @@ ROWS = [*CORE, ["integrations"], ["tools"], ["__init__", "__main__"]]
 TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["rehearsal", "verification"], ["cli"]]
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
-    "applied": 908,
+    "applied": 910,
     "checkpoint": 6394,
     "checks": 2293,
     "config": 1023,

@@ -133,14 +133,16 @@ def full(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
         if due.quantized:
             raise ConfigError(f"full: {name} is quantized ({due.quantized}): its layer holds bytes of it")
         axis, layout = _sharding(due, model.plan, model.mpu)
+        ranks = sorted({*axis.ranks, *model.mpu.fsdp.ranks}) if isinstance(tensor, DTensor) else axis.ranks
         if layout is None:
-            return _rows_of_replicas(tensor)
+            with model.failures.wait(f"autopar.full({name})", ranks):
+                return _rows_of_replicas(tensor)
         if tuple(tensor.shape) != due.local_shape(axis.rank):
             raise ConfigError(
                 f"full: {list(tensor.shape)} is not the shape of this rank's shard of {name}, "
                 f"{list(due.local_shape(axis.rank))}"
             )
-        with model.failures.wait(f"autopar.full({name})", axis.ranks):
+        with model.failures.wait(f"autopar.full({name})", ranks):
             rows = _rows_of_replicas(tensor)
             summed = collectives.sum_replicas(rows, axis, layout) if layout.replicated else rows
             return of_stage(collectives.gather(summed, axis, layout, layout.dim), asked)

@@ -31,7 +31,7 @@ from autopar.errors import ConfigError
 from autopar.foreign.modules import steps_of
 from autopar.foreign.patches import patch_body, patch_member, patch_name
 
-__all__ = ["alive", "dealing", "inside", "install"]
+__all__ = ["alive", "counting_replicas", "inside", "install"]
 
 _UNSET: Any = object()
 _meant: ContextVar[Any] = ContextVar("the MPU of the model that is meant; None: all processes", default=_UNSET)
@@ -97,8 +97,8 @@ _dealing: ContextVar[bool] = ContextVar("a process's index is that of its replic
 
 
 @contextlib.contextmanager
-def dealing(mpu: MPU) -> Iterator[None]:
-    """Let ``process_index`` count replicas, too: batches are dealt out by it, and what was gathered is sliced by it."""
+def counting_replicas(mpu: MPU) -> Iterator[None]:
+    """Let ``process_index`` count replicas, too, where batches are split and gathered tensors are sliced by it."""
     token = _dealing.set(True)
     try:
         with meaning(mpu):
@@ -185,7 +185,7 @@ def prepare_data_loader(plain: Any, accelerator: Any, data_loader: Any, *args: A
             "theirs:\n  leave it out. The loader of autopar.prepare_dataloader(dataset, batch_size, mpu=model.mpu) has "
             "state_dict and load_state_dict."
         )
-    with dealing(mpu):
+    with counting_replicas(mpu):
         made = plain(accelerator, data_loader, *args, **kwargs)
     if isinstance(made, DataLoaderDispatcher):
         made.state = Place(made.state, mpu)
@@ -202,7 +202,7 @@ def _num_processes(plain: Callable[..., int], accelerator: Any) -> int:
 
 
 def _process_index(plain: Callable[..., int], accelerator: Any) -> int:
-    """The body of ``Accelerator.process_index``, the rank in the world; of the replica in :func:`dealing`."""
+    """The body of ``Accelerator.process_index``, the rank in the world; of the replica in :func:`counting_replicas`."""
     mpu = mesh_of(accelerator) if _dealing.get() else None
     return plain(accelerator) if mpu is None else mpu.dp.rank
 

@@ -25,7 +25,7 @@ from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.plain_collectives import broadcast
 from autopar.distributed.process import device_of_numbers
 from autopar.errors import ConfigError, ConsistencyError
-from autopar.integrations.accelerate import dealing
+from autopar.integrations.accelerate import counting_replicas
 from autopar.integrations.trainer.fused_head import give_whole_head, has_fused_head
 from autopar.integrations.trainer.steps import ParallelBase
 
@@ -50,7 +50,7 @@ class ReplicaView(ParallelBase):
         """Run a step of the trainer, which may sample, score and slice in it."""
         mpu = self.model.mpu
         try:
-            with dealing(mpu):
+            with counting_replicas(mpu):
                 return super().training_step(*args, **kwargs)
         except IndexError as error:
             if mpu.model.size > 1 and self.has_own_loss():
@@ -59,7 +59,7 @@ class ReplicaView(ParallelBase):
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch, which a trainer may sample first."""
-        with dealing(self.model.mpu):
+        with counting_replicas(self.model.mpu):
             return super().prediction_step(*args, **kwargs)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
