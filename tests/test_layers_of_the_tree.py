@@ -35,25 +35,25 @@ TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["rehearsal", "verifi
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
     "applied": 910,
-    "checkpoint": 6394,
+    "checkpoint": 6404,
     "checks": 2293,
     "config": 1023,
-    "context_parallel": 2880,
-    "data_parallel": 3200,
+    "context_parallel": 2851,
+    "data_parallel": 3199,
     "deferred_init": 1247,
-    "distributed": 5520,
+    "distributed": 5596,
     "dry_run": 3453,
-    "foreign": 1504,
+    "foreign": 1532,
     "integrations": 2398,
     "pipeline_parallel": 4062,
     "plan": 3033,
-    "policy": 1650,
+    "policy": 1646,
     "quantized": 1097,
     "storage": 1575,
     "tensor_parallel": 6694,
-    "tools": 13724,
+    "tools": 13901,
 }
-LOADED = 146  # modules that initialize loads; fewer is better
+LOADED = 147  # modules that initialize loads; fewer is better
 ROOT = Path(__file__).parents[1] / "autopar"
 
 

@@ -21,12 +21,13 @@ from autopar.checkpoint.quantized_base import QuantizedBase, digests_here, name_
 from autopar.checkpoint.rotation import place_in_series
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.state import State, listed, local_tensors, state_of
-from autopar.distributed.agree import all_ranks, barrier
+from autopar.distributed.agree import all_ranks
+from autopar.distributed.barrier import barrier
 from autopar.errors import CheckpointError, nearest
 from autopar.storage.json_values import decode
 from autopar.storage.safetensors_io import dtype_name, dtype_of
 
-__all__ = ["TrainingObjects", "load"]
+__all__ = ["Loader", "TrainingObjects", "load"]
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,14 @@ def load(
     state = state_of(model)
     mpu = state.mpu
     barrier(mpu, "from_parallelized", timeout_or_default(timeout))
-    prepared: list[_Loader] = []
+    prepared: list[Loader] = []
 
     def check() -> dict[str, Any]:
         check_timeout(timeout)
         if torch.is_inference_mode_enabled():
             raise CheckpointError("from_parallelized inside torch.inference_mode makes state that cannot be trained")
         training.check()
-        loader = _Loader(model, Path(absolute(directory())), training)
+        loader = Loader(model, Path(absolute(directory())), training)
         prepared.append(loader)
         return {
             "function": "from_parallelized",
@@ -95,7 +96,7 @@ def load(
             loader.shards.close()
 
 
-class _Loader:
+class Loader:
     """One rank's part in one call. Making it checks everything that can be checked without reading tensors."""
 
     def __init__(self, model: nn.Module, folder: Path, training: TrainingObjects) -> None:
@@ -238,7 +239,7 @@ def _of_quantized(saved: QuantizedBase, state: State) -> str:
     return f"\n  The checkpoint {there}; the model {here}."
 
 
-def _compare_base(model: nn.Module, loader: _Loader) -> None:
+def _compare_base(model: nn.Module, loader: Loader) -> None:
     """Warn if quantized weights, which a checkpoint leaves out, are not those of the run that saved it. Collective."""
     state, saved = loader.state, loader.shards.manifest.base
     if not saved.digests or "base" in loader.shards.manifest.parts:  # written by an earlier version, or read
@@ -248,7 +249,7 @@ def _compare_base(model: nn.Module, loader: _Loader) -> None:
         warn_of_another(saved, QuantizedBase.of(name_of(model, state), state, ranks), loader.shards.folder)
 
 
-def _warn_of_casts(loader: _Loader) -> None:
+def _warn_of_casts(loader: Loader) -> None:
     saved, weights = loader.shards.manifest.tensors, loader.weights
     cast = [
         name
@@ -264,7 +265,7 @@ def _warn_of_casts(loader: _Loader) -> None:
         )
 
 
-def _warn_of_dropped_weights(loader: _Loader) -> None:
+def _warn_of_dropped_weights(loader: Loader) -> None:
     """Warn of fp32 weights in the checkpoint that neither the model nor the optimizer has a place for."""
     weights, kinds = loader.weights, {name: tensor.dtype for name, tensor in loader.tensors.items()}
     dropped = [name for name, dtype in kinds.items() if weights is not None and weights.drops(name, dtype)]

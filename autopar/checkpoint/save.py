@@ -26,15 +26,17 @@ from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.snapshot import Snapshot, check_replicas, digest_parameters, snapshot
 from autopar.checkpoint.staging import Staging, fsync_files
 from autopar.checkpoint.state import State, config_writer, listed, state_of
-from autopar.distributed.agree import Ranks, all_ranks, barrier, rank_zero
+from autopar.distributed.agree import Ranks, all_ranks, rank_zero
+from autopar.distributed.barrier import barrier
 from autopar.errors import CheckpointError
+from autopar.foreign.c10d import in_fake_world
 from autopar.plan.plan import TensorPlan
 from autopar.storage.files import file_checksum
 from autopar.storage.safetensors_io import SafetensorsWriter
 
-__all__ = ["prepare_alike", "save", "write_shard"]
+__all__ = ["Writer", "prepare_alike", "save", "write_shard"]
 
-Writer = TypeVar("Writer")
+Made = TypeVar("Made")
 
 _SHARDS = ".shards"  # inside the temporary folder, while merging
 
@@ -52,7 +54,7 @@ def save(
     state = state_of(model)
     mpu = state.mpu
 
-    def prepare() -> tuple[dict[str, Any], _Writer, Snapshot]:
+    def prepare() -> tuple[dict[str, Any], Writer, Snapshot]:
         request = SaveRequest.of(**arguments)
         training = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "extra": extra}
         given = [name for name, value in training.items() if value is not None]
@@ -70,12 +72,12 @@ def save(
         model_id = f"{state.plan.model_type} {len(state.plan.tensors)} tensors, mesh {tuple(mpu.sizes)}"
         call = {"model": model_id, "saved with": given, **asdict(request)}
         local = replace(local, report={**local.report, "base": digests_here(model, state)})
-        return call, _Writer(model, state, request, tokenizer), local
+        return call, Writer(model, state, request, tokenizer), local
 
     writer, local = prepare_alike(model, timeout, prepare)
     if local.fsdp:
         local = _on_all(mpu, partial(local.gathered, state))
-    if not writer.request.async_save:
+    if not writer.request.async_save or in_fake_world():
         writer.run(mpu, local)
         return
     copied = _on_all(mpu, local.copied)
@@ -84,8 +86,8 @@ def save(
 
 
 def prepare_alike(
-    model: nn.Module, timeout: float, prepare: Callable[[], tuple[dict[str, Any], Writer, Snapshot]]
-) -> tuple[Writer, Snapshot]:
+    model: nn.Module, timeout: float, prepare: Callable[[], tuple[dict[str, Any], Made, Snapshot]]
+) -> tuple[Made, Snapshot]:
     """Prepare a save on each rank, and check that the ranks were called alike and hold the same. Collective.
 
     Args:
@@ -97,7 +99,7 @@ def prepare_alike(
     state = state_of(model)
     state.background.wait()
     barrier(state.mpu, "save_parallelized", timeout_or_default(timeout))
-    prepared: list[tuple[Writer, Snapshot]] = []
+    prepared: list[tuple[Made, Snapshot]] = []
 
     def check() -> dict[str, Any]:
         check_timeout(timeout)
@@ -126,8 +128,8 @@ def _on_all(peers: Ranks, make: Callable[[], Snapshot]) -> Snapshot:
     return made[0]
 
 
-class _Writer:
-    """Write one save after all checks; can run in the background."""
+class Writer:
+    """Write one save after all checks; can run in the background. Files are touched in methods of their own."""
 
     def __init__(self, model: nn.Module, state: State, request: SaveRequest, tokenizer: Any) -> None:
         self.state, self.request, self.tokenizer = state, request, tokenizer
@@ -147,7 +149,7 @@ class _Writer:
 
     def stage(self, peers: Ranks) -> tuple[Path, str]:
         """Make the temporary folder. Collective."""
-        folder, save_id = rank_zero(peers, self._stage, self._untouched)
+        folder, save_id = rank_zero(peers, self.make_folder, self._untouched)
         self.staged = Path(folder), save_id
         return self.staged
 
@@ -155,19 +157,25 @@ class _Writer:
         """Write, and put the folder in its place. Collective."""
         try:
             folder, save_id = self.staged or self.stage(peers)
-            reports = all_ranks(peers, lambda: _write(local, self.state, folder, save_id), self._untouched)
-            rank_zero(peers, lambda: self._finish(folder, save_id, reports), self._doubt)
+            reports = all_ranks(peers, lambda: self.write_shards(local, folder, save_id), self._untouched)
+            rank_zero(peers, lambda: self.finish(folder, save_id, reports), self._doubt)
         finally:
             if self.staging is not None:
                 self.staging.discard()
 
-    def _stage(self) -> list[str]:
+    def make_folder(self) -> list[str]:
+        """Make the temporary folder, on rank 0; return its path and the id of the save."""
         self.staging = Staging(Path(self.request.directory))
         if self.request.merge:
             (self.staging.temp / _SHARDS).mkdir()
         return [str(self.staging.temp / _SHARDS if self.request.merge else self.staging.temp), self.staging.id]
 
-    def _finish(self, folder: Path, save_id: str, reports: list[dict[str, Any]]) -> None:
+    def write_shards(self, local: Snapshot, folder: Path, save_id: str) -> dict[str, Any]:
+        """Write this rank's files; return its report for the manifest."""
+        return _write(local, self.state, folder, save_id)
+
+    def finish(self, folder: Path, save_id: str, reports: list[dict[str, Any]]) -> None:
+        """Write on rank 0 what there is once, and put the folder in its place."""
         assert self.staging is not None
         temp = self.staging.temp
         known = {path.name for path in temp.iterdir()}

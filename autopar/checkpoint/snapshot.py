@@ -218,7 +218,7 @@ def _gather(tensor: DTensor, axis: Axis, device: torch.device) -> torch.Tensor |
         dist.gather(_raw(sent), [_raw(part) for part in parts] or None, dst=axis.ranks[0], group=axis.group)
     if axis.rank != 0:
         return None
-    full = torch.empty(tensor.shape, dtype=tensor.dtype)
+    full = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta" if tensor.is_meta else "cpu")
     for part, (start, stop) in zip(parts, rows, strict=True):
         full[start:stop].copy_(part[: stop - start])
     return full

@@ -31,15 +31,14 @@ from autopar.call_site import warn_user
 from autopar.checks.process_hooks import forget, listen
 from autopar.config import ParallelConfig
 from autopar.data_parallel.precision import DTYPES
-from autopar.distributed.agree import meet
 from autopar.distributed.axis import Axis
+from autopar.distributed.barrier import meet
 from autopar.distributed.derivatives import check_transforms
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.read_switch import aside
 from autopar.errors import ConfigError
 from autopar.foreign.autograd import has_hooks
-from autopar.foreign.c10d import in_fake_world
 from autopar.foreign.groups import drop_gradients, free_weights, gathered_parameters, reduce_gradients
 from autopar.foreign.modules import own_parameters
 from autopar.foreign.patches import hold, release
@@ -198,8 +197,8 @@ class FullySharded:
 
     def _meet(self) -> None:
         """Wait until all ranks are about to gather weights for a forward without gradients: one may evaluate alone."""
-        axis, elsewhere = self._mpu.fsdp, torch.compiler.is_compiling() or in_fake_world()
-        if axis.size > 1 and not self.failures.in_deadline and not elsewhere:
+        axis = self._mpu.fsdp
+        if axis.size > 1 and not self.failures.in_deadline and not torch.compiler.is_compiling():
             what = f"weights, sharded by zero.stage {self._stage}, in a forward without gradients"
             meet(axis, what, self.failures.timeout, _ADVICE)
 

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,11 +21,14 @@ import torch.distributed as dist
 
 from autopar.call_site import OURS
 from autopar.foreign.c10d import Operator, TorchDispatchMode, group_of, operator_of, tensors_in
+from autopar.foreign.tensors import dispatch_modes
 
-__all__ = ["VARIABLE", "Call", "Group", "Recorder", "read", "trace_from_environment"]
+__all__ = ["VARIABLE", "Call", "Group", "Recorder", "as_one", "read", "trace_from_environment"]
 
 VARIABLE = "AUTOPAR_TRACE"
 _CARRIERS = (
+    "agree.py",
+    "barrier.py",
     "trace.py",
     "storages.py",
     "c10d.py",
@@ -118,7 +122,8 @@ class Recorder(TorchDispatchMode):
         read: Callable[[Any, Any, Any], Any] | None = None,
     ) -> None:
         super().__init__()
-        self._note, self._answer, self._read = note, answer, read
+        self._note, self.answer, self._read = note, answer, read
+        self._muted = 0  # inside of a collective that is noted as one
         self._groups: dict[Any, Group] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -127,10 +132,22 @@ class Recorder(TorchDispatchMode):
             found = NotImplemented if self._read is None else self._read(function, args, kwargs)
             return function(*args, **kwargs) if found is NotImplemented else found
         call = self._call(operator, args)
-        self._note(call)
-        if self._answer is None:
+        if not self._muted:
+            self._note(call)
+        if self.answer is None:
             return function(*args, **kwargs)
-        return self._answer(operator, call, args)
+        return self.answer(operator, call, args)
+
+    @contextmanager
+    def one(self, kind: str, group: dist.ProcessGroup) -> Iterator[None]:
+        """Note one call of that kind over a group, and none of those inside."""
+        if not self._muted:
+            self._note(Call(kind, self._group(group), (), "", where=_where(sys._getframe(1)), control=True))
+        self._muted += 1
+        try:
+            yield
+        finally:
+            self._muted -= 1
 
     def _call(self, operator: Operator, args: tuple[Any, ...]) -> Call:
         given, out = tensors_in(args[operator.given]), tensors_in(args[operator.out])
@@ -146,7 +163,7 @@ class Recorder(TorchDispatchMode):
             args[operator.peer] if operator.peer >= 0 else -1,
             args[operator.tag] if operator.tag >= 0 else 0,
             _where(sys._getframe(2)),
-            self._answer is not None and bool(first) and not first[0].is_meta,
+            self.answer is not None and bool(first) and not first[0].is_meta,
         )
 
     def _group(self, group: dist.ProcessGroup) -> Group:
@@ -156,6 +173,20 @@ class Recorder(TorchDispatchMode):
             name = group.group_desc if group.group_desc not in ("", "undefined", "default_pg") else "world"
             found = self._groups[group] = Group(name, ranks)
         return found
+
+
+@contextmanager
+def as_one(kind: str, group: dist.ProcessGroup) -> Iterator[Any]:
+    """Note what ranks do inside as one collective: it takes messages, or goes through the store of the process group.
+
+    Yields:
+        The ``answer`` of a recorder, which stands in for the backends of collectives; None outside of a rehearsal.
+    """
+    with ExitStack() as stack:
+        recorders = [mode for mode in dispatch_modes() if isinstance(mode, Recorder)]
+        for recorder in recorders:
+            stack.enter_context(recorder.one(kind, group))
+        yield next((recorder.answer for recorder in recorders if recorder.answer is not None), None)
 
 
 def _where(frame: Any) -> str:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork, ProcessGroup
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -149,6 +150,7 @@ def fake_world(
     note_reduce: Callable[[Any], None],
     note_group: Callable[[str, list[int]], None],
     gives_for: Callable[[int], AbstractContextManager[bool]],
+    note_resize: Callable[[torch.Tensor], None],
 ) -> Iterator[None]:
     """Start torch.distributed as ``rank`` of ``world`` with groups that carry nothing.
 
@@ -158,11 +160,11 @@ def fake_world(
         note_reduce: called with the operation of each ``all_reduce`` before it: its operator hides which one it is.
         note_group: called with the name and the ranks of each group that is made.
         gives_for: around a broadcast of objects from another rank: whether this one gives its own objects instead.
+        note_resize: called with each tensor whose storage FSDP2 has given memory or has freed.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     all_reduce, new_group, broadcast_objects = dist.all_reduce, dist.new_group, dist.broadcast_object_list
-    check = FSDPParamGroup._validate_no_meta_params
 
     def noted(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
         note_reduce(op)
@@ -179,16 +181,42 @@ def fake_world(
 
     streams = {name: getattr(torch.cpu, name) for name in dir(torch.cpu) if not name.startswith("_")}
     streams |= {"current_device": lambda: 0, "current_stream": lambda *_: _Stream(), "Stream": _Stream}
+    replaced: list[tuple[Any, str, Any]] = [
+        (dist, "all_reduce", noted),
+        (dist, "new_group", made),
+        (dist, "broadcast_object_list", objects),
+        (FSDPParamGroup, "_validate_no_meta_params", lambda self: None),
+        (_fsdp_param, "alloc_storage", _and_then(_fsdp_param.alloc_storage, note_resize)),
+        (_fsdp_param, "free_storage", _and_then(_fsdp_param.free_storage, note_resize)),
+    ]
     torch.meta = SimpleNamespace(**streams)  # type: ignore[attr-defined]
     _worlds.append(rank)
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    dist.all_reduce, dist.new_group, dist.broadcast_object_list = noted, made, objects  # type: ignore[assignment]
-    FSDPParamGroup._validate_no_meta_params = lambda self: None  # type: ignore[method-assign]
     try:
-        yield
+        with _replacing(replaced):
+            yield
     finally:
-        dist.all_reduce, dist.new_group, dist.broadcast_object_list = all_reduce, new_group, broadcast_objects
-        FSDPParamGroup._validate_no_meta_params = check  # type: ignore[method-assign]
         _worlds.pop()
         del torch.meta  # type: ignore[attr-defined]
         dist.destroy_process_group()
+
+
+def _and_then(first: Callable[[torch.Tensor], None], second: Callable[[torch.Tensor], None]) -> Any:
+    def run(tensor: torch.Tensor) -> None:
+        first(tensor)
+        second(tensor)
+
+    return run
+
+
+@contextmanager
+def _replacing(attributes: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Put others in the place of attributes, each given with its object and name, inside of ``with``."""
+    before = [getattr(place, name) for place, name, _ in attributes]
+    for place, name, new in attributes:
+        setattr(place, name, new)
+    try:
+        yield
+    finally:
+        for (place, name, _), old in zip(attributes, before, strict=True):
+            setattr(place, name, old)

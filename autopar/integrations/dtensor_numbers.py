@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from autopar.call_site import place_of_user
 from autopar.checks.process_hooks import listeners
 from autopar.data_parallel.fully_sharded import FullySharded
-from autopar.distributed.agree import meet
+from autopar.distributed.barrier import meet
 from autopar.errors import ConfigError
 from autopar.foreign.patches import patch_entry, patch_setter
 from autopar.foreign.tensors import ITEM, RANDOM, WRITES, base_of, name_of_operator, operators_of_dtensors

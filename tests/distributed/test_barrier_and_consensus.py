@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from autopar.distributed import agree
-from autopar.distributed.agree import all_ranks, barrier, rank_zero
+from autopar.distributed import barrier as waiting
+from autopar.distributed.agree import all_ranks, rank_zero
+from autopar.distributed.barrier import barrier
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
 from tests.pool import pooled
@@ -80,9 +81,9 @@ def test_a_rank_that_arrives_while_another_gives_up_takes_it_along():
             dist.barrier()
             return json.dumps(value)
 
-        agree.json = SimpleNamespace(dumps=slow, loads=json.loads)
+        waiting.json = SimpleNamespace(dumps=slow, loads=json.loads)
         barrier(mpu, "save", 0.3)
-        agree.json = json
+        waiting.json = json
     else:
         dist.barrier()
         barrier(mpu, "save", 0.3)

@@ -21,8 +21,8 @@ FIRST = (
 )
 
 
-def of_step(parts: list[tuple[str, Call]], *, routed: bool) -> list[tuple[str, Call]]:
-    """Return the calls of the step and the evaluation, without places, and without the length of objects."""
+def of_program(parts: list[tuple[str, Call]], *, routed: bool) -> list[tuple[str, Call]]:
+    """Return the calls behind ``initialize``, without places, and without the length of objects."""
     found = []
     for part, call in parts:
         objects = call.dtype == "uint8" and call.kind in ("all_gather", "broadcast")
@@ -51,7 +51,8 @@ def write_traces_of_eight(case: Case, folder: Path) -> None:
 def write(case: Case, folder: Path) -> None:
     model = case.build()
     inputs = inputs_of(model, case.batch, case.sequence)
-    job = Job(model, config_of(case), dist.get_world_size(), inputs, case.average)
+    checkpoint = str(folder / "checkpoint")
+    job = Job(model, config_of(case), dist.get_world_size(), inputs, case.average, folder=checkpoint)
     parts: list[tuple[str, Call]] = []
     now = ["initialize"]
     with Recorder(lambda call: parts.append((now[0], call))):
@@ -92,7 +93,8 @@ def compare(case: Case, folder: Path, *, routed: bool, world: int = 4) -> None:
     assert len(found.traces) >= 2
     for rank, parts in found.traces.items():
         traced = read(folder / f"{rank}.json")
-        ours, real = (of_step(each, routed=routed) for each in (parts, traced))
+        ours, real = (of_program(each, routed=routed) for each in (parts, traced))
         for number, (one, other) in enumerate(zip(ours, real, strict=False)):
             assert one == other, f"call {number} of rank {rank}"
         assert len(ours) == len(real)
+    assert {"step", "evaluation", "save", "load"} <= {part for part, _ in found.traces[0]}

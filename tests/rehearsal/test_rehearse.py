@@ -56,6 +56,29 @@ def test_a_collective_that_one_rank_skips_is_found() -> None:
 
 
 @pytest.mark.tier("test")
+@pytest.mark.parametrize("last", [False, True], ids=["rank 0", "the last rank"])
+def test_a_save_on_one_rank_is_found(last: bool) -> None:
+    def loop(model: Any, optimizer: Any, batch: dict[str, Any]) -> None:
+        if dist.get_rank() == (dist.get_world_size() - 1 if last else 0):
+            model.save_parallelized("checkpoint")
+
+    found = autopar.rehearse(on_meta(llama), {"tp": 2, "pp": 2}, 8, sequence=16, loop=loop)
+    problem = found.problems[0]
+    assert "rank 7" in problem if last else problem.startswith("rank 0 has ")
+    assert "The first that it does not have: barrier over world []" in problem
+    assert "autopar/checkpoint/save.py:" in problem and "test_rehearse.py:" in problem
+
+
+@pytest.mark.tier("test")
+def test_ranks_that_save_into_folders_of_their_own_are_told() -> None:
+    def loop(model: Any, optimizer: Any, batch: dict[str, Any]) -> None:
+        model.save_parallelized(f"checkpoint-{dist.get_rank()}")
+
+    with pytest.raises(RuntimeError, match="checkpoint-0"):
+        autopar.rehearse(on_meta(llama), {"pp": 2}, 8, sequence=16, loop=loop)
+
+
+@pytest.mark.tier("test")
 def test_a_rank_without_rows_of_the_vocabulary_does_what_the_others_do_on_every_stage() -> None:
     def tiny() -> Any:
         return LlamaForCausalLM(LlamaConfig(**{**SMALL, "vocab_size": 3, "pad_token_id": None}))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["rehearse", "trace"]
 
+_PARTS = ("step", "evaluation", "save", "load")
 _SHOWN = 5  # problems, and ranks that wait
 
 
@@ -61,7 +62,7 @@ def rehearse(
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Run a training step and an evaluation of some ranks of a job on tensors without memory, and match what they send.
+    """Train a step, evaluate, save and load on some ranks of a job, without memory, and match what they send.
 
     Exit code 0 if every collective and message finds its like and all ranks come to an end, else 1.
     """
@@ -136,7 +137,8 @@ def _sections(config: Path | None, given: dict[str, dict[str, Any]]) -> dict[str
     """Return the sections of a config file, with what the command line says before it."""
     import yaml
 
-    sections: dict[str, Any] = yaml.safe_load(config.read_text()) if config is not None else {}
+    text = "" if config is None else config.read_text()
+    sections: dict[str, Any] = yaml.safe_load(text) or {}
     for name, keys in given.items():
         said = {key: value for key, value in keys.items() if value is not None}
         if said:
@@ -151,13 +153,15 @@ def _in_words(found: Rehearsal) -> list[str]:
     for name, traffic in found.traffic.items():
         shown.add_row(name, str(traffic.calls), f"{traffic.bytes / 1e9:.3g}", f"{traffic.between / 1e9:.3g}")
     kinds = sum(call.kind == "new_group" for _, call in next(iter(found.traces.values())))
+    calls = ", ".join(f"{found.calls(part)} in the {part}" for part in _PARTS)
     head = [
         f"{found.mesh}, {found.world} ranks: {len(found.traces)} of them rehearsed in {found.seconds:.1f} s, "
         f"{found.mebibytes:.0f} MiB a process",
-        f"{kinds} groups, {found.calls('step')} calls in the step, {found.calls('evaluation')} in the evaluation",
+        f"{kinds} groups; calls: {calls}",
         "a training step, of the rank that sends most:",
         *filter(None, lines(shown)),
         *_counted(found),
+        *_saved(found),
     ]
     if not found.problems:
         return [*head, "every collective and message finds its like, and all ranks come to an end"]
@@ -177,14 +181,21 @@ def _counted(found: Rehearsal) -> list[str]:
     return [held, f"{time:.3g} s a step, of which ranks wait {shares}, if nothing overlaps"]
 
 
+def _saved(found: Rehearsal) -> list[str]:
+    """Return who writes most of a checkpoint; a loop of the user's own may save none."""
+    rank, most = max(found.written.items(), key=lambda pair: pair[1])
+    return [f"rank {rank} writes most of a checkpoint: {most / 1e9:.3g} GB"] if most else []
+
+
 def _to_json(found: Rehearsal) -> dict[str, Any]:
     return {
         "world": found.world,
         "mesh": found.mesh,
         "rehearsed": sorted(found.traces),
-        "calls": {part: found.calls(part) for part in ("initialize", "step", "evaluation")},
+        "calls": {part: found.calls(part) for part in ("initialize", *_PARTS)},
         "traffic": {name: traffic._asdict() for name, traffic in found.traffic.items()},
         "held": {rank: held._asdict() for rank, held in found.held.items()},
+        "written": dict(found.written),
         "step_time": None if found.timeline is None else found.timeline.time,
         "problems": found.problems,
         "seconds": round(found.seconds, 2),

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
+from autopar.checks.samples import local_part
 from autopar.dry_run.operators import on_meta
 from autopar.foreign.autograd import next_sequence_number, run_backward
 from autopar.foreign.tensors import GROUPED_MM, ITEM, operator_of, schema_of
@@ -71,6 +72,7 @@ class Storages(TensorTracking):
         self._frozen = {storage_key(weight) for weight in frozen}
         self._quantized = {storage_key(weight): weight.numel() * weight.element_size() for weight in quantized}
         self._numbers: dict[int, int] = {}  # of storages that live
+        self._sizes: dict[int, int] = {}  # bytes of those that are counted
         self.count = 0
         self.live = self.peak = 0
         self.operations: list[Operation] | None = None
@@ -86,6 +88,17 @@ class Storages(TensorTracking):
     def bytes(self, tensor: torch.Tensor) -> int:
         """Return the bytes of a tensor's whole storage."""
         return int(tensor.untyped_storage().nbytes())
+
+    def resized(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's storage anew, whose size has changed: FSDP2 frees the weights that it has gathered so."""
+        key = storage_key(tensor)
+        if key in self._sizes:
+            self._count(key, self.bytes(tensor) - self._sizes[key])
+
+    def _count(self, key: int, more: int) -> None:
+        self._sizes[key] = self._sizes.get(key, 0) + more
+        self.live += more
+        self.peak = max(self.peak, self.live)
 
     def reset_peak(self) -> int:
         """Let the peak begin again, at what lives now; returns that."""
@@ -114,8 +127,8 @@ class Storages(TensorTracking):
         return on_meta(func, args, kwargs)
 
     def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        made = list(tensors_in(result))
-        given = list(tensors_in((args, kwargs)))
+        made = [local_part(tensor) for tensor in tensors_in(result)]
+        given = [local_part(tensor) for tensor in tensors_in((args, kwargs))]
         known = {storage_key(tensor) for tensor in given}
         new = [tensor for tensor in made if storage_key(tensor) not in known]
         for tensor in new:
@@ -143,15 +156,14 @@ class Storages(TensorTracking):
             self.count += 1
             number = self._numbers[key] = self.count
             storage = tensor.untyped_storage()
-            size = storage.nbytes() if counted and tensor.is_meta else 0
-            self.live += size
-            self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self._end, key, size).atexit = False
+            if counted and tensor.is_meta:
+                self._count(key, storage.nbytes())
+            weakref.finalize(storage, self._end, key).atexit = False
         return number
 
-    def _end(self, key: int, size: int) -> None:
+    def _end(self, key: int) -> None:
         self._numbers.pop(key, None)
-        self.live -= size
+        self.live -= self._sizes.pop(key, 0)
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:

@@ -19,9 +19,14 @@ import torch.distributed as dist
 from autopar.distributed.trace import Call
 from autopar.foreign.c10d import Operator, done, tensors_in
 
-__all__ = ["Answers", "standing_for"]
+__all__ = ["Answers", "LeftAloneError", "standing_for"]
 
 _WAIT = 60.0  # seconds for another process of the cast
+_END = "end"
+
+
+class LeftAloneError(BaseException):
+    """The rank waits for one whose program has ended; no part of the program may catch it."""
 
 
 def standing_for(rank: int, cast: Sequence[int], coordinates: Sequence[tuple[int, ...]]) -> int:
@@ -38,6 +43,10 @@ class Answers:
         cast: ranks that are rehearsed beside it, itself among them.
         links: a connection to each of the others.
         coordinates: of every rank of the world, the one that matters most first: (stage, cp, ep, tp, dp).
+        told: what rank 0 has answered in a cast before, if it is not in this one.
+
+    Attributes:
+        told: what rank 0 answers, one for each time that all ranks agree.
     """
 
     def __init__(
@@ -46,11 +55,15 @@ class Answers:
         cast: Sequence[int],
         links: dict[int, Connection],
         coordinates: Sequence[tuple[int, ...]],
+        told: Sequence[Any] = (),
     ) -> None:
         self._rank, self._cast, self._links, self._coordinates = rank, tuple(cast), links, coordinates
+        self.told = list(told)
+        self._rounds = 0  # in which all ranks have agreed
         self._who = functools.cache(lambda rank: standing_for(rank, self._cast, self._coordinates))
         self._early: dict[tuple[int, Any], list[bytes]] = {}
         self._counts: dict[Any, int] = {}
+        self._ended: set[int] = set()
         self.operation: Any = dist.ReduceOp.SUM
         self.root = -1  # of a broadcast for which this rank gives what another one would
 
@@ -70,7 +83,40 @@ class Answers:
         yield instead
         self.root = -1
 
-    def told(self, call: Call) -> Call:
+    def reports(self, own: Any) -> list[Any]:
+        """Return on rank 0 what all ranks report when they agree: those that are not rehearsed as who stands for them.
+
+        This, ``tell`` and ``ask`` stand in for :class:`autopar.distributed.agree._Star`.
+        """
+        said = {rank: own if rank == self._rank else self._receive(rank, "report") for rank in self._cast}
+        return [said[self._who(rank)] for rank in range(len(self._coordinates))]
+
+    def tell(self, answer: Any) -> None:
+        """Answer on rank 0."""
+        self.told.append(answer)
+        for rank in self._cast:
+            if rank != self._rank:
+                self._send(rank, "answer", answer)
+
+    def ask(self, report: Any) -> Any:
+        """Report to rank 0; return its answer, which it gave before if it is not here."""
+        if 0 in self._cast:
+            self._send(0, "report", report)
+            return self._receive(0, "answer")
+        self._rounds += 1
+        if self._rounds > len(self.told):
+            raise LeftAloneError
+        return self.told[self._rounds - 1]
+
+    def end(self) -> None:
+        """Tell the others that this rank's program has ended, and wait until theirs have: they may be sending."""
+        for rank in self._links:
+            self._send(rank, _END, None)
+        for rank, link in self._links.items():
+            while rank not in self._ended and link.poll(_WAIT):
+                self._take(rank)
+
+    def as_issued(self, call: Call) -> Call:
         """Return a call as the rank would issue it that has all others beside it."""
         return call if self.root < 0 else call._replace(peer=call.group.ranks.index(self.root))
 
@@ -107,17 +153,26 @@ class Answers:
     def _receive(self, origin: int, key: Any) -> Any:
         waiting = self._early.setdefault((origin, key), [])
         while not waiting:
+            if origin in self._ended:
+                raise LeftAloneError
             if origin == self._rank or not self._links[origin].poll(_WAIT):
                 raise RuntimeError(f"Timed out waiting: rank {origin} sends nothing for {key} in {_WAIT:g} s")
-            came, packed = self._links[origin].recv()
-            self._early.setdefault((origin, came), []).append(packed)
+            self._take(origin)
         return _unpacked(pickle.loads(waiting.pop(0)))
+
+    def _take(self, origin: int) -> None:
+        came, packed = self._links[origin].recv()
+        if came == _END:
+            self._ended.add(origin)
+        self._early.setdefault((origin, came), []).append(packed)
 
 
 def _packed(value: Any) -> Any:
-    """Arrays travel; a tensor without memory as its shape."""
+    """Arrays travel, and plain data; a tensor without memory as its shape."""
     if isinstance(value, list):
         return [_packed(each) for each in value]
+    if not isinstance(value, torch.Tensor):
+        return value
     if value.is_meta:
         return (tuple(value.shape), value.dtype)
     return value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), tuple(value.shape), value.dtype
@@ -126,6 +181,8 @@ def _packed(value: Any) -> Any:
 def _unpacked(value: Any) -> Any:
     if isinstance(value, list):
         return [_unpacked(each) for each in value]
+    if not isinstance(value, tuple):
+        return value
     if len(value) == 2:
         return torch.empty(value[0], dtype=value[1], device="meta")
     data, shape, dtype = value

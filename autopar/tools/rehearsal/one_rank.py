@@ -1,4 +1,4 @@
-"""One rank's rehearsal: ``initialize``, a training step and an evaluation, without memory for the model."""
+"""One rank's rehearsal: ``initialize``, a training step, an evaluation, a save and a load, without memory."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from autopar.dry_run.inputs import keep_kernels, meta_copy, sample_inputs, witho
 from autopar.dry_run.operators import on_meta
 from autopar.foreign.c10d import fake_world, without_data
 from autopar.tools.planner.hardware import Gpu
-from autopar.tools.rehearsal.cast import Answers
+from autopar.tools.rehearsal.cast import Answers, LeftAloneError
+from autopar.tools.rehearsal.disk import without_disk
 from autopar.tools.rehearsal.work import Held, Work, WorkCount
 
 __all__ = ["Job", "Part", "Rehearsed", "inputs_of", "optimizer_of", "run_cast", "train", "without_memory"]
 
 Part = tuple[str, Call]
-"""A call, and the part of the program that it is in: ``initialize``, ``step``, ``evaluation``."""
+"""A call, and the part of the program that it is in: ``initialize``, ``step``, ``evaluation``, ``save``, ``load``."""
 
 
 class Rehearsed(NamedTuple):
@@ -38,12 +39,16 @@ class Rehearsed(NamedTuple):
         work: before each of them; none without a GPU whose speeds say how long that takes.
         after: work between the step's last call and its end.
         held: bytes in the training step.
+        written: bytes of its files, in the save that writes most.
+        told: what rank 0 answers each time that all ranks agree.
     """
 
     parts: list[Part]
     work: list[Work]
     after: Work
     held: Held
+    written: int = 0
+    told: Sequence[Any] = ()
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,7 @@ class Job:
         average: whether the loop averages gradients; not where stages or FSDP2 do.
         own: a loop of the user's instead, called with the model, the optimizer and a batch.
         gpu: under whose speeds work is counted; None: it is not.
+        folder: of the checkpoint.
     """
 
     model: Any
@@ -67,10 +73,16 @@ class Job:
     average: bool
     own: Callable[[Any, Any, dict[str, Any]], None] | None = None
     gpu: Gpu | None = None
+    folder: str = "checkpoint"
 
 
-def run_cast(job: Job, cast: Sequence[int], coordinates: Sequence[tuple[int, ...]]) -> dict[int, Rehearsed]:
+def run_cast(
+    job: Job, cast: Sequence[int], coordinates: Sequence[tuple[int, ...]], told: Sequence[Any] = ()
+) -> dict[int, Rehearsed]:
     """Rehearse some ranks at a time, in a process each, which are forks of this one.
+
+    Args:
+        told: what rank 0 has answered, in an earlier cast.
 
     Raises:
         RuntimeError: a rank failed; its traceback is told.
@@ -83,7 +95,9 @@ def run_cast(job: Job, cast: Sequence[int], coordinates: Sequence[tuple[int, ...
     results, processes = {}, []
     for rank in cast:
         results[rank], end = context.Pipe(duplex=False)
-        process = context.Process(target=_main, args=(job, rank, cast, links[rank], coordinates, end), daemon=True)
+        process = context.Process(
+            target=_main, args=(job, rank, cast, links[rank], coordinates, told, end), daemon=True
+        )
         process.start()
         end.close()
         processes.append(process)
@@ -109,6 +123,7 @@ def _main(
     cast: Sequence[int],
     links: dict[int, Connection],
     coordinates: Sequence[tuple[int, ...]],
+    told: Sequence[Any],
     result: Connection,
 ) -> None:
     torch.set_num_threads(1)
@@ -116,12 +131,13 @@ def _main(
     parts: list[Part] = []
     work: list[Work] = []
     count = None if job.gpu is None else WorkCount(job.gpu, _precision(job.config))
+    answers = Answers(rank, cast, links, coordinates, told)
+    error, now, written = "", ["initialize"], [0]
     try:
-        answers = Answers(rank, cast, links, coordinates)
-        now = ["initialize"]
+        without_disk(written.append)
 
         def note(call: Call) -> None:
-            parts.append((now[0], answers.told(call)))
+            parts.append((now[0], answers.as_issued(call)))
             if count is not None:
                 work.append(count.take())
 
@@ -131,14 +147,22 @@ def _main(
         def note_reduce(operation: Any) -> None:
             answers.operation = operation
 
-        world = fake_world(rank, job.world, note_reduce, note_group, answers.gives_for)
+        def note_resize(tensor: torch.Tensor) -> None:
+            if count is not None:
+                count.resized(tensor)
+
+        world = fake_world(rank, job.world, note_reduce, note_group, answers.gives_for, note_resize)
         counted = nullcontext() if count is None else count.counted()
         with world, counted, Recorder(note, answers, _without_data if count is None else without_data):
             train(job, job.model, now, _unseen if count is None else count.see)
-        after, held = (Work(), Held()) if count is None else (count.after or count.take(), count.held)
-        result.send(("", Rehearsed(parts, work, after, held)))
+    except LeftAloneError:
+        pass  # the traces say where
     except BaseException:
-        result.send((traceback.format_exc(), Rehearsed(parts, work, Work(), Held())))
+        error = traceback.format_exc()
+    try:
+        after, held = (Work(), Held()) if count is None else (count.after or count.take(), count.held)
+        result.send((error, Rehearsed(parts, work, after, held, max(written), answers.told)))
+        answers.end()
     finally:
         os._exit(0)
 
@@ -217,6 +241,10 @@ def train(job: Job, model: Any, now: list[str], see: Callable[[str, Any, Any], N
             model.execute_pipeline(batch)
         else:
             model(**batch)
+    now[0] = "save"
+    model.save_parallelized(job.folder, optimizer=optimizer)
+    now[0] = "load"
+    model.from_parallelized(job.folder, optimizer=optimizer)
 
 
 def inputs_of(model: PreTrainedModel, batch: int, sequence: int) -> dict[str, torch.Tensor]:

@@ -58,6 +58,7 @@ class Rehearsal:
             to an end.
         traffic: by axis, in the training step.
         held: bytes of each rank that was rehearsed, in the training step; only with ``gpu``.
+        written: bytes of the files that each of them saves.
         timeline: of the training step; None without ``gpu``.
         coordinates: of every rank of the world.
         seconds, mebibytes: that the rehearsal took, and the most memory of one of its processes.
@@ -69,6 +70,7 @@ class Rehearsal:
     problems: list[str]
     traffic: dict[str, Traffic]
     held: Mapping[int, Held]
+    written: Mapping[int, int]
     timeline: Timeline | None
     coordinates: Sequence[tuple[int, ...]]
     seconds: float
@@ -107,7 +109,7 @@ def rehearse(
     gpu: str | Gpu | None = None,
     loop: Callable[[Any, Any, dict[str, Any]], None] | None = None,
 ) -> Rehearsal:
-    """Run ``initialize``, a training step and an evaluation of some ranks of a job, without GPUs, weights or a network.
+    """Initialize, train a step, evaluate, save and load on some ranks of a job, without GPUs, weights or a network.
 
     Each rank that has a part of its own (a stage, other shards, the first and the last of each axis) runs in a process
     of this machine, on tensors without memory. Every collective that it issues is noted and compared with those of all
@@ -123,7 +125,7 @@ def rehearse(
         sequence: tokens of a sample.
         gpus_per_node: ranks of a machine.
         gpu: name of a GPU that ``autopar plan`` knows, or its figures: memory is counted, and the step gets times.
-        loop: a loop of your own, called with model, optimizer and batch instead of the step and the evaluation.
+        loop: a loop of your own, called with model, optimizer and batch instead of what follows ``initialize``.
 
     Raises:
         ConfigError, PolicyError, UnsupportedModelError: what ``initialize`` would raise.
@@ -135,13 +137,11 @@ def rehearse(
     card = find_gpu(gpu) if isinstance(gpu, str) else gpu
     whole = without_memory(_built(model), counted=card is not None)
     parsed = replace(ParallelConfig.parse(config, world), consistency_check=False, cpu_transport="gloo")
-    tp, pp, cp = parsed.tensor_parallel_size, parsed.pipeline_parallel_size, parsed.context_parallel_size
-    sizes = MeshSizes(tp, pp, parsed.data_parallel_size(world), cp)
+    sizes = _sizes_of(parsed, world)
     plans = _plans_of(whole)
-    inputs = inputs_of(plans.inner, batch or max(2, pp, parsed.pipeline.num_microbatches or 1), sequence)
-    job = Job(whole, parsed, world, inputs, pp == 1 and not parsed.fully_sharded, loop, card)
+    inputs = inputs_of(plans.inner, batch or max(2, sizes.pp, parsed.pipeline.num_microbatches or 1), sequence)
+    job = Job(whole, parsed, world, inputs, sizes.pp == 1 and not parsed.fully_sharded, loop, card)
     found, problems = _run(job, plans, sizes)
-    most = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     axes = axes_of(sizes, parsed.expert_parallel_size, parsed.zero_shard_size)
     in_step = {rank: [call for part, call in one.parts if part == "step"] for rank, one in found.items()}
     return Rehearsal(
@@ -151,11 +151,17 @@ def rehearse(
         problems,
         traffic_of(in_step, axes, gpus_per_node),
         {} if card is None else {rank: one.held for rank, one in found.items()},
+        {rank: one.written for rank, one in found.items()},
         None if card is None or problems else _timeline(found, card, gpus_per_node),
         coordinates_of(sizes, parsed.expert_parallel_size),
         time.perf_counter() - start,
-        most / 1024,
+        max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / 1024,
     )
+
+
+def _sizes_of(config: ParallelConfig, world: int) -> MeshSizes:
+    tp, pp, cp = config.tensor_parallel_size, config.pipeline_parallel_size, config.context_parallel_size
+    return MeshSizes(tp, pp, config.data_parallel_size(world), cp)
 
 
 def _run(job: Job, plans: ModelPlans, sizes: MeshSizes) -> tuple[dict[int, Rehearsed], list[str]]:
@@ -169,7 +175,7 @@ def _run(job: Job, plans: ModelPlans, sizes: MeshSizes) -> tuple[dict[int, Rehea
         chained = made.rows is not None and bool(made.rows.in_runs)
         for cast in casts(sizes, job.config.expert_parallel_size, made.tensors, chained=chained):
             if not set(cast) <= set(found):
-                found |= run_cast(job, cast, coordinates)
+                found |= run_cast(job, cast, coordinates, found[0].told if found else ())
     calls = {rank: [call for _, call in one.parts] for rank, one in found.items()}
     traced = tuple(calls)
     problems = list(differences(calls, functools.cache(lambda rank: standing_for(rank, traced, coordinates))))

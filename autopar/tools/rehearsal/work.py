@@ -80,6 +80,10 @@ class WorkCount:
             self._ended = self._name if not outer else ""
             self._name = outer
 
+    def resized(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's memory anew, which torch has freed or given back."""
+        self._storages.resized(tensor)
+
     def take(self) -> Work:
         """Return the work since the last call."""
         operations = self._storages.operations or []
