@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer
 from autopar.errors import ConfigError
 from autopar.plan.plan import Plan
 
-__all__ = ["Behaviour", "probe", "refuse_unlike", "refuse_whole_state", "stepping", "warn_of_fp16"]
+__all__ = ["SHOWN", "Behaviour", "probe", "refuse_unlike", "refuse_whole_state", "stepping", "warn_of_fp16"]
 
 _SHAPE = (128, 80)  # halves are large enough for optimizers that keep small tensors in fp32
 _STEPS = (4, 32)  # the second run sees what begins later: preconditioners after a warm-up, say
@@ -55,7 +55,8 @@ class Behaviour:
 _log = logging.getLogger(__name__)
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
-_OF_TORCH = {*vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))])), "step", "_opt_called"}
+SHOWN = ("loss_scale", "skipped_steps", "step_was_skipped", "gradient_norm")  # by autopar, on the user's optimizer
+_NOT_OWN = {*vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))])), "step", "_opt_called", "_autopar", "scale_loss"}
 _known: dict[tuple[type, str], Behaviour | None] = {}
 
 
@@ -172,7 +173,7 @@ def probe(optimizer: Optimizer, group: dict[str, Any]) -> Behaviour | None:
     Nothing of the optimizer changes, nor the random generator. The answer is kept for a class and its settings.
     """
     settings = {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
-    own = {name: value for name, value in vars(optimizer).items() if name not in _OF_TORCH}
+    own = {name: value for name, value in vars(optimizer).items() if name not in _NOT_OWN.union(SHOWN)}
     if not all(isinstance(value, _PLAIN) for value in (*settings.values(), *own.values())):
         return _tried(optimizer, group)  # a function of the user's, say: the next one may be another
     key = (type(optimizer), repr((settings, own)))

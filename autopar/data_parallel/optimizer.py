@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.checks.optimizer_probe import SHOWN
 from autopar.checks.samples import local_part
 from autopar.config import ParallelConfig
 from autopar.data_parallel.gradients import gradient_norm
@@ -47,7 +48,6 @@ __all__ = ["ParallelStep"]
 _log = logging.getLogger(__name__)
 
 _LARGEST = 2.0**15  # of the powers of two that fp16 can hold
-_PUBLIC = ("loss_scale", "skipped_steps", "step_was_skipped", "gradient_norm")
 
 
 class ParallelStep(OwnedParameters):
@@ -192,7 +192,7 @@ class ParallelStep(OwnedParameters):
         """Remove the hooks from the optimizer; its state stays what this rank has."""
         for handle in self._handles:
             handle.remove()
-        for name in ("_autopar", "scale_loss", *_PUBLIC):
+        for name in ("_autopar", "scale_loss", *SHOWN):
             vars(self.optimizer).pop(name, None)
 
     # -- around step -----------------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ class ParallelStep(OwnedParameters):
 
     def publish(self) -> None:
         """Set on the optimizer what users read there."""
-        for name in _PUBLIC:
+        for name in SHOWN:
             setattr(self.optimizer, name, getattr(self, name))
 
     # -- state_dict and load_state_dict ----------------------------------------------------------------------------

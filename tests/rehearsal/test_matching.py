@@ -28,7 +28,7 @@ def traces() -> Traces:
 
 
 def problems_of(traces: Traces) -> list[str]:
-    found = list(differences(traces, lambda rank: rank))
+    found = list(differences(traces, lambda ranks: ranks))
     return found or stuck(traces) or stuck(traces, in_order=True)
 
 
@@ -133,7 +133,7 @@ def test_ranks_that_wait_for_each_other_for_ever(traces: Traces) -> None:
     send, recv = (Call(kind, group, ((4,),), "float32", peer=1) for kind in ("send", "recv"))
     first = [recv, send]
     second = [call._replace(peer=0) for call in first]
-    assert list(differences({0: first, 1: second}, lambda rank: rank)) == []
+    assert list(differences({0: first, 1: second}, lambda ranks: ranks)) == []
     assert stuck({0: [send, recv], 1: [second[0], second[1]]}) == []
     assert [line.partition(" over")[0] for line in stuck({0: first, 1: second})] == [
         "rank 0 waits in recv from rank 1",
@@ -145,7 +145,7 @@ def test_messages_that_cross_wait_for_ever_over_nccl_in_one_group() -> None:
     group = Group("pp forward up", (0, 1))
     send, recv = (Call(kind, group, ((4,),), "float32", peer=1) for kind in ("send", "recv"))
     crossed = {0: [send, recv], 1: [call._replace(peer=0) for call in (send, recv)]}
-    assert list(differences(crossed, lambda rank: rank)) == [] and stuck(crossed) == []
+    assert list(differences(crossed, lambda ranks: ranks)) == [] and stuck(crossed) == []
     assert len(stuck(crossed, in_order=True)) == 2
     down = group._replace(name="pp backward down")
     apart = {0: [send, recv._replace(group=down)], 1: [call._replace(peer=0, group=down) for call in (send, recv)]}
@@ -157,19 +157,19 @@ def test_messages_are_received_in_the_order_of_sending_over_nccl() -> None:
     group = Group("pp forward up", (0, 1))
     first, second = (Call("send", group, ((4,),), "float32", peer=1, tag=tag, where=f"a.py:{tag}") for tag in (1, 2))
     taken = [call._replace(kind="recv", peer=0, where=f"b.py:{call.tag}") for call in (second, first)]
-    [line] = differences({0: [first, second], 1: taken}, lambda rank: rank)
+    [line] = differences({0: [first, second], 1: taken}, lambda ranks: ranks)
     assert line == (
         "message 0 from rank 0 to rank 1 over pp forward up has tag 1 where it is sent and 2 where it is received: "
         "nccl has no tags, and gives it the wrong one\n  a.py:1\n  b.py:2"
     )
     control = [call._replace(group=group._replace(name="pp control")) for call in (first, second, *taken)]
-    assert list(differences({0: control[:2], 1: control[2:]}, lambda rank: rank)) == [], "over gloo on GPUs, too"
+    assert list(differences({0: control[:2], 1: control[2:]}, lambda ranks: ranks)) == [], "over gloo on GPUs, too"
 
 
 def test_collectives_of_two_axes_in_another_order_wait_for_ever() -> None:
     tp, dp = Group("tp", (0, 1)), Group("dp", (0, 1))
     one, two = (Call("all_reduce", group, ((4,),), "float32", where=f"train.py:{7}") for group in (tp, dp))
-    assert list(differences({0: [one, two], 1: [two, one]}, lambda rank: rank)) == []
+    assert list(differences({0: [one, two], 1: [two, one]}, lambda ranks: ranks)) == []
     lines = stuck({0: [one, two], 1: [two, one]})
     assert lines == [
         "rank 0 waits in all_reduce over tp [4] float32\n    train.py:7",
@@ -181,6 +181,6 @@ def test_rows_of_an_all_to_all_that_nobody_takes() -> None:
     group = Group("ep", (0, 1))
     call = Call("all_to_all", group, ((4, 8),), "float32", ((3, 1), (3, 2)), where="experts.py:71")
     other = call._replace(splits=((2, 2), (2, 2)))
-    [line] = differences({0: [call], 1: [other]}, lambda rank: rank)
+    [line] = differences({0: [call], 1: [other]}, lambda ranks: ranks)
     assert line.startswith("collective 0 over ep [0, 1]: rank 0 sends 1 rows to rank 1, which takes 2\n")
-    assert list(differences({0: [call], 1: [call._replace(splits=((2, 2), (1, 2)))]}, lambda rank: rank)) == []
+    assert list(differences({0: [call], 1: [call._replace(splits=((2, 2), (1, 2)))]}, lambda ranks: ranks)) == []

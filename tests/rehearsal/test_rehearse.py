@@ -16,7 +16,7 @@ import autopar
 from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import ConfigError
 from autopar.tools.cli import app
-from autopar.tools.rehearsal.cast import standing_for
+from autopar.tools.rehearsal.cast import standing_for, standing_in
 from autopar.tools.rehearsal.coordinates import coordinates_of
 from tests.rehearsal.programs import SMALL, llama, mamba, mixtral
 
@@ -50,7 +50,7 @@ def test_a_collective_that_one_rank_skips_is_found() -> None:
 
     found = autopar.rehearse(on_meta(llama), {"tp": 2}, 8, sequence=16, loop=loop)
     [problem] = found.problems
-    assert problem.startswith("rank 0 has ") and "(as rank 7) has " in problem
+    assert problem.startswith("rank 0 has ") and "rank 7 has " in problem
     assert "The first that it does not have: all_reduce over world [a number] float32" in problem
     assert "test_rehearse.py:" in problem
 
@@ -95,6 +95,38 @@ def test_who_stands_for_whom() -> None:
     assert [standing_for(rank, cast, coordinates) for rank in (0, 1, 2, 3, 9, 10, 14)] == [0, 7, 0, 7, 15, 8, 8]
 
 
+def test_a_group_is_compared_along_its_own_axis() -> None:
+    coordinates = coordinates_of(MeshSizes(4, 1, 4, 1), 1)
+    cast = (0, 12, 15)  # (tp, dp): first of both, the last replica, last of both
+    assert standing_in([0, 4, 8, 12], cast, coordinates) == [0, 0, 0, 12], "replicas of the first shard"
+    assert standing_in([12, 13, 14, 15], cast, coordinates) == [12, 12, 12, 15], "shards of the last replica"
+    assert standing_in([0, 1, 2, 3], cast, coordinates) == [0] * 4, "no other of the first replica was rehearsed"
+    assert set(standing_in(range(16), cast, coordinates)) == {0, 12, 15}
+
+
+@pytest.mark.tier("test")
+@pytest.mark.parametrize("axis", ["tp", "dp"])
+def test_what_the_last_rank_of_an_axis_skips_is_found(axis: str) -> None:
+    def loop(model: Any, optimizer: Any, batch: dict[str, Any]) -> None:
+        one = getattr(model.mpu, axis)
+        if one.rank + 1 < one.size:
+            dist.all_reduce(torch.ones(3, device="meta"), group=one.group)
+
+    found = autopar.rehearse(on_meta(llama), {"tp": 4}, 16, sequence=16, loop=loop)
+    [problem] = [problem for problem in found.problems if " waits in " not in problem]
+    assert f"over {axis} " in problem and "The first that it does not have: all_reduce" in problem
+
+
+@pytest.mark.tier("test")
+def test_an_evaluation_of_the_first_replica_alone_is_no_fault() -> None:
+    def loop(model: Any, optimizer: Any, batch: dict[str, Any]) -> None:
+        if model.mpu.dp.rank == 0:
+            with torch.no_grad():
+                model(**batch)
+
+    assert autopar.rehearse(on_meta(llama), {"tp": 4}, 16, sequence=16, loop=loop).problems == []
+
+
 def test_states_that_are_handed_on() -> None:
     found = autopar.rehearse(on_meta(mamba), {"model_parallelism": {"context_parallel_size": 4}}, 16, sequence=32)
     assert found.problems == []
@@ -115,7 +147,7 @@ def test_the_command() -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     found = json.loads(result.output[result.output.index("{") :])
-    assert (found["mesh"], found["problems"], found["rehearsed"]) == ("tp 2 x pp 1 x dp 8", [], [0, 15])
+    assert (found["mesh"], found["problems"], found["rehearsed"]) == ("tp 2 x pp 1 x dp 8", [], [0, 14, 15])
     assert found["traffic"]["tp"]["calls"] > 40
 
 

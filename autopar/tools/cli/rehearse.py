@@ -219,7 +219,7 @@ def trace(
         from autopar.tools.rehearsal.matching import differences, stuck
 
         traces = _traces(folder)
-        problems = list(differences(traces, lambda rank: rank if rank in traces else min(traces)))
+        problems = list(differences(traces, lambda ranks: [rank if rank in traces else min(traces) for rank in ranks]))
         waiting = stuck(traces)
         last = {rank: calls[-1] for rank, calls in traces.items() if calls}
     if as_json:

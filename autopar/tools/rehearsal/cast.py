@@ -19,9 +19,9 @@ import torch.distributed as dist
 from autopar.distributed.trace import Call
 from autopar.foreign.c10d import Operator, done, tensors_in
 
-__all__ = ["Answers", "LeftAloneError", "standing_for"]
+__all__ = ["Answers", "LeftAloneError", "standing_for", "standing_in"]
 
-_WAIT = 60.0  # seconds for another process of the cast
+_WAIT = 180.0  # seconds for another process of the cast
 _END = "end"
 
 
@@ -33,6 +33,22 @@ def standing_for(rank: int, cast: Sequence[int], coordinates: Sequence[tuple[int
     """Return who of the cast stands for a rank: the one that shares most coordinates, earlier ones first."""
     own = coordinates[rank]
     return min(cast, key=lambda other: [one != its for one, its in zip(coordinates[other], own, strict=True)])
+
+
+def standing_in(ranks: Sequence[int], cast: Sequence[int], coordinates: Sequence[tuple[int, ...]]) -> list[int]:
+    """Return who of the cast stands for each rank of a group.
+
+    Only those who share what all ranks of the group have in common, if there are any: a group of replicas is compared
+    with ranks of its own tensor-parallel place, since another place may well issue something else.
+    """
+    common = [
+        axis
+        for axis, places in enumerate(zip(*(coordinates[rank] for rank in ranks), strict=True))
+        if len(set(places)) == 1
+    ]
+    own = coordinates[ranks[0]]
+    alike = [other for other in cast if all(coordinates[other][axis] == own[axis] for axis in common)]
+    return [standing_for(rank, alike or cast, coordinates) for rank in ranks]
 
 
 class Answers:

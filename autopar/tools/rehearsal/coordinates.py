@@ -10,6 +10,8 @@ from autopar.plan.plan import Plan
 
 __all__ = ["axes_of", "casts", "coordinates_of", "unlike_ranks"]
 
+_FEW = 8  # places of tensor-parallel, context-parallel and data-parallel ranks, all of which are rehearsed
+
 
 def coordinates_of(sizes: MeshSizes, experts: int) -> list[tuple[int, ...]]:
     """Return of every rank its place on (pp, cp, ep, tp, dp), what matters most first."""
@@ -34,7 +36,8 @@ def unlike_ranks(plan: Plan, size: int) -> list[int]:
 def casts(sizes: MeshSizes, experts: int, plan: Plan, *, chained: bool = False) -> list[list[int]]:
     """Return ranks that are rehearsed together: all stages at one place of the other axes.
 
-    All axes are at their first places, then at their last; those between whose shards have other shapes, one at a time.
+    All axes are at their first places; then one after the other is at its last, so that each has a group with both;
+    those between whose shards have other shapes, one at a time. Of few places, all.
 
     Args:
         chained: context-parallel ranks hand states on: all of them are rehearsed together.
@@ -44,8 +47,12 @@ def casts(sizes: MeshSizes, experts: int, plan: Plan, *, chained: bool = False) 
     tp = unlike_ranks(plan, sizes.tp) if sizes.tp > 1 else [0]
     dp = sorted({0, sizes.dp - 1} | ({*_ep_of(plan, sizes, experts)} if experts > sizes.tp else set()))
     first, last = (range(sizes.cp), range(sizes.cp)) if chained else (range(1), range(sizes.cp - 1, sizes.cp))
-    chosen = [(first, 0, 0), (last, tp[-1], dp[-1])]
-    chosen += [*((first, t, 0) for t in tp[1:-1]), *((first, 0, d) for d in dp[1:-1])]
+    if sizes.tp * sizes.cp * sizes.dp <= _FEW:
+        contexts = [first] if chained else [range(c, c + 1) for c in range(sizes.cp)]
+        chosen = [(c, t, d) for d in range(sizes.dp) for c in contexts for t in range(sizes.tp)]
+    else:
+        chosen = [(first, 0, 0), (first, 0, dp[-1]), (first, tp[-1], dp[-1]), (last, tp[-1], dp[-1])]
+        chosen += [*((first, t, 0) for t in tp[1:-1]), *((first, 0, d) for d in dp[1:-1])]
     return [
         [by_place[_place(stage, c, t, d, sizes, experts)] for stage in range(sizes.pp) for c in places]
         for places, t, d in dict.fromkeys(chosen)

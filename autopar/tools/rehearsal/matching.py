@@ -18,12 +18,12 @@ _MESSAGES = ("send", "recv")
 _OF_THE_HOST = "pp control"  # goes over gloo, whose tags keep messages apart, on GPUs as well
 
 
-def differences(traces: Traces, standing_for: Callable[[int], int]) -> Iterator[str]:
+def differences(traces: Traces, standing_in: Callable[[Sequence[int]], Sequence[int]]) -> Iterator[str]:
     """Yield what does not fit, in a few lines each: the first of each group, and of each pair that exchanges messages.
 
     Args:
         traces: calls by rank.
-        standing_for: the traced rank that stands for any rank of the world.
+        standing_in: returns the traced ranks that stand for those of a group.
     """
     yield from _groups_made(traces)
     by_name = {rank: _by_name(calls) for rank, calls in traces.items()}
@@ -31,7 +31,7 @@ def differences(traces: Traces, standing_for: Callable[[int], int]) -> Iterator[
     for rank, groups in by_name.items():
         for name, calls in groups.items():
             ranks = calls[0].group.ranks
-            members = tuple(standing_for(member) for member in ranks)
+            members = tuple(standing_in(ranks))
             if (name, members) not in seen:
                 seen.add((name, members))
                 yield from _collectives(name, ranks, members, by_name)

@@ -26,7 +26,7 @@ from autopar.policy.match import find_policy, given_policy
 from autopar.tools.planner.candidate import mesh_words
 from autopar.tools.planner.hardware import Gpu, find_gpu
 from autopar.tools.rehearsal.against import Way, ways
-from autopar.tools.rehearsal.cast import standing_for
+from autopar.tools.rehearsal.cast import standing_for, standing_in
 from autopar.tools.rehearsal.coordinates import axes_of, casts, coordinates_of
 from autopar.tools.rehearsal.drawing import chrome_trace, draw
 from autopar.tools.rehearsal.matching import Traces, differences, stuck
@@ -178,7 +178,7 @@ def _run(job: Job, plans: ModelPlans, sizes: MeshSizes) -> tuple[dict[int, Rehea
                 found |= run_cast(job, cast, coordinates, found[0].told if found else ())
     calls = {rank: [call for _, call in one.parts] for rank, one in found.items()}
     traced = tuple(calls)
-    problems = list(differences(calls, functools.cache(lambda rank: standing_for(rank, traced, coordinates))))
+    problems = list(differences(calls, functools.cache(lambda ranks: standing_in(ranks, traced, coordinates))))
     return found, problems or stuck(calls) or stuck(calls, in_order=True)
 
 
