@@ -25,9 +25,9 @@ from autopar.checkpoint.shard_index import FileRecord, Part, shard_name
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.snapshot import Snapshot, check_replicas, digest_parameters, snapshot
 from autopar.checkpoint.staging import Staging, fsync_files
-from autopar.checkpoint.state import State, config_writer, listed, state_of
+from autopar.checkpoint.state import State, config_writer, state_of
 from autopar.distributed.agree import Ranks, all_ranks, barrier, rank_zero
-from autopar.errors import CheckpointError
+from autopar.errors import CheckpointError, listed
 from autopar.plan.plan import TensorPlan
 from autopar.storage.files import file_checksum
 from autopar.storage.safetensors_io import SafetensorsWriter

@@ -26,11 +26,11 @@ from autopar.checkpoint.optimizer_weights import (
     writer_of,
 )
 from autopar.checkpoint.quantized_base import base_tensors, notes_of
-from autopar.checkpoint.state import State, canonical_names, listed, local_tensors, state_of
+from autopar.checkpoint.state import State, canonical_names, local_tensors, state_of
 from autopar.checks.samples import local_part
 from autopar.distributed.axis import Axis
 from autopar.distributed.digest import sum_of_bits
-from autopar.errors import CheckpointError
+from autopar.errors import CheckpointError, listed
 from autopar.layout import replica_rows
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.json_values import encode

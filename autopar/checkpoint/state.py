@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from autopar.distributed.agree import Ranks
 from autopar.distributed.axis import Axis
 from autopar.distributed.mesh import MPU
-from autopar.errors import CheckpointError
+from autopar.errors import CheckpointError, listed
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.quantized.layers import stored_weights
 
@@ -35,7 +35,6 @@ __all__ = [
     "canonical_names",
     "check_fsdp_shard",
     "config_writer",
-    "listed",
     "local_tensors",
     "parameters_elsewhere",
     "state_of",
@@ -194,11 +193,6 @@ def parameters_elsewhere(model: nn.Module) -> Sequence[tuple[nn.Module, Mapping[
     """Return modules whose parameters are on other stages, with all parameters that they had."""
     pipeline: Any = vars(model).get("_autopar_pipeline")
     return () if pipeline is None else pipeline.released.orders
-
-
-def listed(names: Sequence[str], limit: int = 5) -> str:
-    """Join the first few names."""
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def canonical_names(plan: Plan) -> dict[str, str]:

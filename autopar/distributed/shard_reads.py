@@ -17,8 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -42,7 +41,7 @@ from autopar.distributed.read_functions import (
     tell_number,
 )
 from autopar.distributed.read_switch import Switch, aside, hidden, inside_hook, switch
-from autopar.distributed.shard_place import Shard, Stage
+from autopar.distributed.shard_place import Shard
 from autopar.foreign.autograd import current_backward
 from autopar.foreign.modules import SAVE_STATE
 from autopar.foreign.tensors import disabled_torch_function, leave_alone, let_foreach_take
@@ -55,11 +54,9 @@ __all__ = [
     "Shard",
     "ShardedParameter",
     "Switch",
-    "all_stages",
     "aside",
     "become",
     "hidden",
-    "in_microbatches",
     "inside_hook",
     "of_stage",
     "plain",
@@ -128,7 +125,7 @@ class _LikeAnyTensor(type(torch.Tensor)):  # type: ignore[misc]  # assert_close 
 
 
 class LikePlain:
-    """What is shown, copied and saved of a part: as of the plain tensor of the same memory that ``_plain`` returns."""
+    """A part that is shown, copied and saved as the plain tensor of the same memory, which ``_plain`` returns."""
 
     __slots__ = ()
     autopar_shard: Shard | None = None
@@ -209,23 +206,6 @@ def of_stage(tensor: torch.Tensor, parameter: Any) -> torch.Tensor:
     if shard is not None and shard.read is not None and type(tensor) in _PARTS:
         become(tensor, _PARTS[type(tensor)], shard.read)
     return tensor
-
-
-def all_stages(parameters: Iterable[Any]) -> AbstractContextManager[None]:
-    """Say nothing of sums over these parameters of a stage inside of ``with``: nothing is missing there."""
-    stage = _stage_of(parameters)
-    return nullcontext() if stage is None else stage.aside()
-
-
-def in_microbatches(parameters: Iterable[Any], count: int) -> AbstractContextManager[None]:
-    """Let hooks of the gradients of these parameters know, inside of ``with``, that a pass is of so many parts."""
-    stage = _stage_of(parameters)
-    return nullcontext() if stage is None else stage.passing(count)
-
-
-def _stage_of(parameters: Iterable[Any]) -> Stage | None:
-    shards = (getattr(parameter, "autopar_shard", None) for parameter in parameters)
-    return next((shard.stage for shard in shards if shard is not None and shard.stage is not None), None)
 
 
 def become(tensor: Any, kind: type, shard: Shard | None = None) -> None:
