@@ -35,23 +35,23 @@ TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["rehearsal", "verifi
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
     "applied": 908,
-    "checkpoint": 6385,
+    "checkpoint": 6378,
     "checks": 2290,
     "config": 1023,
     "context_parallel": 2848,
-    "data_parallel": 3200,
+    "data_parallel": 3199,
     "deferred_init": 1245,
     "distributed": 5512,
     "dry_run": 3453,
     "foreign": 1504,
     "integrations": 2395,
     "pipeline_parallel": 4061,
-    "plan": 3032,
+    "plan": 3025,
     "policy": 1643,
     "quantized": 1097,
     "storage": 1575,
-    "tensor_parallel": 6690,
-    "tools": 13699,
+    "tensor_parallel": 6687,
+    "tools": 13684,
 }
 LOADED = 146  # modules that initialize loads; fewer is better
 ROOT = Path(__file__).parents[1] / "autopar"

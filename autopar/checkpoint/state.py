@@ -32,7 +32,6 @@ __all__ = [
     "STATE",
     "Background",
     "State",
-    "canonical_names",
     "check_fsdp_shard",
     "config_writer",
     "local_tensors",
@@ -195,11 +194,6 @@ def parameters_elsewhere(model: nn.Module) -> Sequence[tuple[nn.Module, Mapping[
     return () if pipeline is None else pipeline.released.orders
 
 
-def canonical_names(plan: Plan) -> dict[str, str]:
-    """Return every name of the plan's tensors -> the canonical one; tied tensors have several."""
-    return {name: tensor.name for tensor in plan.tensors.values() for name in (tensor.name, *tensor.aliases)}
-
-
 def local_tensors(model: nn.Module, *, fsdp: bool = False) -> dict[str, torch.Tensor]:
     """Return this rank's tensors under canonical names, in the plan's order; the model's own objects, not copies.
 
@@ -211,7 +205,7 @@ def local_tensors(model: nn.Module, *, fsdp: bool = False) -> dict[str, torch.Te
     """
     state = state_of(model)
     plan, tp = state.plan, state.mpu.shards.rank
-    canonical = canonical_names(plan)
+    canonical = plan.names
     found: dict[str, torch.Tensor] = {}
     foreign = []
     quantized = tuple(f"{path}." for path in stored_weights(model))
