@@ -51,7 +51,7 @@ LINES = {
     "quantized": 1097,
     "storage": 1575,
     "tensor_parallel": 6687,
-    "tools": 13684,
+    "tools": 13681,
 }
 LOADED = 146  # modules that initialize loads; fewer is better
 ROOT = Path(__file__).parents[1] / "autopar"

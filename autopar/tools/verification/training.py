@@ -209,8 +209,7 @@ def memory_of(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 def _bytes(tensor: Any) -> int:
-    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return int(tensor.numel() * tensor.element_size())
+    return int((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes)
 
 
 # -- generation -------------------------------------------------------------------------------------------------------
