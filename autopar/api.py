@@ -16,7 +16,7 @@ from autopar.config import ParallelConfig
 from autopar.distributed.agree import same_on_every_rank
 from autopar.distributed.mesh import MPU
 from autopar.distributed.trace import trace_from_environment
-from autopar.errors import ConfigError
+from autopar.errors import ConfigError, not_parallelized
 from autopar.policy.schema import Policy
 
 __all__ = ["Parallelized", "deparallelize", "initialize"]
@@ -116,7 +116,7 @@ def deparallelize(model: Model) -> Model:
     """
     state: Parallelized | None = vars(model).get("_autopar")
     if state is None:
-        raise ConfigError(f"{type(model).__name__} is not parallelized; autopar.initialize does that")
+        raise not_parallelized(model)
     if state.config.fully_sharded:
         stage = state.config.zero_stage
         raise ConfigError(

@@ -96,9 +96,9 @@ def place_of_user(frame: FrameType | None = None) -> tuple[str, int]:
     return users.f_code.co_filename, users.f_lineno
 
 
-def line_of_user(frame: FrameType | None = None) -> str:
-    """Return the line of the user's own code that led here, or to ``frame``, as ``train.py:12``."""
-    file, line = place_of_user(frame)
+def line_of_user() -> str:
+    """Return the line of the user's own code that led here, as ``train.py:12``."""
+    file, line = place_of_user()
     return f"{file}:{line}"
 
 

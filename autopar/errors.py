@@ -18,7 +18,7 @@ from __future__ import annotations
 import difflib
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 __all__ = [
@@ -33,9 +33,13 @@ __all__ = [
     "VerificationError",
     "clip",
     "first_line",
+    "in_one_line",
+    "listed",
     "missing",
     "nearest",
+    "not_parallelized",
     "tell",
+    "type_and_text",
 ]
 
 
@@ -110,6 +114,27 @@ def clip(text: str, width: int = 120) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, or its type."""
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def in_one_line(error: object, width: int | None = None) -> str:
+    """Return an error's text without its line breaks, or the beginning of one that is longer than ``width``."""
+    text = " ".join(str(error).split())
+    return text if width is None else clip(text, width)
+
+
+def type_and_text(error: BaseException, width: int | None = None) -> str:
+    """Return an error of foreign code as ``ValueError: what it says``, in one line."""
+    return f"{type(error).__name__}: {in_one_line(error, width)}"
+
+
+def listed(names: Sequence[str], limit: int = 5) -> str:
+    """Join the first few names, and say how many more there are."""
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def not_parallelized(model: object) -> ConfigError:
+    """Return the error of a call that needs a parallelized model."""
+    return ConfigError(f"{type(model).__name__} is not parallelized; autopar.initialize does that")
 
 
 def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.5) -> str:

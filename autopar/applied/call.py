@@ -100,11 +100,8 @@ def _refuse_second(model: nn.Module) -> None:
         place = f"{type(module).__name__}{f' at {path}' if path else ''}"
         state = vars(module).get("_autopar")
         if state is not None:
-            tp, pp, dp, cp = state.mpu.sizes
-            context = f" context_parallel_size={cp}," if cp > 1 else ""
             raise ConfigError(
-                f"{place} is parallelized already: "
-                f"tensor_parallel_size={tp},{context} pipeline_parallel_size={pp}, data-parallel size {dp}.\n"
+                f"{place} is parallelized already: {state.mpu.sizes.in_words()}.\n"
                 "  autopar.deparallelize(model) gives back the plain model, which can be initialized again."
             )
         plan = vars(module).get("autopar")

@@ -25,7 +25,8 @@ from autopar.distributed.digest import extremes, sum_of_bits
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import Generators, sync_generators
-from autopar.distributed.shard_reads import all_stages, of_stage
+from autopar.distributed.shard_place import all_stages
+from autopar.distributed.shard_reads import of_stage
 from autopar.errors import ConfigError, ConsistencyError, nearest
 from autopar.foreign.modules import own_parameters
 from autopar.layout import Layout

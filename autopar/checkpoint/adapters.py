@@ -24,10 +24,10 @@ from autopar.checkpoint.hf_weights import WholeWeights
 from autopar.checkpoint.save import prepare_alike
 from autopar.checkpoint.snapshot import Snapshot, snapshot
 from autopar.checkpoint.staging import fsync
-from autopar.checkpoint.state import State, listed, local_tensors, parameters_elsewhere, state_of
+from autopar.checkpoint.state import State, local_tensors, parameters_elsewhere, state_of
 from autopar.distributed.agree import rank_zero
 from autopar.distributed.failures import waiting
-from autopar.errors import CheckpointError
+from autopar.errors import CheckpointError, listed
 from autopar.foreign.modules import own_parameters
 from autopar.storage.safetensors_io import dtype_of
 

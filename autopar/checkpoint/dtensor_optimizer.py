@@ -19,8 +19,8 @@ from autopar.checkpoint.dtensor import as_dtensor, to_dtensor_state_dict
 from autopar.checkpoint.optimizer_metadata import COUNTERS
 from autopar.checkpoint.optimizer_state import named_groups, new_option, take
 from autopar.checkpoint.optimizer_weights import keeps_state, step_of
-from autopar.checkpoint.state import State, listed, state_of
-from autopar.errors import CheckpointError
+from autopar.checkpoint.state import State, state_of
+from autopar.errors import CheckpointError, listed
 
 __all__ = ["OptimizerDTensors", "load_dtensor_state_dict", "to_dtensor_training_state"]
 

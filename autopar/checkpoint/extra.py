@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 from autopar.checkpoint.format import SHARDED_EXTRA, Manifest
 from autopar.checkpoint.optimizer_state import alike
 from autopar.checkpoint.shards import Shards
-from autopar.checkpoint.state import State, canonical_names, listed
+from autopar.checkpoint.state import State
 from autopar.checks.samples import local_part
 from autopar.distributed.digest import sum_of_bits
 from autopar.distributed.shard_reads import PLAIN
-from autopar.errors import CheckpointError, clip
+from autopar.errors import CheckpointError, clip, listed
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.files import checksum
 from autopar.storage.json_values import Json, encode, inside
@@ -58,7 +58,7 @@ class Extra:
         """
         if not isinstance(extra, Mapping):
             raise CheckpointError(f"extra={extra!r} must be a dict")
-        canonical = canonical_names(plan)
+        canonical = plan.names
         found: dict[str, tuple[tuple[str, ...], Mapping[str, torch.Tensor]]] = {}
 
         def emptied(value: Any, path: tuple[str, ...], where: str) -> Any:
@@ -77,7 +77,7 @@ class Extra:
 
     def tensors(self, plan: Plan) -> Iterator[tuple[str, torch.Tensor, TensorPlan]]:
         """Yield canonical name, tensor and saved plan of each shard, in the plan's order."""
-        canonical = canonical_names(plan)
+        canonical = plan.names
         for where, (_, given) in self.shards.items():
             by_name: dict[str, torch.Tensor] = {}
             for name, tensor in given.items():
@@ -90,7 +90,7 @@ class Extra:
 
     def names(self, plan: Plan) -> list[dict[str, Any]]:
         """Return for the manifest which dictionaries there are, and the tensors that their keys name."""
-        canonical = canonical_names(plan)
+        canonical = plan.names
         return [
             {"path": list(path), "where": where, "names": {name: canonical[name] for name in given}}
             for where, (path, given) in self.shards.items()
@@ -256,7 +256,7 @@ class SavedShards:
                 self.entries.append((path, where, names))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"extra is damaged in the checkpoint: {error!r}") from error
-        canonical = canonical_names(state.plan)
+        canonical = state.plan.names
         self._names: dict[str, list[str]] = {}
         for name in model.state_dict(keep_vars=True) if self.entries else ():
             self._names.setdefault(canonical.get(name, name), []).append(name)

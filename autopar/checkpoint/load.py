@@ -20,10 +20,10 @@ from autopar.checkpoint.optimizer_weights import TrainingWeights, keeps_state, p
 from autopar.checkpoint.quantized_base import QuantizedBase, digests_here, name_of, read_base, warn_of_another
 from autopar.checkpoint.rotation import place_in_series
 from autopar.checkpoint.shards import Shards
-from autopar.checkpoint.state import State, listed, local_tensors, state_of
+from autopar.checkpoint.state import State, local_tensors, state_of
 from autopar.distributed.agree import all_ranks
 from autopar.distributed.barrier import barrier
-from autopar.errors import CheckpointError, nearest
+from autopar.errors import CheckpointError, listed, nearest
 from autopar.storage.json_values import decode
 from autopar.storage.safetensors_io import dtype_name, dtype_of
 

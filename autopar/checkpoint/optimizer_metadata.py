@@ -16,8 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.checkpoint.state import listed
-from autopar.errors import CheckpointError, nearest
+from autopar.errors import CheckpointError, listed, nearest
 from autopar.layout import Layout
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.json_values import decode

@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 
 from autopar.checkpoint.optimizer_metadata import COUNTERS, OptimizerMetadata, is_sharded
 from autopar.checkpoint.optimizer_weights import as_stepped, state_device
-from autopar.checkpoint.state import canonical_names
 from autopar.errors import CheckpointError
 from autopar.layout import Layout
 from autopar.plan.plan import Plan, TensorPlan
@@ -218,7 +217,7 @@ def _kind_name(value: object) -> str:
 
 def _named(model: nn.Module, plan: Plan) -> dict[int, str]:
     """Return ``id(parameter)`` -> canonical name, of the parameters that the plan knows."""
-    canonical = canonical_names(plan)
+    canonical = plan.names
     parameters = model.named_parameters(remove_duplicate=False)
     return {id(parameter): canonical[name] for name, parameter in parameters if name in canonical}
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from autopar.checkpoint.state import State, listed
+from autopar.checkpoint.state import State
 from autopar.distributed.digest import sum_of_elements
-from autopar.errors import CheckpointError
+from autopar.errors import CheckpointError, listed
 from autopar.plan.plan import Piece, TensorPlan
 from autopar.quantized.layers import stored_weights
 from autopar.storage.safetensors_io import dtype_name

@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from autopar.checkpoint.format import Manifest
 from autopar.checkpoint.staging import ABANDONED, HIDDEN, MANIFEST, REMOVED, fsync
-from autopar.checkpoint.state import listed
-from autopar.errors import CheckpointError
+from autopar.errors import CheckpointError, listed
 
 __all__ = [
     "Member",

@@ -26,11 +26,11 @@ from autopar.checkpoint.optimizer_weights import (
     writer_of,
 )
 from autopar.checkpoint.quantized_base import base_tensors, notes_of
-from autopar.checkpoint.state import State, canonical_names, listed, local_tensors, state_of
+from autopar.checkpoint.state import State, local_tensors, state_of
 from autopar.checks.samples import local_part
 from autopar.distributed.axis import Axis
 from autopar.distributed.digest import sum_of_bits
-from autopar.errors import CheckpointError
+from autopar.errors import CheckpointError, listed
 from autopar.layout import replica_rows
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.json_values import encode
@@ -235,7 +235,7 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def digest_parameters(model: nn.Module, plan: Plan) -> dict[str, tuple[str, int]]:
     """Digest the parameters of this rank: canonical name -> dtype and number. No communication."""
-    canonical = canonical_names(plan)
+    canonical = plan.names
     found: dict[str, tuple[str, int]] = {}
     for name, parameter in model.named_parameters():
         if name in canonical and not parameter.is_meta:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from autopar.distributed.agree import Ranks
 from autopar.distributed.axis import Axis
 from autopar.distributed.mesh import MPU
-from autopar.errors import CheckpointError
+from autopar.errors import CheckpointError, listed
 from autopar.foreign.c10d import in_fake_world
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.quantized.layers import stored_weights
@@ -33,10 +33,8 @@ __all__ = [
     "STATE",
     "Background",
     "State",
-    "canonical_names",
     "check_fsdp_shard",
     "config_writer",
-    "listed",
     "local_tensors",
     "parameters_elsewhere",
     "state_of",
@@ -197,16 +195,6 @@ def parameters_elsewhere(model: nn.Module) -> Sequence[tuple[nn.Module, Mapping[
     return () if pipeline is None else pipeline.released.orders
 
 
-def listed(names: Sequence[str], limit: int = 5) -> str:
-    """Join the first few names."""
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
-
-
-def canonical_names(plan: Plan) -> dict[str, str]:
-    """Return every name of the plan's tensors -> the canonical one; tied tensors have several."""
-    return {name: tensor.name for tensor in plan.tensors.values() for name in (tensor.name, *tensor.aliases)}
-
-
 def local_tensors(model: nn.Module, *, fsdp: bool = False) -> dict[str, torch.Tensor]:
     """Return this rank's tensors under canonical names, in the plan's order; the model's own objects, not copies.
 
@@ -218,7 +206,7 @@ def local_tensors(model: nn.Module, *, fsdp: bool = False) -> dict[str, torch.Te
     """
     state = state_of(model)
     plan, tp = state.plan, state.mpu.shards.rank
-    canonical = canonical_names(plan)
+    canonical = plan.names
     found: dict[str, torch.Tensor] = {}
     foreign = []
     quantized = tuple(f"{path}." for path in stored_weights(model))

@@ -23,10 +23,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.call_site import calls, frames_of, warn_user
-from autopar.checkpoint.state import listed
 from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_reads import plain
-from autopar.errors import CheckpointError, ConfigError
+from autopar.errors import CheckpointError, ConfigError, listed
 from autopar.layout import replica_rows
 from autopar.plan.plan import Plan, TensorPlan
 

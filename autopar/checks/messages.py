@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from autopar.errors import listed
+
 __all__ = [
     "different",
     "explanation",
@@ -91,10 +93,9 @@ def same_shard(ranks: Sequence[int], group: str, names: Sequence[str] = ()) -> s
         group: what DistributedDataParallel has to be given.
         names: of the weights, where all were compared.
     """
-    which = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return (
         f"the ranks {list(ranks)} of one tensor-parallel group hold the same shard of the weights"
-        f"{f' {which}' if names else ''}.\n"
+        f"{f' {listed(names, 3)}' if names else ''}.\n"
         "  DistributedDataParallel over all ranks copies rank 0's shard over the others: give it\n"
         f"  process_group={group}, and initialize the model again. (Drawing weights anew "
         "after\n  initialize fills every shard with the same numbers, too: draw before it.)"
@@ -135,7 +136,7 @@ def unlike_weights(
         weights: name -> digests on both ranks of ``pair``.
         own: no torch optimizer has made the update.
     """
-    text = f"the weights of the {replicas} differ: they have drifted apart.\n{place}: {_listed(list(weights))}.\n"
+    text = f"the weights of the {replicas} differ: they have drifted apart.\n{place}: {listed(list(weights), 3)}.\n"
     for name, (one, two) in list(weights.items())[:3]:
         text += f"    {name}: rank {pair[0]}: {_hex(one)}, rank {pair[1]}: {_hex(two)}\n"
     if own:
@@ -156,7 +157,7 @@ def unlike_gradients(replicas: str, place: str, names: Sequence[str], group: str
     """Describe that gradients differ; ``group``: what DistributedDataParallel has to be given."""
     return (
         f"the gradients of the {replicas} differ: nothing has averaged them, and the "
-        f"replicas would drift apart.\n{place}: {_listed(names)}.\n"
+        f"replicas would drift apart.\n{place}: {listed(names, 3)}.\n"
         f"  Call the model through DistributedDataParallel(model, process_group={group}), or average before step():\n"
         f"  autopar.average_gradients(model). (Or one of them has skipped a step.)\n{_TURN_OFF}"
     )
@@ -170,10 +171,6 @@ def router_loss(model: str, ranks: int) -> str:
         "one process with all of them. A larger batch on each rank comes\n  closer; tensor parallelism changes "
         "nothing. output_router_logits=False leaves the loss out."
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _hex(digest: int) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.context_parallel.handed_states import place_of
 from autopar.context_parallel.lazy_rows import LazyRows, MadeOf, lazy_rows
 from autopar.context_parallel.state import OwnModule, RowState
 from autopar.foreign.tensors import keystr, tree_flatten, tree_flatten_with_path, tree_map_with_path, tree_unflatten
@@ -58,12 +59,8 @@ class OwnRows:
         return _lazy(out, path, where, rows, state, plain, made_of)
 
 
-def _place(path: Any, x: torch.Tensor) -> str:
-    return f"{keystr(path)} of {x.ndim} dims"
-
-
 def _tensors(values: Any) -> list[tuple[str, torch.Tensor]]:
-    return [(_place(path, x), x) for path, x in tree_flatten_with_path(values)[0] if isinstance(x, torch.Tensor)]
+    return [(place_of(path, x), x) for path, x in tree_flatten_with_path(values)[0] if isinstance(x, torch.Tensor)]
 
 
 def _call(values: Any) -> str:
@@ -106,7 +103,7 @@ def _cut(values: Any, where: OwnModule, rows: Layout, state: RowState) -> Any:
     def own(path: Any, x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        dim = where.inputs[_place(path, x)]
+        dim = where.inputs[place_of(path, x)]
         held = x.opened(rows, dim) if isinstance(x, LazyRows) else None
         if held is not None:
             return held
@@ -131,7 +128,7 @@ def _lazy(
     leaves, structure = tree_flatten_with_path(out)
     made, own = [], rows.local_size(state.axis.rank)
     for place, (name, x) in enumerate(leaves):
-        key = _place(name, x) if isinstance(x, torch.Tensor) else ""
+        key = place_of(name, x) if isinstance(x, torch.Tensor) else ""
         if state.tracking is not None:
             dims = [dim for dim, size in enumerate(x.shape) if size == own] if state.tracking.holds_rows(x) else []
             where.outputs[key] = dims[0] if len(dims) == 1 else -1

@@ -75,7 +75,6 @@ class ParallelStep(OwnedParameters):
         failures: FailureLog,
     ) -> None:
         self.plan, self.mpu, self.counted, self._failures, self._config = plan, mpu, counted, failures, config
-        self._canonical = {alias: tensor.name for tensor in plan.tensors.values() for alias in tensor.aliases}
         self.whole, self.muon = WholeParameters(), MuonSteps()
         sharded = config.zero_stage == 1 and mpu.dp_cp.size > 1
         super().__init__(optimizer, model, self._replicas, sharded=sharded)
@@ -130,7 +129,7 @@ class ParallelStep(OwnedParameters):
                     whole.add(mine, axis, replica, duplicated=how == "duplicated")
 
     def _replicas(self, name: str) -> Axis:
-        return self.mpu.copies if self._canonical.get(name, name) in self.plan.experts else self.mpu.dp_cp
+        return self.mpu.copies if self.plan.names.get(name, name) in self.plan.experts else self.mpu.dp_cp
 
     def size_of(self, parameter: torch.Tensor, name: str) -> int:
         """Return the elements of a parameter on all ranks, so that its shards have one owner."""
@@ -138,7 +137,7 @@ class ParallelStep(OwnedParameters):
         return parameter.numel() if plan is None else math.prod(plan.shape)
 
     def _plan_of(self, name: str) -> TensorPlan | None:
-        return self.plan.tensors.get(self._canonical.get(name, name))
+        return self.plan.tensors.get(self.plan.names.get(name, name))
 
     # -- what checkpoints ask --------------------------------------------------------------------------------------
 

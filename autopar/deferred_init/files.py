@@ -20,9 +20,8 @@ from transformers.utils import logging
 
 from autopar.checkpoint.format import MANIFEST
 from autopar.checkpoint.shards import Shards
-from autopar.checkpoint.state import listed
 from autopar.deferred_init.sources import set_source, sources_of
-from autopar.errors import AutoparError, CheckpointError, ConfigError
+from autopar.errors import AutoparError, CheckpointError, ConfigError, in_one_line, listed
 from autopar.foreign.modules import own_buffers, own_parameters
 from autopar.foreign.transformers import INITIALIZED, dtype_plan
 from autopar.quantized.layers import prepare, stored_weights
@@ -232,7 +231,7 @@ def differs(path: str, model: Any, info: Mapping[str, Any]) -> str:
 
 def explained(error: Exception, folder: Path, arguments: Mapping[str, Any]) -> AutoparError:
     """Return the error to raise for one of transformers: about a file, or about one of the user's arguments."""
-    text = " ".join(str(error).split())
+    text = in_one_line(error)
     reason = text if text and isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {text}"
     wrong = [name for name in arguments if f"'{name}'" in text]
     if wrong and not isinstance(error, OSError):

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.checkpoint.state import listed
 from autopar.deferred_init.context import on_cpu
 from autopar.deferred_init.random_init import DeferredParameter, InitSteps, adapter_parameters
 from autopar.deferred_init.sources import by_parameter, clear_sources, sources_of
@@ -22,7 +21,7 @@ from autopar.distributed.broadcast_data import sync_parameters
 from autopar.distributed.mesh import MPU
 from autopar.distributed.process import cores_of_a_rank
 from autopar.distributed.rng import same_draws
-from autopar.errors import ConfigError
+from autopar.errors import ConfigError, listed
 from autopar.foreign.modules import own_parameters
 from autopar.foreign.tensors import version_of
 from autopar.plan.plan import Plan

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType, FrameType
+from typing import Any
 
 from autopar.distributed.summed_lines import adds_up, goes_over_parameters
 from autopar.layout import Layout
 
-__all__ = ["Shard", "Stage"]
+__all__ = ["Shard", "Stage", "all_stages", "in_microbatches"]
 
 
 class Shard:
@@ -135,3 +136,20 @@ class Stage:
             + ("; with autopar.whole(model): all weights and gradients are here." if self.joins else ".")
             + "\n  Where that is meant: warnings.filterwarnings('ignore', category=autopar.ShardWarning)."
         )
+
+
+def all_stages(parameters: Iterable[Any]) -> AbstractContextManager[None]:
+    """Say nothing of sums over these parameters of a stage inside of ``with``: nothing is missing there."""
+    stage = _stage_of(parameters)
+    return nullcontext() if stage is None else stage.aside()
+
+
+def in_microbatches(parameters: Iterable[Any], count: int) -> AbstractContextManager[None]:
+    """Let hooks of the gradients of these parameters know, inside of ``with``, that a pass is of so many parts."""
+    stage = _stage_of(parameters)
+    return nullcontext() if stage is None else stage.passing(count)
+
+
+def _stage_of(parameters: Iterable[Any]) -> Stage | None:
+    shards = (getattr(parameter, "autopar_shard", None) for parameter in parameters)
+    return next((shard.stage for shard in shards if shard is not None and shard.stage is not None), None)

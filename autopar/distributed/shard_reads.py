@@ -17,8 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -42,7 +41,7 @@ from autopar.distributed.read_functions import (
     tell_number,
 )
 from autopar.distributed.read_switch import Switch, aside, hidden, inside_hook, switch
-from autopar.distributed.shard_place import Shard, Stage
+from autopar.distributed.shard_place import Shard
 from autopar.foreign.autograd import current_backward
 from autopar.foreign.modules import SAVE_STATE
 from autopar.foreign.tensors import disabled_torch_function, leave_alone, let_foreach_take
@@ -50,21 +49,19 @@ from autopar.foreign.tensors import disabled_torch_function, leave_alone, let_fo
 __all__ = [
     "NOTICING",
     "PLAIN",
+    "LikePlain",
     "Part",
     "Shard",
     "ShardedParameter",
     "Switch",
-    "all_stages",
     "aside",
     "become",
     "hidden",
-    "in_microbatches",
     "inside_hook",
     "of_stage",
     "plain",
     "switch",
     "take_kind",
-    "tell_if_pickled",
     "unwatch",
     "watch",
 ]
@@ -115,7 +112,7 @@ class ShardedParameter(nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        tell_if_pickled(self)
+        _tell_if_pickled(self)
         with aside():
             plain = nn.Parameter(self.data, self.requires_grad)
         vars(plain).update({name: value for name, value in vars(self).items() if name != "autopar_shard"})
@@ -127,31 +124,39 @@ class _LikeAnyTensor(type(torch.Tensor)):  # type: ignore[misc]  # assert_close 
         return isinstance(instance, torch.Tensor)
 
 
-class Part(torch.Tensor, metaclass=_LikeAnyTensor):
-    """The result of an elementwise function of a shard, or its gradient. Saved as a plain tensor."""
+class LikePlain:
+    """A part that is shown, copied and saved as the plain tensor of the same memory, which ``_plain`` returns."""
 
-    __torch_function__ = NOTICING
+    __slots__ = ()
     autopar_shard: Shard | None = None
+    _plain: Callable[[], Any]
 
-    def _plain(self) -> torch.Tensor:
-        with aside():
-            return self.as_subclass(torch.Tensor)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return repr(self._plain())
 
     def __format__(self, spec: str) -> str:
-        return format(self.item() if self.dim() == 0 else self._plain(), spec)
+        plain = self._plain()
+        return format(plain.item() if plain.dim() == 0 else plain, spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             memo[id(self)] = copied = copy.deepcopy(self._plain(), memo)
-            become(copied, Part, self.autopar_shard)
+            become(copied, type(self), self.autopar_shard)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        tell_if_pickled(self)
+        _tell_if_pickled(self)
         return self._plain().__reduce_ex__(protocol)
+
+
+class Part(LikePlain, torch.Tensor, metaclass=_LikeAnyTensor):  # type: ignore[misc]
+    """The result of an elementwise function of a shard, or its gradient. Saved as a plain tensor."""
+
+    __torch_function__ = NOTICING
+
+    def _plain(self) -> torch.Tensor:
+        with aside():
+            return self.as_subclass(torch.Tensor)
 
 
 _WATCHED: dict[type, type] = {nn.Parameter: ShardedParameter}
@@ -184,7 +189,7 @@ def unwatch(parameter: torch.Tensor) -> None:
             become(parameter, kind)
 
 
-def tell_if_pickled(tensor: Any) -> None:
+def _tell_if_pickled(tensor: Any) -> None:
     """Warn if ``torch.save`` is what calls ``__reduce_ex__`` of a part, which calls this."""
     if _is_cut(tensor):
         tell_if_saved(tensor, sys._getframe(2))
@@ -201,23 +206,6 @@ def of_stage(tensor: torch.Tensor, parameter: Any) -> torch.Tensor:
     if shard is not None and shard.read is not None and type(tensor) in _PARTS:
         become(tensor, _PARTS[type(tensor)], shard.read)
     return tensor
-
-
-def all_stages(parameters: Iterable[Any]) -> AbstractContextManager[None]:
-    """Say nothing of sums over these parameters of a stage inside of ``with``: nothing is missing there."""
-    stage = _stage_of(parameters)
-    return nullcontext() if stage is None else stage.aside()
-
-
-def in_microbatches(parameters: Iterable[Any], count: int) -> AbstractContextManager[None]:
-    """Let hooks of the gradients of these parameters know, inside of ``with``, that a pass is of so many parts."""
-    stage = _stage_of(parameters)
-    return nullcontext() if stage is None else stage.passing(count)
-
-
-def _stage_of(parameters: Iterable[Any]) -> Stage | None:
-    shards = (getattr(parameter, "autopar_shard", None) for parameter in parameters)
-    return next((shard.stage for shard in shards if shard is not None and shard.stage is not None), None)
 
 
 def become(tensor: Any, kind: type, shard: Shard | None = None) -> None:

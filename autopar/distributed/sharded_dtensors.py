@@ -6,24 +6,21 @@ tensor-parallel shards and of other stages' weights: these reads are noticed as 
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from autopar.distributed.shard_place import Shard
-from autopar.distributed.shard_reads import NOTICING, Part, aside, become, take_kind, tell_if_pickled
+from autopar.distributed.shard_reads import NOTICING, LikePlain, Part, aside, become, take_kind
 
 __all__ = ["ShardedDTensor", "notice_dtensors"]
 
 
-class ShardedDTensor(DTensor):
+class ShardedDTensor(LikePlain, DTensor):  # type: ignore[misc]
     """A DTensor of a part of a parameter, or made of one."""
 
     __slots__ = ()
     __torch_function__ = NOTICING
-    autopar_shard: Shard | None = None
 
     def full_tensor(self, **how: Any) -> torch.Tensor:
         """Return the rows of all replicas: still a part."""
@@ -39,22 +36,6 @@ class ShardedDTensor(DTensor):
             plain = super().detach().requires_grad_(self.requires_grad)
         vars(plain).update({name: value for name, value in vars(self).items() if name != "autopar_shard"})
         return plain
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(self._plain())
-
-    def __format__(self, spec: str) -> str:
-        return format(self.item() if self.dim() == 0 else self._plain(), spec)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if id(self) not in memo:
-            memo[id(self)] = copied = copy.deepcopy(self._plain(), memo)
-            become(copied, ShardedDTensor, self.autopar_shard)
-        return memo[id(self)]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        tell_if_pickled(self)
-        return self._plain().__reduce_ex__(protocol)
 
 
 def notice_dtensors() -> None:

@@ -26,6 +26,7 @@ from autopar.dry_run.sequence_tracking import SampleRows, SequenceTracking, note
 from autopar.dry_run.tensor_parallel import below, different_ranks, run, shapes_of
 from autopar.errors import ConfigError, first_line
 from autopar.plan.blocks import dropped_blocks, lies_in
+from autopar.plan.matching import around
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.stages import StagePlan
 from autopar.tensor_parallel import parallelize, sequence_parallel
@@ -326,9 +327,8 @@ def _longest(model: PreTrainedModel, lists: Sequence[Sequence[str]]) -> int | No
     modules = dict(model.named_modules(remove_duplicate=False))
     found = []
     for blocks in lists:
-        path = blocks[0]
-        while path and not isinstance(modules[path], PreTrainedModel):
-            path = path.rpartition(".")[0]
+        inner = (blocks[0], *around(blocks[0]))
+        path = next((path for path in inner if isinstance(modules[path], PreTrainedModel)), "")
         found.append(getattr(modules[path].config, "max_position_embeddings", None))
     return min((value for value in found if type(value) is int and value > 0), default=None)
 

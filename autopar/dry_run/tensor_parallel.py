@@ -32,6 +32,8 @@ from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.plan_model import warn_no_dry_run
 from autopar.errors import PolicyError, first_line
 from autopar.foreign.tensors import tree_leaves, tree_map_only
+from autopar.plan.blocks import lies_in
+from autopar.plan.matching import around
 from autopar.plan.plan import Plan
 from autopar.tensor_parallel.hooks import Hook
 from autopar.tensor_parallel.parallelize import apply
@@ -221,13 +223,11 @@ def _check_sums(plan: Plan, tracking: ActivationTracking) -> None:
 
 def _where(plan: Plan, path: str) -> str:
     """file:line of the rule nearest to a module: its own, one inside it, one beside it."""
-    while True:
+    for outer in (path, *around(path)):
         for other, rule in plan.modules.items():
-            if other == path or not path or other.startswith(path + "."):
+            if lies_in(other, outer):
                 return rule.where
-        if not path:
-            return plan.policy  # nothing is sharded
-        path = path.rpartition(".")[0]
+    return plan.policy  # nothing is sharded
 
 
 def run(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from autopar.errors import ConfigError
+from autopar.errors import not_parallelized
 from autopar.swap import bind, unbind
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def pipeline_of(model: nn.Module) -> Pipeline:
     """
     state = vars(model).get("_autopar")
     if state is None:
-        raise ConfigError(f"{type(model).__name__} is not parallelized; autopar.initialize does that")
+        raise not_parallelized(model)
     found: Pipeline = state.pipeline(model)
     return found
 

@@ -17,7 +17,7 @@ from autopar.data_parallel.grad_sync import TiedWeights, average_over_replicas, 
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
-from autopar.distributed.shard_reads import all_stages, in_microbatches
+from autopar.distributed.shard_place import all_stages, in_microbatches
 from autopar.errors import ConfigError
 from autopar.pipeline_parallel.batch_checks import Report, read_batch
 from autopar.pipeline_parallel.engine import Engine, Step

@@ -17,7 +17,7 @@ from transformers.utils.generic import ModelOutput
 
 from autopar.distributed.rng import Generators
 from autopar.distributed.whole_on_read import WholeOnRead, parts_of
-from autopar.errors import AutoparError, ConfigError, UnsupportedModelError
+from autopar.errors import AutoparError, ConfigError, UnsupportedModelError, listed
 from autopar.foreign.tensors import ITEM, schema_of
 from autopar.pipeline_parallel.kv_cache import copy_caches
 from autopar.pipeline_parallel.outputs import incomplete
@@ -183,11 +183,10 @@ def check_padding(error: Exception) -> None:
 
 def explain(forward: StageForward, missing: frozenset[str]) -> str:
     """Return the error of a stage that reads what it does not have."""
-    names = sorted(missing)
-    listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    read = listed(sorted(missing), 4)
     return (
         f"this model cannot be split into pipeline stages here: the elements {forward.start} to {forward.stop - 1} of "
-        f"the pipeline, or the loss behind them, read {listed}, which another stage holds.\n  Blocks or the head use "
+        f"the pipeline, or the loss behind them, read {read}, which another stage holds.\n  Blocks or the head use "
         "it beside the output of the block before (features of an image, say). Split the model elsewhere "
         "(pipeline.layers_per_stage), leave that input or criterion out, or use pipeline_parallel_size=1."
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.plan.matching import Scope, all_scopes, join, matches_of
+from autopar.plan.matching import Scope, all_scopes, around, join, matches_of
 from autopar.policy.schema import Policy
 
 __all__ = ["Blocks", "dropped_blocks", "lies_in"]
@@ -88,9 +88,7 @@ class Blocks:
 
     def _holding(self, name: str) -> int | None:
         """Return the block in which a tensor lies; None for one outside of them."""
-        parts = name.split(".")
-        above = (self._place_of.get(".".join(parts[:end])) for end in range(1, len(parts)))
-        return min((place for place in above if place is not None), default=None)
+        return min((self._place_of[path] for path in around(name) if path in self._place_of), default=None)
 
     def _beside(self, name: str) -> int | None:
         """Return the block in which or beside which a tensor is used; None: beside all."""

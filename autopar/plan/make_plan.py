@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autopar.adapters import check_adapters
-from autopar.errors import ConfigError, PolicyError
+from autopar.errors import ConfigError, PolicyError, listed
 from autopar.foreign.modules import own_parameters
 from autopar.layout import Layout
 from autopar.plan.adapters import adapter_rules
@@ -257,9 +257,8 @@ def _check_ties(root: nn.Module, layouts: _Layouts, modules: Mapping[str, Module
 def _check_coverage(model: nn.Module, prefix: str, layouts: _Layouts, policy: Policy) -> None:
     missing = [join(prefix, name) for name, parameter in model.named_parameters() if parameter not in layouts]
     if missing:
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise PolicyError(
-            f"no rule covers {len(missing)} parameters of {type(model).__name__}: {', '.join(missing[:5])}{more}. "
+            f"no rule covers {len(missing)} parameters of {type(model).__name__}: {listed(missing)}. "
             "Every parameter needs a rule; 'replicated' keeps one whole.",
             policy.where,
         )

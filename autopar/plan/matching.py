@@ -193,6 +193,13 @@ def _member(module: Any, name: str) -> Any:
     return None
 
 
+def around(path: str) -> Iterator[str]:
+    """Yield the paths of the modules around a module, the next one first; the last one is the model's, ``""``."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
 def join(*parts: str) -> str:
     """Join the parts of a dotted path that are not empty."""
     return ".".join(part for part in parts if part)
@@ -211,10 +218,8 @@ def check_overlap(matches: list[RuleMatch]) -> None:
             )
         by_path[match.path] = match
     for path, match in by_path.items():
-        parts = path.split(".")
-        for end in range(1, len(parts)):
-            outer = by_path.get(".".join(parts[:end]))
-            if outer is not None and outer.rule.kind not in _OWN_PARAMETERS:
+        for outer in (by_path[each] for each in around(path) if each and each in by_path):
+            if outer.rule.kind not in _OWN_PARAMETERS:
                 raise PolicyError(
                     f"{path} is matched by two rules, here and, with {outer.path}, in {outer.rule.where}",
                     match.rule.where,

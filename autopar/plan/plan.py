@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -302,17 +303,19 @@ class Plan:
                 "tensor_parallel_size shards the quantized weights."
             )
 
+    @cached_property
+    def names(self) -> Mapping[str, str]:
+        """Every name of the tensors -> the canonical one; tied tensors have several."""
+        return {name: tensor.name for tensor in self.tensors.values() for name in (tensor.name, *tensor.aliases)}
+
     def canonical(self, name: str) -> str:
         """Return the canonical name of a state-dict entry that may be an alias.
 
         Raises:
             ConfigError: the plan does not know the name (a parameter added after ``initialize``).
         """
-        if name in self.tensors:
-            return name
-        for tensor in self.tensors.values():
-            if name in tensor.aliases:
-                return tensor.name
+        if name in self.names:
+            return self.names[name]
         raise ConfigError(
             f"{name} was added after autopar.initialize, which does not know whether it is sharded. "
             "Add modules (adapters) before."

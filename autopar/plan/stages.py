@@ -89,19 +89,6 @@ class StagePlan:
         """Return plain data."""
         return asdict(self)
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> StagePlan:
-        """Read what :meth:`to_json` made. Raises ``KeyError``, ``TypeError`` or ``ValueError`` on malformed data."""
-        return cls(
-            ranks=int(data["ranks"]),
-            elements=tuple(map(str, data["elements"])),
-            bounds=tuple(map(int, data["bounds"])),
-            rank_of=tuple(map(int, data["rank_of"])),
-            encoder=None if data["encoder"] is None else int(data["encoder"]),
-            tensors={str(name): tuple(map(int, stages)) for name, stages in data["tensors"].items()},
-            costs=tuple(map(int, data["costs"])),
-        )
-
 
 def make_stages(
     root: nn.Module,

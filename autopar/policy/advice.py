@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
-from autopar.errors import nearest
+from autopar.errors import listed, nearest
 from autopar.foreign.modules import own_parameters
 from autopar.policy.files import reference
 from autopar.policy.load import own_policies
@@ -43,9 +43,11 @@ def advice(model: PreTrainedModel, kinds: dict[str, str]) -> str:
         lines.append(f"By hand: closest in structure is {best.name} ({same} of {len(own.stored)} kinds of modules):")
         lines.append(f"  policy={{'extends': '{best.name}', 'match': {{'model_type': '{model_type}'}}}}")
         if best.without_rule:
-            lines.append(f"  to which rules must be added for: {_listed(best.without_rule)}")
+            lines.append(f"  to which rules must be added for: {listed(best.without_rule, _MOST_NAMES)}")
         if best.without_module:
-            lines.append(f"  and from which rules must be deleted (NAME: ~): {_listed(best.without_module)}")
+            lines.append(
+                f"  and from which rules must be deleted (NAME: ~): {listed(best.without_module, _MOST_NAMES)}"
+            )
     lines.append(f"'autopar policy check my.yaml' tries a policy without weights; its form is in {reference()}")
     lines.append("'autopar policy list' prints the model types that have one.")
     return "".join(f"\n  {line}" for line in lines)
@@ -102,8 +104,3 @@ def _end(path: str) -> str:
     names = [name.removesuffix("?") for name in path.split(".")]
     behind = max((place + 1 for place, name in enumerate(names) if name.isdigit() or name == "*"), default=0)
     return ".".join(names[behind:][-2:])
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more

@@ -45,10 +45,10 @@ def reference() -> Path:
     return policy_folder() / "README.md"
 
 
-@functools.lru_cache(maxsize=8)
-def policy_files(folder: Path | None = None) -> tuple[Path, ...]:
+@functools.cache
+def policy_files() -> tuple[Path, ...]:
     """List all policy files (not fragments), sorted by name."""
-    return tuple(sorted((folder or policy_folder()).glob("*.yaml")))
+    return tuple(sorted(policy_folder().glob("*.yaml")))
 
 
 @functools.cache

@@ -286,7 +286,7 @@ def _unary(function: Change) -> Callable[..., Shards | None]:
     return lambda shards, *args, **kwargs: None if args or kwargs else shards.change(function)
 
 
-def _binary(function: Callable[[Any, Any], torch.Tensor], swapped: bool = False) -> Callable[..., Shards | None]:
+def _binary(function: Callable[[Any, Any], torch.Tensor]) -> Callable[..., Shards | None]:
     def operate(shards: Shards, *args: Any, **kwargs: Any) -> Shards | None:
         if len(args) != 1 or kwargs:
             return None
@@ -301,7 +301,7 @@ def _binary(function: Callable[[Any, Any], torch.Tensor], swapped: bool = False)
             if fitting is None:
                 return None
             other = fitting
-        return shards.change(lambda x: function(other, x) if swapped else function(x, other))
+        return shards.change(lambda x: function(x, other))
 
     return operate
 

@@ -119,13 +119,15 @@ class _Pending:
     wait: Callable[[], None] | None = None
 
 
-class _Wait(torch.autograd.Function):
+class _Identity(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, pending: _Pending) -> torch.Tensor:
         keep_none(ctx)
         ctx.axis, ctx.pending = axis, pending
         return x.view_as(x)
 
+
+class _Wait(_Identity):
     @staticmethod
     @any_order(lambda ctx, grad: (reduce(grad, ctx.axis), None, None))
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -136,13 +138,7 @@ class _Wait(torch.autograd.Function):
         return grad, None, None
 
 
-class _Launch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, pending: _Pending) -> torch.Tensor:
-        keep_none(ctx)
-        ctx.axis, ctx.pending = axis, pending
-        return x.view_as(x)
-
+class _Launch(_Identity):
     @staticmethod
     @named_collective("all-reduce: gradient at the entry of a sharded region")
     @any_order(lambda ctx, grad: (grad, None, None))

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from autopar.foreign.modules import own_parameters
 from autopar.foreign.tensors import tree_leaves
 from autopar.layout import Layout
+from autopar.plan.matching import around
 from autopar.swap import swap, unswap
 from autopar.tensor_parallel.hooks import Hook
 from autopar.tensor_parallel.regions import Region
@@ -341,11 +342,7 @@ def _held(modules: Mapping[str, nn.Module], names: Iterable[str]) -> Iterator[tu
 
 def _model_around(modules: Mapping[str, nn.Module], block: str) -> nn.Module | None:
     """Return the Hugging Face model next around a block."""
-    while block:
-        block = block.rpartition(".")[0]
-        if isinstance(modules[block], PreTrainedModel):
-            return modules[block]
-    return None
+    return next((modules[path] for path in around(block) if isinstance(modules[path], PreTrainedModel)), None)
 
 
 def undo(model: nn.Module, plan: SequencePlan) -> None:

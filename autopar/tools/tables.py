@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Column, Table
 
-__all__ = ["console", "fitting", "lines", "size", "table"]
+__all__ = ["console", "fitting", "lines", "shape", "size", "table"]
 
 _WIDE = 10_000  # no line is folded
 
@@ -66,6 +66,11 @@ def fitting(heads: Sequence[str], cells: Sequence[Sequence[str]], width: int) ->
             line = f"{line}; {fact}" if line else fact
         found += textwrap.wrap(line, width, initial_indent=" " * 4, subsequent_indent=" " * 6, break_long_words=False)
     return found
+
+
+def shape(sizes: Iterable[int]) -> str:
+    """Return the sizes of a tensor in words."""
+    return " x ".join(map(str, sizes)) or "scalar"
 
 
 def size(count: float) -> str:

@@ -41,7 +41,7 @@ def _functions() -> dict[str, Any]:
     while waiting:
         each = waiting.pop()
         waiting += each.__subclasses__()
-        if each.__module__.startswith("autopar."):
+        if each.__module__.startswith("autopar.") and "backward" in vars(each):
             found[f"{each.__module__}.{each.__qualname__}"] = each
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -94,20 +94,20 @@ def _without_labels(inputs: Any, own: int) -> Any:
 
 def _first_rows(value: Any, count: int, rows: int) -> Any:
     """Take the first ``count`` of ``rows`` samples of every tensor."""
-    if isinstance(value, Mapping):
-        return {name: _first_rows(entry, count, rows) for name, entry in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_first_rows(entry, count, rows) for entry in value)
-    is_batch = isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == rows
-    return value[:count] if is_batch else value
+    return _changed(value, lambda x: x[:count] if x.shape[0] == rows else x)
 
 
 def _refill(value: Any, count: int, rows: int) -> Any:
     """Repeat the last sample, so that every replica has as many; they are left out of what is gathered."""
+    return _changed(
+        value, lambda x: torch.cat([x, x[-1:].expand(rows - count, *x.shape[1:])]) if x.shape[0] == count else x
+    )
+
+
+def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Change the tensors in mappings, which become dicts, tuples and lists, but for those that are one number."""
     if isinstance(value, Mapping):
-        return {name: _refill(entry, count, rows) for name, entry in value.items()}
+        return {name: _changed(entry, change) for name, entry in value.items()}
     if isinstance(value, tuple | list):
-        return type(value)(_refill(entry, count, rows) for entry in value)
-    if not isinstance(value, torch.Tensor) or not value.ndim or value.shape[0] != count:
-        return value
-    return torch.cat([value, value[-1:].expand(rows - count, *value.shape[1:])])
+        return type(value)(_changed(entry, change) for entry in value)
+    return change(value) if isinstance(value, torch.Tensor) and value.ndim else value

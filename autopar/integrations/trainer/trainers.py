@@ -129,12 +129,9 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, EvaluationMixin, CheckpointMi
             check_arguments(self.args)
             self.autopar_config = merge_arguments(self.autopar_config, self.args)
         elif self.autopar_given is not None:
-            tp, pp, dp, cp = model.mpu.sizes
-            context = f"context_parallel_size={cp}, " if cp > 1 else ""
             raise ConfigError(
-                f"parallel_config is given, and the model is parallelized already (tensor_parallel_size={tp}, "
-                f"{context}pipeline_parallel_size={pp}, data-parallel size {dp}): leave parallel_config out, or give "
-                "the plain model."
+                f"parallel_config is given, and the model is parallelized already ({model.mpu.sizes.in_words()}): "
+                "leave parallel_config out, or give the plain model."
             )
         else:
             check_arguments(self.args)

@@ -1,4 +1,4 @@
-"""The typer application, and what all commands share: options, sizes in words, errors without a traceback."""
+"""The typer application, and what commands share: options, JSON, errors without a traceback."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from autopar import __version__
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, in_one_line
 
-__all__ = ["Json", "Trust", "app", "errors"]
+__all__ = ["PP", "TP", "Json", "Model", "Policy", "Trust", "app", "errors", "print_json"]
 
 app = typer.Typer(
     name="autopar",
@@ -24,8 +25,17 @@ app = typer.Typer(
     rich_markup_mode=None,  # click's plain help cuts no option in 80 columns
 )
 
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A folder with config.json, a model of the hub, a model type of transformers, or my_model.py:CLASS.",
+    ),
+]
+Policy = Annotated[Path | None, typer.Option("--policy", help="A policy of your own.")]
+TP = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.")]
+PP = Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result or the error as JSON, without a progress bar.")]
-
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model's folder.")]
 
 
@@ -38,6 +48,11 @@ def main(
         raise typer.Exit
 
 
+def print_json(found: Any) -> None:
+    """Print plain data."""
+    print(json.dumps(found, indent=1))
+
+
 @contextmanager
 def errors(as_json: bool = False) -> Iterator[None]:
     """Print what the user can mend as one line on stderr, or as JSON where the result would be; end with exit code 1.
@@ -48,7 +63,7 @@ def errors(as_json: bool = False) -> Iterator[None]:
         yield
     except (AutoparError, OSError) as error:
         if as_json:
-            print(json.dumps({"error": {"type": type(error).__name__, "message": str(error)}}, indent=1))
+            print_json({"error": {"type": type(error).__name__, "message": str(error)}})
         else:
-            print("error: " + " ".join(str(error).split()), file=sys.stderr)
+            print(f"error: {in_one_line(error)}", file=sys.stderr)
         raise typer.Exit(1) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.tools.cli.app import Json, app, errors
-from autopar.tools.tables import console, fitting, size, table
+from autopar.errors import listed
+from autopar.tools.cli.app import Json, Policy, app, errors, print_json
+from autopar.tools.tables import console, fitting, shape, size, table
 
 if TYPE_CHECKING:
     from autopar.checkpoint import Manifest
@@ -29,14 +29,12 @@ _Force = Annotated[bool, typer.Option("--force", help="Replace a checkpoint in D
 
 def _report(verb: str, result: dict[str, Any], destination: Path, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(result, indent=1))
+        print_json(result)
         return
     total = sum(result["files"].values())
-    names = list(result["files"])
-    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     print(
         f"{verb} {result['tensors']} tensors ({result['parameters']:,} parameters, {size(total)}) "
-        f"into {destination}: {shown}"
+        f"into {destination}: {listed(list(result['files']), 8)}"
     )
 
 
@@ -78,7 +76,7 @@ def split(
     destination: _Target,
     tp: _Tp = 1,
     pp: _Pp = 1,
-    policy: Annotated[Path | None, typer.Option(help="A policy of your own.")] = None,
+    policy: Policy = None,
     dtype: Annotated[str | None, typer.Option(help="Convert the weights, for example to bfloat16.")] = None,
     force: _Force = False,
     as_json: Json = False,
@@ -124,7 +122,7 @@ def check(directory: _Source, as_json: Json = False) -> None:
         result = check_checkpoint(directory, progress=False if as_json else None)
     problems = result["problems"]
     if as_json:
-        print(json.dumps(result, indent=1))
+        print_json(result)
     elif not problems:
         print(
             f"{directory} is whole: {result['files']} files, {result['tensors']} tensors, {size(result['bytes'])}, "
@@ -138,10 +136,7 @@ def check(directory: _Source, as_json: Json = False) -> None:
 
 
 @app.command(short_help="Show mesh, files and tensors of shards.", epilog="Example: autopar inspect checkpoint")
-def inspect(
-    directory: Annotated[Path, typer.Argument(help="Folder that save_parallelized wrote.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def inspect(directory: _Source, as_json: Json = False) -> None:
     """Show what a sharded checkpoint holds: mesh, files, tensors and how they are sharded."""
     with errors(as_json):
         from autopar.checkpoint import Manifest
@@ -149,7 +144,7 @@ def inspect(
         manifest = Manifest.read(directory)
         files = [_file(directory / name, record) for name, record in manifest.files.items()]
     if as_json:
-        print(json.dumps(_summary(manifest, files), indent=1))
+        print_json(_summary(manifest, files))
     else:
         _show(manifest, files, directory)
 
@@ -250,9 +245,9 @@ def _tensors(manifest: Manifest) -> Iterator[list[str]]:
         merged = {None: "not saved", name: ""}.get(tensor.saved_as, tensor.saved_as)
         if tensor.saved_as is None and (pieces := manifest.pieces_with(name)):
             merged = f"in {pieces[0]}" if len(pieces) == 1 else f"{len(pieces)} parts, {pieces[0]} ..."
-        shape = " x ".join(map(str, tensor.shape)) or "scalar"
         files = [file.removeprefix("model-").removesuffix(".safetensors") for file in holders[name].values()]
-        cells = (shape, tensor.dtype, in_words(tensor.layout), files[0] if len(files) == 1 else "all tp ranks", merged)
+        saved = files[0] if len(files) == 1 else "all tp ranks"
+        cells = (shape(tensor.shape), tensor.dtype, in_words(tensor.layout), saved, merged)
         found.append({"name": name, "cells": list(map(str, cells))})
     for name, row in rows(found):
         yield [name, *row["cells"]]

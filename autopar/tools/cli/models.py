@@ -21,7 +21,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto import modeling_auto
 
 from autopar.deferred_init.context import lazy_init
-from autopar.errors import ConfigError, clip, nearest
+from autopar.errors import ConfigError, clip, nearest, type_and_text
 from autopar.foreign.transformers import from_config
 
 __all__ = ["TASKS", "Head", "heads", "named_object", "of_task", "remote_classes"]
@@ -40,8 +40,7 @@ def remote_classes(folder: Path, content: dict[str, Any]) -> tuple[PretrainedCon
             kind: Any = get_class_from_dynamic_module(reference, folder, local_files_only=True)
             found[kind.__name__] = kind
     except Exception as error:  # whatever foreign code stumbles over
-        text = clip(" ".join(str(error).split()), 200)
-        raise ConfigError(f"the code of {folder} fails: {type(error).__name__}: {text}") from error
+        raise ConfigError(f"the code of {folder} fails: {type_and_text(error, 200)}") from error
     if not found:
         raise ConfigError(f"the auto_map of {folder} names no model: it has {', '.join(sorted(content['auto_map']))}")
     return config, found

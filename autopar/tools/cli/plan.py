@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Iterable
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.tools.cli.app import Json, Trust, app, errors
+from autopar.tools.cli.app import Json, Model, Policy, Trust, app, errors, print_json
 from autopar.tools.tables import lines, table
 
 if TYPE_CHECKING:
@@ -33,13 +32,7 @@ _SHOWN = 12  # meshes that fall out
     epilog="Example: autopar plan llama --gpus 16 --sequence 4096 --global-batch 64 -o config.yaml",
 )
 def plan(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A folder with config.json, a model of the hub, a model type of transformers, or my_model.py:CLASS.",
-        ),
-    ],
+    model: Model,
     gpus: Annotated[int, typer.Option(help="GPUs in all.")],
     sequence: Annotated[int, typer.Option(help="Tokens of each sample.")],
     global_batch: Annotated[int, typer.Option(help="Samples of a step, of all replicas.")],
@@ -67,7 +60,7 @@ def plan(
         typer.Option("--by-expert/--no-by-expert", help="Whole experts on each rank; by default either, in mixtures."),
     ] = None,
     ep: Annotated[int | None, typer.Option("--ep", min=1, help="Expert-parallel size; by default any.")] = None,
-    policy: Annotated[Path | None, typer.Option(help="A policy of your own.")] = None,
+    policy: Policy = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the first one's config here.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the first one here.")] = None,
     trust: Trust = False,
@@ -166,7 +159,7 @@ def _show(estimator: Estimator, space: Space, found: Found, as_json: bool) -> No
     from autopar.tools.planner.report import assumptions, gigabytes, rejected, to_json
 
     if as_json:
-        print(json.dumps(to_json(estimator, space, found), indent=1))
+        print_json(to_json(estimator, space, found))
         return
     model, gpu = estimator.model, estimator.gpu
     print(f"{type(model.inner).__name__}: {model.parameters_in_words()}, policy {model.policy.name}")

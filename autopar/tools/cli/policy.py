@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.errors import AutoparError, ConfigError
-from autopar.tools.cli.app import Json, Trust, app, errors
+from autopar.errors import AutoparError, ConfigError, type_and_text
+from autopar.tools.cli.app import PP, TP, Json, Trust, app, errors, print_json
 
 if TYPE_CHECKING:
     from torch import nn
 
     from autopar.tools.cli.models import Head
 
-__all__ = ["BY_EXPERT", "MODEL", "PP", "TP", "build", "policy", "policy_and_model", "show"]
+__all__ = ["build", "policy"]
 
 
 policy = typer.Typer(
@@ -33,8 +33,6 @@ MODEL = Annotated[
         "my_model.py:CLASS. By default the first model type in the policy's match."
     ),
 ]
-TP = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.")]
-PP = Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size.")]
 BY_EXPERT = Annotated[bool, typer.Option("--by-expert", help="Whole experts on each rank: --ep as large as --tp.")]
 EP = Annotated[
     int | None, typer.Option("--ep", min=1, help="Expert-parallel size; above --tp, replicas share the experts.")
@@ -94,7 +92,7 @@ def check(
         options = {"tp": tp, "pp": pp, "cp": cp, "sequence_parallel": sequence_parallel, "ep": experts}
         reports = [_report(head, file, options | {"long_sequences": not heads}, len(found) > 1) for head in found]
     if as_json:
-        print(json.dumps(reports if heads else reports[0], indent=1))
+        print_json(reports if heads else reports[0])
     else:
         from autopar.tools.cli.policy_tables import print_report
 
@@ -143,8 +141,7 @@ def build(head: Head) -> nn.Module:
     except AutoparError:
         raise
     except Exception as error:  # whatever a constructor stumbles over
-        text = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{head.name} cannot be built: {type(error).__name__}: {text}") from error
+        raise ConfigError(f"{head.name} cannot be built: {type_and_text(error, 200)}") from error
 
 
 def _report(head: Head, file: Path | None, options: dict[str, Any], skip: bool) -> dict[str, Any]:
@@ -190,7 +187,7 @@ def show(
         built = build(heads(named, trust=trust)[0])
         report: dict[str, Any] = resolve_policy(built, file, tp=tp, pp=pp, ep=experts)
     if as_json:
-        print(json.dumps(report, indent=1))
+        print_json(report)
         return
     from autopar.tools.cli.policy_tables import print_report
 

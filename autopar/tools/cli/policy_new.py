@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.tools.cli.app import Json, Trust, errors
+from autopar.errors import listed
+from autopar.tools.cli.app import Json, Model, Trust, errors, print_json
 from autopar.tools.cli.policy import policy
 
 if TYPE_CHECKING:
@@ -27,13 +27,7 @@ _SHOWN = 8  # names in a comment
     epilog="Example: autopar policy new my_model.py:MyModel -o my.yaml",
 )
 def new(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A folder with config.json, a model of the hub, a model type of transformers, or my_model.py:CLASS.",
-        ),
-    ],
+    model: Model,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it there, not to the terminal.")] = None,
     tp: Annotated[int, typer.Option("--tp", min=2, help="Processes of the proof.")] = 2,
     proof: Annotated[bool, typer.Option(help="Compare with the plain model; takes most of the time.")] = True,
@@ -57,7 +51,7 @@ def new(
         if output is not None:
             output.write_text(draft.text, encoding="utf-8")
     if as_json:
-        print(json.dumps(draft.to_json(output), indent=1))
+        print_json(draft.to_json(output))
         return
     if output is None:
         print(draft.text, end="")
@@ -137,14 +131,9 @@ def _comments(kind: str, derived: Derived, sharded: float, report: Report | None
     else:
         lines.append("Proven on a small random model: outputs and gradients are those of the plain one.")
     if derived.gathered:
-        lines.append(f"Sharded, and gathered for a forward that wants all heads: {_some(derived.gathered)}.")
+        lines.append(f"Sharded, and gathered for a forward that wants all heads: {listed(derived.gathered, _SHOWN)}.")
     if derived.whole:
-        lines.append(f"Replicated, since no units were found that never meet: {_some(derived.whole)}.")
+        lines.append(f"Replicated, since no units were found that never meet: {listed(derived.whole, _SHOWN)}.")
     if derived.unseen:
         lines.append(f"Replicated, since the forward did not reach them: {', '.join(derived.unseen)}.")
     return lines
-
-
-def _some(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from autopar.plan.listing import ranges, rows
-from autopar.tools.tables import console, fitting, size
+from autopar.tools.tables import console, fitting, shape, size
 
 __all__ = ["print_report"]
 
@@ -77,10 +77,10 @@ def _tables(report: dict[str, Any], places: bool) -> Iterator[tuple[list[str], l
     over = f"on each {'ep' if ep > tp else 'tp'} rank"
     cells = []
     for name, tensor in rows(report["tensors"]):
-        local = _alike([_shape(shape) for shape in tensor["local_shapes"]], tp)
+        local = _alike(list(map(shape, tensor["local_shapes"])), tp)
         ranks = [", ".join(map(str, tensor["ranks"]))] if staged else []
         where = [tensor["where"]] if places else []
-        cells.append([name, _shape(tensor["shape"]), tensor["rule"], *where, local, *ranks])
+        cells.append([name, shape(tensor["shape"]), tensor["rule"], *where, local, *ranks])
     yield ["parameter", "shape", "rule", *place, over, *(["pp rank"] if staged else [])], cells
     if report["attributes"]:
         cells = []
@@ -104,7 +104,3 @@ def _runs(paths: list[str]) -> list[str]:
         numbers = [int(last) for _, last in group if last.isdigit()]
         result += [f"{parent}.{run}" for run in ranges(numbers)] if numbers else [parent]
     return result
-
-
-def _shape(shape: list[int]) -> str:
-    return " x ".join(map(str, shape)) or "scalar"

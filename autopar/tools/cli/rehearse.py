@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.tools.cli.app import Json, Trust, app, errors
+from autopar.tools.cli.app import Json, Model, Trust, app, errors, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,13 +30,7 @@ _SHOWN = 5  # problems, and ranks that wait
     epilog="Example: autopar rehearse llama --gpus 1024 --tp 8 --pp 16 --config config.yaml",
 )
 def rehearse(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A folder with config.json, a model of the hub, a model type of transformers, or my_model.py:CLASS.",
-        ),
-    ],
+    model: Model,
     gpus: Annotated[int, typer.Option(min=2, help="GPUs in all.")],
     config: Annotated[Path | None, typer.Option(help="The config of initialize; sizes below go before it.")] = None,
     tp: Annotated[int | None, typer.Option("--tp", min=1, help="Tensor-parallel size.")] = None,
@@ -223,7 +217,7 @@ def trace(
         waiting = stuck(traces)
         last = {rank: calls[-1] for rank, calls in traces.items() if calls}
     if as_json:
-        print(json.dumps({"ranks": len(traces), "problems": problems, "waiting": waiting}, indent=1))
+        print_json({"ranks": len(traces), "problems": problems, "waiting": waiting})
     else:
         print("\n".join(_told(traces, problems, waiting, last)))
     if problems or waiting:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.tools.cli.app import Json, Trust, app, errors
+from autopar.tools.cli.app import PP, TP, Json, Policy, Trust, app, errors, print_json
 
 if TYPE_CHECKING:
     import torch
@@ -36,14 +34,14 @@ def verify(
             "or my_model.py:NAME, a class or a function that returns a model.",
         ),
     ],
-    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.")] = 1,
-    pp: Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size.")] = 1,
+    tp: TP = 1,
+    pp: PP = 1,
     dp: Annotated[int, typer.Option("--dp", min=1, help="Data-parallel size.")] = 1,
     cp: Annotated[int, typer.Option("--cp", min=1, help="Context-parallel size.")] = 1,
     ep: Annotated[int, typer.Option("--ep", min=1, help="Expert-parallel size, of mixtures.")] = 1,
     sp: Annotated[bool, typer.Option("--sp", help="Sequence parallelism.")] = False,
     config: Annotated[Path | None, typer.Option(help="A config of initialize, instead of sizes.")] = None,
-    policy: Annotated[Path | None, typer.Option(help="A policy of your own.")] = None,
+    policy: Policy = None,
     task: Annotated[
         str | None, typer.Option(help="causal, masked, sequence-classification ..., or the name of a class.")
     ] = None,
@@ -78,7 +76,7 @@ def verify(
         report = _verified(built, sections, batches, policy=policy, checks=_listed(checks), data_parallel_size=dp,
                            sequence=sequence, device=device)  # fmt: skip
     if as_json:
-        print(json.dumps(report.to_dict(), indent=1))
+        print_json(report.to_dict())
     else:
         _show(report)
     if not report.ok:
@@ -145,7 +143,7 @@ def _verified(model: nn.Module, sections: Any, batches: str | None, **options: A
 
 def _build(head: Head, small: bool, dtype: torch.dtype, block: int) -> nn.Module:
     """The model with memory: with its weights if there are any, else small and random, in whole blocks."""
-    from autopar.errors import ConfigError, clip
+    from autopar.errors import ConfigError, in_one_line
     from autopar.tools.verification.small_models import build_small
 
     if head.make is not None:
@@ -159,7 +157,7 @@ def _build(head: Head, small: bool, dtype: torch.dtype, block: int) -> nn.Module
         model: nn.Module = kind.from_pretrained(head.folder, dtype=dtype, local_files_only=Path(head.folder).is_dir())
     except Exception as error:  # whatever transformers stumbles over
         raise ConfigError(
-            f"the weights of {head.folder} cannot be loaded: {clip(' '.join(str(error).split()), 200)}\n"
+            f"the weights of {head.folder} cannot be loaded: {in_one_line(error, 200)}\n"
             "  --small verifies its structure with random weights."
         ) from error
     return model
@@ -172,9 +170,9 @@ def _has_weights(folder: str) -> bool:
 
 
 def _show(report: Report) -> None:
-    from rich.console import Console
+    from autopar.tools.tables import console
 
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    with console.capture() as captured:
-        console.print(report)
+    out = console()
+    with out.capture() as captured:
+        out.print(report)
     print("\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip()))

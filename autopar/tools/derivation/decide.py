@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from autopar.foreign.modules import own_parameters
+from autopar.plan.matching import around
 from autopar.tools.derivation.decisions import Decisions, Trace, underivable
 from autopar.tools.derivation.marks import Meeting
 from autopar.tools.derivation.trace import Traced, trace
@@ -85,9 +86,7 @@ def _idle_in_regions(models: list[Traced], decisions: Decisions, seen: Trace, ca
 
 def _called_at(path: str, called: set[str]) -> str:
     """The layer, or the module nearest around a layer or parameter, that was called."""
-    while path and path not in called:
-        path = path.rpartition(".")[0]
-    return path
+    return next((each for each in (path, *around(path)) if each in called), "")
 
 
 def _may_enter(event: Meeting, block: str | None) -> bool:

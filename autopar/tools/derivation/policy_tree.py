@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.foreign.modules import own_modules, own_parameters
-from autopar.plan.matching import join
+from autopar.plan.matching import around, join
 from autopar.policy.described_model import base_of, config_of
 from autopar.tools.derivation.block_lists import BlockList, note_vocabulary, sections_around
 from autopar.tools.derivation.decisions import Decisions, Trace, is_linear
@@ -166,8 +166,7 @@ def _covered(
     """Rules for all parameters below ``root``: those given, and ``replicated`` for the largest modules without one."""
     busy = {"", *more}
     for path in (*rules, *(block[:-1] for block in blocks)):
-        parts = path.split(".")
-        busy |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+        busy |= {path, *around(path)}
     result: dict[str, Any] = {}
 
     def visit(path: str, module: nn.Module) -> None:

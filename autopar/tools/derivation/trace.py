@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.tensor_parallel import run
+from autopar.errors import type_and_text
 from autopar.foreign.modules import own_modules, own_parameters
 from autopar.foreign.tensors import no_dispatch_modes
 from autopar.tensor_tracking import tensors_in
@@ -120,7 +121,7 @@ def _run(each: Traced, root: nn.Module, tracking: FeatureTracking, seen: Trace) 
             with tracking:
                 out = run(model, (), each.inputs)
         except Exception as error:  # whatever it stumbles over without data
-            seen.failure = seen.failure or f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+            seen.failure = seen.failure or type_and_text(error, 120)
             tracking.stack.clear()
             tracking.suspended = 0
             continue
@@ -271,10 +272,7 @@ class _ModuleHooks:
         if mark.kind == INSIDE:
             tracking.inside.update(names)
             return replace(mark, features=None, places={})
-        if self.seen.names(path) in self.decisions.enters:
-            seen.entered.add(path)
-            return Mark(INSIDE, None, frozenset([path]))
-        return Mark(ACTIVATION, None, frozenset([path]))
+        return self._whole()
 
     def _row(self, mark: Mark, line: torch.Tensor) -> Mark:
         tracking, path, seen = self.tracking, self.path, self.seen
@@ -286,10 +284,14 @@ class _ModuleHooks:
         tracking.components.join(known, line)
         if path in seen.sources:
             seen.contradictory.add(path)
-        if self.seen.names(path) in self.decisions.enters:
-            seen.entered.add(path)
-            return Mark(INSIDE, None, frozenset([path]))
-        return Mark(ACTIVATION, None, frozenset([path]))
+        return self._whole()
+
+    def _whole(self) -> Mark:
+        """The mark of an output of all features, which may be the entry of a region."""
+        if self.seen.names(self.path) in self.decisions.enters:
+            self.seen.entered.add(self.path)
+            return Mark(INSIDE, None, frozenset([self.path]))
+        return Mark(ACTIVATION, None, frozenset([self.path]))
 
     def _per_channel(self, mark: Mark, features: torch.Tensor | None) -> Mark:
         tracking = self.tracking

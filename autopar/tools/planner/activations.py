@@ -4,9 +4,7 @@ One rank's shard runs its own ``forward`` at the real batch and sequence, and no
 is counted by ``saved_tensors_hooks``, each storage once, weights not. Only one of several equal blocks computes
 (:mod:`autopar.dry_run.block_replay`), so the size of a model makes no difference to the time. Each block is also run
 backward, to see how much memory that needs beside what is saved.
-
-Everything that differs by block is in its :class:`Unit`. A rank that holds only a part of each sequence would be a
-third argument beside batch and sequence: of the units, nothing here looks at either.
+Everything that differs by block is in its :class:`Unit`.
 """
 
 from __future__ import annotations

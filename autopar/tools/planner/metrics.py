@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.deferred_init.context import lazy_init
-from autopar.errors import ConfigError
+from autopar.errors import ConfigError, not_parallelized
 from autopar.foreign.transformers import from_config
 from autopar.tools.planner.candidate import Rows
 from autopar.tools.planner.hardware import find_gpu, gpu_of
@@ -44,7 +44,7 @@ def metrics(
     """
     state = vars(model).get("_autopar")
     if state is None:
-        raise ConfigError(f"{type(model).__name__} is not parallelized; autopar.initialize does that")
+        raise not_parallelized(model)
     if not seconds > 0:
         raise ConfigError(f"metrics: seconds must be above 0, not {seconds}")
     ids = batch.get("input_ids")

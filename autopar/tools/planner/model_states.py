@@ -91,7 +91,6 @@ class ModelStates:
         self._model, self._inner, self.plan = model, inner, plan
         self._optimizer, self._fp32_gradients = optimizer, fp32_gradients
         self._named = dict(model.named_parameters())
-        self._aliases = {alias: tensor.name for tensor in plan.tensors.values() for alias in tensor.aliases}
         self._local: dict[tuple[str, int], tuple[int, ...]] = {}
         self._known: dict[tuple[int, str, bool, int], tuple[StagePlan, list[_Parameter]]] = {}
 
@@ -158,7 +157,7 @@ class ModelStates:
         for name, parameter in self._named.items():
             if pp not in stages.holders(name):
                 continue
-            canonical = self._aliases.get(name, name)
+            canonical = self.plan.names.get(name, name)
             rows, *others = self._shape(canonical, tuple(parameter.shape), tp) or (1,)
             size = -(-rows // replicas) * replicas * prod(others)
             parts = name.split(".")
@@ -187,7 +186,7 @@ class ModelStates:
         for name, parameter in self._named.items():
             if pp in stages.holders(name):
                 half = parameter.is_floating_point() and not stays(name) and not config.fully_sharded
-                canonical = self._aliases.get(name, name)
+                canonical = self.plan.names.get(name, name)
                 kind = parameter.kind if isinstance(parameter, StandIn) else None
                 shape, trained = tuple(parameter.shape), parameter.requires_grad
                 yield _Parameter(canonical, shape, parameter.dtype, half, trained, kind)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from autopar.errors import listed
 from autopar.tools.planner.candidate import Candidate, Estimate, RankMemory, mesh_words
 from autopar.tools.planner.estimate import Estimator
 from autopar.tools.planner.search import Found, Space
@@ -48,8 +49,7 @@ def rejected(estimator: Estimator, found: Found) -> Iterator[str]:
     for sizes, reason in found.refused:
         reasons.setdefault(reason, []).append(mesh_words(*sizes))
     for reason, meshes in reasons.items():
-        more = f" and {len(meshes) - 3} more" if len(meshes) > 3 else ""
-        yield f"{', '.join(meshes[:3])}{more}: {reason}"
+        yield f"{listed(meshes, 3)}: {reason}"
 
 
 class OnHost(NamedTuple):

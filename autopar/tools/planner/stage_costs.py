@@ -167,7 +167,7 @@ class _Memory:
     """
 
     def __init__(self, units: Sequence[Unit], sent: Mapping[int, int], checkpointing: bool) -> None:
-        self._units, self._checkpointing = units, checkpointing
+        self._units = units
         known: dict[int, int] = {}
         self.own: list[int] = []
         forward = backward = held = 0

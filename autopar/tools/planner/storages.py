@@ -70,7 +70,7 @@ class Storages(TensorTracking):
     def __init__(self, frozen: Iterable[torch.Tensor] = (), quantized: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self._frozen = {storage_key(weight) for weight in frozen}
-        self._quantized = {storage_key(weight): weight.numel() * weight.element_size() for weight in quantized}
+        self._quantized = {storage_key(weight): weight.nbytes for weight in quantized}
         self._numbers: dict[int, int] = {}  # of storages that live
         self._sizes: dict[int, int] = {}  # bytes of those that are counted
         self.count = 0
@@ -141,7 +141,7 @@ class Storages(TensorTracking):
         self.peak = max(self.peak, self.live + dequantized)
         if self.operations is None:
             return  # nobody asks
-        moved = sum(tensor.numel() * tensor.element_size() for tensor in (*given, *(made if new else ())))
+        moved = sum(tensor.nbytes for tensor in (*given, *(made if new else ())))
         if dequantized:
             self.operations.append(Operation(0, dequantized))
         frozen = not known.isdisjoint(self._frozen)
@@ -315,7 +315,7 @@ class FusedKernels(TorchFunctionMode):
             attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)  # what is added to the scores
         batch, heads, rows, width = query.shape
         flops = 2 * batch * heads * rows * key.shape[-2] * (width + value.shape[-1])
-        moved = sum(x.numel() * x.element_size() for x in (query, query, key, value, attn_mask) if x is not None)
+        moved = sum(x.nbytes for x in (query, query, key, value, attn_mask) if x is not None)
         flops //= 2 if is_causal else 1
         self._storages.add_operation(flops, moved, attention=True)
         logarithms = query.new_empty(batch, heads, rows, dtype=torch.float32)

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from autopar.errors import ConfigError
+from autopar.errors import not_parallelized
 from autopar.plan.listing import held as held_here
 from autopar.plan.listing import rows, rule_of
-from autopar.tools.tables import lines, table
+from autopar.tools.tables import lines, shape, table
 
 __all__ = ["summary"]
 
@@ -27,7 +27,7 @@ def summary(model: nn.Module) -> str:
 
     state = vars(model).get("_autopar")
     if state is None:
-        raise ConfigError(f"{type(model).__name__} is not parallelized; autopar.initialize does that")
+        raise not_parallelized(model)
     mpu, plan, stages = state.mpu, state.plan, state.stages
     held = dict(model.named_parameters())
     entries: list[dict[str, Any]] = []
@@ -43,9 +43,9 @@ def summary(model: nn.Module) -> str:
         entries.append(
             {
                 "name": name,
-                "shape": _shape(tensor.shape),
+                "shape": shape(tensor.shape),
                 "rule": rule_of(plan, tensor),
-                "here": "-" if local is None else _shape(local.shape),
+                "here": "-" if local is None else shape(local.shape),
                 "dtype": tensor.dtype if local is None else str(local.dtype).removeprefix("torch."),
                 "stages": ", ".join(map(str, stages.holders(name))),
             }
@@ -71,7 +71,3 @@ def summary(model: nn.Module) -> str:
     if mpu.is_master:
         print("\n".join(text))
     return "\n".join(text)
-
-
-def _shape(shape: Any) -> str:
-    return " x ".join(map(str, shape)) or "scalar"

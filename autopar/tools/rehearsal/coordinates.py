@@ -37,7 +37,7 @@ def casts(sizes: MeshSizes, experts: int, plan: Plan, *, chained: bool = False) 
     """Return ranks that are rehearsed together: all stages at one place of the other axes.
 
     All axes are at their first places; then one after the other is at its last, so that each has a group with both;
-    those between whose shards have other shapes, one at a time. Of few places, all.
+    those between whose shards have other shapes, one at a time. Where places are few, all are rehearsed.
 
     Args:
         chained: context-parallel ranks hand states on: all of them are rehearsed together.

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from autopar.config import ParallelConfig
 from autopar.dry_run.inputs import pixel_shape, sample_inputs
-from autopar.errors import ConfigError, clip
+from autopar.errors import ConfigError, clip, type_and_text
 from autopar.foreign.modules import BatchNorm
 from autopar.pipeline_parallel.losses import OwnLoss
 from autopar.policy.schema import Policy
@@ -33,7 +33,7 @@ _CLASSES = 2
 _SIDE = 4  # patches of an image, across and down
 
 
-def make_batches(model: PreTrainedModel, *, count: int, rows: int, length: int, seed: int = 1) -> list[dict[str, Any]]:
+def make_batches(model: PreTrainedModel, *, count: int, rows: int, length: int) -> list[dict[str, Any]]:
     """Make batches that the model's forward takes.
 
     Args:
@@ -42,7 +42,7 @@ def make_batches(model: PreTrainedModel, *, count: int, rows: int, length: int, 
     Raises:
         ConfigError: no inputs are known that the model runs with.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     problems: list[tuple[str, str]] = []
     try:
         for empty in _candidates(model, rows, length):
@@ -148,7 +148,7 @@ def _why_not(model: PreTrainedModel, batch: dict[str, Any], *, has_labels: bool)
     try:
         output = named(model(**copy.deepcopy(_on(model, batch))))
     except Exception as error:  # whatever a forward stumbles over
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return type_and_text(error)
     finally:
         model.train(training)
     loss = dict(output.items()).get("loss")

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.errors import ConsistencyError, PolicyError, clip, first_line
+from autopar.errors import ConsistencyError, PolicyError, clip, first_line, type_and_text
 from autopar.plan.listing import rule_of
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.tools.verification.events import Comparison, Event, Found, first_difference, over_ranks
@@ -165,7 +165,7 @@ def culprit_of_error(error: BaseException, model: nn.Module, plan: Plan | None, 
         place = frame.f_locals.get("self")
         path = paths.get(id(place)) if isinstance(place, nn.Module) else None
         if path is not None:
-            text = f"{path or 'the model'} raises {type(error).__name__}: {clip(' '.join(str(error).split()), 200)}"
+            text = f"{path or 'the model'} raises {type_and_text(error, 200)}"
             modules = (path, path.rpartition(".")[0])
             return Culprit(path, text, tuple(_lines_of(plan, modules, policy)), modules)
     return None

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from autopar.plan.matching import around
 from autopar.plan.plan import ModulePlan
 from autopar.plan.stages import StagePlan
 from autopar.tools.verification.outputs import OF_GRADIENTS, Distance, local, local_part, measure
@@ -71,21 +72,16 @@ def first_difference(events: Sequence[Event]) -> Found | None:
     since = [event.path for event in events[max(last, 0) : place]]
     module = event.path
     if event.kind == "input":
-        module = _parent_of(event.path)
+        module = event.path.rpartition(".")[0]
         since.append(event.path)  # what it is given may be made by the code that calls it
     elif event.kind == "gradient" and event.readers:
         module = event.readers[0] if len(event.readers) == 1 else _common(event.readers)
     return Found(event, module, tuple(dict.fromkeys(path for path in since if path != module)))
 
 
-def _parent_of(path: str) -> str:
-    """Return the path of the module around a module."""
-    return path.rpartition(".")[0]
-
-
 def _common(paths: Sequence[str]) -> str:
     """The innermost module that holds all of them."""
-    split = [_parent_of(path).split(".") for path in paths]
+    split = [path.split(".")[:-1] for path in paths]
     common: list[str] = []
     for names in zip(*split, strict=False):
         if len(set(names)) > 1:
@@ -191,19 +187,11 @@ def _owners(entries: Sequence[Entry], stages: StagePlan) -> list[int]:
     for entry in entries:
         if not entry.path and entry.kind == "input":
             stage = 0
-        block = _ancestor_in(entry.path, places)
+        block = next((path for path in (entry.path, *around(entry.path)) if path in places), None)
         if block is not None:
             stage = stages.stage_of(places[block])
         result.append(stages.rank_of[stage])
     return result
-
-
-def _ancestor_in(path: str, known: dict[str, int]) -> str | None:
-    while path:
-        if path in known:
-            return path
-        path = path.rpartition(".")[0]
-    return None
 
 
 def _paired(plain: Recording, mine: Recording) -> dict[Any, Entry]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.errors import ConfigError, clip
+from autopar.errors import ConfigError, in_one_line
 from autopar.quantized.stored import Kind
 from autopar.tools.planner.adapted import add_lora
 
@@ -32,7 +32,7 @@ def quantize(model: nn.Module, kind: Kind) -> nn.Module:
         try:
             found: nn.Module = own.from_pretrained(folder, quantization_config=kind.config(), dtype=dtype)
         except (ImportError, ValueError, RuntimeError, NotImplementedError) as error:
-            said = clip(" ".join(str(error).split()))
+            said = in_one_line(error, 120)
             raise ConfigError(f"--quantization: transformers cannot quantize a {own.__name__} here: {said}") from error
     return found
 

@@ -18,7 +18,7 @@ from autopar.distributed import gloo_collectives
 from autopar.distributed.broadcast_data import sync_parameters
 from autopar.distributed.collectives import run
 from autopar.distributed.rng import base_seed
-from autopar.errors import clip
+from autopar.errors import type_and_text
 from autopar.pipeline_parallel.losses import loss_in
 from autopar.pipeline_parallel.microbatch import label_count
 from autopar.pipeline_parallel.outputs import unavailable
@@ -129,8 +129,7 @@ class Session:
         except Exception as error:
             if model is not self.plain:
                 raise
-            text = f"{type(error).__name__}: {clip(' '.join(str(error).split()), 200)}"
-            raise PlainModelError(f"the plain model raises {text}") from error
+            raise PlainModelError(f"the plain model raises {type_and_text(error, 200)}") from error
 
     # -- training --------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from autopar.distributed.rng import kept
-from autopar.errors import ConfigError, clip
+from autopar.errors import ConfigError, type_and_text
 from autopar.foreign.transformers import from_config
 from autopar.tools.verification.batches import make_batches
 
@@ -265,7 +265,6 @@ def build_small(
     kind: type[PreTrainedModel],
     config: PretrainedConfig,
     *,
-    seed: int = 0,
     dtype: torch.dtype | None = None,
     block: int = 1,
 ) -> PreTrainedModel:
@@ -281,29 +280,28 @@ def build_small(
     """
     own = _config_for(kind.config_class or PretrainedConfig, config)
     try:
-        model = _built(kind, small_config(own, block=block), seed)
+        model = _built(kind, small_config(own, block=block))
     except Exception as error:  # whatever a constructor stumbles over
-        if not _keeps_its_sizes(kind, own, seed):
+        if not _keeps_its_sizes(kind, own):
             raise ConfigError(
-                f"{kind.__name__} cannot be built small: {type(error).__name__}: "
-                f"{clip(' '.join(str(error).split()))}\n"
+                f"{kind.__name__} cannot be built small: {type_and_text(error, 120)}\n"
                 "  Name a folder with a config of small sizes, or code that returns a small model: my_model.py:make."
             ) from error
-        model = _built(kind, own, seed)
+        model = _built(kind, own)
     else:
-        if _is_of_others(kind) and not _runs(model) and _keeps_its_sizes(kind, own, seed):
-            model = _built(kind, own, seed)
+        if _is_of_others(kind) and not _runs(model) and _keeps_its_sizes(kind, own):
+            model = _built(kind, own)
     if dtype is not None:
         nn.Module.to(model, dtype)
     return model
 
 
-def _built(kind: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> PreTrainedModel:
-    torch.manual_seed(seed)
+def _built(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(0)
     if callable(getattr(config, "validate", None)):
         config.validate()  # what it would say only when it is saved
     model: PreTrainedModel = from_config(kind, copy.deepcopy(config))
-    randomise(model, seed)
+    randomise(model)
     return model
 
 
@@ -312,14 +310,14 @@ def _is_of_others(kind: type[PreTrainedModel]) -> bool:
     return not kind.__module__.startswith("transformers.")
 
 
-def _keeps_its_sizes(kind: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> bool:
+def _keeps_its_sizes(kind: type[PreTrainedModel], config: PretrainedConfig) -> bool:
     """Return whether a class of others runs with the sizes that its config has, and is small with them."""
     if not _is_of_others(kind):
         return False
     try:
         with torch.device("meta"):
             empty: Any = from_config(kind, copy.deepcopy(config))
-        return sum(p.numel() for p in empty.parameters()) < LARGE and _runs(_built(kind, config, seed))
+        return sum(p.numel() for p in empty.parameters()) < LARGE and _runs(_built(kind, config))
     except Exception:  # whatever a constructor stumbles over
         return False
 
@@ -339,9 +337,9 @@ def _config_for(wanted: Any, config: PretrainedConfig) -> PretrainedConfig:
     return next((each for each in (config, *inner) if isinstance(each, wanted)), config)
 
 
-def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
+def randomise(model: nn.Module) -> nn.Module:
     """Give biases, norms and matrices of one number random values."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1 and parameter.is_floating_point():

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.errors import type_and_text
 from autopar.quantized.layers import stored_weights
 from autopar.tools.verification.outputs import (
     OF_GRADIENTS,
@@ -208,8 +209,7 @@ def memory_of(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 def _bytes(tensor: Any) -> int:
-    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return int(tensor.numel() * tensor.element_size())
+    return int((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes)
 
 
 # -- generation -------------------------------------------------------------------------------------------------------
@@ -267,8 +267,7 @@ def generate(session: Session) -> list[Row]:
     try:
         expected = generated(session.plain, inputs)
     except Exception as error:  # what the plain model cannot do is no matter of parallelism
-        note = f"the plain model does not: {type(error).__name__}: {' '.join(str(error).split())[:120]}"
-        return [Row("generate", "tokens", None, note=note)]
+        return [Row("generate", "tokens", None, note=f"the plain model does not: {type_and_text(error, 120)}")]
     actual = generated(session.parallel, inputs)
     same = torch.equal(actual.sequences, expected.sequences)
     note = "" if same else f"{_shown(actual.sequences)}, the plain model's are {_shown(expected.sequences)}"

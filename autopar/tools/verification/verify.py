@@ -22,7 +22,7 @@ from autopar.adapters import is_peft_model
 from autopar.config import ParallelConfig
 from autopar.distributed.process import start_process_group
 from autopar.distributed.rng import kept
-from autopar.errors import AutoparError, ConfigError, clip, nearest
+from autopar.errors import AutoparError, ConfigError, in_one_line, nearest
 from autopar.policy.schema import Policy
 from autopar.quantized.layers import form_kept, stored_weights
 from autopar.tools.verification.batches import make_batches
@@ -184,7 +184,7 @@ def verify_on_ranks(
     except PlainModelError as error:
         raise ConfigError(f"{empty.model} does not run with these batches: {error}") from error
     except AutoparError as error:
-        own = Row("plan", type(error).__name__, False, note=" ".join(str(error).split()))
+        own = Row("plan", type(error).__name__, False, note=in_one_line(error))
         texts = gathered((own, culprit_of_error(error, model, None, "")))
         row, culprit = next((pair for pair in texts if pair[1] is not None), texts[0])  # where it was found out
         return replace(empty, rows=(row,), culprit=culprit, seconds=time.monotonic() - start)
@@ -286,8 +286,8 @@ def _tried(session: Session, check: str, tell: _Tell) -> tuple[tuple[Row, ...], 
         return (Row(check, "left out", None, note=str(raised)),), None
     except Exception as raised:
         error = raised
-        text = clip(" ".join(str(raised).split()), 400)
-        mine = [Row(check, f"raises {type(raised).__name__}", False, note=text, rank=dist.get_rank())]
+        what, note = f"raises {type(raised).__name__}", in_one_line(raised, 400)
+        mine = [Row(check, what, False, note=note, rank=dist.get_rank())]
         tell(mine, culprit_of_error(raised, session.parallel, session.plan, session.policy))
     everyone = gathered((mine, error is not None))
     raising = [(rank, rows) for rank, (rows, raised) in enumerate(everyone) if raised]
