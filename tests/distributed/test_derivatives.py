@@ -41,7 +41,8 @@ def _functions() -> dict[str, Any]:
     while waiting:
         each = waiting.pop()
         waiting += each.__subclasses__()
-        if each.__module__.startswith("autopar.") and "backward" in vars(each):
+        is_base = each.__subclasses__() and "backward" not in vars(each)
+        if each.__module__.startswith("autopar.") and not is_base:
             found[f"{each.__module__}.{each.__qualname__}"] = each
     return found
 
