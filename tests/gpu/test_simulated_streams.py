@@ -65,8 +65,8 @@ def test_steps_use_nothing_before_its_wait(case: str) -> None:
     run = steps_of(case)
     with orders() as log:
         run()
-    assert log.faults == []
-    assert set(log.counted) == KINDS[case]
+    assert log.faults == [], log.faults
+    assert set(log.counted) == KINDS[case], log.counted
 
 
 @pytest.mark.parametrize("case", mainly("tp", "pp, micro-batches", "cp, states", "tp, offloaded", later="all"))
@@ -90,7 +90,7 @@ def test_decoded_tokens_use_nothing_before_its_wait(mesh: str) -> None:
     model.generate(ids, **settings)
     with orders() as log:
         model.generate(ids, **settings)
-    assert log.faults == []
+    assert log.faults == [], log.faults
     assert (log.counted[BEGUN] > 0) == (mesh == "pp")
 
 
