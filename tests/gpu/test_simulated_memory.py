@@ -1,7 +1,7 @@
 """What training steps and decoded tokens allocate on the simulated device: from the fourth step on, the same each time.
 
 Bytes that are live behind a step, and how many allocations a step made. The check of the ranks keeps a sample of
-another weight each time (``checks/samples.py``), of another size: its bytes are left out.
+another weight each time (``checks/samples.py``), of another size: it is left out.
 """
 
 from __future__ import annotations
@@ -72,14 +72,18 @@ def averages(case: str) -> bool:
     return int(CASES[case].get("zero", {}).get("stage", 0)) < 2
 
 
+def sample(model: Any) -> list[torch.Tensor]:
+    """Return what the check of the ranks keeps of the last step; of a weight without a state here one part less."""
+    return [x for x in model._autopar.steps.last_shard or () if isinstance(x, torch.Tensor)]
+
+
 def live(model: Any, least: int, patience: float = 5.0) -> int:
     """Bytes that are live on the device, without those of the check's sample.
 
     gloo's threads let go of the tensors of a collective a moment after it is done: more than ``least`` are looked at
     again for some seconds.
     """
-    sample = model._autopar.steps.last_shard
-    own, end = sum(x.nbytes for x in sample or () if isinstance(x, torch.Tensor)), time.monotonic() + patience
+    own, end = sum(x.nbytes for x in sample(model)), time.monotonic() + patience
     while torch.ops.sim.memory()[0] - own > least and time.monotonic() < end:
         time.sleep(0.01)
     held: int = torch.ops.sim.memory()[0] - own
@@ -105,7 +109,8 @@ def steps_of(case: str, keep: list[Any] | None = None) -> list[tuple[int, int]]:
             if keep is not None:
                 keep.append(loss)
             del loss
-            made, least = allocations() - before, min((held for held, _ in found), default=1 << 40)
+            made = allocations() - before - len(sample(model))
+            least = min((held for held, _ in found), default=1 << 40)
             found.append((live(model, least, 5.0 if keep is None else 0.5), made))
     finally:
         gc.enable()
@@ -118,6 +123,12 @@ def steps_of(case: str, keep: list[Any] | None = None) -> list[tuple[int, int]]:
 def test_steps_behind_the_third_hold_and_allocate_the_same(case: str) -> None:
     found = steps_of(case)
     assert found[2][0] > 0 and found[2][1] > 100
+    assert found[3:] == [found[2]] * 3, found
+
+
+@on_device(world_size=4)
+def test_so_do_two_replicas_of_two_ranks() -> None:
+    found = steps_of("tp, zero 1")
     assert found[3:] == [found[2]] * 3, found
 
 
