@@ -157,7 +157,7 @@ def _on_host(op: Any, *args: Any, **kwargs: Any) -> Any:
             if host.shape != x.shape or host.data_ptr() != x.data_ptr():  # an out= that was too small
                 x.resize_(host.shape)
                 torch.ops.sim.on_host(x).copy_(host)
-    result = _to_device(result, hosts)
+    result = given[0][1] if kind.name == "_copy_from" else _to_device(result, hosts)
     if log is not None:
         _tell(log, op, *given, result, waits=bool(waiting))
     return result

@@ -60,7 +60,7 @@ class Orders:
         self._freed: defaultdict[int, list[Access]] = defaultdict(list)
         self._lent: defaultdict[int, set[int]] = defaultdict(set)  # streams of record_stream
         self._works: dict[int, tuple[Any, _Clock, str]] = {}
-        self._copies: list[tuple[Any, int, str]] = []  # to the host, that are on the way
+        self._copies: dict[int, tuple[Any, int, str]] = {}  # to memory of the host, that are on the way
         self._of_host: set[int] = set()  # memory that asynchronous copies have read or written
         self._forget, self._waits = forget, 0
 
@@ -92,11 +92,12 @@ class Orders:
         if non_blocking and True in ends:
             self.counted["asynchronous copies"] += 1
             if out.is_cpu or source.is_pinned():
+                self._follow_memory()  # something else may have lain there
                 uses.append((out, True) if out.is_cpu else (source, False))
                 self._of_host.add(_base(uses[-1][0]))
         self.issue(line, what, uses)
         if non_blocking and out.is_cpu:
-            self._copies.append((line, self._known[line][line], f"{what} in {stack_here()[0]}"))
+            self._copies[_base(out)] = line, self._known[line][line], f"{what} in {stack_here()[0]}"
         elif not non_blocking and True in ends:
             self.host_waits(line)
 
@@ -149,7 +150,7 @@ class Orders:
         """Note what nobody has waited for."""
         self._follow_memory()
         known = self._known[HOST]
-        for line, turn, place in self._copies:
+        for line, turn, place in self._copies.values():
             if known.get(line, 0) < turn:
                 self.faults.append(f"the host has not waited for a {place}")
         for place in (place for *_, place in self._works.values()):
@@ -184,6 +185,7 @@ class Orders:
             if line < 0:
                 held = self._accesses.pop(base, [])
                 self._of_host.discard(base)
+                self._copies.pop(base, None)  # the allocator waits for it before it gives the memory to another
                 owner, safe = self._owners.pop(base, None), self._lent.pop(base, set())
                 if owner is not None:
                     late = (one for one in held if one.line not in safe | {owner} and not one.kept)

@@ -18,6 +18,7 @@ import autopar
 from autopar.checkpoint import snapshot
 from tests.gpu import simulated
 from tests.gpu.device_ranks import needs_compiler, on_device
+from tests.gpu.host_waits import waits
 from tests.gpu.stream_order import Orders, orders
 from tests.gpu.test_simulated_memory import averages, started
 from tests.gpu.test_simulated_training import MESHES, UNCHECKED, share, step
@@ -82,6 +83,15 @@ def test_each_wait_of_a_step_is_missed_where_it_is_left_out(case: str) -> None:
         assert log.faults, f"wait {number} of {log.counted[WAITS]}"
 
 
+@on_device(world_size=2)
+def test_saved_activations_travel_while_the_host_goes_on() -> None:
+    run = steps_of("tp, offloaded")
+    with orders() as log, waits() as found:
+        run()
+    assert log.counted[COPIES] >= 2 * llama().config.num_hidden_layers, log.counted  # each block's input, both ways
+    assert [wait for wait in found if wait.own or "copy" in wait.what] == [], found
+
+
 @pytest.mark.parametrize("mesh", ["pp", "tp"])
 @on_device(world_size=2)
 def test_decoded_tokens_use_nothing_before_its_wait(mesh: str) -> None:
@@ -121,12 +131,14 @@ def test_a_save_in_the_background_has_copied_when_it_returns(tmp_path: Any) -> N
         return log
 
     assert save("waits").faults == []
+    kept: list[Any] = []  # else the memory may be free again, for which the allocator waits
 
     def hasty(self: Any) -> Any:
         copies = {
             part: {name: x.detach().to("cpu", non_blocking=True) for name, x in tensors.items()}
             for part, tensors in self.tensors.items()
         }
+        kept.extend(x for tensors in copies.values() for x in tensors.values())
         return replace(self, tensors=copies)
 
     snapshot.Snapshot.copied = hasty  # type: ignore[method-assign]
