@@ -194,11 +194,12 @@ class Offloaded:
         self.plain = plain
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if accelerator() is None:
+        found = accelerator()
+        if found is None:
             return self.plain(*args, **kwargs)
-        with _save_on_cpu():  # inside, the recomputation's own hooks take over
+        with _save_on_cpu(found.type):  # inside, the recomputation's own hooks take over
             return self.plain(*args, **kwargs)
 
 
-def _save_on_cpu() -> torch.autograd.graph.saved_tensors_hooks:
-    return torch.autograd.graph.save_on_cpu(pin_memory=True)
+def _save_on_cpu(device_type: str) -> torch.autograd.graph.saved_tensors_hooks:
+    return torch.autograd.graph.save_on_cpu(pin_memory=True, device_type=device_type)

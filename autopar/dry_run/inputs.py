@@ -135,14 +135,18 @@ def meta_copy(model: Model, *, gradients: bool = False) -> Model:
     return copied
 
 
-def keep_kernels(copied: nn.Module, model: nn.Module, *, experts: bool = True) -> None:
-    """Let a copy attend as the model does, with torch's own attention for any fused one, and call its experts so."""
+def keep_kernels(copied: nn.Module, model: nn.Module, *, grouped: bool = True) -> None:
+    """Let a copy attend as the model does, with torch's own attention for any fused one, and call its experts so.
+
+    Args:
+        grouped: whether it calls them in grouped products, too: those of fp32 do not run without memory.
+    """
     for one, other in zip(copied.modules(), model.modules(), strict=True):
         config = getattr(other, "config", None)
         attention, calls = getattr(config, ATTENTION, None), getattr(config, EXPERTS, None)
         if attention is not None:
             setattr(one.config, ATTENTION, "eager" if attention == "eager" else "sdpa")
-        if experts and calls is not None:
+        if calls is not None and (grouped or calls == "eager"):
             setattr(one.config, EXPERTS, calls)
 
 

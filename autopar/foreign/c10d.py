@@ -105,8 +105,12 @@ def done() -> Any:
 def without_data(function: Any, args: Any, kwargs: Any) -> Any:
     """Answer a look at numbers that have no memory: counts are 1, flags are down. ``NotImplemented``: it is none.
 
-    Those of ``all()`` are up: sequences are not padded, not packed, and finite.
+    Those of ``all()`` are up: sequences are not padded, not packed, and finite. Every expert is hit, by an equal share.
     """
+    if function is torch.ops.aten.nonzero.default and args[0].is_meta:
+        x = args[0]
+        of = x.untyped_storage().nbytes() // x.itemsize  # one expert's part of a mask has that part of its hits
+        return x.new_empty((-(-x.numel() * x.numel() // of) if of else 0, x.ndim), dtype=torch.long)
     if function is torch.ops.aten.all.default and args[0].is_meta:
         out = function(*args, **kwargs)
         _up[out] = None

@@ -12,8 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autopar.distributed import trace
+
 _HERE = str(Path(__file__).parent / "simulated")
-_SKIPPED = (str(Path(torch.__file__).parent), _HERE, __file__, "<", threading.__file__)
+_LOG = str(Path(__file__).parent / "stream_order")
+_SKIPPED = (str(Path(torch.__file__).parent), _HERE, __file__, _LOG, trace.__file__, "<", threading.__file__)
 _BY_VALUES = {  # what comes back to the host, or the size of a result, follows from values
     *("nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount"),
     *("equal", "_local_scalar_dense", "is_nonzero"),
@@ -85,6 +88,13 @@ def note(what: str) -> None:
     """Note that the host waits here."""
     if not _watching:
         return
+    stack = stack_here()
+    for found in _watching:
+        found.append(Wait(what, stack[0], stack))
+
+
+def stack_here() -> tuple[str, ...]:
+    """Return file, line and function of the frames outside of torch, the innermost first."""
     stack: list[str] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -92,5 +102,4 @@ def note(what: str) -> None:
         if not code.co_filename.startswith(_SKIPPED):
             stack.append(f"{code.co_filename}:{frame.f_lineno} {code.co_name}")
         frame = frame.f_back
-    for found in _watching:
-        found.append(Wait(what, stack[0] if stack else "autograd", tuple(stack)))
+    return tuple(stack) or ("autograd",)

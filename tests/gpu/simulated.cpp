@@ -16,6 +16,7 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
+#include <map>
 #include <mutex>
 #include <set>
 
@@ -32,12 +33,80 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<kSim> {
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
+struct Block {  // memory of the device, on which several storages may lie
+  int64_t bytes = 0;
+  int64_t holders = 0;
+};
+
+std::mutex blocks_mutex;
+std::map<void*, Block> blocks;
+int64_t live_bytes = 0;
+int64_t allocations = 0;
+bool watched = false;
+std::vector<int64_t> changes;  // while it is watched, in threes: address, bytes, stream that allocates; -1: it is freed
+thread_local int64_t current_stream = 0;
+
+void hold(void* data, size_t bytes) {
+  if (data == nullptr) return;
+  std::lock_guard<std::mutex> lock(blocks_mutex);
+  auto& block = blocks[data];
+  if (block.holders++ > 0) return;
+  block.bytes = static_cast<int64_t>(bytes);
+  live_bytes += block.bytes;
+  ++allocations;
+  if (watched) changes.insert(changes.end(), {reinterpret_cast<int64_t>(data), block.bytes, current_stream});
+}
+
+void let_go(void* data) {
+  if (data == nullptr) return;
+  std::lock_guard<std::mutex> lock(blocks_mutex);
+  auto found = blocks.find(data);
+  if (--found->second.holders > 0) return;
+  live_bytes -= found->second.bytes;
+  if (watched) changes.insert(changes.end(), {reinterpret_cast<int64_t>(data), found->second.bytes, -1});
+  blocks.erase(found);
+}
+
+void note_end(void* data) {  // of pinned memory of the host
+  std::lock_guard<std::mutex> lock(blocks_mutex);
+  if (watched) changes.insert(changes.end(), {reinterpret_cast<int64_t>(data), 0, -1});
+}
+
+std::vector<int64_t> memory_now() {
+  std::lock_guard<std::mutex> lock(blocks_mutex);
+  return {live_bytes, static_cast<int64_t>(blocks.size()), allocations};
+}
+
+void watch(bool on) {
+  std::lock_guard<std::mutex> lock(blocks_mutex);
+  watched = on;
+  changes.clear();
+}
+
+std::vector<int64_t> take_changes() {
+  std::lock_guard<std::mutex> lock(blocks_mutex);
+  return std::exchange(changes, {});
+}
+
+int64_t get_stream() {
+  return current_stream;
+}
+
+int64_t exchange_stream(int64_t stream) {
+  return std::exchange(current_stream, stream);
+}
+
 struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* data = c10::GetCPUAllocator()->raw_allocate(bytes);
+    hold(data, bytes);
     return {data, data, raw_deleter(), c10::Device(kSim, 0)};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return c10::GetCPUAllocator()->raw_deleter(); }
+  static void release(void* data) {
+    let_go(data);
+    c10::GetCPUAllocator()->raw_deallocate(data);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
 };
 
@@ -57,6 +126,7 @@ struct Pinned final : c10::Allocator {
   static void release(void* data) {
     std::lock_guard<std::mutex> lock(pinned_mutex);
     pinned.erase(data);
+    note_end(data);
     c10::GetCPUAllocator()->raw_deallocate(data);
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -131,8 +201,16 @@ at::Tensor empty_strided(
 
 at::Tensor alias(const at::Tensor& x, c10::Device device, c10::DispatchKey key) {
   auto* held = new c10::Storage(x.storage());
-  c10::DataPtr data(
-      held->mutable_data(), held, [](void* context) { delete static_cast<c10::Storage*>(context); }, device);
+  c10::DeleterFnPtr release = [](void* context) { delete static_cast<c10::Storage*>(context); };
+  if (!device.is_cpu()) {
+    hold(held->mutable_data(), held->nbytes());
+    release = [](void* context) {
+      auto* held = static_cast<c10::Storage*>(context);
+      let_go(held->mutable_data());
+      delete held;
+    };
+  }
+  c10::DataPtr data(held->mutable_data(), held, release, device);
   auto* allocator = device.is_cpu() ? c10::GetCPUAllocator() : static_cast<c10::Allocator*>(&memory);
   c10::Storage storage(c10::Storage::use_byte_size_t(), held->nbytes(), std::move(data), allocator, true);
   auto result = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), x.dtype());
@@ -177,6 +255,11 @@ TORCH_LIBRARY(sim, library) {
   library.def("set_data(Tensor x, Tensor data) -> ()", &set_data);
   library.def("host_generator(Generator? generator) -> Generator?", &host_generator);
   library.def("default_generator() -> Generator?", &default_generator);
+  library.def("memory() -> int[]", &memory_now);
+  library.def("watch(bool on) -> ()", &watch);
+  library.def("changes() -> int[]", &take_changes);
+  library.def("stream() -> int", &get_stream);
+  library.def("exchange_stream(int stream) -> int", &exchange_stream);
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {

@@ -8,7 +8,8 @@ What goes wrong on an accelerator only goes wrong here too:
 - it has its own random generator;
 - whatever would make the host wait on CUDA is noted with its place while :func:`~tests.gpu.host_waits.waits` looks.
 
-Collectives go over gloo, on the same memory. There are no streams: everything is done when it returns.
+Collectives go over gloo, on the same memory. Everything is done when it returns. What streams would do later is logged
+while :func:`~tests.gpu.stream_order.orders` looks, and ``torch.ops.sim.memory()`` counts bytes and allocations.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from autopar.foreign.c10d import Operator, operator_of
 from tests.gpu.host_waits import INDEXED, note, tensors_in, waits_for
-from tests.gpu.simulated_module import make_module
+from tests.gpu.simulated_module import Stream, make_module
+from tests.gpu.stream_order import Orders, is_view, running, uses_of, watch_works
 
 NAME = "sim"
 BACKEND = f"cpu:gloo,{NAME}:{NAME}gloo"
@@ -74,6 +77,8 @@ def start() -> torch.device:
     aten.impl("convolution_overrideable", convolution, "PrivateUse1")
     aten.impl("convolution_backward_overrideable", _convolution_backward, "PrivateUse1")
     _libraries.extend((every, aten, c10d))
+    torch.Tensor.record_stream = _record_stream  # type: ignore[assignment, method-assign]
+    watch_works()
     torch.Tensor.data = property(torch._C.TensorBase.data.__get__, _set_data)  # type: ignore[assignment]
     torch._has_compatible_shallow_copy_type = _compatible  # type: ignore[assignment]
     dist.Backend.register_backend(f"{NAME}gloo", _gloo, devices=[NAME])
@@ -134,7 +139,7 @@ def _on_host(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operation on the memory of its tensors, by the kernel of the CPU."""
     kind = _kind(op)
     _check_places(op, kind, args, kwargs)
-    waiting = waits_for(kind.name, args, kwargs)
+    waiting, log, given = waits_for(kind.name, args, kwargs), running(), (args, kwargs)
     if waiting:
         note(waiting)
     hosts: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -152,7 +157,47 @@ def _on_host(op: Any, *args: Any, **kwargs: Any) -> Any:
             if host.shape != x.shape or host.data_ptr() != x.data_ptr():  # an out= that was too small
                 x.resize_(host.shape)
                 torch.ops.sim.on_host(x).copy_(host)
-    return _to_device(result, hosts)
+    result = given[0][1] if kind.name == "_copy_from" else _to_device(result, hosts)
+    if log is not None:
+        _tell(log, op, *given, result, waits=bool(waiting))
+    return result
+
+
+def _tell(log: Orders, op: Any, args: Any, kwargs: Any, result: Any, *, waits: bool) -> None:
+    """Tell the log what an operation has done, on which stream."""
+    name, line = op._schema.name.split("::")[1], torch.ops.sim.stream()
+    collective = operator_of(op)
+    if name == "_copy_from":
+        log.copy(*args[:2], non_blocking=bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False)))
+    elif collective is not None:
+        _tell_collective(log, op, collective, args, result if isinstance(result, tuple) else (result,))
+    elif not is_view(op):
+        given = uses_of(op, args, kwargs)
+        old = {x.data_ptr() for x, _ in given}
+        uses = [(x, writes) for x, writes in given if x.device.type == NAME]
+        log.issue(line, name, uses + [(x, True) for x in tensors_in(result) if x.data_ptr() not in old])
+        if waits:
+            log.host_waits(line)
+
+
+def _tell_collective(log: Orders, op: Any, operator: Operator, args: Any, result: tuple[Any, ...]) -> None:
+    uses = [(x, False) for x in tensors_in(args[operator.given])]
+    if operator.kind != "send":
+        uses += [(x, True) for x in tensors_in(args[operator.out])]
+    names = [argument.name for argument in op._schema.arguments]
+    at = names.index("async_op") if "async_op" in names else len(args)
+    if at < len(args) and not args[at]:
+        log.issue(torch.ops.sim.stream(), operator.kind, uses)
+        return
+    peer = f" with {args[operator.peer]}" if operator.tag >= 0 else ""  # messages of each pair have a stream
+    where = f"nccl's stream of {dist.ProcessGroup.unbox(args[operator.group]).group_name}{peer}"
+    log.collective(where, operator.kind, uses, dist.Work.unbox(result[-1]))
+
+
+def _record_stream(x: torch.Tensor, stream: Stream) -> None:
+    log = running()
+    if log is not None:
+        log.lend(x, stream.number)
 
 
 def _convolution_backward(grad: Any, x: Any, weight: Any, *settings: Any) -> Any:

@@ -2,37 +2,97 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from tests.gpu.host_waits import note
+from tests.gpu.stream_order import HOST, running
 
 
-class _Stream:
-    """A stream or an event: what is asked of it is done already."""
+class Stream:
+    """A stream: what is asked of it is done already, and the log (:mod:`tests.gpu.stream_order`) knows the order."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, number: int | None = None, **kwargs: Any) -> None:
         self.priority = 0
+        self.number = next(_numbers) if number is None else number
 
-    def wait_stream(self, other: _Stream) -> None: ...
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.number == self.number
 
-    def wait_event(self, event: _Stream) -> None: ...
+    def __hash__(self) -> int:
+        return self.number
 
-    def record_event(self, event: _Stream | None = None) -> _Stream:
-        return event or _Stream()
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
 
-    def record(self, stream: _Stream | None = None) -> None: ...
+    def wait_event(self, event: Event) -> None:
+        event.wait(self)
 
-    def wait(self, stream: _Stream | None = None) -> None: ...
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
 
     def synchronize(self) -> None:
-        note("synchronize")
+        self.record_event().synchronize()
 
     def query(self) -> bool:
         return True
+
+
+class Event:
+    """An event."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.told: dict[Any, int] = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        log = running()
+        self.told = {} if log is None else log.record((stream or current_stream()).number)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        log = running()
+        if log is not None:
+            log.wait((stream or current_stream()).number, self.told)
+
+    def synchronize(self) -> None:
+        note("synchronize")
+        log = running()
+        if log is not None:
+            log.wait(HOST, self.told)
+
+    def query(self) -> bool:
+        return True
+
+
+_numbers = itertools.count(1)
+
+
+def current_stream(device: Any = None) -> Stream:
+    """Return this thread's stream."""
+    return Stream(number=torch.ops.sim.stream())
+
+
+@contextmanager
+def _on_stream(stream: Stream | None) -> Iterator[None]:
+    before = torch.ops.sim.stream()
+    torch.ops.sim.exchange_stream(before if stream is None else stream.number)
+    try:
+        yield
+    finally:
+        torch.ops.sim.exchange_stream(before)
+
+
+def _synchronize(device: Any = None) -> None:
+    note("synchronize")
+    log = running()
+    if log is not None:
+        log.host_waits()
 
 
 def make_module(name: str) -> ModuleType:
@@ -58,11 +118,11 @@ def make_module(name: str) -> ModuleType:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": lambda device: None,
-        "synchronize": lambda device=None: note("synchronize"),
-        "Stream": _Stream,
-        "Event": _Stream,
-        "current_stream": lambda device=None: _Stream(),
-        "stream": lambda stream: nullcontext(),
+        "synchronize": _synchronize,
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": current_stream,
+        "stream": _on_stream,
         "manual_seed": seed,
         "manual_seed_all": seed,
         "get_rng_state": get_state,

@@ -65,7 +65,7 @@ def started(optimizer_of: Callable[[Any], torch.optim.Optimizer], **config: Any)
     return plain, optimizer_of(plain.parameters()), model, optimizer
 
 
-def step(model: Any, optimizer: Any, ids: torch.Tensor) -> torch.Tensor | None:
+def step(model: Any, optimizer: Any, ids: torch.Tensor, *, average: bool = True) -> torch.Tensor | None:
     """One step of a loop as users write it. Returns this replica's loss; None in a pipeline, on a stage without it."""
     mpu = model.mpu
     if mpu.pp.size > 1:
@@ -73,7 +73,7 @@ def step(model: Any, optimizer: Any, ids: torch.Tensor) -> torch.Tensor | None:
     else:
         loss = model(ids, labels=ids).loss
         (optimizer.scale_loss(loss) if hasattr(optimizer, "scale_loss") else loss).backward()
-    if mpu.dp_cp.size > 1:
+    if average and mpu.dp_cp.size > 1:
         autopar.average_gradients(model)
     optimizer.step()
     optimizer.zero_grad()

@@ -109,14 +109,21 @@ POLICIES = (
         "gemma2",
     ),
     *("opt", "gptj", "gpt_neox", "codegen", "mpt", "olmo2", "cohere", "starcoder2", "stablelm", "granite", "roberta"),
-    *("electra", "pegasus", "mbart", "marian", "qwen2_moe", "glm4", "mistral", "mpnet"),
+    *("electra", "pegasus", "mbart", "marian", "qwen2_moe", "glm4", "mistral", "mpnet", "gpt_oss"),
 )
-"""Model types whose main head reads text, each of another policy. GPT-OSS loops over the experts that are chosen."""
+"""Model types whose main head reads text, each of another policy."""
+
+LOOPS = ("gpt_oss",)
+"""Of those, which issue calls for each expert that is chosen: their number follows from the tokens."""
 
 
 def of_type(model_type: str) -> Any:
-    """Build a small model of a type."""
-    return random_model(text_head(model_type), 8, 4)
+    """Build a small model of a type; its routers choose every expert, as those that are rehearsed."""
+    model = random_model(text_head(model_type), 8, 4)
+    for module in model.modules():
+        if model_type in LOOPS and hasattr(module, "top_k"):
+            module.top_k = module.num_experts
+    return model
 
 
 def text_head(model_type: str) -> RandomCase:

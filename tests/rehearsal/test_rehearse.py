@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 import autopar
 from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import ConfigError
+from autopar.foreign.c10d import without_data
 from autopar.tools.cli import app
 from autopar.tools.rehearsal.cast import standing_for, standing_in
 from autopar.tools.rehearsal.coordinates import coordinates_of
-from tests.rehearsal.programs import SMALL, llama, mamba, mixtral
+from tests.rehearsal.programs import SMALL, llama, mamba, mixtral, of_type
 
 
 def on_meta(build: Any) -> Any:
@@ -36,6 +37,28 @@ def test_a_thousand_ranks_with_uneven_experts() -> None:
     groups = {call.group.name for parts in found.traces.values() for _, call in parts}
     assert {"tp", "ep", "edp", "pp control"} <= groups
     assert found.traffic["dp"].between and not found.traffic["tp"].between
+
+
+def test_every_expert_is_hit_and_gets_an_equal_share_of_the_tokens() -> None:
+    mask = torch.empty(12, 2, 8, dtype=torch.long, device="meta").permute(2, 1, 0)  # [experts, top_k, tokens]
+    nonzero = torch.ops.aten.nonzero.default
+    assert without_data(nonzero, (mask.sum((-1, -2)) > 0,), {}).shape == (8, 1)
+    assert without_data(nonzero, (mask[3],), {}).shape == (3, 2)  # of 12 x 2 an eighth
+    assert without_data(nonzero, (mask[3, :, :0],), {}).shape == (0, 2)
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("model_type", ["gpt_oss", "mixtral"])
+def test_loops_over_experts_are_counted(model_type: str) -> None:
+    model = of_type(model_type)
+    config = {"tp": 2, "pp": 2, "pipeline": {"num_microbatches": 2}}
+    steps = []
+    for calls in ("eager", "batched_mm"):
+        model.config._experts_implementation = calls
+        found = autopar.rehearse(model, config, 4, sequence=16, gpu="h100")
+        assert found.problems == [] and found.timeline is not None
+        steps.append(found.timeline.time)
+    assert steps[0] > steps[1]  # each expert's products are launched alone
 
 
 @pytest.mark.tier("test")

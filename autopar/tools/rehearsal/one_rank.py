@@ -185,11 +185,10 @@ def without_memory(model: PreTrainedModel, *, counted: bool = False) -> PreTrain
     """Copy a model whose weights never get memory, whatever has been told to fill them.
 
     Args:
-        counted: whether work and memory are counted: it calls its experts as the model does, and keeps no cache, as the
-            planner's.
+        counted: whether work and memory are counted: it keeps no cache, as the planner's.
     """
     copied = meta_copy(model, gradients=True)
-    keep_kernels(copied, model, experts=counted)
+    keep_kernels(copied, model, grouped=counted)
     if counted:
         without_cache(copied)
     for one, other in zip(copied.modules(), model.modules(), strict=True):

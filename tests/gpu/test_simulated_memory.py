@@ -1,0 +1,156 @@
+"""What training steps and decoded tokens allocate on the simulated device: from the fourth step on, the same each time.
+
+Bytes that are live behind a step, and how many allocations a step made. The check of the ranks keeps a sample of
+another weight each time (``checks/samples.py``), of another size: it is left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import StaticCache
+
+import autopar
+from tests.gpu.device_ranks import needs_compiler, on_device
+from tests.gpu.test_simulated_training import MESHES, UNCHECKED, share, step
+from tests.rehearsal.programs import mamba
+from tests.small import llama
+from tests.tiers import mainly
+
+pytestmark = needs_compiler
+
+CLIPPED: dict[str, Any] = {"gradient_clipping": 1.0}
+CASES: dict[str, dict[str, Any]] = {
+    "tp": {"model_parallelism": MESHES["tp"], **CLIPPED},
+    "pp, micro-batches": {"model_parallelism": MESHES["pp"], "pipeline": {"microbatch_size": 1}, **CLIPPED},
+    "dp, zero 1": {"model_parallelism": MESHES["dp"], "zero": {"stage": 1}, **CLIPPED},
+    "tp, zero 1": {"model_parallelism": MESHES["tp"], "zero": {"stage": 1}, **CLIPPED},
+    "dp": {"model_parallelism": MESHES["dp"], **CLIPPED},
+    "tp, bf16": {"model_parallelism": MESHES["tp"], "precision": {"dtype": "bf16"}, **CLIPPED},
+    "sequence": {"model_parallelism": MESHES["sequence"], **CLIPPED},
+    "cp": {"model_parallelism": MESHES["cp"], **CLIPPED},
+    "tp, recomputed": {"model_parallelism": MESHES["tp"], "activation_checkpointing": {"enable": True}},
+    "tp, offloaded": {
+        "model_parallelism": MESHES["tp"],
+        "activation_checkpointing": {"enable": True, "cpu_checkpointing": True},
+    },
+    "dp, optimizer on the host": {
+        "model_parallelism": MESHES["dp"],
+        "zero": {"stage": 1, "optimizer_offload": True},
+        **CLIPPED,
+    },
+    "pp, interleaved": {
+        "model_parallelism": MESHES["pp"],
+        "pipeline": {"microbatch_size": 1, "schedule": "interleaved"},
+    },
+    "cp, states": {"model_parallelism": MESHES["cp"]},
+    "dp, zero 2": {"model_parallelism": MESHES["dp"], "zero": {"stage": 2}},
+    "dp, zero 3": {"model_parallelism": MESHES["dp"], "zero": {"stage": 3}},
+}
+BUILDS: dict[str, Callable[[], Any]] = {
+    "pp, interleaved": functools.partial(llama, num_hidden_layers=4),
+    "cp, states": mamba,
+}
+
+
+def started(case: str) -> tuple[Any, Any]:
+    """Return the model of a case, and its optimizer."""
+    model = BUILDS.get(case, llama)().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    both: tuple[Any, Any] = autopar.initialize(model, {**CASES[case], **UNCHECKED}, optimizer=optimizer)
+    return both
+
+
+def averages(case: str) -> bool:
+    """Return whether the loop averages gradients; in ZeRO's stages 2 and 3 the backward does."""
+    return int(CASES[case].get("zero", {}).get("stage", 0)) < 2
+
+
+def sample(model: Any) -> list[torch.Tensor]:
+    """Return what the check of the ranks keeps of the last step; of a weight without a state here one part less."""
+    return [x for x in model._autopar.steps.last_shard or () if isinstance(x, torch.Tensor)]
+
+
+def live(model: Any, least: int, patience: float = 5.0) -> int:
+    """Bytes that are live on the device, without those of the check's sample.
+
+    gloo's threads let go of the tensors of a collective a moment after it is done: more than ``least`` are looked at
+    again for some seconds.
+    """
+    own, end = sum(x.nbytes for x in sample(model)), time.monotonic() + patience
+    while torch.ops.sim.memory()[0] - own > least and time.monotonic() < end:
+        time.sleep(0.01)
+    held: int = torch.ops.sim.memory()[0] - own
+    return held
+
+
+def allocations() -> int:
+    """Allocations on the device so far."""
+    count: int = torch.ops.sim.memory()[2]
+    return count
+
+
+def steps_of(case: str, keep: list[Any] | None = None) -> list[tuple[int, int]]:
+    """Return live bytes behind each of six steps, and its allocations; ``keep`` gets each loss."""
+    model, optimizer = started(case)
+    ids, found = share(model) % model.config.vocab_size, list[tuple[int, int]]()
+    gc.collect()
+    gc.disable()  # what only the collector frees would be counted as live
+    try:
+        for _ in range(6):
+            before = allocations()
+            loss = step(model, optimizer, ids, average=averages(case))
+            if keep is not None:
+                keep.append(loss)
+            del loss
+            made = allocations() - before - len(sample(model))
+            least = min((held for held, _ in found), default=1 << 40)
+            found.append((live(model, least, 5.0 if keep is None else 0.5), made))
+    finally:
+        gc.enable()
+    model.mpu.destroy()
+    return found
+
+
+@pytest.mark.parametrize("case", mainly(*CASES, later="all"))
+@on_device(world_size=2)
+def test_steps_behind_the_third_hold_and_allocate_the_same(case: str) -> None:
+    found = steps_of(case)
+    assert found[2][0] > 0 and found[2][1] > 100
+    assert found[3:] == [found[2]] * 3, found
+
+
+@on_device(world_size=4)
+def test_so_do_two_replicas_of_two_ranks() -> None:
+    found = steps_of("tp, zero 1")
+    assert found[3:] == [found[2]] * 3, found
+
+
+@on_device(world_size=2)
+def test_a_loop_that_keeps_a_number_of_each_step_is_found() -> None:
+    found = steps_of("tp", keep=[])
+    assert [bytes_ - found[2][0] for bytes_, _ in found[3:]] == [4, 8, 12], found
+
+
+@on_device(world_size=2)
+def test_tokens_behind_the_third_hold_and_allocate_the_same() -> None:
+    model = autopar.initialize(llama().eval(), {"model_parallelism": MESHES["tp"], **UNCHECKED})
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    ids, found = share(model), list[tuple[int, int]]()
+    with torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True)
+        token = ids[:, :1]
+        for _ in range(6):
+            before = allocations()
+            logits = model(token, past_key_values=cache, use_cache=True).logits
+            token = logits[:, -1].argmax(-1, keepdim=True)
+            del logits
+            made, least = allocations() - before, min((held for held, _ in found), default=1 << 40)
+            found.append((live(model, least), made))
+    assert found[3:] == [found[2]] * 3, found
