@@ -13,9 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeWork, ProcessGroup
+from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
+    FakeWork,
+    ProcessGroup,
+    _create_work_from_future,
+)
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.nn.parallel import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -97,9 +102,17 @@ def tensors_in(argument: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor)]
 
 
-def done() -> Any:
-    """Return the handle of a collective that is done, as the dispatcher wants it."""
-    return FakeWork().boxed()
+def done(out: list[torch.Tensor] | None = None) -> Any:
+    """Return the handle of a collective that is done, as the dispatcher wants it.
+
+    Args:
+        out: its result, for ``DistributedDataParallel``, which asks for it; such a handle takes no time-out.
+    """
+    if out is None:
+        return FakeWork().boxed()
+    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+    future.set_result(out)
+    return _create_work_from_future(future).boxed()
 
 
 def without_data(function: Any, args: Any, kwargs: Any) -> Any:
@@ -190,6 +203,7 @@ def fake_world(
         (dist, "new_group", made),
         (dist, "broadcast_object_list", objects),
         (FSDPParamGroup, "_validate_no_meta_params", lambda self: None),
+        (distributed, "_verify_param_shape_across_processes", lambda *_: None),  # it reads numbers, in C++
         (_fsdp_param, "alloc_storage", _and_then(_fsdp_param.alloc_storage, note_resize)),
         (_fsdp_param, "free_storage", _and_then(_fsdp_param.free_storage, note_resize)),
     ]

@@ -285,7 +285,7 @@ def _groups() -> bool:
 def _operators_of_collectives() -> bool:
     schemas = {name: getattr(torch.ops.c10d, name).default._schema.arguments for name in c10d.OPERATORS}
     places = all("ProcessGroup" in str(schemas[name][operator.group].type) for name, operator in c10d.OPERATORS.items())
-    known = c10d.operator_of(torch.ops.c10d.send.default) is not None and c10d.done() is not None
+    known = c10d.operator_of(torch.ops.c10d.send.default) is not None and c10d.done([]) is not None
     checked = callable(getattr(FSDPParamGroup, "_validate_no_meta_params", None)) and not hasattr(torch, "meta")
     return places and known and checked and "fake" in torch.distributed.Backend.backend_list
 

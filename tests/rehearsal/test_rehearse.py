@@ -141,6 +141,24 @@ def test_what_the_last_rank_of_an_axis_skips_is_found(axis: str) -> None:
 
 
 @pytest.mark.tier("test")
+@pytest.mark.parametrize("alone", [False, True], ids=["all replicas", "all but one"])
+def test_data_parallel_of_torch(alone: bool) -> None:
+    def loop(model: Any, optimizer: Any, batch: dict[str, Any]) -> None:
+        dp = model.mpu.dp
+        if not (alone and dp.rank == 3):
+            model = torch.nn.parallel.DistributedDataParallel(model, process_group=dp.group)
+        model(**batch).loss.backward()
+        optimizer.step()
+
+    found = autopar.rehearse(on_meta(llama), {"tp": 2}, 8, sequence=16, loop=loop)
+    reduced = [call for _, call in found.traces[0] if call.group.name == "dp" and call.kind == "all_reduce"]
+    weights = sum(parameter.numel() for parameter in on_meta(llama).parameters())
+    assert weights // 2 < sum(call.bytes // 4 for call in reduced) < weights, "this rank's shards, once"
+    assert bool(found.problems) == alone
+    assert not alone or "rank 0 has 3 collectives over dp [0, 2, 4, 6], rank 6 has 0" in found.problems[0]
+
+
+@pytest.mark.tier("test")
 def test_an_evaluation_of_the_first_replica_alone_is_no_fault() -> None:
     def loop(model: Any, optimizer: Any, batch: dict[str, Any]) -> None:
         if model.mpu.dp.rank == 0:

@@ -89,7 +89,8 @@ class Answers:
         if any(x.numel() and not x.is_meta for x in (*out, *given)) and operator.kind != "barrier":
             with torch.no_grad():
                 self._carry(call, out, given)
-        return (args[operator.out], done()) if operator.result else done()
+        handle = done(out if operator.kind == "all_reduce" else None)
+        return (args[operator.out], handle) if operator.result else handle
 
     @contextmanager
     def gives_for(self, root: int) -> Iterator[bool]:
