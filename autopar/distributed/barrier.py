@@ -64,6 +64,8 @@ def meet(axis: Axis, what: str, timeout: float, advice: str) -> None:
     Raises:
         ConsistencyError: on all ranks that came.
     """
+    if axis.group is None:  # one rank
+        return
     mine = axis.ranks[axis.rank]
     store = PrefixStore(f"{_PREFIX}/{axis.name} {axis.ranks}", default_store())
     said: dict[int, str] = {}
@@ -76,7 +78,6 @@ def meet(axis: Axis, what: str, timeout: float, advice: str) -> None:
     def warn(arrived: list[int]) -> None:
         warn_user(alone(arrived, f"{_WARN_AFTER:g} s: after {timeout:g} s it raises"))
 
-    assert axis.group is not None  # of several ranks
     with as_one("barrier", axis.group) as rehearsed:
         arrived = None if rehearsed else _arrive(store, axis.rank, axis.size, timeout, what, said, warn)
     if arrived is not None:

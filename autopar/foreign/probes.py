@@ -287,7 +287,9 @@ def _operators_of_collectives() -> bool:
     places = all("ProcessGroup" in str(schemas[name][operator.group].type) for name, operator in c10d.OPERATORS.items())
     known = c10d.operator_of(torch.ops.c10d.send.default) is not None and c10d.done([]) is not None
     checked = callable(getattr(FSDPParamGroup, "_validate_no_meta_params", None)) and not hasattr(torch, "meta")
-    return places and known and checked and "fake" in torch.distributed.Backend.backend_list
+    stored = all(f"{name}(" in inspect.getsource(FSDPParam) for name in ("alloc_storage", "free_storage"))
+    compared = "_verify_param_shape_across_processes(" in inspect.getsource(DistributedDataParallel)
+    return places and known and checked and stored and compared and "fake" in torch.distributed.Backend.backend_list
 
 
 def _batching() -> bool:
