@@ -22,7 +22,7 @@ __all__ = ["FILE", "Cost", "Durations", "deal", "function_of", "shown", "speed"]
 FILE = Path(__file__).with_name("durations.json")
 _LEAST = 0.05  # seconds: shorter tests are not written down, and say nothing about speed
 _LONG = 10.0  # seconds: nobody waits for such a test at the end of a run
-_UNKNOWN = {True: 1.0, False: 0.02}  # seconds of a test over ranks, of another one
+_UNKNOWN = {True: 2.0, False: 0.02}  # seconds of a test of a later tier than check, of another one
 
 
 class Durations:
@@ -36,9 +36,9 @@ class Durations:
         by_file = json.loads(file.read_text()) if file.exists() else {}
         return cls({f"{path}::{name}": s for path, listed in by_file.items() for name, s in listed.items()})
 
-    def of(self, nodeid: str, ranks: int = 0) -> float:
-        """Return the seconds of a test."""
-        return self.seconds.get(function_of(nodeid), _UNKNOWN[ranks > 0])
+    def of(self, nodeid: str, later: bool = False) -> float:
+        """Return the seconds of a test; ``later`` says that it is in a later tier than check."""
+        return self.seconds.get(function_of(nodeid), _UNKNOWN[later])
 
     def updated(self, measured: dict[str, float]) -> Durations:
         """Return these with others, measured by node id, in the place of what they had."""

@@ -197,7 +197,7 @@ def test_requests_are_given_on_all_ranks_or_on_the_first() -> None:
     assert served(model, cancel) == due
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("all")
 @pooled(world_size=2)
 def test_ranks_leave_together() -> None:
     """The second rank has nothing to do and comes to the end of its block at once."""
@@ -241,6 +241,7 @@ def no_memory(*_: Any, **__: Any) -> None:
     raise MemoryError("no memory is left here")
 
 
+@pytest.mark.tier("sweep")
 @pooled(world_size=2)
 def test_a_rank_that_fails_ends_the_others() -> None:
     model, rank = autopar.initialize(grouped(), {"tp": 2, "pipeline": {"timeout": 2}}), dist.get_rank()
@@ -339,6 +340,7 @@ def test_managers_are_kept_and_models_become_plain_again() -> None:
     assert generated(whole) == due
 
 
+@pytest.mark.tier("sweep")
 @pooled(world_size=2)
 def test_other_models_of_ranks_are_refused() -> None:
     words = (

@@ -40,7 +40,7 @@ def in_a_shell(settings: dict[str, str], *arguments: str) -> subprocess.Complete
     )
 
 
-@pytest.mark.tier("all")
+@pytest.mark.tier("sweep")
 def test_tests_pass_in_a_hostile_shell() -> None:
     settings = {name: value for group in HOSTILE.values() for name, value in group.items()}
     done = in_a_shell(settings, *(f"tests/{name}" for name in DEPENDENT))

@@ -122,7 +122,7 @@ def test_a_seed_gives_another_order_of_the_same_parts() -> None:
 
 def test_durations_are_means_of_cases_and_come_back(tmp_path: Path) -> None:
     file = tmp_path / "durations.json"
-    assert Durations.read(file).of("tests/test_a.py::test_a[x]", ranks=2) == 1.0
+    assert Durations.read(file).of("tests/test_a.py::test_a[x]", later=True) == 2.0
     known = Durations({"tests/test_b.py::test_b": 2.0, "tests/test_a.py::test_short": 9.0})
     measured = {
         "tests/test_a.py::test_a[x]": 1.0,

@@ -24,6 +24,7 @@ from autopar.errors import AutoparError, ConfigError, PipelineError
 from tests.parity import language_batches
 from tests.pool import pooled
 from tests.small import gpt2, parallel
+from tests.tiers import mainly
 from tests.worlds import spawn
 
 ENDS = {
@@ -282,12 +283,13 @@ for _ in range(3):
 
 
 @pytest.mark.tier("all")
-def test_a_script_may_end_with_a_backward_pass(tmp_path: Path) -> None:
+@pytest.mark.parametrize("times", mainly(1, 5, later="sweep"))
+def test_a_script_may_end_with_a_backward_pass(tmp_path: Path, times: int) -> None:
     """gloo's threads need the interpreter once more, and abort where it has ended: a third of such scripts did."""
     script = tmp_path / "train.py"
     script.write_text(BACKWARD_LAST)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    for _ in range(3):
+    for _ in range(times):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 0, done.stderr

@@ -94,6 +94,7 @@ def test_over_uneven_shards() -> None:
         changed(gpt2, {"tp": 3}, change)
 
 
+@pytest.mark.tier("sweep")
 @pooled(world_size=4)
 def test_with_replicas_and_stages() -> None:
     for config in ({"tp": 2}, {"tp": 2, "pp": 2}, {"pp": 4}, {"tp": 2, "cp": 2}):
@@ -186,6 +187,7 @@ def test_penalties_on_whole_parameters(kind: str) -> None:
     penalised(kind, {"tp": 2})
 
 
+@pytest.mark.tier("sweep")
 @pooled(world_size=4)
 def test_penalties_on_four_ranks() -> None:
     for config in ({"tp": 4}, {"tp": 2}, {"tp": 2, "cp": 2}):

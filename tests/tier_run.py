@@ -55,7 +55,7 @@ class TierRun:
         """Leave in the tests of the tier and the shard, in the order in which workers take them."""
         part = _files_of_shard(config.getoption("--shard"), items, self.known)
         wanted = up_to(self.tier) if self.tier is not None else list(TIERS)
-        late = beyond(items, lambda item: self.known.of(item.nodeid, ranks_of(item)))
+        late = beyond(items, lambda item: _seconds(item, self.known))
         taken, left = [], []
         for item in items:
             tier = "sweep" if item.nodeid in late else tier_of(item)
@@ -64,7 +64,7 @@ class TierRun:
                 taken.append(item)
             else:
                 left.append(item)
-                self.later[tier] += self.known.of(item.nodeid, ranks_of(item))
+                self.later[tier] += _seconds(item, self.known)
         if left:
             config.hook.pytest_deselected(items=left)
         if self.tier is None:
@@ -74,7 +74,7 @@ class TierRun:
             Cost(
                 item.nodeid.partition("::")[0],
                 ranks_of(item),
-                self.known.of(item.nodeid, ranks_of(item)),
+                _seconds(item, self.known),
                 item.get_closest_marker("together") is not None,
             )
             for item in taken
@@ -123,6 +123,10 @@ class TierRun:
             terminalreporter.write_line(line, red=True)
 
 
+def _seconds(item: pytest.Item, known: Durations) -> float:
+    return known.of(item.nodeid, later=tier_of(item) != "check")
+
+
 def _files_of_shard(shard: str, items: list[pytest.Item], known: Durations) -> set[str]:
     """Return the files of one part; all parts take about as long."""
     number, _, count = shard.partition("/")
@@ -130,7 +134,7 @@ def _files_of_shard(shard: str, items: list[pytest.Item], known: Durations) -> s
         raise pytest.UsageError(f"--shard {shard}: the second of four parts is 2/4")
     seconds = Counter[str]()
     for item in items:
-        seconds[item.nodeid.partition("::")[0]] += known.of(item.nodeid, ranks_of(item))
+        seconds[item.nodeid.partition("::")[0]] += _seconds(item, known)
     parts: list[tuple[float, list[str]]] = [(0.0, []) for _ in range(int(count))]
     for file in sorted(seconds, key=lambda file: (-seconds[file], file)):
         least = min(range(len(parts)), key=lambda place: parts[place][0])

@@ -37,11 +37,11 @@ class Tier:
 TIERS = {
     "check": Tier("make check", 190),
     "test": Tier("make test", 720),
-    "all": Tier("make test-all", 3400),
+    "all": Tier("make test-all", 2900),
     "sweep": Tier("make sweep", 20000),
 }
 _ORDER = list(TIERS)
-MOST = 8.0
+MOST = 3.0
 
 
 def tier_of(item: pytest.Item) -> str:

@@ -135,6 +135,8 @@ def without_data(function: Any, args: Any, kwargs: Any) -> Any:
         dtype = kwargs.get("dtype") or args[0].dtype
         counts = dtype != torch.bool and not dtype.is_floating_point
         return torch.full(args[0].shape, counts, dtype=dtype)
+    if function is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+        return args[0] if args[0].dtype == torch.int32 else NotImplemented  # DDP's buckets, as rank 0 orders them
     return NotImplemented
 
 
@@ -203,7 +205,7 @@ def fake_world(
         (dist, "new_group", made),
         (dist, "broadcast_object_list", objects),
         (FSDPParamGroup, "_validate_no_meta_params", lambda self: None),
-        (distributed, "_verify_param_shape_across_processes", lambda *_: None),  # it reads numbers, in C++
+        (distributed, "_verify_param_shape_across_processes", _compare_shapes),
         (_fsdp_param, "alloc_storage", _and_then(_fsdp_param.alloc_storage, note_resize)),
         (_fsdp_param, "free_storage", _and_then(_fsdp_param.free_storage, note_resize)),
     ]
@@ -217,6 +219,14 @@ def fake_world(
         _worlds.pop()
         del torch.meta  # type: ignore[attr-defined]
         dist.destroy_process_group()
+
+
+def _compare_shapes(group: Any, parameters: list[torch.Tensor], logger: Any = None) -> None:
+    """Send what ``DistributedDataParallel`` compares when it is made; in C++ it would read the answers."""
+    number = torch.tensor([len(parameters)], device="meta")
+    dist.all_gather([torch.empty_like(number) for _ in range(group.size())], number, group=group)
+    shapes = [size for parameter in parameters for size in (*parameter.shape, *parameter.stride())]
+    dist.broadcast(torch.tensor(shapes, device="meta"), group=group, group_src=0)
 
 
 def _and_then(first: Callable[[torch.Tensor], None], second: Callable[[torch.Tensor], None]) -> Any:

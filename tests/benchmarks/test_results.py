@@ -109,7 +109,7 @@ def test_every_benchmark_takes_the_arguments_of_the_short_run(name: str) -> None
     assert callable(module.measure)
 
 
-@pytest.mark.tier("all")
+@pytest.mark.tier("sweep")
 def test_a_benchmark_runs_from_its_arguments_to_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["step", "--folder", str(tmp_path), "--rows", "tiny", "--rounds", "1", "--decode-rounds", "1"]
     assert __main__.main([*arguments, "--decode-tokens", "3"]) == 0

@@ -219,6 +219,7 @@ def test_training_goes_on_on_any_mesh_of_four(tmp_path, name):
     check_chain(tmp_path, name, OF_FOUR if name in ("gpt2", "llama") else OF_FOUR[:4])
 
 
+@pytest.mark.tier("sweep")
 @pooled(world_size=4)
 def test_from_every_mesh_to_every_mesh_bit_for_bit(tmp_path):
     saved = {}

@@ -177,6 +177,7 @@ def test_a_pass_that_fails_leaves_no_gradients_behind() -> None:
         model.mpu.destroy()
 
 
+@pytest.mark.tier("sweep")
 @pooled(world_size=4)
 def test_half_precision_accumulates_gradients_of_micro_batches_in_fp32() -> None:
     for schedule, stage in (("1f1b", 3), ("zbv", 2)):

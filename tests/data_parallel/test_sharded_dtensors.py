@@ -139,7 +139,7 @@ OF_STAGES: list[Change] = [
 ]  # fmt: skip
 
 
-@pytest.mark.tier("all")
+@pytest.mark.tier("sweep")
 @pooled(world_size=4)
 def test_a_number_of_one_stage_is_told() -> None:
     plain = llama(num_hidden_layers=4).train()

@@ -132,7 +132,7 @@ def test_numbers_are_those_of_whole_tensors(stage: int) -> None:
     assert "torch.distributed.tensor.DTensor.item" in patched
 
 
-@pytest.mark.tier("all")
+@pytest.mark.tier("sweep")
 @pooled(world_size=2)
 def test_a_rank_that_reads_alone_does_not_hang() -> None:
     model = fully_sharded(llama().train())

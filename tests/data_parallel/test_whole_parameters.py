@@ -21,7 +21,7 @@ from tests.small import gpt2, llama
 from tests.worlds import raises_everywhere
 
 
-@pytest.mark.tier("test")
+@pytest.mark.tier("all")
 @pooled(world_size=2)
 def test_from_equal_gradients_the_bits_are_those_of_one_process() -> None:
     for kind, make in {**MATRICES, **ACROSS}.items():
@@ -30,6 +30,7 @@ def test_from_equal_gradients_the_bits_are_those_of_one_process() -> None:
             equal_bits(model, plain, f"{kind} of {name}")
 
 
+@pytest.mark.tier("sweep")
 @pooled(world_size=3)
 def test_uneven_shards_on_owners_and_on_every_rank() -> None:
     for kind, make in {**MATRICES, **ACROSS}.items():
@@ -54,6 +55,7 @@ MESHES = {
 }
 
 
+@pytest.mark.tier("sweep")
 @pytest.mark.parametrize("mesh", MESHES)
 @pooled(world_size=4)
 def test_training_with_replicas_stages_rows_and_zero_1(mesh: str) -> None:

@@ -29,6 +29,7 @@ def _axes(size: int) -> tuple[Axis, Axis]:
     return MPU(size, cpu_transport="gloo").tp, MPU(size, cpu_transport="shm").tp
 
 
+@pytest.mark.tier("sweep")
 @pooled(world_size=2)
 def test_the_memory_is_given_back() -> None:
     before = opened, mapped = segments()

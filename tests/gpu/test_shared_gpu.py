@@ -82,7 +82,7 @@ def test_three_steps_on_two_ranks(place: str) -> None:
     all_of(place, ON_TWO | ({"compiled": COMPILED} if place == "cuda" else {}))
 
 
-@pytest.mark.tier("all")
+@pytest.mark.tier("sweep")
 @on_each
 @sharing_a_gpu(world_size=4)
 def test_three_steps_on_four_ranks(place: str) -> None:

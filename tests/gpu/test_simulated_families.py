@@ -36,6 +36,7 @@ REFUSED = {  # by this combination anywhere, not by the device
 }
 
 
+@pytest.mark.tier("sweep")
 @pytest.mark.parametrize("mesh", mainly(*MESHES, later="sweep"))
 @on_device(world_size=2, timeout=180)
 def test_a_forward_and_backward_are_the_plain_models_and_wait_no_more(mesh: str) -> None:

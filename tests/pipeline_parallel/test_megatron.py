@@ -173,6 +173,7 @@ def test_ranks_without_an_iterator_get_their_data_by_broadcast() -> None:
     mpu.destroy()
 
 
+@pytest.mark.tier("sweep")
 @pooled(world_size=2)
 def test_what_is_not_megatrons_is_named() -> None:
     config = {"model_parallelism": {"pipeline_parallel_size": 2}, "pipeline": {"schedule": "interleaved"}}

@@ -135,7 +135,7 @@ NOTICED: list[Change] = [
 ]  # fmt: skip
 
 
-@pytest.mark.tier("all")
+@pytest.mark.tier("sweep")
 @pooled(world_size=2)
 def test_a_line_is_told_once() -> None:
     rank, plain = dist.get_rank(), llama(num_hidden_layers=4).train()

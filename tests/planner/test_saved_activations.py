@@ -165,6 +165,7 @@ def test_of_blocks_that_keep_some_of_their_forward(save: list[str], build: Any) 
         _kept_is_as_planned(build, **CP, **section)
 
 
+@pytest.mark.tier("sweep")
 @pooled(world_size=2)
 def test_of_every_second_and_every_third_block() -> None:
     """Of the stages of ``zbv`` some recompute and some do not: there a backward has two halves."""
@@ -209,6 +210,7 @@ def test_of_rows(method: str) -> None:
     _kept_is_as_planned(gpt2, **CP, context_parallel_method=method, **RECOMPUTED)
 
 
+@pytest.mark.tier("sweep")
 @pooled(world_size=4)
 def test_of_four_ranks() -> None:
     for build in (gpt2, _t5):

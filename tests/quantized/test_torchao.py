@@ -163,6 +163,7 @@ def test_five_steps(form: str) -> None:
     close(copied(IDS).logits[:], plain(IDS).logits, "logits of a copy")
 
 
+@pytest.mark.tier("sweep")
 @with_package("torchao", world_size=3)
 def test_three_ranks() -> None:
     for form in OF_TORCHAO:
@@ -208,6 +209,7 @@ def saved(folder: Path, settings: Any, family: str = "llama", **given: Any) -> A
     return FAMILIES[family][0]
 
 
+@pytest.mark.tier("sweep")
 @with_package("torchao", world_size=2)
 @pytest.mark.parametrize("form", OF_TORCHAO)
 def test_folders_that_are_quantized_already(form: str, tmp_path: Path) -> None:

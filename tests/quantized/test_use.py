@@ -61,6 +61,7 @@ def test_merged_adapters() -> None:
     close(model(IDS).logits[:], plain(IDS).logits, "logits")
 
 
+@pytest.mark.tier("sweep")
 @pooled(world_size=2)
 @pytest.mark.parametrize("form", ["nf4"])
 def test_blocks_are_compiled(form: str) -> None:

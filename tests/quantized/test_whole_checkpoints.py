@@ -61,13 +61,14 @@ def check(form: str, family: str, folder: Path, world: int) -> None:
             same(model, autopar.initialize(quantized(form, family), config))
 
 
+@pytest.mark.tier("all")
 @pooled(world_size=2)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.tier("test", only=("nf4 nested",))
 def test_any_mesh(form: str, tmp_path: Path) -> None:
     check(form, "llama", tmp_path, 2)
 
 
+@pytest.mark.tier("sweep")
 @pooled(world_size=4)
 @pytest.mark.parametrize("family", mainly("llama", "qwen3", "phi3", "mixtral", "gpt2", later="sweep"))
 def test_stages_of_ranks(family: str, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -50,18 +51,28 @@ def mamba() -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """A program: the model and its configuration, without the section that says what the mesh is."""
+    """A program: the model, its configuration without the section that says what the mesh is, maybe its own loop."""
 
     build: Callable[[], Any]
     mesh: dict[str, Any]
     more: dict[str, Any] = field(default_factory=dict)
     batch: int = 4
     sequence: int = 16
+    loop: Callable[[Any, Any, dict[str, Any]], None] | None = None
 
     @property
     def average(self) -> bool:
         stages, zero = self.mesh.get("pipeline_parallel_size", 1), self.more.get("zero", {}).get("stage", 0)
         return bool(stages == 1 and zero < 2)
+
+
+def torchs_data_parallel(model: Any, optimizer: Any, batch: dict[str, Any]) -> None:
+    """Train three steps in ``DistributedDataParallel``, which orders its buckets anew behind the first."""
+    wrapped = DistributedDataParallel(model, process_group=model.mpu.dp.group, bucket_cap_mb=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        wrapped(**batch).loss.backward()
+        optimizer.step()
 
 
 TP, PP, CP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"context_parallel_size": 2}
@@ -70,6 +81,7 @@ CASES = {
     "tp x dp": Case(llama, TP),
     "pp x tp": Case(llama, TP | PP, TWO),
     "tp 4, sequence": Case(llama, {"tensor_parallel_size": 4, "sequence_parallel": True}),
+    "tp x dp, torch's replicas": Case(llama, TP, loop=torchs_data_parallel),
     "tp x dp, zero 1, clipped": Case(llama, TP, {"zero": {"stage": 1}, "gradient_clipping": 1.0}),
     "tp x dp, zero 2": Case(llama, TP, {"zero": {"stage": 2}}),
     "tp x dp, zero 3": Case(llama, TP, {"zero": {"stage": 3}}),

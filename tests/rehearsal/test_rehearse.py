@@ -155,7 +155,7 @@ def test_data_parallel_of_torch(alone: bool) -> None:
     weights = sum(parameter.numel() for parameter in on_meta(llama).parameters())
     assert weights // 2 < sum(call.bytes // 4 for call in reduced) < weights, "this rank's shards, once"
     assert bool(found.problems) == alone
-    assert not alone or "rank 0 has 3 collectives over dp [0, 2, 4, 6], rank 6 has 0" in found.problems[0]
+    assert not alone or "rank 0 has 5 collectives over dp [0, 2, 4, 6], rank 6 has 0" in found.problems[0]
 
 
 @pytest.mark.tier("test")

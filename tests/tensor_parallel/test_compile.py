@@ -54,7 +54,7 @@ def test_compiled_blocks(kind: str) -> None:
     assert graphs()[0] in (1, 2)  # equal blocks share theirs
 
 
-@pytest.mark.tier("all")
+@pytest.mark.tier("sweep")
 @pooled(world_size=4)
 @pytest.mark.parametrize("kind", mainly(*BUILD, later="sweep"))
 @pytest.mark.parametrize(
@@ -136,6 +136,7 @@ def test_checks_run_with_every_graph(where: str) -> None:
         run(**batch)
 
 
+@pytest.mark.tier("sweep")
 @pooled(world_size=2)
 def test_a_copy_has_checks_of_its_own() -> None:
     (batch,) = language_batches(131, count=1)
@@ -162,7 +163,7 @@ def test_checks_over_context_run_with_every_graph() -> None:
     run(**batch)
 
 
-@pytest.mark.tier("all")
+@pytest.mark.tier("sweep")
 @pytest.mark.parametrize("method", mainly("ulysses", "gather", later="sweep"))
 @pooled(world_size=2, timeout=400)
 def test_a_compiled_model_over_context(method: str) -> None:
@@ -206,6 +207,7 @@ def test_an_id_outside_of_the_vocabulary() -> None:
             run(torch.tensor([[1, wrong]]))
 
 
+@pytest.mark.tier("sweep")
 @pooled(world_size=2)
 @pytest.mark.parametrize("where", mainly("model", "blocks", later="sweep"))
 def test_dropout_draws_as_without_compiling(where: str) -> None:
@@ -229,7 +231,7 @@ def test_dropout_draws_as_without_compiling(where: str) -> None:
     assert torch.equal(*states)
 
 
-@pytest.mark.tier("all")
+@pytest.mark.tier("sweep")
 @pooled(world_size=2)
 def test_training_of_compiled_blocks() -> None:
     """Steps, evaluations between them, other lengths, no_grad; attention maps."""

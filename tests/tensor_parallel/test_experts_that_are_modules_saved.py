@@ -93,7 +93,7 @@ def test_a_model_that_no_process_holds_whole(tmp_path: Path) -> None:
         assert all(torch.equal(p, due[n]) for n, p in drawn.named_parameters())
 
 
-@pytest.mark.tier("all")
+@pytest.mark.tier("sweep")
 @pooled(world_size=4)
 def test_torchs_distributed_checkpoint(tmp_path: Path) -> None:
     def made(config: dict[str, Any], seed: int) -> tuple[Any, Any]:

@@ -67,6 +67,7 @@ def test_rows_are_drawn_apart_and_all_else_alike() -> None:
             _holds(build, {**CP, "context_parallel_method": method})
 
 
+@pytest.mark.tier("sweep")
 @pooled(world_size=4)
 def test_with_stages_and_heads() -> None:
     for build in (_gpt2, _llama, _t5):
