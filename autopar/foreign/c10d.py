@@ -120,31 +120,55 @@ def without_data(function: Any, args: Any, kwargs: Any) -> Any:
 
     Those of ``all()`` are up: sequences are not padded, not packed, and finite. Every expert is hit, by an equal share.
     """
-    if function is torch.ops.aten.nonzero.default and args[0].is_meta:
-        x = args[0]
-        of = x.untyped_storage().nbytes() // x.itemsize  # one expert's part of a mask has that part of its hits
-        return x.new_empty((-(-x.numel() * x.numel() // of) if of else 0, x.ndim), dtype=torch.long)
-    if function is torch.ops.aten.all.default and args[0].is_meta:
-        out = function(*args, **kwargs)
-        _up[out] = None
-        return out
-    if function is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-        dtype = args[0].dtype
-        return args[0] in _up if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
-    if function is torch.ops.aten._to_copy.default and args[0].is_meta and _to_host(kwargs.get("device")):
-        dtype = kwargs.get("dtype") or args[0].dtype
-        counts = dtype != torch.bool and not dtype.is_floating_point
-        return torch.full(args[0].shape, counts, dtype=dtype)
-    if function is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
-        return args[0] if args[0].dtype == torch.int32 else NotImplemented  # DDP's buckets, as rank 0 orders them
-    return NotImplemented
+    answer = _ANSWERS.get(function)
+    return NotImplemented if answer is None else answer(function, args, kwargs)
+
+
+def _hits(function: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    if not x.is_meta:
+        return NotImplemented
+    of = x.untyped_storage().nbytes() // x.itemsize  # one expert's part of a mask has that part of its hits
+    return x.new_empty((-(-x.numel() * x.numel() // of) if of else 0, x.ndim), dtype=torch.long)
+
+
+def _all_of(function: Any, args: Any, kwargs: Any) -> Any:
+    if not args[0].is_meta:
+        return NotImplemented
+    out = function(*args, **kwargs)
+    _up[out] = None
+    return out
+
+
+def _number(function: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    if not x.is_meta:
+        return NotImplemented
+    return x in _up if x.dtype == torch.bool else 1.0 if x.dtype.is_floating_point else 1
+
+
+def _on_host(function: Any, args: Any, kwargs: Any) -> Any:
+    x, device = args[0], kwargs.get("device")
+    if not x.is_meta or device is None or torch.device(device).type != "cpu":
+        return NotImplemented
+    dtype = kwargs.get("dtype") or x.dtype
+    return torch.full(x.shape, dtype != torch.bool and not dtype.is_floating_point, dtype=dtype)
+
+
+def _own_order(function: Any, args: Any, kwargs: Any) -> Any:
+    """Leave in place the order of its buckets that ``DistributedDataParallel`` takes over from rank 0."""
+    to, x = args[:2]
+    return to if x.is_meta and not to.is_meta and to.dtype == torch.int32 else NotImplemented
 
 
 _up = WeakIdKeyDictionary()  # flags of all()
-
-
-def _to_host(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "cpu"
+_ANSWERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
+    torch.ops.aten.nonzero.default: _hits,
+    torch.ops.aten.all.default: _all_of,
+    torch.ops.aten._local_scalar_dense.default: _number,
+    torch.ops.aten._to_copy.default: _on_host,
+    torch.ops.aten.copy_.default: _own_order,
+}
 
 
 class _Stream(torch.cpu.Stream):
