@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import hashlib
 import importlib.metadata
+import io
 import os
 import platform
 import subprocess
+import tokenize
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +19,29 @@ PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "numpy")
 
 
 def code_digest(root: Path = ROOT) -> str:
-    """Digest the paths and contents of all Python files, data and policies that a measurement of autopar runs."""
+    """Digest the code and policies that a measurement runs: not ``autopar/tools``, comments, docstrings and spaces."""
     found = hashlib.sha256()
     package = root / "autopar"
     files = [*package.rglob("*.py"), *package.rglob("*.yaml"), *(root / "policies").rglob("*.yaml")]
     for path in sorted(files):
-        content = path.read_bytes()
-        found.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
+        if not path.is_relative_to(package / "tools"):
+            content = path.read_bytes()
+            code = _statements(content) if path.suffix == ".py" else content
+            found.update(f"{path.relative_to(root)} {len(code)}\n".encode() + code)
     return found.hexdigest()[:16]
+
+
+@functools.cache
+def _statements(source: bytes) -> bytes:
+    """Return what is in a file beside comments, docstrings and the lengths of spaces, the same with every Python."""
+    lines = source.decode().split("\n")
+    for token in tokenize.tokenize(io.BytesIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            lines[token.start[0] - 1] = lines[token.start[0] - 1][: token.start[1]]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or node.lineno) - node.lineno + 1)
+    return " ".join(" ".join(lines).split()).encode()
 
 
 def versions() -> dict[str, str]:

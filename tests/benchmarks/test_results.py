@@ -36,6 +36,11 @@ def test_the_digest_follows_contents_names_and_policies(tree: Path) -> None:
     (tree / "policies").mkdir()
     (tree / "policies" / "llama.yaml").write_text("match: {}\n")
     assert changed()
+    (tree / "autopar" / "rules.py").write_text('"""Rules."""\n\nb = 3  # three\n')
+    assert not changed(), "words"
+    (tree / "autopar" / "tools").mkdir()
+    (tree / "autopar" / "tools" / "planner.py").write_text("c = 4\n")
+    assert not changed(), "no measurement runs it"
     (tree / "autopar" / "__pycache__").mkdir()
     (tree / "autopar" / "__pycache__" / "api.pyc").write_text("")
     (tree / "tests").mkdir()
