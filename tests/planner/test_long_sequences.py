@@ -20,7 +20,7 @@ from autopar.tools.planner.hardware import find_gpu
 from autopar.tools.planner.planned_model import PlannedModel
 from autopar.tools.planner.search import Space, search
 from autopar.tools.planner.stage_costs import volume
-from autopar.tools.planner.svg import draw
+from autopar.tools.planner.svg import _TIMES, draw
 from tests.context_parallel.test_exactness import made
 from tests.pool import pooled
 from tests.small import llama
@@ -163,6 +163,7 @@ def test_nothing_in_the_picture_overlaps_or_lies_outside(pp: int) -> None:
     estimator = Estimator(PlannedModel(model(), sequence=SEQUENCE), find_gpu("h100"))
     candidate = Candidate(2, pp, 1, "1f1b", 1, 6, 0, False, sequence_parallel=True)
     estimate = estimator.estimate(candidate)
+    assert {name for name, _ in estimate.parts} == set(_TIMES), "each has a color and words"
     root = ElementTree.fromstring(draw(estimate, estimator.played(candidate, 6), 80e9, "LlamaForCausalLM on 6 x h100"))
     width, height = map(float, root.get("viewBox", "").split()[2:])
     boxes = []

@@ -36,6 +36,7 @@ _TIMES = {
     "compute": ("#2f6fb7", "compute"),
     "tp": ("#e08e45", "collectives of tp"),
     "cp": ("#f0c987", "exchange of cp"),
+    "ep": ("#8fae5a", "exchange of experts"),
     "bubble": ("#dddddd", "bubble"),
     "dp": ("#c9483f", "averaging over dp"),
     "optimizer": ("#9cc3ee", "optimizer"),
@@ -126,13 +127,10 @@ def _times(estimate: Estimate, top: int) -> Iterator[str]:
     scale = _INSIDE / (sum(parts.values()) or 1.0)
     x = float(LEFT)
     for name, seconds in parts.items():
-        color, words = _TIMES.get(name, ("#b0b0b0", name))
+        color, words = _TIMES[name]
         yield box(x, top + 10, seconds * scale, 22, color, f"{words}: {seconds:.3f} s")
         x += seconds * scale
-    entries = [
-        (f"{_TIMES.get(name, ('', name))[1]} {seconds:.3g} s", _TIMES.get(name, ("#b0b0b0",))[0])
-        for name, seconds in parts.items()
-    ]
+    entries = [(f"{_TIMES[name][1]} {seconds:.3g} s", _TIMES[name][0]) for name, seconds in parts.items()]
     yield from legend(entries, top + 40)
 
 
