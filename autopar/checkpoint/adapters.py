@@ -31,7 +31,7 @@ from autopar.errors import CheckpointError, listed
 from autopar.foreign.modules import own_parameters
 from autopar.storage.safetensors_io import dtype_of
 
-__all__ = ["adapter_weights", "alone", "options_of_peft", "save_adapters"]
+__all__ = ["Adapters", "adapter_weights", "alone", "options_of_peft", "save_adapters"]
 
 _CARD = "README.md"
 
@@ -43,7 +43,7 @@ def adapter_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         CheckpointError: it holds no adapters, or of several models.
     """
     state = state_of(model)
-    names = sorted(_Adapters(model, state, {}).names)
+    names = sorted(Adapters(model, state, {}).names)
     weights = WholeWeights(state, local_tensors(model, fsdp=True))
     yield from ((name, weights.whole(name)) for name in names)
 
@@ -66,9 +66,9 @@ def save_adapters(
     """
     given = dict(options or {})
 
-    def prepare() -> tuple[dict[str, Any], tuple[_Adapters, Path], Snapshot]:
+    def prepare() -> tuple[dict[str, Any], tuple[Adapters, Path], Snapshot]:
         target = absolute(directory())
-        adapters = _Adapters(model, state_of(model), given)
+        adapters = Adapters(model, state_of(model), given)
         call = {"adapter_only": True, "directory": target, "adapters": sorted(adapters.names)}
         call |= {key: repr(value) for key, value in given.items()}
         return call, (adapters, Path(target)), snapshot(model)
@@ -106,7 +106,7 @@ def options_of_peft(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in _OF_PEFT if name in given}
 
 
-class _Adapters:
+class Adapters:
     """The adapters of one model, to be written by PEFT.
 
     Args:
@@ -194,9 +194,9 @@ class _Adapters:
                 if mpu.rank == 0:
                     whole[name] = tensor.cpu()
         untouched = f"The adapters in {target} are as they were."
-        rank_zero(self.state.mpu, lambda: self._write(whole, target), lambda: untouched)
+        rank_zero(self.state.mpu, lambda: self.write_files(whole, target), lambda: untouched)
 
-    def _write(self, whole: Mapping[str, torch.Tensor], target: Path) -> None:
+    def write_files(self, whole: Mapping[str, torch.Tensor], target: Path) -> None:
         """Let PEFT write its files into a hidden folder, and move them into place: configs last."""
         target.mkdir(parents=True, exist_ok=True)
         temp = target / f".adapters.tmp-{secrets.token_hex(8)}"

@@ -17,10 +17,10 @@ from autopar.checkpoint.state import state_of
 from autopar.distributed.agree import all_ranks, rank_zero
 from autopar.errors import CheckpointError
 
-__all__ = ["push_merged", "upload"]
+__all__ = ["MergedModel", "push_merged", "upload"]
 
 
-class _MergedModel(PushToHubMixin):
+class MergedModel(PushToHubMixin):
     """A folder in Hugging Face's form, as transformers uploads models."""
 
     def __init__(self, folder: str) -> None:
@@ -51,7 +51,7 @@ def upload(model: nn.Module, folder: str, repo_id: str, options: Mapping[str, An
         tags = options.get("tags") or []
         tags = [*(getattr(model, "model_tags", None) or []), *([tags] if isinstance(tags, str) else tags)]
         given: dict[str, Any] = {**options, "tags": list(dict.fromkeys(tags)) or None}
-        return str(_MergedModel(folder).push_to_hub(repo_id, **given))
+        return str(MergedModel(folder).push_to_hub(repo_id, **given))
 
     return rank_zero(state_of(model).mpu, send)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -20,6 +21,7 @@ from autopar.tools.cli import app
 from autopar.tools.rehearsal.cast import standing_for, standing_in
 from autopar.tools.rehearsal.coordinates import coordinates_of
 from tests.rehearsal.programs import SMALL, llama, mamba, mixtral, of_type
+from tests.tiers import mainly
 
 
 def on_meta(build: Any) -> Any:
@@ -90,6 +92,36 @@ def test_a_save_on_one_rank_is_found(last: bool) -> None:
     assert "rank 7" in problem if last else problem.startswith("rank 0 has ")
     assert "The first that it does not have: barrier over world []" in problem
     assert "autopar/checkpoint/save.py:" in problem and "test_rehearse.py:" in problem
+
+
+def save_adapters(model: Any, folder: Path) -> None:
+    model.save_pretrained(folder)
+
+
+def save_whole(model: Any, folder: Path) -> None:
+    model.save_parallelized(folder, merge_checkpoints=True)
+    model.push_to_hub("user/model")
+
+
+@pytest.mark.tier("test")
+@pytest.mark.parametrize("skipped", mainly(False, True), ids=["all ranks", "all but the last"])
+@pytest.mark.parametrize("save", [save_adapters, save_whole])
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # PEFT reads it
+def test_other_forms_are_saved_and_uploaded_nowhere(save: Any, skipped: bool, tmp_path: Path) -> None:
+    trained = tmp_path / "adapter_model.safetensors"
+    trained.write_text("trained")
+
+    def loop(model: Any, optimizer: Any, batch: dict[str, Any]) -> None:
+        if not (skipped and dist.get_rank() == 3):
+            save(model, tmp_path)
+
+    model = on_meta(llama)
+    if save is save_adapters:
+        model = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    found = autopar.rehearse(model, {"tp": 2}, 4, sequence=16, loop=loop)
+    assert [path.name for path in tmp_path.iterdir()] == [trained.name] and trained.read_text() == "trained"
+    assert bool(found.problems) == skipped
+    assert not skipped or "The first that it does not have: barrier over world []" in found.problems[0]
 
 
 @pytest.mark.tier("test")

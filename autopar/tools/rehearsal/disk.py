@@ -1,4 +1,4 @@
-"""Saving and loading without a disk: ranks say to each other what they would, and nothing is written or read."""
+"""Saving and loading without a disk: ranks say to each other what they would; nothing is written, read or uploaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.checkpoint import load, save
+from autopar.checkpoint import adapters, hub, load, save
 from autopar.checkpoint.quantized_base import QuantizedBase
 from autopar.checkpoint.snapshot import Snapshot
 from autopar.checkpoint.state import state_of
@@ -37,6 +37,8 @@ def without_disk(note: Callable[[int], None]) -> None:
             """Leave the manifest unwritten: it lists files."""
 
     save.Writer, load.Loader = Writer, _Loader  # type: ignore[misc, assignment]
+    adapters.Adapters.write_files = lambda self, whole, target: None  # type: ignore[method-assign]
+    hub.MergedModel.push_to_hub = lambda self, *args, **options: ""  # type: ignore[method-assign]
 
 
 def _bytes(tensor: torch.Tensor) -> int:
