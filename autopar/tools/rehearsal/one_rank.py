@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import traceback
@@ -93,6 +94,7 @@ def run_cast(
         for other in cast[place + 1 :]:
             links[one][other], links[other][one] = context.Pipe()
     results, processes = {}, []
+    gc.freeze()  # or each fork's collector goes through all that is there before it, and so copies it
     for rank in cast:
         results[rank], end = context.Pipe(duplex=False)
         process = context.Process(
@@ -101,6 +103,7 @@ def run_cast(
         process.start()
         end.close()
         processes.append(process)
+    gc.unfreeze()
     found, failed = {}, {}
     for rank, result in results.items():
         try:
