@@ -43,7 +43,7 @@ LINES = {
     "deferred_init": 1245,
     "distributed": 5589,
     "dry_run": 3457,
-    "foreign": 1586,
+    "foreign": 1581,
     "integrations": 2395,
     "pipeline_parallel": 4061,
     "plan": 3025,

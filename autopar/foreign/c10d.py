@@ -121,20 +121,18 @@ def without_data(function: Any, args: Any, kwargs: Any) -> Any:
     Those of ``all()`` are up: sequences are not padded, not packed, and finite. Every expert is hit, by an equal share.
     """
     answer = _ANSWERS.get(function)
-    return NotImplemented if answer is None else answer(function, args, kwargs)
+    if answer is None or not any(tensor.is_meta for tensor in tensors_in(args)):
+        return NotImplemented
+    return answer(function, args, kwargs)
 
 
 def _hits(function: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
-    if not x.is_meta:
-        return NotImplemented
     of = x.untyped_storage().nbytes() // x.itemsize  # one expert's part of a mask has that part of its hits
     return x.new_empty((-(-x.numel() * x.numel() // of) if of else 0, x.ndim), dtype=torch.long)
 
 
 def _all_of(function: Any, args: Any, kwargs: Any) -> Any:
-    if not args[0].is_meta:
-        return NotImplemented
     out = function(*args, **kwargs)
     _up[out] = None
     return out
@@ -142,14 +140,12 @@ def _all_of(function: Any, args: Any, kwargs: Any) -> Any:
 
 def _number(function: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
-    if not x.is_meta:
-        return NotImplemented
     return x in _up if x.dtype == torch.bool else 1.0 if x.dtype.is_floating_point else 1
 
 
 def _on_host(function: Any, args: Any, kwargs: Any) -> Any:
     x, device = args[0], kwargs.get("device")
-    if not x.is_meta or device is None or torch.device(device).type != "cpu":
+    if device is None or torch.device(device).type != "cpu":
         return NotImplemented
     dtype = kwargs.get("dtype") or x.dtype
     return torch.full(x.shape, dtype != torch.bool and not dtype.is_floating_point, dtype=dtype)
@@ -157,8 +153,7 @@ def _on_host(function: Any, args: Any, kwargs: Any) -> Any:
 
 def _own_order(function: Any, args: Any, kwargs: Any) -> Any:
     """Leave in place the order of its buckets that ``DistributedDataParallel`` takes over from rank 0."""
-    to, x = args[:2]
-    return to if x.is_meta and not to.is_meta and to.dtype == torch.int32 else NotImplemented
+    return args[0] if not args[0].is_meta and args[0].dtype == torch.int32 else NotImplemented
 
 
 _up = WeakIdKeyDictionary()  # flags of all()

@@ -21,7 +21,7 @@ from tests.small import gpt2, llama
 from tests.worlds import raises_everywhere
 
 
-@pytest.mark.tier("all")
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_from_equal_gradients_the_bits_are_those_of_one_process() -> None:
     for kind, make in {**MATRICES, **ACROSS}.items():

@@ -152,7 +152,7 @@ def test_gradients_that_come_batched_or_dual(how: str) -> None:
         overlap._LEAST = least
 
 
-@pytest.mark.tier("all")
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_hessians_and_transforms_of_transforms() -> None:
     plain: Any = gpt2(attn_implementation="eager").double()

@@ -21,7 +21,6 @@ from tests.gpu.host_waits import Wait, waits
 from tests.parity import all_close, close, whole
 from tests.random_models import batches, build, cases
 from tests.representatives import REPRESENTATIVES
-from tests.tiers import mainly
 
 pytestmark = needs_compiler
 
@@ -37,7 +36,7 @@ REFUSED = {  # by this combination anywhere, not by the device
 
 
 @pytest.mark.tier("sweep")
-@pytest.mark.parametrize("mesh", mainly(*MESHES, later="sweep"))
+@pytest.mark.parametrize("mesh", MESHES)
 @on_device(world_size=2, timeout=180)
 def test_a_forward_and_backward_are_the_plain_models_and_wait_no_more(mesh: str) -> None:
     transformers.logging.set_verbosity_error()

@@ -90,7 +90,7 @@ def on_four_ranks(folder, names):
     run(folder, names, 2, 2)
 
 
-@pytest.mark.tier("all")
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("which", mainly(*RUNS, later="sweep"))
 def test_tensor_parallel_ranks_sample_as_one_process_does(tmp_path, which):
     save_model(tmp_path)
@@ -98,7 +98,7 @@ def test_tensor_parallel_ranks_sample_as_one_process_does(tmp_path, which):
     on_two_ranks(tmp_path, RUNS[which])
 
 
-@pytest.mark.tier("all")
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("which", mainly(*RUNS, later="sweep"))
 def test_two_replicas_sample_as_two_processes_do(tmp_path, which):
     save_model(tmp_path)

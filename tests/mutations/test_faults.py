@@ -21,7 +21,7 @@ def test_there_are_many_and_no_mechanism_is_without() -> None:
     assert not set(MECHANISMS) - {fault.mechanism for fault in faults}
 
 
-@pytest.mark.tier("sweep")
+@pytest.mark.tier("all")
 def test_make_test_catches_nearly_all_of_them_and_the_page_has_the_table() -> None:
     faults = read()
     tiers = tiers_of(faults)

@@ -18,7 +18,6 @@ from tests.pool import pooled
 from tests.quantized.models import FORMS, batches, how, quantized
 from tests.quantized.test_loading import same, written
 from tests.quantized.test_use import let_pack
-from tests.tiers import mainly
 
 MESHES: dict[int, list[dict[str, Any]]] = {2: [{"tp": 2}, {"pp": 2}, {}], 4: [{"tp": 2, "pp": 2}, {"tp": 2}]}
 
@@ -70,7 +69,7 @@ def test_any_mesh(form: str, tmp_path: Path) -> None:
 
 @pytest.mark.tier("sweep")
 @pooled(world_size=4)
-@pytest.mark.parametrize("family", mainly("llama", "qwen3", "phi3", "mixtral", "gpt2", later="sweep"))
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "mixtral", "gpt2"])
 def test_stages_of_ranks(family: str, tmp_path: Path) -> None:
     check("nf4 nested", family, tmp_path, 4)
 

@@ -191,6 +191,18 @@ def test_data_parallel_of_torch(alone: bool) -> None:
 
 
 @pytest.mark.tier("test")
+def test_replicas_that_give_it_other_weights_are_found() -> None:
+    def loop(model: Any, optimizer: Any, batch: dict[str, Any]) -> None:
+        dp = model.mpu.dp
+        if dp.rank == 3:
+            model.lm_head.weight.requires_grad_(False)
+        torch.nn.parallel.DistributedDataParallel(model, process_group=dp.group)
+
+    (problem, *_) = autopar.rehearse(on_meta(llama), {"tp": 2}, 8, sequence=16, loop=loop).problems
+    assert "broadcast from rank 0 over dp [138] int64" in problem and "[134] int64" in problem
+
+
+@pytest.mark.tier("test")
 def test_an_evaluation_of_the_first_replica_alone_is_no_fault() -> None:
     def loop(model: Any, optimizer: Any, batch: dict[str, Any]) -> None:
         if model.mpu.dp.rank == 0:

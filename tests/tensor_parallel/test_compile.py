@@ -56,7 +56,7 @@ def test_compiled_blocks(kind: str) -> None:
 
 @pytest.mark.tier("sweep")
 @pooled(world_size=4)
-@pytest.mark.parametrize("kind", mainly(*BUILD, later="sweep"))
+@pytest.mark.parametrize("kind", BUILD)
 @pytest.mark.parametrize(
     "extra",
     [
@@ -164,7 +164,7 @@ def test_checks_over_context_run_with_every_graph() -> None:
 
 
 @pytest.mark.tier("sweep")
-@pytest.mark.parametrize("method", mainly("ulysses", "gather", later="sweep"))
+@pytest.mark.parametrize("method", ["ulysses", "gather"])
 @pooled(world_size=2, timeout=400)
 def test_a_compiled_model_over_context(method: str) -> None:
     """Graphs break at the boundaries, and at logits and embeddings of own rows; the numbers are the plain model's."""
@@ -209,7 +209,7 @@ def test_an_id_outside_of_the_vocabulary() -> None:
 
 @pytest.mark.tier("sweep")
 @pooled(world_size=2)
-@pytest.mark.parametrize("where", mainly("model", "blocks", later="sweep"))
+@pytest.mark.parametrize("where", ["model", "blocks"])
 def test_dropout_draws_as_without_compiling(where: str) -> None:
     dropout = {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_implementation": "eager"}
     (batch,) = language_batches(131, count=1)

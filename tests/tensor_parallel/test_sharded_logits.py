@@ -119,7 +119,7 @@ class Gathered:
         monkeypatch.setattr(sharded_logits, "_meet", counted)
 
 
-@pytest.mark.tier("all")
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("chunk", [pytest.param(0, marks=pytest.mark.tier("all")), 3])
 @pooled(world_size=2)
 def test_whatever_is_computed_of_them(chunk: int) -> None:

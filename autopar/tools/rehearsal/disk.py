@@ -37,6 +37,7 @@ def without_disk(note: Callable[[int], None]) -> None:
             """Leave the manifest unwritten: it lists files."""
 
     save.Writer, load.Loader = Writer, _Loader  # type: ignore[misc, assignment]
+    # Rank 0's part behind the last exchange: PEFT's files, and the upload, which has no address then.
     adapters.Adapters.write_files = lambda self, whole, target: None  # type: ignore[method-assign]
     hub.MergedModel.push_to_hub = lambda self, *args, **options: ""  # type: ignore[method-assign]
 

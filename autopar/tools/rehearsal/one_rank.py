@@ -94,7 +94,6 @@ def run_cast(
         for other in cast[place + 1 :]:
             links[one][other], links[other][one] = context.Pipe()
     results, processes = {}, []
-    gc.freeze()  # or each fork's collector goes through all that is there before it, and so copies it
     for rank in cast:
         results[rank], end = context.Pipe(duplex=False)
         process = context.Process(
@@ -103,7 +102,6 @@ def run_cast(
         process.start()
         end.close()
         processes.append(process)
-    gc.unfreeze()
     found, failed = {}, {}
     for rank, result in results.items():
         try:
@@ -129,6 +127,7 @@ def _main(
     told: Sequence[Any],
     result: Connection,
 ) -> None:
+    gc.freeze()  # the collector would go through all that the parent has, and so copy it
     torch.set_num_threads(1)
     os.environ.pop("RANK", None)
     parts: list[Part] = []
