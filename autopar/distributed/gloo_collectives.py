@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.foreign.c10d import in_fake_world
 from autopar.foreign.groups import default_group
 
 __all__ = [
@@ -76,7 +77,7 @@ def finish(work: dist.Work | None) -> None:
     """Wait for a collective of gloo; None is one that is done."""
     if work is None or torch.compiler.is_compiling():  # a graph holds collectives that are done
         return
-    if not work.is_completed():
+    if not work.is_completed() and not in_fake_world():
         end = time.perf_counter() + _POLL
         while not work.is_completed() and time.perf_counter() < end:
             _yield()

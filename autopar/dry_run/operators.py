@@ -119,39 +119,52 @@ _results: dict[Any, tuple[type | None, list[_Spec]]] = {}
 
 def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func``; with meta tensors once for each form of the arguments, then make tensors of the same form."""
-    key = _key(func, args, kwargs) if _is_functional(func) else None
+    writes = _writes(func)
+    key = None if writes is None else _key(func, args, kwargs)
     if key is None:
         return func(*args, **kwargs)
     known = _results.get(key)
     if known is not None:
         kind, specs = known
-        made = [torch.empty_strided(*form, dtype=dtype, device="meta") for *form, dtype in specs]
+        made = [torch.empty_strided(*form, dtype=dtype, device="meta") for *form, dtype in specs] or [args[0]]
         return made[0] if kind is None else kind(made)
     out = func(*args, **kwargs)
+    if writes:
+        if out is args[0] and _key(func, args, kwargs) == key:  # it has the shape that it had
+            _keep(key, (None, []))
+        return out
     listed = [out] if isinstance(out, torch.Tensor) else list(out) if type(out) in (tuple, list) else []
     given = {storage_key(x) for x in tensors_in((args, kwargs))}  # some views say that they are none: _unsafe_view
-    if listed and all(type(x) is torch.Tensor and x.is_meta and storage_key(x) not in given for x in listed):
-        if len(_results) >= _LIMIT:
-            _results.clear()
+    made_anew = all(type(x) is torch.Tensor and x.is_meta and storage_key(x) not in given for x in listed)
+    if given and listed and made_anew:
         specs = [(tuple(value.shape), value.stride(), value.dtype) for value in listed]
-        _results[key] = (None if isinstance(out, torch.Tensor) else type(out), specs)
+        _keep(key, (None if isinstance(out, torch.Tensor) else type(out), specs))
     return out
 
 
+def _keep(key: Any, result: tuple[type | None, list[_Spec]]) -> None:
+    if len(_results) >= _LIMIT:
+        _results.clear()
+    _results[key] = result
+
+
 @functools.cache
-def _is_functional(func: Any) -> bool:
-    """Return whether an operator neither writes to its arguments nor returns views of them."""
+def _writes(func: Any) -> bool | None:
+    """Return whether an operator writes to its first argument and returns that; None: views, or other writes."""
     schema = schema_of(func)
-    return not any(value.alias_info for value in (*schema.arguments, *schema.returns))
+    shared = [value.alias_info is not None for value in (*schema.arguments, *schema.returns)]
+    if not any(shared):
+        return False
+    in_place = len(schema.returns) == 1 and shared[0] and shared[-1] and sum(shared) == 2 and schema.is_mutable
+    return True if in_place and torch.Tag.inplace_view not in func.tags else None
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The key of the result's form; None if it could depend on something else."""
     try:
-        form = _form((*args, *kwargs.items()))
+        return func, _form((*args, *kwargs.items())), torch.get_default_dtype()
     except TypeError:
         return None
-    return (func, form, torch.get_default_dtype()) if any(True for _ in tensors_in((args, kwargs))) else None
 
 
 def _form(value: Any) -> Any:

@@ -6,6 +6,7 @@ there, whoever called it: this library, FSDP2 or the reducer of ``DistributedDat
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
@@ -192,7 +193,7 @@ def fake_world(
 ) -> Iterator[None]:
     """Start torch.distributed as ``rank`` of ``world`` with groups that carry nothing.
 
-    FSDP2 takes parameters without memory inside; ``DeviceMesh`` and ``all_gather_object`` work as they do elsewhere.
+    FSDP2 takes parameters without memory inside; ``DeviceMesh`` and exchanges of objects work as they do elsewhere.
 
     Args:
         note_reduce: called with the operation of each ``all_reduce`` before it: its operator hides which one it is.
@@ -222,6 +223,7 @@ def fake_world(
     replaced: list[tuple[Any, str, Any]] = [
         (dist, "all_reduce", noted),
         (dist, "new_group", made),
+        (dist, "all_gather_object", _gather_objects),
         (dist, "broadcast_object_list", objects),
         (FSDPParamGroup, "_validate_no_meta_params", lambda self: None),
         (distributed, "_verify_param_shape_across_processes", _compare_shapes),
@@ -238,6 +240,23 @@ def fake_world(
         _worlds.pop()
         del torch.meta  # type: ignore[attr-defined]
         dist.destroy_process_group()
+
+
+def _gather_objects(found: list[Any], value: Any, group: Any = None) -> None:
+    """Exchange objects by the collectives of torch's ``all_gather_object``; unpickle equal ones once."""
+    members = dist.get_world_size(group)
+    if members < 0:
+        return  # not a member
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = torch.zeros(members, dtype=torch.long)
+    dist.all_gather(list(sizes.split(1)), torch.tensor([data.numel()]), group=group)
+    rows = torch.zeros(members, int(sizes.max()), dtype=torch.uint8)
+    given = torch.zeros_like(rows[0])
+    given[: data.numel()] = data
+    dist.all_gather(list(rows.unbind()), given, group=group)
+    packed = [row.tobytes() for row in rows.numpy()]  # zeros behind the end are not read
+    unpacked = {each: pickle.loads(each) for each in dict.fromkeys(packed)}
+    found[:] = [unpacked[each] for each in packed]
 
 
 def _compare_shapes(group: Any, parameters: list[torch.Tensor], logger: Any = None) -> None:
