@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.call_site import OURS
-from autopar.foreign.c10d import Operator, TorchDispatchMode, group_of, operator_of, tensors_in
+from autopar.foreign.c10d import Operator, TorchDispatchMode, group_of, in_parts, operator_of, tensors_in
 from autopar.foreign.tensors import dispatch_modes
 
 __all__ = ["VARIABLE", "Call", "Group", "Recorder", "as_one", "read", "trace_from_environment"]
@@ -127,6 +127,8 @@ class Recorder(TorchDispatchMode):
         self._groups: dict[Any, Group] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and in_parts(types):
+            return NotImplemented  # its own operators and collectives come here
         operator, kwargs = operator_of(function), kwargs or {}
         if operator is None:
             found = NotImplemented if self._read is None else self._read(function, args, kwargs)
@@ -136,7 +138,11 @@ class Recorder(TorchDispatchMode):
             self._note(call)
         if self.answer is None:
             return function(*args, **kwargs)
-        return self.answer(operator, call, args)
+        if operator.out >= 0:
+            return self.answer(operator, call, args)
+        made = function(*args, **kwargs)
+        self.answer(operator, call, (*args, made))
+        return made
 
     @contextmanager
     def one(self, kind: str, group: dist.ProcessGroup) -> Iterator[None]:
@@ -150,7 +156,7 @@ class Recorder(TorchDispatchMode):
             self._muted -= 1
 
     def _call(self, operator: Operator, args: tuple[Any, ...]) -> Call:
-        given, out = tensors_in(args[operator.given]), tensors_in(args[operator.out])
+        given, out = tensors_in(args[operator.given]), tensors_in(args[operator.out]) if operator.out >= 0 else []
         first = (given or out)[:1]
         sizes = tuple(tuple(x.shape) for x in (given if operator.kind != "all_gather" else given[:1]))
         splits = tuple(tuple(args[place]) for place in reversed(operator.splits))

@@ -19,14 +19,18 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
     ProcessGroup,
     _create_work_from_future,
 )
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
+    "FUNCTIONAL",
     "OPERATORS",
     "Operator",
     "TorchDispatchMode",
@@ -34,6 +38,7 @@ __all__ = [
     "fake_world",
     "group_of",
     "in_fake_world",
+    "in_parts",
     "operator_of",
     "tensors_in",
     "without_data",
@@ -45,13 +50,14 @@ class Operator(NamedTuple):
 
     Attributes:
         kind: name of the collective.
-        out: place of what is written.
+        out: place of what is written; -1: it is made and returned.
         given: place of what is sent; ``out`` of those in place.
         group: place of the process group.
         peer: place of the root, or of the other rank, by its number in the group; -1: none.
         result: whether what is written is returned, beside the handle to wait for.
         splits: places of the sizes that are received and sent.
         tag: place of a message's tag; -1: none.
+        reduction: place of its name: ``sum``; -1: none.
     """
 
     kind: str
@@ -62,6 +68,7 @@ class Operator(NamedTuple):
     result: bool = True
     splits: tuple[int, ...] = ()
     tag: int = -1
+    reduction: int = -1
 
 
 OPERATORS: dict[str, Operator] = {
@@ -86,16 +93,44 @@ OPERATORS: dict[str, Operator] = {
 }
 
 
+_REDUCED = Operator("all_reduce", -1, 0, 2, reduction=1)
+_GATHERED = Operator("all_gather", -1, 0, 2)
+_SCATTERED = Operator("reduce_scatter", -1, 0, 3, reduction=1)
+
+FUNCTIONAL: dict[str, Operator] = {
+    **dict.fromkeys(("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"), _REDUCED),
+    **{f"all_gather_into_tensor{form}": _GATHERED for form in ("", "_out", "_coalesced")},
+    **{f"reduce_scatter_tensor{form}": _SCATTERED for form in ("", "_out", "_coalesced")},
+    "all_to_all_single": Operator("all_to_all", -1, 0, 3, splits=(1, 2)),
+    **dict.fromkeys(("broadcast", "broadcast_"), Operator("broadcast", -1, 0, 2, peer=1)),
+    "isend": Operator("send", -1, 0, 3, peer=1, tag=2),
+    "irecv": Operator("recv", -1, 0, 3, peer=1, tag=2),
+}
+"""Those of ``torch.distributed._functional_collectives``, which DTensors issue."""
+
+_TABLES = {
+    "c10d": OPERATORS,
+    "_c10d_functional": FUNCTIONAL,
+    "_dtensor": {"shard_dim_alltoall": Operator("all_to_all", -1, 0, 3)},
+}
+
+
 def operator_of(function: Any) -> Operator | None:
     """Return which collective an operator of the dispatcher is; None if it is none."""
-    if getattr(function, "namespace", "") != "c10d":
-        return None
-    return OPERATORS.get(function._schema.name.partition("::")[2])
+    table = _TABLES.get(getattr(function, "namespace", ""))
+    return None if table is None else table.get(function._schema.name.partition("::")[2])
 
 
 def group_of(argument: Any) -> dist.ProcessGroup:
-    """Return the process group of an operator's argument."""
-    return ProcessGroup.unbox(argument)
+    """Return the process group of an operator's argument, which may be its name."""
+    if isinstance(argument, str):
+        return _resolve_process_group(argument)  # type: ignore[arg-type]
+    return argument if isinstance(argument, ProcessGroup) else ProcessGroup.unbox(argument)
+
+
+def in_parts(types: Any) -> bool:
+    """Return whether tensors of these classes are DTensors, whose operators are made of operators on plain tensors."""
+    return any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types)
 
 
 def tensors_in(argument: Any) -> list[torch.Tensor]:

@@ -283,8 +283,9 @@ def _groups() -> bool:
 
 
 def _operators_of_collectives() -> bool:
-    schemas = {name: getattr(torch.ops.c10d, name).default._schema.arguments for name in c10d.OPERATORS}
-    places = all("ProcessGroup" in str(schemas[name][operator.group].type) for name, operator in c10d.OPERATORS.items())
+    tables = {"c10d": c10d.OPERATORS, "_c10d_functional": c10d.FUNCTIONAL}
+    rows = [(getattr(getattr(torch.ops, kind), name), row) for kind in tables for name, row in tables[kind].items()]
+    places = all("group" in operator.default._schema.arguments[row.group].name for operator, row in rows)
     known = c10d.operator_of(torch.ops.c10d.send.default) is not None and c10d.done([]) is not None
     checked = callable(getattr(FSDPParamGroup, "_validate_no_meta_params", None)) and not hasattr(torch, "meta")
     stored = all(f"{name}(" in inspect.getsource(FSDPParam) for name in ("alloc_storage", "free_storage"))

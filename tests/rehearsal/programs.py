@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Replicate
 from torch.nn.parallel import DistributedDataParallel
 from transformers import (
     LlamaConfig,
@@ -75,6 +76,20 @@ def torchs_data_parallel(model: Any, optimizer: Any, batch: dict[str, Any]) -> N
         optimizer.step()
 
 
+def torchs_sharded_tensors(model: Any, optimizer: Any, batch: dict[str, Any]) -> None:
+    """Train two steps with torch's own clipping and sums of DTensors, whose collectives are functional ones."""
+    for _ in range(2):
+        model(**batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for parameter in [*model.parameters()][:3]:
+            mine = parameter.grad.detach().abs().sum()
+            total = mine.redistribute(placements=[Replicate()] * mine.device_mesh.ndim)
+            total.add_(mine)  # a scalar each: the same operator again and again
+            parameter.grad.full_tensor()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 TP, PP, CP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"context_parallel_size": 2}
 TWO = {"pipeline": {"num_microbatches": 2}}
 CASES = {
@@ -85,6 +100,10 @@ CASES = {
     "tp x dp, zero 1, clipped": Case(llama, TP, {"zero": {"stage": 1}, "gradient_clipping": 1.0}),
     "tp x dp, zero 2": Case(llama, TP, {"zero": {"stage": 2}}),
     "tp x dp, zero 3": Case(llama, TP, {"zero": {"stage": 3}}),
+    "zero 3, torch's norms": Case(llama, {}, {"zero": {"stage": 3}}, loop=torchs_sharded_tensors),
+    "dp in two parts, torch's norms": Case(
+        llama, {}, {"zero": {"stage": 3, "shard_size": 2}}, loop=torchs_sharded_tensors
+    ),
     "dp in two parts": Case(llama, {}, {"zero": {"stage": 3, "shard_size": 2}}),
     "cp x tp": Case(llama, TP | CP),
     "cp x dp, gathered": Case(llama, CP | {"context_parallel_method": "gather"}),

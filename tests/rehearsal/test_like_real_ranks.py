@@ -18,7 +18,7 @@ from tests.tiers import in_tier, mainly
 
 FIRST = (
     *("tp x dp", "pp x tp", "tp 4, sequence", "pp x dp, zero 3", "cp x tp", "experts of replicas", "interleaved"),
-    *("cp 4, states", "tp x dp, torch's replicas"),
+    *("cp 4, states", "tp x dp, torch's replicas", "dp in two parts, torch's norms"),
 )
 
 

@@ -81,6 +81,22 @@ def test_a_collective_that_one_rank_skips_is_found() -> None:
 
 
 @pytest.mark.tier("test")
+@pytest.mark.parametrize("gpu", [None, "h100"])
+def test_a_clipping_of_dtensors_that_one_rank_skips_is_found(gpu: str | None) -> None:
+    def loop(model: Any, optimizer: Any, batch: dict[str, Any]) -> None:
+        model(**batch).loss.backward()
+        if dist.get_rank() != 3:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    (problem, *_) = autopar.rehearse(
+        on_meta(llama), {"zero": {"stage": 3}}, 4, sequence=16, loop=loop, gpu=gpu
+    ).problems
+    assert problem.startswith("rank 0 has ") and "rank 3 has " in problem
+    assert "The first that it does not have: all_reduce over world [39] float32" in problem
+    assert "test_rehearse.py:" in problem
+
+
+@pytest.mark.tier("test")
 @pytest.mark.parametrize("last", [False, True], ids=["rank 0", "the last rank"])
 def test_a_save_on_one_rank_is_found(last: bool) -> None:
     def loop(model: Any, optimizer: Any, batch: dict[str, Any]) -> None:

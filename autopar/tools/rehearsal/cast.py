@@ -87,6 +87,8 @@ class Answers:
         """Carry out a collective: what has no memory is there at once."""
         out, given = tensors_in(args[operator.out]), tensors_in(args[operator.given])
         if any(x.numel() and not x.is_meta for x in (*out, *given)) and operator.kind != "barrier":
+            if operator.reduction >= 0:
+                self.operation = getattr(dist.ReduceOp, args[operator.reduction].upper())
             with torch.no_grad():
                 self._carry(call, out, given)
         handle = done(out if operator.kind == "all_reduce" else None)
