@@ -37,7 +37,8 @@ SECTIONS = {
     "optimizers": (
         "Optimizers that look at whole matrices",
         "Muon's matrices are stepped on one rank each (`owned`), on all (`duplicated`), or in shards "
-        "(`sharded`). All ranks together send `sent` in a step, and the fullest rank keeps `state`.",
+        "(`sharded`). All ranks together send `sent` in a step, and the fullest rank keeps `state`. torch's Muon "
+        "computes in bfloat16: a CPU without instructions for it takes hundreds of times as long as for AdamW.",
     ),
     "experts": (
         "A mixture over 2 ranks",
