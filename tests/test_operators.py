@@ -156,3 +156,14 @@ def test_operators_in_place_are_tried_once_for_each_form() -> None:
         other = torch.empty(4, 4, device="meta")
         on_meta(aten.set_.source_Tensor, (square, other), {})
         assert storage_key(square) == storage_key(other), "a write that views another tensor is made each time"
+
+
+def test_tensors_out_of_nothing_are_known_by_where_they_are_made() -> None:
+    zeros = torch.ops.aten.zeros.default
+    for _ in range(2):
+        made = [on_meta(zeros, ([2, 3],), {"device": torch.device(where)}) for where in ("meta", "cpu", "meta")]
+        assert [x.device.type for x in made] == ["meta", "cpu", "meta"]
+        assert [x.shape for x in made] == [(2, 3)] * 3 and storage_key(made[0]) != storage_key(made[2])
+        assert on_meta(zeros, ([2, 3],), {}).device.type == "cpu"
+        made[1].fill_(1)
+        assert not on_meta(zeros, ([2, 3],), {"device": torch.device("cpu")}).any(), "numbers are made anew"

@@ -27,7 +27,7 @@ from autopar.config.sections import (
 from autopar.errors import ConfigError
 from autopar.policy.yaml_reader import plain, read_text, yaml_tree
 
-__all__ = ["ParallelConfig"]
+__all__ = ["ParallelConfig", "read_config"]
 
 _SHOWN = 8  # problems in one message
 _NO_PIPELINE = PipelineConfig()
@@ -174,7 +174,7 @@ class ParallelConfig:
             config = source or cls()
             _raise(unfit(vars(config), world_size))
             return config
-        loaded = _read(Path(source)) if isinstance(source, (str, Path)) else source
+        loaded = read_config(Path(source)) if isinstance(source, (str, Path)) else source
         if not isinstance(loaded, Mapping):
             raise ConfigError(f"the config must be a dict, a path or a ParallelConfig, not {describe(loaded)}")
         problems: list[str] = []
@@ -258,7 +258,8 @@ def _defaults() -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(ParallelConfig)}
 
 
-def _read(path: Path) -> object:
+def read_config(path: Path) -> object:
+    """Read a config file's plain data. Raises ConfigError where it cannot be parsed: with its line."""
     if path.suffix not in (".json", ".yaml", ".yml"):
         raise ConfigError(f"config file '{path}' must end in .json, .yaml or .yml")
 

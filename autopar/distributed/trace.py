@@ -20,10 +20,20 @@ import torch
 import torch.distributed as dist
 
 from autopar.call_site import OURS
-from autopar.foreign.c10d import Operator, TorchDispatchMode, group_of, in_parts, operator_of, tensors_in
+from autopar.errors import ConfigError
+from autopar.foreign.c10d import (
+    Operator,
+    TorchDispatchMode,
+    group_of,
+    in_parts,
+    name_of_group,
+    operator_of,
+    reduction_of,
+    tensors_in,
+)
 from autopar.foreign.tensors import dispatch_modes
 
-__all__ = ["VARIABLE", "Call", "Group", "Recorder", "as_one", "read", "trace_from_environment"]
+__all__ = ["VARIABLE", "Call", "Group", "Recorder", "as_one", "read", "trace_from_environment", "where"]
 
 VARIABLE = "AUTOPAR_TRACE"
 _CARRIERS = (
@@ -32,6 +42,7 @@ _CARRIERS = (
     "trace.py",
     "storages.py",
     "c10d.py",
+    "fake_world.py",
     "tensor_tracking.py",
     "derivatives.py",
     "profiling.py",
@@ -41,6 +52,8 @@ _CARRIERS = (
     "digest.py",
 )
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_LISTS = ("broadcast_object_list", "scatter_object_list", "send_object_list", "recv_object_list")
+_OBJECTS = ("all_gather_object", "gather_object", *_LISTS)
 
 
 class Group(NamedTuple):
@@ -63,11 +76,13 @@ class Call(NamedTuple):
         group: over which.
         sizes: shapes that are sent, and of what is received where that is another number of elements.
         dtype: of the tensors.
-        splits: rows that each rank sends, and that come from each, of an all-to-all.
+        splits: rows that go to each rank, and that come from each, of an all-to-all; elements, where it takes lists.
         peer: number in the group of the root, of the receiver of ``send``, of the sender of ``recv``; -1: none.
         tag: of a message.
         where: the line of this library, and the nearest one outside of it and of torch.
         control: whether numbers or objects of the CPU travel, and no tensors of the model.
+        reduction: how one number is made of those of all ranks: ``sum``.
+        batched: of a message: others go at the same time (``batch_isend_irecv``), in no order.
     """
 
     kind: str
@@ -79,6 +94,8 @@ class Call(NamedTuple):
     tag: int = 0
     where: str = ""
     control: bool = False
+    reduction: str = ""
+    batched: bool = False
 
     @property
     def bytes(self) -> int:
@@ -87,16 +104,20 @@ class Call(NamedTuple):
         return sum(_numel(size) for size in self.sizes) * width
 
     @property
-    def carries_floats(self) -> bool:
-        """Whether tensors of the model travel: no integers, and no numbers or objects of the CPU."""
-        return bool(self.dtype) and getattr(torch, self.dtype).is_floating_point and not self.control
+    def carries_tensors(self) -> bool:
+        """Whether tensors of the model travel, maybe as bytes: no integers, and no numbers or objects of the CPU."""
+        if self.control or not self.dtype:
+            return False
+        as_bytes = self.dtype == "uint8" and self.kind not in ("send", "recv")  # a message of bytes is a header
+        return as_bytes or bool(getattr(torch, self.dtype).is_floating_point)
 
     def __str__(self) -> str:
         sizes = ", ".join("x".join(map(str, size)) or "a number" for size in self.sizes)
         peer = "" if self.peer < 0 else f" {'from' if self.kind == 'recv' else 'to'} rank {self.group.ranks[self.peer]}"
         if self.kind == "broadcast":
             peer = f" from rank {self.group.ranks[self.peer]}"
-        return f"{self.kind}{peer} over {self.group.name} [{sizes}] {self.dtype}"
+        how = f" ({self.reduction})" if self.reduction not in ("", "sum") else ""
+        return f"{self.kind}{how}{peer} over {self.group.name} [{sizes}] {self.dtype}"
 
 
 def _numel(size: Iterable[int]) -> int:
@@ -148,7 +169,7 @@ class Recorder(TorchDispatchMode):
     def one(self, kind: str, group: dist.ProcessGroup) -> Iterator[None]:
         """Note one call of that kind over a group, and none of those inside."""
         if not self._muted:
-            self._note(Call(kind, self._group(group), (), "", where=_where(sys._getframe(1)), control=True))
+            self._note(Call(kind, self._group(group), (), "", where=where(sys._getframe(1)), control=True))
         self._muted += 1
         try:
             yield
@@ -157,27 +178,30 @@ class Recorder(TorchDispatchMode):
 
     def _call(self, operator: Operator, args: tuple[Any, ...]) -> Call:
         given, out = tensors_in(args[operator.given]), tensors_in(args[operator.out]) if operator.out >= 0 else []
+        if operator.kind == "scatter":
+            given, out = out, given  # only the root has parts, each has one of them
         first = (given or out)[:1]
-        sizes = tuple(tuple(x.shape) for x in (given if operator.kind != "all_gather" else given[:1]))
-        splits = tuple(tuple(args[place]) for place in reversed(operator.splits))
+        group = self._group(group_of(args[operator.group]))
+        message = operator.kind in ("send", "recv")
         return Call(
             operator.kind,
-            self._group(group_of(args[operator.group])),
-            sizes,
+            group,
+            tuple(tuple(x.shape) for x in (given if operator.kind != "all_gather" else given[:1])),
             str(first[0].dtype).removeprefix("torch.") if first and operator.kind != "barrier" else "",
-            splits if any(splits) else (),
+            _splits(operator, args, given, out, len(group.ranks)) if operator.kind == "all_to_all" else (),
             args[operator.peer] if operator.peer >= 0 else -1,
             args[operator.tag] if operator.tag >= 0 else 0,
-            _where(sys._getframe(2)),
-            self.answer is not None and bool(first) and not first[0].is_meta,
+            where(sys._getframe(2)),
+            bool(first) and (not first[0].is_meta if self.answer else _of_objects(first[0], sys._getframe(2))),
+            reduction_of(args[operator.reduction]) if operator.reduction >= 0 else "",
+            message and _issued_by(sys._getframe(2), "batch_isend_irecv"),
         )
 
     def _group(self, group: dist.ProcessGroup) -> Group:
         found = self._groups.get(group)
         if found is None:
-            ranks = tuple(dist.get_process_group_ranks(group))
-            name = group.group_desc if group.group_desc not in ("", "undefined", "default_pg") else "world"
-            found = self._groups[group] = Group(name, ranks)
+            found = Group(name_of_group(group), tuple(dist.get_process_group_ranks(group)))
+            self._groups[group] = found
         return found
 
 
@@ -195,7 +219,32 @@ def as_one(kind: str, group: dist.ProcessGroup) -> Iterator[Any]:
         yield next((recorder.answer for recorder in recorders if recorder.answer is not None), None)
 
 
-def _where(frame: Any) -> str:
+def _splits(
+    operator: Operator, args: tuple[Any, ...], given: list[torch.Tensor], out: list[torch.Tensor], members: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return what goes to each rank, and what comes from each; equal parts where nothing else is said."""
+    if len(given) > 1:
+        return tuple(x.numel() for x in given), tuple(x.numel() for x in out)
+    named = [tuple(args[place]) for place in reversed(operator.splits)]
+    rows = [len(x) if x.ndim else 1 for x in (*given, *(out or given))]
+    return tuple(own or (each // members,) * members for own, each in zip(named, rows, strict=False))
+
+
+def _of_objects(tensor: torch.Tensor, frame: Any) -> bool:
+    """Return whether a tensor is a pickled object, or its length."""
+    return tensor.dtype in (torch.uint8, torch.int64) and _issued_by(frame, *_OBJECTS)
+
+
+def _issued_by(frame: Any, *names: str) -> bool:
+    """Return whether one of these functions of torch issues what is called in a frame."""
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        if frame.f_code.co_name in names:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def where(frame: Any) -> str:
     """Return the nearest line of this library behind the carriers, and the nearest one outside of it and of torch."""
     ours = outside = ""
     while frame is not None and not outside:
@@ -203,7 +252,7 @@ def _where(frame: Any) -> str:
         if file.startswith(OURS):
             if not ours and os.path.basename(file) not in _CARRIERS:
                 ours = f"autopar/{file[len(OURS) :]}:{frame.f_lineno}" + (f" {name}" if "backward" in name else "")
-        elif not file.startswith(_TORCH) and not file.startswith("<") and "contextlib" not in file:
+        elif not file.startswith((_TORCH, "<")) and not file.endswith(("contextlib.py", "typing_extensions.py")):
             outside = f"{os.path.basename(file)}:{frame.f_lineno}"
         frame = frame.f_back
     return " < ".join(filter(None, (ours, outside)))
@@ -216,13 +265,21 @@ _running: list[Recorder] = []
 
 
 def trace_from_environment() -> None:
-    """Begin to write this rank's trace if ``AUTOPAR_TRACE`` names a folder; once in a process, to its end."""
-    folder = os.environ.get(VARIABLE)
-    if not folder or _running:
+    """Begin to write this rank's trace if ``AUTOPAR_TRACE`` names a folder; once in a process, to its end.
+
+    The first line says of which job it is. Attempts of an elastic job behind the first one have folders of their own.
+    """
+    named = os.environ.get(VARIABLE)
+    if not named or _running:
         return
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    file = (Path(folder) / f"rank-{rank}.jsonl").open("w", buffering=1)
+    started = dist.is_initialized()
+    rank = dist.get_rank() if started else int(os.environ.get("RANK", "0"))
+    world = dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", "1"))
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    folder = Path(named) / f"attempt-{attempt + 1}" if attempt else Path(named)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / f"rank-{rank}.jsonl").open("w", buffering=1)
+    file.write(json.dumps({"world": world, "job": os.environ.get("TORCHELASTIC_RUN_ID", "")}) + "\n")
 
     def note(call: Call) -> None:
         file.write(json.dumps(list(call)) + "\n")
@@ -233,13 +290,40 @@ def trace_from_environment() -> None:
 
 
 def read(folder: str | Path) -> dict[int, list[Call]]:
-    """Read the traces of a job by rank."""
-    traces = {int(path.stem.partition("-")[2]): list(_lines(path)) for path in Path(folder).glob("rank-*.jsonl")}
-    return dict(sorted(traces.items()))
+    """Read the traces of a job by rank.
+
+    Raises:
+        ConfigError: files of several jobs are there; a line is none.
+    """
+    files = {int(path.stem[5:]): path for path in Path(folder).glob("rank-*.jsonl") if path.stem[5:].isdecimal()}
+    found = {rank: list(_lines(files[rank])) for rank in sorted(files)}
+    heads = {rank: lines[0] for rank, lines in found.items() if lines and isinstance(lines[0], dict)}
+    first = next(iter(heads), 0)
+    for rank, head in heads.items():
+        if head != heads[first] or rank >= head["world"]:
+            raise ConfigError(
+                f"{folder} has traces of several jobs: rank-{first}.jsonl of {_job(heads[first])}, "
+                f"rank-{rank}.jsonl of {_job(head)}. Remove those of the other one, or give each job a folder"
+            )
+    return {rank: [line for line in lines if isinstance(line, Call)] for rank, lines in found.items()}
 
 
-def _lines(path: Path) -> Iterator[Call]:
-    for line in path.read_text().splitlines():
-        kind, (name, ranks), sizes, dtype, splits, *rest = json.loads(line)
+def _job(head: dict[str, Any]) -> str:
+    return f"{head['world']} ranks" + (f" (job {head['job']})" if head["job"] else "")
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any] | Call]:
+    lines = path.read_text().splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        if not line.endswith("\n"):
+            return  # a rank that ended while it wrote
+        try:
+            loaded = json.loads(line)
+            if isinstance(loaded, dict):
+                yield loaded
+                continue
+            kind, (name, ranks), sizes, dtype, splits, *rest = loaded
+        except ValueError as error:
+            raise ConfigError(f"{path}:{number} is no line of a trace: {line.strip()[:60]!r}") from error
         group = Group(name, tuple(ranks))
         yield Call(kind, group, tuple(map(tuple, sizes)), dtype, tuple(map(tuple, splits)), *rest)

@@ -110,45 +110,55 @@ def matrices_of(name: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, torch.T
     return None
 
 
-_LIMIT = 20_000  # entries; a model needs some hundreds
+_LIMIT = 5_000  # forms of an operator's arguments; a model needs some tens
 
+_META = torch.device("meta")
 _Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
+_Made = tuple[type | None, list[_Spec]]  # a tensor, or tensors in a tuple or list; none: the first argument
 
-_results: dict[Any, tuple[type | None, list[_Spec]]] = {}
+_results: dict[Any, tuple[bool | None, dict[Any, _Made]]] = {}  # of each operator: whether it writes, what it makes
 
 
 def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func``; with meta tensors once for each form of the arguments, then make tensors of the same form."""
-    writes = _writes(func)
-    key = None if writes is None else _key(func, args, kwargs)
+    """Run ``func``; what makes meta tensors, once for each form of the arguments: then make tensors of its form."""
+    found = _results.get(func)
+    if found is None:
+        found = _results[func] = _writes(func), {}
+    writes, known = found
+    key = None if writes is None else _key(args, kwargs)
     if key is None:
         return func(*args, **kwargs)
-    known = _results.get(key)
-    if known is not None:
-        kind, specs = known
-        made = [torch.empty_strided(*form, dtype=dtype, device="meta") for *form, dtype in specs] or [args[0]]
-        return made[0] if kind is None else kind(made)
+    made = known.get(key)
+    if made is not None:
+        kind, specs = made
+        if not specs:
+            return args[0]
+        tensors = [torch.empty_strided(shape, steps, dtype=dtype, device=_META) for shape, steps, dtype in specs]
+        return tensors[0] if kind is None else kind(tensors)
     out = func(*args, **kwargs)
-    if writes:
-        if out is args[0] and _key(func, args, kwargs) == key:  # it has the shape that it had
-            _keep(key, (None, []))
-        return out
-    listed = [out] if isinstance(out, torch.Tensor) else list(out) if type(out) in (tuple, list) else []
-    given = {storage_key(x) for x in tensors_in((args, kwargs))}  # some views say that they are none: _unsafe_view
-    made_anew = all(type(x) is torch.Tensor and x.is_meta and storage_key(x) not in given for x in listed)
-    if given and listed and made_anew:
-        specs = [(tuple(value.shape), value.stride(), value.dtype) for value in listed]
-        _keep(key, (None if isinstance(out, torch.Tensor) else type(out), specs))
+    made = _made_by(func, args, kwargs, key, out, writes)
+    if made is not None:
+        if len(known) >= _LIMIT:
+            known.clear()
+        known[key] = made
     return out
 
 
-def _keep(key: Any, result: tuple[type | None, list[_Spec]]) -> None:
-    if len(_results) >= _LIMIT:
-        _results.clear()
-    _results[key] = result
+def _made_by(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any, out: Any, writes: bool | None
+) -> _Made | None:
+    """Return the form of a result; None if it is another one the next time."""
+    if writes:
+        return (None, []) if out is args[0] and _key(args, kwargs) == key else None  # it has the shape that it had
+    listed = [out] if isinstance(out, torch.Tensor) else list(out) if type(out) in (tuple, list) else []
+    given = {storage_key(x) for x in tensors_in((args, kwargs))}  # some views say that they are none: _unsafe_view
+    made_anew = all(type(x) is torch.Tensor and x.is_meta and storage_key(x) not in given for x in listed)
+    if not (listed and made_anew and (given or kwargs.get("device") is not None)):
+        return None
+    specs = [(tuple(value.shape), value.stride(), value.dtype) for value in listed]
+    return None if isinstance(out, torch.Tensor) else type(out), specs
 
 
-@functools.cache
 def _writes(func: Any) -> bool | None:
     """Return whether an operator writes to its first argument and returns that; None: views, or other writes."""
     schema = schema_of(func)
@@ -159,10 +169,10 @@ def _writes(func: Any) -> bool | None:
     return True if in_place and torch.Tag.inplace_view not in func.tags else None
 
 
-def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The key of the result's form; None if it could depend on something else."""
     try:
-        return func, _form((*args, *kwargs.items())), torch.get_default_dtype()
+        return torch.get_default_dtype(), *map(_form, args), *map(_form, kwargs.items())
     except TypeError:
         return None
 

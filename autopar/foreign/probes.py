@@ -14,9 +14,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._C._distributed_c10d import FakeWork
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import _api, placement_types
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -286,6 +289,13 @@ def _operators_of_collectives() -> bool:
     tables = {"c10d": c10d.OPERATORS, "_c10d_functional": c10d.FUNCTIONAL}
     rows = [(getattr(getattr(torch.ops, kind), name), row) for kind in tables for name, row in tables[kind].items()]
     places = all("group" in operator.default._schema.arguments[row.group].name for operator, row in rows)
+    reduced = [operator.default._schema.arguments[row.reduction] for operator, row in rows if row.reduction >= 0]
+    places = places and all("op" in argument.name for argument in reduced)
+    by_name = callable(getattr(distributed_c10d, "_resolve_process_group", None))
+    made = inspect.signature(distributed_c10d._new_group_with_tag).parameters.keys() >= {"backend", "group_desc"}
+    held = hasattr(distributed_c10d._world, "pg_map") and hasattr(distributed_c10d.ProcessGroup, "_register_backend")
+    sent = all(hasattr(place, "mesh_broadcast") for place in (_api, placement_types)) and "wait" in vars(FakeWork)
+    places = places and by_name and made and held and sent
     known = c10d.operator_of(torch.ops.c10d.send.default) is not None and c10d.done([]) is not None
     checked = callable(getattr(FSDPParamGroup, "_validate_no_meta_params", None)) and not hasattr(torch, "meta")
     stored = all(f"{name}(" in inspect.getsource(FSDPParam) for name in ("alloc_storage", "free_storage"))

@@ -293,6 +293,8 @@ def make_placeholder(parameter: torch.Tensor, name: str, device: torch.device) -
 
 def scalar_placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return one element that is not a number; 0 as an integer."""
+    if device.type == "meta":
+        return torch.empty((), dtype=dtype, device=device)
     value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device)
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.tensor import Replicate
 from torch.nn.parallel import DistributedDataParallel
 from transformers import (
@@ -60,6 +62,7 @@ class Case:
     batch: int = 4
     sequence: int = 16
     loop: Callable[[Any, Any, dict[str, Any]], None] | None = None
+    optimizer: str = "adamw"
 
     @property
     def average(self) -> bool:
@@ -90,6 +93,42 @@ def torchs_sharded_tensors(model: Any, optimizer: Any, batch: dict[str, Any]) ->
         optimizer.zero_grad()
 
 
+def numbers_of_the_host(model: Any, optimizer: Any, batch: dict[str, Any]) -> None:
+    """Exchange numbers as loops do that log, balance and stop early; each must come as it does between real ranks."""
+    rank, ranks = dist.get_rank(), range(4)
+    own = torch.tensor([rank + 1.0, 2.0])
+    sums = {"SUM": [10, 8], "MAX": [4, 2], "MIN": [1, 2], "PRODUCT": [24, 16]}
+    for name, expected in sums.items():
+        total = own.clone()
+        dist.all_reduce(total, getattr(dist.ReduceOp, name))
+        assert total.tolist() == expected, name
+    total = own.clone()
+    dist.reduce(total, 1, op=dist.ReduceOp.SUM)
+    assert rank != 1 or total.tolist() == sums["SUM"], "by the operation of this call, not of the one before"
+    assert functional.all_reduce(own, "max", dist.group.WORLD).tolist() == sums["MAX"]
+    pair = torch.zeros(2)
+    dist.reduce_scatter(pair, [*(torch.arange(8.0) + rank).split(2)])
+    assert pair.tolist() == [8 * rank + 6, 8 * rank + 10]
+    dist.scatter(pair, [torch.tensor([3.0, x]) for x in ranks] if rank == 2 else None, src=2)
+    assert pair.tolist() == [3, rank]
+    gathered = [torch.zeros(2) for _ in ranks] if rank == 3 else None
+    dist.gather(own, gathered, dst=3)
+    assert gathered is None or [x.tolist() for x in gathered] == [[x + 1, 2] for x in ranks]
+    rows = [torch.zeros(2) for _ in ranks]
+    dist.all_gather(rows, own)
+    assert [x.tolist() for x in rows] == [[x + 1, 2] for x in ranks]
+    counts = torch.zeros(4 * (rank + 1))  # to rank r go r + 1 numbers
+    dist.all_to_all_single(counts, torch.full((10,), float(rank)), [rank + 1] * 4, [1, 2, 3, 4])
+    assert counts.view(4, -1).tolist() == [[x] * (rank + 1) for x in ranks]
+    objects: list[Any] = [None] * 4
+    dist.all_gather_object(objects, {"rank": rank})
+    assert [each["rank"] for each in objects] == list(ranks)
+    given = [dist.P2POp(dist.isend, own, (rank + 1) % 4), dist.P2POp(dist.irecv, pair, (rank - 1) % 4)]
+    for work in dist.batch_isend_irecv(given):
+        work.wait()
+    assert pair.tolist() == [(rank - 1) % 4 + 1, 2]
+
+
 TP, PP, CP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"context_parallel_size": 2}
 TWO = {"pipeline": {"num_microbatches": 2}}
 CASES = {
@@ -97,7 +136,9 @@ CASES = {
     "pp x tp": Case(llama, TP | PP, TWO),
     "tp 4, sequence": Case(llama, {"tensor_parallel_size": 4, "sequence_parallel": True}),
     "tp x dp, torch's replicas": Case(llama, TP, loop=torchs_data_parallel),
+    "pp 4, numbers of the host": Case(llama, {"pipeline_parallel_size": 4}, loop=numbers_of_the_host),
     "tp x dp, zero 1, clipped": Case(llama, TP, {"zero": {"stage": 1}, "gradient_clipping": 1.0}),
+    "tp x dp, muon": Case(llama, TP, optimizer="muon"),
     "tp x dp, zero 2": Case(llama, TP, {"zero": {"stage": 2}}),
     "tp x dp, zero 3": Case(llama, TP, {"zero": {"stage": 3}}),
     "zero 3, torch's norms": Case(llama, {}, {"zero": {"stage": 3}}, loop=torchs_sharded_tensors),

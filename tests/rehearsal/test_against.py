@@ -37,7 +37,7 @@ def test_steps_and_evaluations_in_any_order() -> None:
 
 def test_numbers_integers_and_other_sizes_are_no_other_way() -> None:
     other = [NUMBER, call("all_reduce", 9), NUMBER, call("all_gather", 3)._replace(), call("all_reduce", 5)]
-    objects = call("broadcast", 80)._replace(dtype="uint8")
+    objects = call("broadcast", 80)._replace(dtype="uint8", control=True)
     assert told([objects, *other]) == ["rank 0 over tp: 1 step as rehearsed"]
 
 
@@ -48,6 +48,23 @@ def test_the_call_that_is_another_one_is_told_with_both_places() -> None:
         "    train.py:40\n"
         "  where the rehearsal has all_gather over tp [8] float32\n"
         "    train.py:1"
+    ]
+
+
+def test_tensors_as_bytes_are_compared_and_headers_of_messages_are_not() -> None:
+    as_bytes = [one._replace(dtype="uint8") for one in STEP]
+    parts = [("step", one) for one in as_bytes]
+    (way,) = ways({0: [*as_bytes, *STEP[:1]]}, {0: parts}, lambda rank: 0)
+    assert way.wrong is not None and way.done["step"] == 1
+    assert told([call("send", 80, peer=1)._replace(dtype="uint8"), *STEP]) == ["rank 0 over tp: 1 step as rehearsed"]
+
+
+def test_a_group_that_the_rehearsal_lacks_is_another_way() -> None:
+    stray = call("all_reduce", 64, group=Group("world", (0, 1, 2, 3)), where="train.py:41")
+    assert told([*STEP, stray]) == [
+        "rank 0 over world: all_reduce over world [64] float32\n    train.py:41\n"
+        "  where the rehearsal has no call over world",
+        "rank 0 over tp: 1 step as rehearsed",
     ]
 
 

@@ -18,7 +18,8 @@ from tests.tiers import in_tier, mainly
 
 FIRST = (
     *("tp x dp", "pp x tp", "tp 4, sequence", "pp x dp, zero 3", "cp x tp", "experts of replicas", "interleaved"),
-    *("cp 4, states", "tp x dp, torch's replicas", "dp in two parts, torch's norms"),
+    *("cp 4, states", "tp x dp, torch's replicas", "dp in two parts, torch's norms", "pp 4, numbers of the host"),
+    "tp x dp, muon",
 )
 
 
@@ -53,7 +54,16 @@ def write(case: Case, folder: Path) -> None:
     model = case.build()
     inputs = inputs_of(model, case.batch, case.sequence)
     checkpoint = str(folder / "checkpoint")
-    job = Job(model, config_of(case), dist.get_world_size(), inputs, case.average, own=case.loop, folder=checkpoint)
+    job = Job(
+        model,
+        config_of(case),
+        dist.get_world_size(),
+        inputs,
+        case.average,
+        own=case.loop,
+        folder=checkpoint,
+        optimizer=case.optimizer,
+    )
     parts: list[tuple[str, Call]] = []
     now = ["initialize"]
     with Recorder(lambda call: parts.append((now[0], call))):
@@ -96,7 +106,13 @@ def _overlap(monkeypatch: pytest.MonkeyPatch) -> None:
 def compare(case: Case, folder: Path, *, routed: bool, world: int = 4) -> None:
     (write_traces if world == 4 else write_traces_of_eight)(case, folder)
     found = autopar.rehearse(
-        case.build(), config_of(case), world, batch=case.batch, sequence=case.sequence, loop=case.loop
+        case.build(),
+        config_of(case),
+        world,
+        batch=case.batch,
+        sequence=case.sequence,
+        optimizer=case.optimizer,
+        loop=case.loop,
     )
     assert found.problems == []
     assert len(found.traces) >= 2

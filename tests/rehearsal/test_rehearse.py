@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import autopar
 from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import ConfigError
-from autopar.foreign.c10d import without_data
+from autopar.foreign.fake_world import without_data
 from autopar.tools.cli import app
 from autopar.tools.rehearsal.cast import standing_for, standing_in
 from autopar.tools.rehearsal.coordinates import coordinates_of
@@ -35,7 +35,9 @@ def test_a_thousand_ranks_with_uneven_experts() -> None:
     found = autopar.rehearse(on_meta(mixtral), config, 1008, sequence=16)
     assert found.problems == []
     assert (found.mesh, found.world) == ("tp 2 x pp 2 x dp 252", 1008)
-    assert {0, 1007} <= set(found.traces) and len(found.traces) <= 16
+    replicas = {found.coordinates[rank][4] for rank in found.traces}
+    assert {0, 1007} <= set(found.traces) and replicas == {0, 1, 251}, "251 has the experts of 2, 1 those between"
+    assert len(found.traces) == 8
     groups = {call.group.name for parts in found.traces.values() for _, call in parts}
     assert {"tp", "ep", "edp", "pp control"} <= groups
     assert found.traffic["dp"].between and not found.traffic["tp"].between

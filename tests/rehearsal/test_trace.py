@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,9 @@ from typer.testing import CliRunner
 import autopar
 from autopar.distributed.mesh import MPU
 from autopar.distributed.trace import read
+from autopar.errors import ConfigError
 from autopar.tools.cli import app
+from autopar.tools.cli.rehearse import _sections
 from tests.pool import pooled
 from tests.small import llama
 
@@ -72,6 +76,113 @@ def test_a_folder_without_traces(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["trace", str(tmp_path)])
     assert result.exit_code == 1
     assert f"has no traces (rank-0.jsonl ...): start the job with AUTOPAR_TRACE={tmp_path}" in result.stderr
+
+
+def line(rank: int, kind: str = "all_reduce", ranks: Sequence[int] = (0, 1), peer: int = -1, size: int = 3) -> str:
+    group = ["world" if len(ranks) > 2 else "tp", list(ranks)]
+    return json.dumps([kind, group, [[size]], "float32", [], peer, 0, f"train.py:{10 + rank}", False]) + "\n"
+
+
+def write(folder: Path, lines: Mapping[int, Sequence[str]], world: int = 0, job: str = "") -> None:
+    head = json.dumps({"world": world, "job": job}) + "\n" if world else ""
+    for rank, own in lines.items():
+        (folder / f"rank-{rank}.jsonl").write_text(head + "".join(own))
+
+
+def told(folder: Path) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["trace", str(folder)])
+    return result.exit_code, result.output
+
+
+ENDS_WELL = "every collective and message finds its like, and all ranks come to an end\n"
+
+
+def test_a_line_that_is_not_finished_is_not_read(tmp_path: Path) -> None:
+    write(tmp_path, {rank: [line(rank)] for rank in (0, 1)})
+    with (tmp_path / "rank-1.jsonl").open("a") as file:
+        file.write(line(1)[:30])
+    (tmp_path / "rank-0 (copy).jsonl").write_text("no trace")
+    assert told(tmp_path) == (0, "2 ranks, 1 calls each\n" + ENDS_WELL)
+    write(tmp_path, {0: ["[1, 2\n"]})
+    code, output = told(tmp_path)
+    assert code == 1 and "rank-0.jsonl:1 is no line of a trace: '[1, 2'" in output
+
+
+def test_a_rank_without_a_trace_is_told(tmp_path: Path) -> None:
+    ranks = (0, 1, 2, 3)
+    write(tmp_path, {rank: [line(rank, ranks=ranks)] for rank in (1, 3)})
+    expected = "2 ranks, 1 calls each\nno trace of rank 0, 2: compared is what the others have\n"
+    assert told(tmp_path) == (1, expected + ENDS_WELL)
+
+
+def test_traces_of_another_job_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, {rank: [line(rank)] for rank in range(4)}, world=4, job="first")
+    write(tmp_path, {rank: [line(rank)] for rank in range(2)}, world=2, job="second")
+    code, output = told(tmp_path)
+    assert code == 1
+    assert "rank-0.jsonl of 2 ranks (job second), rank-2.jsonl of 4 ranks (job first)" in output
+    command = ["rehearse", "llama", "--gpus", "8", "--tp", "2", "--against", str(tmp_path)]
+    for rank in (2, 3):
+        (tmp_path / f"rank-{rank}.jsonl").unlink()
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 1
+    assert "has the traces of a job of 2 ranks, and --gpus says 8" in result.stderr
+
+
+def test_who_ended_is_told_before_who_waits(tmp_path: Path) -> None:
+    write(tmp_path, {0: [line(0), line(0)], 1: [line(1)]})
+    code, output = told(tmp_path)
+    assert code == 1
+    assert output.splitlines()[1] == "rank 1 ended behind all_reduce over tp [3] float32"
+    assert "rank 0 waits in all_reduce over tp [3] float32" in output
+
+
+def test_an_attempt_of_an_elastic_job_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    code = "import torch, torch.distributed as dist; from autopar.distributed.trace import trace_from_environment\n"
+    code += "dist.init_process_group('gloo', init_method='tcp://127.0.0.1:0', rank=0, world_size=1)\n"
+    code += "trace_from_environment(); dist.all_reduce(torch.ones(3), op=dist.ReduceOp.MAX); dist.barrier()"
+    environment = {**os.environ, "AUTOPAR_TRACE": str(tmp_path), "TORCHELASTIC_RESTART_COUNT": "1"}
+    environment |= {"TORCHELASTIC_RUN_ID": "mine", "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=100)
+    file = tmp_path / "attempt-2" / "rank-0.jsonl"
+    assert json.loads(file.read_text().partition("\n")[0]) == {"world": 1, "job": "mine"}
+    assert str(read(file.parent)[0][0]) == "all_reduce (max) over world [3] float32"
+
+
+def test_what_the_command_line_says_goes_before_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    given = {"model_parallelism": {"tensor_parallel_size": 4}, "zero": {"stage": 1}, "pipeline": {}}
+    for text, expected in {
+        "zero:": {"zero": {"stage": 1}},
+        "tp: 2": {},
+        "zero: {enable: false}": {"zero": {"enable": True, "stage": 1}},
+        "": {},
+    }.items():
+        file.write_text(text)
+        whole = {"model_parallelism": {"tensor_parallel_size": 4}, "zero": {"stage": 1}}
+        assert _sections(file, given) == whole | expected, text
+    file.write_text("pipeline: {microbatch_size: 2}")
+    assert _sections(file, {"pipeline": {"num_microbatches": 4}}) == {"pipeline": {"num_microbatches": 4}}
+    for text, wrong in {
+        "[1]": "must be a dict",
+        "zero: 1": "must hold keys",
+        "zero: {": "line 1: cannot be parsed",
+    }.items():
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=wrong):
+            _sections(file, given)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--trace", "nowhere/step.svg"], "--trace nowhere/step.svg: there is no folder nowhere"),
+        (["--optimizer", "lion"], "--optimizer lion is neither adamw nor muon"),
+    ],
+)
+def test_what_comes_last_is_checked_first(arguments: list[str], text: str) -> None:
+    result = CliRunner().invoke(app, ["rehearse", "llama", "--gpus", "8", *arguments])
+    assert result.exit_code == 1 and text in result.stderr
 
 
 @pytest.mark.tier("test")

@@ -14,7 +14,6 @@ from autopar.tools.cli.app import Json, Model, Trust, app, errors, print_json
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from autopar.distributed.trace import Call
     from autopar.tools.rehearsal.against import Way
     from autopar.tools.rehearsal.matching import Traces
     from autopar.tools.rehearsal.run import Rehearsal
@@ -53,6 +52,7 @@ def rehearse(
     against: Annotated[
         Path | None, typer.Option(help="A folder of AUTOPAR_TRACE: say where that job went another way.")
     ] = None,
+    optimizer: Annotated[str, typer.Option(help="adamw, or muon of all matrices.")] = "adamw",
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
@@ -72,8 +72,9 @@ def rehearse(
     card = gpu or ("h100" if trace is not None else None)
     settings = {"batch": batch, "sequence": sequence, "gpus_per_node": gpus_per_node, "gpu": card}
     with errors(as_json):
-        real = None if against is None else _traces(against)
-        found = _run(model, trust, gpus, dp, _sections(config, given), settings)
+        real = None if against is None else _traces(against, gpus)
+        _check(optimizer, trace)
+        found = _run(model, trust, gpus, dp, _sections(config, given), settings | {"optimizer": optimizer})
         strayed = [] if real is None else found.against(real)
     if trace is not None and found.timeline is not None:
         found.write_timeline(trace, f"{model}, {found.mesh} on {gpus:,} x {card}")
@@ -103,13 +104,26 @@ def _run(
         raise AutoparError(str(error)) from error
 
 
-def _traces(folder: Path) -> Traces:
+def _check(optimizer: str, trace: Path | None) -> None:
+    """Check what comes last, before the rehearsal."""
+    from autopar.errors import ConfigError
+
+    if optimizer not in ("adamw", "muon"):
+        raise ConfigError(f"--optimizer {optimizer} is neither adamw nor muon")
+    if trace is not None and not trace.absolute().parent.is_dir():
+        raise ConfigError(f"--trace {trace}: there is no folder {trace.parent}")
+
+
+def _traces(folder: Path, world: int | None = None) -> Traces:
     from autopar.distributed.trace import read
     from autopar.errors import ConfigError
 
     traces = read(folder)
     if not traces:
         raise ConfigError(f"{folder} has no traces (rank-0.jsonl ...): start the job with AUTOPAR_TRACE={folder}")
+    named = {rank for calls in traces.values() for call in calls for rank in call.group.ranks} | {*traces}
+    if world not in (None, max(named) + 1):
+        raise ConfigError(f"{folder} has the traces of a job of {max(named) + 1} ranks, and --gpus says {world}")
     return traces
 
 
@@ -129,14 +143,23 @@ def _ways(strayed: Sequence[Way]) -> list[str]:
 
 def _sections(config: Path | None, given: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the sections of a config file, with what the command line says before it."""
-    import yaml
+    from autopar.config import ParallelConfig
+    from autopar.config.parallel_config import read_config
+    from autopar.config.sections import SHORT
 
-    text = "" if config is None else config.read_text()
-    sections: dict[str, Any] = yaml.safe_load(text) or {}
+    sections: Any = {} if config is None else read_config(config) or {}
+    if not isinstance(sections, dict) or not all(isinstance(sections.get(name) or {}, dict) for name in given):
+        ParallelConfig.parse(sections)  # raises
     for name, keys in given.items():
         said = {key: value for key, value in keys.items() if value is not None}
-        if said:
-            sections[name] = {**sections.get(name, {}), **said}
+        if not said:
+            continue
+        for short in [axis for axis, size in SHORT.items() if size in said]:
+            sections.pop(short, None)
+        inside = dict(sections.get(name) or {})
+        if "num_microbatches" in said:
+            inside.pop("microbatch_size", None)
+        sections[name] = inside | said | ({"enable": True} if "enable" in inside else {})
     return sections
 
 
@@ -210,25 +233,55 @@ def trace(
     Exit code 0 if they match and all ranks came to an end together, else 1.
     """
     with errors(as_json):
-        from autopar.tools.rehearsal.matching import differences, stuck
+        from autopar.tools.rehearsal.deadlock import stuck
+        from autopar.tools.rehearsal.matching import differences
 
         traces = _traces(folder)
-        problems = list(differences(traces, lambda ranks: [rank if rank in traces else min(traces) for rank in ranks]))
+        missing = _missing(traces)
+        problems = list(
+            differences(traces, lambda ranks: [rank if rank in traces else _first(ranks, traces) for rank in ranks])
+        )
         waiting = stuck(traces)
-        last = {rank: calls[-1] for rank, calls in traces.items() if calls}
+        ends = _ends(traces, waiting)
     if as_json:
-        print_json({"ranks": len(traces), "problems": problems, "waiting": waiting})
+        shown = {"ranks": len(traces), "missing": missing, "problems": problems, "ended": ends, "waiting": waiting}
+        print_json(shown)
     else:
-        print("\n".join(_told(traces, problems, waiting, last)))
-    if problems or waiting:
+        print("\n".join(_told(traces, missing, problems, ends, waiting)))
+    if problems or waiting or missing:
         raise typer.Exit(1)
 
 
-def _told(traces: Any, problems: list[str], waiting: list[str], last: dict[int, Call]) -> list[str]:
+def _missing(traces: Traces) -> list[int]:
+    """Return the ranks of the job that have no trace."""
+    named = {rank for calls in traces.values() for call in calls for rank in call.group.ranks}
+    return sorted(named - set(traces))
+
+
+def _first(ranks: Sequence[int], traces: Traces) -> int:
+    return next((rank for rank in ranks if rank in traces), min(traces))
+
+
+def _ends(traces: Traces, waiting: Sequence[str]) -> list[str]:
+    """Return where ranks ended while others wait: those that have nothing to wait for."""
+    waits = {line.split()[1] for line in waiting}
+    return [
+        f"rank {rank} ended behind {calls[-1]}\n    {calls[-1].where}" if calls else f"rank {rank} has no calls"
+        for rank, calls in traces.items()
+        if waiting and str(rank) not in waits
+    ]
+
+
+def _told(
+    traces: Traces, missing: Sequence[int], problems: list[str], ends: list[str], waiting: list[str]
+) -> list[str]:
     calls = sorted({len(each) for each in traces.values()})
     counted = f"{calls[0]} calls each" if len(calls) == 1 else f"{calls[0]} to {calls[-1]} calls"
     head = [f"{len(traces)} ranks, {counted}"]
+    if missing:
+        ranks = ", ".join(map(str, missing[:_SHOWN])) + (" ..." if len(missing) > _SHOWN else "")
+        head.append(f"no trace of rank {ranks}: compared is what the others have")
     if not problems and not waiting:
         return [*head, "every collective and message finds its like, and all ranks come to an end"]
-    ends = [f"rank {rank} ends with {call}\n    {call.where}" for rank, call in last.items()]
-    return [*head, *problems[:_SHOWN], *(waiting or ends)[: 2 * _SHOWN]]
+    last = [f"rank {rank} ends with {calls[-1]}\n    {calls[-1].where}" for rank, calls in traces.items() if calls]
+    return [*head, *ends[:_SHOWN], *problems[:_SHOWN], *(waiting or last)[: 2 * _SHOWN]]

@@ -22,7 +22,8 @@ class Way(NamedTuple):
         rank, group: whose, over which.
         done: training steps and evaluations that it has behind it.
         at: calls of the next one that it has issued, of ``of`` that this one has; 0 where it ends with a whole one.
-        wrong: the call that the rehearsal does not have there, and the one that it has; None: it went as rehearsed.
+        wrong: the call that the rehearsal does not have there, and the one that it has, None if it has no call over
+            the group; None: it went as rehearsed.
     """
 
     rank: int
@@ -30,7 +31,7 @@ class Way(NamedTuple):
     done: Mapping[str, int]
     at: int
     of: int
-    wrong: tuple[Call, Call] | None = None
+    wrong: tuple[Call, Call | None] | None = None
 
     def __str__(self) -> str:
         return f"rank {self.rank} over {self.told}"
@@ -45,6 +46,8 @@ class Way(NamedTuple):
         if self.wrong is None:
             return told + (f", and {self.at} of {self.of} calls of the next" if self.at else "")
         call, due = self.wrong
+        if due is None:
+            return f"{self.group}: {call}\n    {call.where}\n  where the rehearsal has no call over {self.group}"
         return (
             f"{told}, then call {self.at} of the next is {call}\n    {call.where}\n  where the rehearsal has {due}\n"
             f"    {due.where}"
@@ -76,6 +79,8 @@ def ways(
         for group, parts in programs.items():
             own = [call for call in calls if _counts(call) and call.group.name == group]
             found.append(_way(rank, own, other, group, parts))
+        strays = {call.group.name: call for call in reversed(calls) if _counts(call)}
+        found += [Way(rank, group, {}, 0, 0, (call, None)) for group, call in strays.items() if group not in programs]
     return sorted(found, key=lambda way: way.wrong is None)
 
 
@@ -106,7 +111,7 @@ def _way(rank: int, own: Sequence[Call], other: int, group: str, parts: Mapping[
 
 
 def _counts(call: Call) -> bool:
-    return call.carries_floats and any(prod(size) > 1 for size in call.sizes)
+    return call.carries_tensors and any(prod(size) > 1 for size in call.sizes)
 
 
 def _key(call: Call, rank: int) -> tuple[Any, ...]:

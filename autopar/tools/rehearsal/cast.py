@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from autopar.distributed.trace import Call
+from autopar.distributed.trace import Call, Group
 from autopar.foreign.c10d import Operator, done, tensors_in
+from autopar.foreign.fake_world import FakeWork
+from autopar.tools.rehearsal.carried import CARRIED, Members
+from autopar.tools.rehearsal.own_sizes import check_sizes
 
-__all__ = ["Answers", "LeftAloneError", "standing_for", "standing_in"]
+__all__ = ["Answers", "LeftAloneError", "Told", "standing_for", "standing_in"]
 
 _WAIT = 180.0  # seconds for another process of the cast
 _END = "end"
@@ -51,6 +53,18 @@ def standing_in(ranks: Sequence[int], cast: Sequence[int], coordinates: Sequence
     return [standing_for(rank, alike or cast, coordinates) for rank in ranks]
 
 
+class Told(NamedTuple):
+    """Answers and numbers of a rank, for casts behind its own.
+
+    Attributes:
+        verdicts: of rank 0, one for each time that all ranks agree.
+        given: numbers of each broadcast and scatter of which it is the root, by group and turn.
+    """
+
+    verdicts: list[Any]
+    given: dict[tuple[Group, int], Any]
+
+
 class Answers:
     """The other ranks of a rehearsed one: they answer its collectives.
 
@@ -59,10 +73,11 @@ class Answers:
         cast: ranks that are rehearsed beside it, itself among them.
         links: a connection to each of the others.
         coordinates: of every rank of the world, the one that matters most first: (stage, cp, ep, tp, dp).
-        told: what rank 0 has answered in a cast before, if it is not in this one.
+        earlier: what ranks have told in casts before.
+        finishes: called with the handle of each message that is received, and with what puts numbers into it.
 
     Attributes:
-        told: what rank 0 answers, one for each time that all ranks agree.
+        told: what this rank tells.
     """
 
     def __init__(
@@ -71,33 +86,40 @@ class Answers:
         cast: Sequence[int],
         links: dict[int, Connection],
         coordinates: Sequence[tuple[int, ...]],
-        told: Sequence[Any] = (),
+        earlier: Mapping[int, Told],
+        finishes: Callable[[FakeWork, Callable[[], None] | None], None],
     ) -> None:
         self._rank, self._cast, self._links, self._coordinates = rank, tuple(cast), links, coordinates
-        self.told = list(told)
+        self._earlier, self._finishes = earlier, finishes
+        self.told = Told([], {})
         self._rounds = 0  # in which all ranks have agreed
         self._who = functools.cache(lambda rank: standing_for(rank, self._cast, self._coordinates))
         self._early: dict[tuple[int, Any], list[bytes]] = {}
         self._counts: dict[Any, int] = {}
+        self._turns: dict[Group, int] = {}
         self._ended: set[int] = set()
-        self.operation: Any = dist.ReduceOp.SUM
         self.root = -1  # of a broadcast for which this rank gives what another one would
 
     def __call__(self, operator: Operator, call: Call, args: tuple[Any, ...]) -> Any:
         """Carry out a collective: what has no memory is there at once."""
         out, given = tensors_in(args[operator.out]), tensors_in(args[operator.given])
-        if any(x.numel() and not x.is_meta for x in (*out, *given)) and operator.kind != "barrier":
-            if operator.reduction >= 0:
-                self.operation = getattr(dist.ReduceOp, args[operator.reduction].upper())
-            with torch.no_grad():
-                self._carry(call, out, given)
-        handle = done(out if operator.kind == "all_reduce" else None)
+        if call.kind == "recv" and call.peer < 0:
+            raise RuntimeError(f"a rehearsal cannot know whose message comes first: name its sender: {call.where}")
+        check_sizes(call, call.group.ranks.index(self._rank), out, given)
+        carried = any(x.numel() and not x.is_meta for x in (*out, *given)) and operator.kind != "barrier"
+        work = None
+        if operator.kind == "recv":
+            work = FakeWork()
+            self._finishes(work, functools.partial(self._carry, call, out, given) if carried else None)
+        elif carried:
+            self._carry(call, out, given)
+        handle = done(out if operator.kind == "all_reduce" else None, work)
         return (args[operator.out], handle) if operator.result else handle
 
     @contextmanager
     def gives_for(self, root: int) -> Iterator[bool]:
         """Say whether this rank stands for the root of a broadcast; inside, calls tell that one."""
-        instead = root != self._rank and self._who(root) == self._rank
+        instead = root != self._rank and self._who(root) == self._rank and root not in self._earlier
         self.root = root if instead else -1
         yield instead
         self.root = -1
@@ -112,7 +134,7 @@ class Answers:
 
     def tell(self, answer: Any) -> None:
         """Answer on rank 0."""
-        self.told.append(answer)
+        self.told.verdicts.append(answer)
         for rank in self._cast:
             if rank != self._rank:
                 self._send(rank, "answer", answer)
@@ -123,9 +145,10 @@ class Answers:
             self._send(0, "report", report)
             return self._receive(0, "answer")
         self._rounds += 1
-        if self._rounds > len(self.told):
+        verdicts = self._earlier[0].verdicts
+        if self._rounds > len(verdicts):
             raise LeftAloneError
-        return self.told[self._rounds - 1]
+        return verdicts[self._rounds - 1]
 
     def end(self) -> None:
         """Tell the others that this rank's program has ended, and wait until theirs have: they may be sending."""
@@ -139,6 +162,7 @@ class Answers:
         """Return a call as the rank would issue it that has all others beside it."""
         return call if self.root < 0 else call._replace(peer=call.group.ranks.index(self.root))
 
+    @torch.no_grad()
     def _carry(self, call: Call, out: list[torch.Tensor], given: list[torch.Tensor]) -> None:
         ranks = call.group.ranks
         key = (call.group.name, ranks if call.kind in ("send", "recv") else (), call.kind)
@@ -150,9 +174,24 @@ class Answers:
             for x in out:
                 x.copy_(self._receive(self._who(ranks[call.peer]), ("message", call.group.name, call.tag)))
             return
+        if call.kind == "all_to_all" and len(given) == 1 and call.splits:
+            given = list(given[0].split(list(call.splits[0])))
+        if call.kind in ("broadcast", "scatter") and ranks[call.peer] in {*self._cast} - {self._rank}:
+            given = []  # what is there before
         everyone = self._everyone(ranks, key, given)
         members = [everyone[self._who(rank)] for rank in ranks]
-        _CARRIED[call.kind](call, out, members, self.operation)
+        if call.kind in ("broadcast", "scatter"):
+            self._of_root(call, given, members)
+        CARRIED[call.kind](call, ranks.index(self._rank), out, members)
+
+    def _of_root(self, call: Call, given: list[torch.Tensor], members: Members) -> None:
+        """Keep what this rank gives as the root; put what another one gave, if it is not in this cast, in its place."""
+        turn = self._turns[call.group] = self._turns.get(call.group, 0) + 1
+        root = call.group.ranks[call.peer]
+        if root == self._rank:
+            self.told.given[call.group, turn] = _packed(given)
+        elif root not in self._cast and root in self._earlier:
+            members[call.peer] = _unpacked(self._earlier[root].given.get((call.group, turn), []))
 
     def _everyone(self, ranks: Sequence[int], key: Any, given: list[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
         """Exchange what each process of the cast gives that stands for one of these ranks."""
@@ -207,47 +246,3 @@ def _unpacked(value: Any) -> Any:
     data, shape, dtype = value
     flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     return flat.view(dtype).view(shape)
-
-
-def _all_reduce(call: Call, out: list[torch.Tensor], members: list[list[torch.Tensor]], operation: Any) -> None:
-    for place, x in enumerate(out):
-        stacked = torch.stack([given[place] for given in members])
-        if operation == dist.ReduceOp.MAX:
-            x.copy_(stacked.amax(0))
-        elif operation == dist.ReduceOp.MIN:
-            x.copy_(stacked.amin(0))
-        else:
-            total = stacked.sum(0)
-            x.copy_(total / len(members) if operation == dist.ReduceOp.AVG else total)
-
-
-def _all_gather(call: Call, out: list[torch.Tensor], members: list[list[torch.Tensor]], operation: Any) -> None:
-    if len(out) == 1 and len(members) > 1:
-        out[0].view(len(members), -1).copy_(torch.stack([given[0].reshape(-1) for given in members]))
-    else:
-        for x, given in zip(out, members, strict=True):
-            x.copy_(given[0])
-
-
-def _broadcast(call: Call, out: list[torch.Tensor], members: list[list[torch.Tensor]], operation: Any) -> None:
-    for x, value in zip(out, members[call.peer], strict=True):
-        x.copy_(value)
-
-
-def _gather(call: Call, out: list[torch.Tensor], members: list[list[torch.Tensor]], operation: Any) -> None:
-    for x, given in zip(out, members, strict=False):  # nothing, but on the root
-        x.copy_(given[0])
-
-
-def _all_to_all(call: Call, out: list[torch.Tensor], members: list[list[torch.Tensor]], operation: Any) -> None:
-    out[0].copy_(members[0][0].view_as(out[0]) if members[0][0].numel() == out[0].numel() else out[0].zero_())
-
-
-_CARRIED = {
-    "all_reduce": _all_reduce,
-    "reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "broadcast": _broadcast,
-    "gather": _gather,
-    "all_to_all": _all_to_all,
-}

@@ -37,11 +37,14 @@ def casts(sizes: MeshSizes, experts: int, plan: Plan, *, chained: bool = False) 
     """Return ranks that are rehearsed together: all stages at one place of the other axes.
 
     All axes are at their first places; then one after the other is at its last, so that each has a group with both;
-    those between whose shards have other shapes, one at a time. Where places are few, all are rehearsed.
+    those between whose shards have other shapes, one at a time. Where places are few, all are rehearsed; where ranks
+    are, together.
 
     Args:
         chained: context-parallel ranks hand states on: all of them are rehearsed together.
     """
+    if math.prod(sizes) <= _FEW:
+        return [list(range(math.prod(sizes)))]
     coordinates = coordinates_of(sizes, experts)
     by_place = {place: rank for rank, place in enumerate(coordinates)}
     tp = unlike_ranks(plan, sizes.tp) if sizes.tp > 1 else [0]
@@ -66,8 +69,9 @@ def _place(p: int, c: int, t: int, d: int, sizes: MeshSizes, experts: int) -> tu
 
 
 def _ep_of(plan: Plan, sizes: MeshSizes, experts: int) -> list[int]:
-    """Return the innermost replicas whose experts are other ones in number."""
-    return [place // sizes.tp for place in unlike_ranks(plan, experts)]
+    """Return the innermost replicas whose experts are other ones in number than those of the first and the last."""
+    inner = experts // sizes.tp
+    return [place // sizes.tp for place in unlike_ranks(plan, experts) if 0 < place // sizes.tp < inner - 1]
 
 
 def axes_of(sizes: MeshSizes, experts: int, zero: int) -> dict[tuple[int, ...], str]:

@@ -1,4 +1,4 @@
-"""Compare the traces of ranks: collectives find their like, messages their receivers, and all come to an end.
+"""Compare the traces of ranks: collectives find their like, messages their receivers.
 
 Pure: of rehearsed ranks, or of a job's own traces. A rank that was not rehearsed is stood for by one that was, in the
 group of the same name.
@@ -6,12 +6,13 @@ group of the same name.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from autopar.distributed.trace import Call
+from autopar.distributed.trace import Call, Group
 
-__all__ = ["Traces", "differences", "stuck"]
+__all__ = ["Traces", "differences"]
 
 Traces = Mapping[int, Sequence[Call]]
 _MESSAGES = ("send", "recv")
@@ -26,26 +27,61 @@ def differences(traces: Traces, standing_in: Callable[[Sequence[int]], Sequence[
         standing_in: returns the traced ranks that stand for those of a group.
     """
     yield from _groups_made(traces)
-    by_name = {rank: _by_name(calls) for rank, calls in traces.items()}
-    seen: set[tuple[str, tuple[int, ...]]] = set()
-    for rank, groups in by_name.items():
-        for name, calls in groups.items():
-            ranks = calls[0].group.ranks
-            members = tuple(standing_in(ranks))
-            if (name, members) not in seen:
-                seen.add((name, members))
-                yield from _collectives(name, ranks, members, by_name)
-            yield from _messages(name, rank, members, by_name)
-            if name != _OF_THE_HOST:
-                yield from _in_order(name, rank, members, by_name)
+    by_group = {rank: _by_group(calls) for rank, calls in traces.items()}
+    seen: set[tuple[str, tuple[int, ...], tuple[int, ...]]] = set()
+    for rank, groups in by_group.items():
+        for group in groups:
+            members = tuple(standing_in(group.ranks))
+            lines = [_line(group, place, member, by_group) for place, member in enumerate(members)]
+            shown = _Compared(group, members, lines)
+            key = (group.name, members, tuple(map(id, lines)))
+            if key not in seen:
+                seen.add(key)
+                yield from _collectives(shown)
+            yield from _messages(shown, rank)
+            if group.name != _OF_THE_HOST:
+                yield from _in_order(shown, rank)
 
 
-def _by_name(calls: Sequence[Call]) -> dict[str, list[Call]]:
-    found: dict[str, list[Call]] = defaultdict(list)
+class _Compared(NamedTuple):
+    """A group, who was traced for each of its ranks, and the calls of that one over it."""
+
+    group: Group
+    members: tuple[int, ...]
+    lines: list[list[Call]]
+
+    def rank(self, place: int) -> str:
+        """Say which rank it is, and who stood for it."""
+        rank, member = self.group.ranks[place], self.members[place]
+        return f"rank {rank}" + ("" if member == rank else f" (as rank {member})")
+
+    def __str__(self) -> str:
+        ranks = self.group.ranks
+        return f"{self.group.name} {list(ranks) if len(ranks) <= 8 else f'[{ranks[0]}, {ranks[1]}, ... {ranks[-1]}]'}"
+
+
+_ByGroup = Mapping[int, Mapping[Group, list[Call]]]
+_NONE: list[Call] = []
+
+
+def _by_group(calls: Sequence[Call]) -> dict[Group, list[Call]]:
+    found: dict[Group, list[Call]] = defaultdict(list)
     for call in calls:
         if call.kind != "new_group":
-            found[call.group.name].append(call)
+            found[call.group].append(call)
     return found
+
+
+def _line(group: Group, place: int, member: int, by_group: _ByGroup) -> list[Call]:
+    """Return the calls of the rank that was traced for a place of a group: over that group, or over its own like it."""
+    groups = by_group[member]
+    if member == group.ranks[place] or group in groups:
+        return groups.get(group, _NONE)
+    alike = [own for own in groups if own.name == group.name and member in own.ranks]
+    if not alike:
+        return _NONE
+    most = max(alike, key=lambda own: (len(own.ranks) == len(group.ranks), own.ranks.index(member) == place))
+    return groups[most]
 
 
 def _groups_made(traces: Traces) -> Iterator[str]:
@@ -65,24 +101,23 @@ def _groups_made(traces: Traces) -> Iterator[str]:
                 yield f"rank {first} makes {len(made[first])} groups, rank {rank} makes {len(calls)}"  # type: ignore[index]
 
 
-def _collectives(
-    name: str, ranks: Sequence[int], members: Sequence[int], by_name: Mapping[int, Mapping[str, list[Call]]]
-) -> Iterator[str]:
-    lines = [[c for c in by_name[member].get(name, ()) if c.kind not in _MESSAGES] for member in members]
-    done: set[int] = set()
-    for place, member in enumerate(members):
-        if member in done or member == members[0]:
+def _collectives(compared: _Compared) -> Iterator[str]:
+    lines = [[call for call in line if call.kind not in _MESSAGES] for line in compared.lines]
+    traced = [(member, id(line)) for member, line in zip(compared.members, compared.lines, strict=True)]
+    done = {traced[0]}
+    for place, line in enumerate(lines):
+        if traced[place] in done:
             continue
-        done.add(member)
-        for number, (one, other) in enumerate(zip(lines[0], lines[place], strict=False)):
+        done.add(traced[place])
+        for number, (one, other) in enumerate(zip(lines[0], line, strict=False)):
             wrong = _contradiction(one, other)
             if wrong:
-                yield _of_two(name, number, wrong, ranks, members, place, (one, other))
+                yield _of_two(compared, number, wrong, place, (one, other))
                 break
         else:
-            if len(lines[0]) != len(lines[place]):
-                yield _missing(name, ranks, members, place, lines)
-    yield from _splits(name, ranks, members, lines)
+            if len(lines[0]) != len(line):
+                yield _missing(compared, place, lines)
+    yield from _splits(compared, lines)
 
 
 def _contradiction(one: Call, other: Call) -> str:
@@ -92,15 +127,26 @@ def _contradiction(one: Call, other: Call) -> str:
         return f"have different dtypes, {one.dtype} and {other.dtype}"
     if one.peer != other.peer:
         return f"have different roots, places {one.peer} and {other.peer} of the group"
+    if one.reduction != other.reduction:
+        return f"reduce in different ways, {one.reduction} and {other.reduction}"
+    if one.control != other.control:
+        return "are on different devices, one of them on the CPU"
     objects = one.dtype == "uint8" and one.control  # pickled: as long as they are
-    if one.sizes != other.sizes and one.kind != "all_to_all" and not objects:
+    sizes = [_row(call) if call.kind == "all_to_all" else call.sizes for call in (one, other)]
+    if sizes[0] != sizes[1] and not objects:
         return f"have different sizes, {list(one.sizes)} and {list(other.sizes)}"
     return ""
 
 
-def _splits(name: str, ranks: Sequence[int], members: Sequence[int], lines: list[list[Call]]) -> Iterator[str]:
+def _row(call: Call) -> tuple[int, ...]:
+    """Return the shape of a row of an all-to-all; of lists, whose elements are counted, none."""
+    return call.sizes[0][1:] if len(call.sizes) == 1 else ()
+
+
+def _splits(compared: _Compared, lines: list[list[Call]]) -> Iterator[str]:
     """Each sends as many rows to another as that one takes from it, as far as they were traced themselves."""
-    own = [place for place, member in enumerate(members) if member == ranks[place]]
+    ranks = compared.group.ranks
+    own = [place for place, member in enumerate(compared.members) if member == ranks[place]]
     for number, calls in enumerate(zip(*lines, strict=False)):
         if calls[0].kind != "all_to_all" or not all(call.splits for call in calls):
             continue
@@ -109,69 +155,50 @@ def _splits(name: str, ranks: Sequence[int], members: Sequence[int], lines: list
                 sent, taken = calls[one].splits[0][other], calls[other].splits[1][one]
                 if sent != taken:
                     yield (
-                        f"collective {number} over {name} {_shown(ranks)}: rank {ranks[one]} sends {sent} rows to rank "
+                        f"collective {number} over {compared}: rank {ranks[one]} sends {sent} rows to rank "
                         f"{ranks[other]}, which takes {taken}\n  rank {ranks[one]}: {calls[one].where}\n  rank "
                         f"{ranks[other]}: {calls[other].where}"
                     )
                     return
 
 
-def _of_two(
-    name: str,
-    number: int,
-    wrong: str,
-    ranks: Sequence[int],
-    members: Sequence[int],
-    place: int,
-    calls: tuple[Call, Call],
-) -> str:
+def _of_two(compared: _Compared, number: int, wrong: str, place: int, calls: tuple[Call, Call]) -> str:
     pair = zip((0, place), calls, strict=True)
-    lines = (f"\n  {_rank(ranks, members, at)}: {call}\n    {call.where}" for at, call in pair)
-    return f"call {number} over {name} {_shown(ranks)} {wrong}:" + "".join(lines)
+    lines = (f"\n  {compared.rank(at)}: {call}\n    {call.where}" for at, call in pair)
+    return f"call {number} over {compared} {wrong}:" + "".join(lines)
 
 
-def _missing(
-    name: str, ranks: Sequence[int], members: Sequence[int], place: int, lines: Sequence[Sequence[Call]]
-) -> str:
+def _missing(compared: _Compared, place: int, lines: Sequence[Sequence[Call]]) -> str:
     more, fewer = (0, place) if len(lines[0]) > len(lines[place]) else (place, 0)
     call = lines[more][len(lines[fewer])]
     return (
-        f"{_rank(ranks, members, more)} has {len(lines[more])} collectives over {name} {_shown(ranks)}, "
-        f"{_rank(ranks, members, fewer)} has {len(lines[fewer])}.\n  The first that it does not have: {call}\n    "
+        f"{compared.rank(more)} has {len(lines[more])} collectives over {compared}, "
+        f"{compared.rank(fewer)} has {len(lines[fewer])}.\n  The first that it does not have: {call}\n    "
         f"{call.where}"
     )
 
 
-def _rank(ranks: Sequence[int], members: Sequence[int], place: int) -> str:
-    stood = "" if members[place] == ranks[place] else f" (as rank {members[place]})"
-    return f"rank {ranks[place]}{stood}"
-
-
-def _shown(ranks: Sequence[int]) -> str:
-    return str(list(ranks)) if len(ranks) <= 8 else f"[{ranks[0]}, {ranks[1]}, ... {ranks[-1]}]"
-
-
-def _pairs(
-    name: str, rank: int, members: Sequence[int], by_name: Mapping[int, Mapping[str, list[Call]]]
-) -> Iterator[tuple[int, list[Call], list[Call]]]:
+def _pairs(compared: _Compared, rank: int) -> Iterator[tuple[int, list[Call], list[Call]]]:
     """Yield each rank that this one sends to, what it sends, and what that one, or who stands for it, takes from it."""
-    own = by_name[rank][name]
-    place = own[0].group.ranks.index(rank)
+    ranks, members = compared.group.ranks, compared.members
+    place = ranks.index(rank)
+    own = compared.lines[place]
     for peer in sorted({call.peer for call in own if call.kind == "send"} - {place}):
-        other = by_name[members[peer]].get(name, ())
+        other = compared.lines[peer]
         theirs = [call.group.ranks.index(members[peer]) for call in other[:1]]
         back = place if not theirs or theirs[0] == peer else place + theirs[0] - peer
         sent = [call for call in own if (call.kind, call.peer) == ("send", peer)]
-        yield own[0].group.ranks[peer], sent, [call for call in other if (call.kind, call.peer) == ("recv", back)]
+        taken = [call for call in other if (call.kind, call.peer) == ("recv", back)]
+        if taken or members[peer] == ranks[peer]:  # who stands for it may be one that sends
+            yield ranks[peer], sent, taken
 
 
-def _messages(
-    name: str, rank: int, members: Sequence[int], by_name: Mapping[int, Mapping[str, list[Call]]]
-) -> Iterator[str]:
-    for to, all_sent, all_taken in _pairs(name, rank, members, by_name):
-        for tag in sorted({call.tag for call in all_sent}):
-            sent = [call for call in all_sent if call.tag == tag]
-            taken = [call for call in all_taken if call.tag == tag]
+def _messages(compared: _Compared, rank: int) -> Iterator[str]:
+    name = compared.group.name
+    for to, *both in _pairs(compared, rank):
+        all_sent, all_taken = map(_by_tag, both)
+        for tag, sent in sorted(all_sent.items()):
+            taken = all_taken.get(tag, [])
             for number, (one, two) in enumerate(zip(sent, taken, strict=False)):
                 if (one.sizes, one.dtype) != (two.sizes, two.dtype):
                     yield (
@@ -188,77 +215,21 @@ def _messages(
                     )
 
 
-def _in_order(
-    name: str, rank: int, members: Sequence[int], by_name: Mapping[int, Mapping[str, list[Call]]]
-) -> Iterator[str]:
+def _by_tag(calls: Sequence[Call]) -> dict[int, list[Call]]:
+    found: dict[int, list[Call]] = defaultdict(list)
+    for call in calls:
+        found[call.tag].append(call)
+    return found
+
+
+def _in_order(compared: _Compared, rank: int) -> Iterator[str]:
     """A message is received as it was sent, the first one first: nccl has no tags."""
-    for to, sent, taken in _pairs(name, rank, members, by_name):
+    for to, sent, taken in _pairs(compared, rank):
         for number, (one, two) in enumerate(zip(sent, taken, strict=False)):
             if one.tag != two.tag:
                 yield (
-                    f"message {number} from rank {rank} to rank {to} over {name} has tag {one.tag} where it is sent "
-                    f"and {two.tag} where it is received: nccl has no tags, and gives it the wrong one\n  {one.where}\n"
-                    f"  {two.where}"
+                    f"message {number} from rank {rank} to rank {to} over {compared.group.name} has tag {one.tag} "
+                    f"where it is sent and {two.tag} where it is received: nccl has no tags, and gives it the wrong "
+                    f"one\n  {one.where}\n  {two.where}"
                 )
                 break
-
-
-def stuck(traces: Traces, *, in_order: bool = False) -> list[str]:
-    """Play the calls of all ranks against each other; say where each waits if they do not come to an end.
-
-    A collective waits until all traced members of its group are at it, a receiver for its message; a sender does not
-    wait, as over gloo.
-
-    Args:
-        in_order: as over nccl, a group carries one message of a rank after the other: none goes before the one that
-            was issued first has been received.
-    """
-    left = {rank: deque(c for c in calls if c.kind != "new_group") for rank, calls in traces.items()}
-    sent: dict[tuple[str, int, int, int], int] = defaultdict(int)
-    lines: dict[tuple[str, int], deque[int]] | None = defaultdict(deque) if in_order else None
-    moved = True
-    while moved:
-        moved = False
-        for rank, calls in left.items():
-            while calls and _goes(calls[0], rank, left, sent, lines):
-                moved = True
-    waiting = {rank: calls[0] for rank, calls in left.items() if calls}
-    return [f"rank {rank} waits in {call}\n    {call.where}" for rank, call in waiting.items()]
-
-
-def _goes(
-    call: Call,
-    rank: int,
-    left: Mapping[int, deque[Call]],
-    sent: dict[tuple[str, int, int, int], int],
-    lines: dict[tuple[str, int], deque[int]] | None,
-) -> bool:
-    ranks = call.group.ranks
-    line = None if lines is None or call.group.name == _OF_THE_HOST else lines
-    if call.kind == "send":
-        if line is not None and ranks[call.peer] in left:
-            line[call.group.name, rank].append(ranks[call.peer])
-        else:
-            sent[call.group.name, rank, ranks[call.peer], call.tag] += 1
-    elif call.kind == "recv":
-        origin = ranks[call.peer]
-        if line is not None and origin in left:
-            if line[call.group.name, rank] or list(line[call.group.name, origin])[:1] != [rank]:
-                return False
-            line[call.group.name, origin].popleft()
-            left[rank].popleft()
-            return True
-        key = (call.group.name, origin, rank, call.tag)
-        if origin in left and not sent[key]:
-            return False
-        sent[key] -= 1
-    else:
-        members = [member for member in ranks if member in left]
-        heads = [left[member][0] if left[member] else None for member in members]
-        if any(head is None or head.group != call.group or head.kind in _MESSAGES for head in heads):
-            return False
-        for member in members:
-            if member != rank:
-                left[member].popleft()
-    left[rank].popleft()
-    return True

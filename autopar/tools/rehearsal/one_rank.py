@@ -5,28 +5,46 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
+import autopar.api  # and what it loads: here, so that the processes do not have to
+import autopar.checkpoint.methods
+import autopar.pipeline_parallel.pipeline
 from autopar.deferred_init.sources import clear_sources
 from autopar.distributed.profiling import record
-from autopar.distributed.trace import Call, Group, Recorder
+from autopar.distributed.trace import Call, Group, Recorder, where
 from autopar.dry_run.inputs import keep_kernels, meta_copy, sample_inputs, without_cache
 from autopar.dry_run.operators import on_meta
-from autopar.foreign.c10d import fake_world, without_data
+from autopar.foreign.fake_world import FakeWork, World, fake_world, without_data
 from autopar.tools.planner.hardware import Gpu
-from autopar.tools.rehearsal.cast import Answers, LeftAloneError
+from autopar.tools.rehearsal.cast import Answers, LeftAloneError, Told
 from autopar.tools.rehearsal.disk import without_disk
 from autopar.tools.rehearsal.work import Held, Work, WorkCount
 
-__all__ = ["Job", "Part", "Rehearsed", "inputs_of", "optimizer_of", "run_cast", "train", "without_memory"]
+__all__ = [
+    "Job",
+    "MakeOptimizer",
+    "Part",
+    "Rehearsed",
+    "inputs_of",
+    "optimizer_of",
+    "run_cast",
+    "train",
+    "without_memory",
+]
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+"""Makes an optimizer of a model's parameters."""
 
 Part = tuple[str, Call]
 """A call, and the part of the program that it is in: ``initialize``, ``step``, ``evaluation``, ``save``, ``load``."""
@@ -41,7 +59,8 @@ class Rehearsed(NamedTuple):
         after: work between the step's last call and its end.
         held: bytes in the training step.
         written: bytes of its files, in the save that writes most.
-        told: what rank 0 answers each time that all ranks agree.
+        told: what it told other ranks.
+        waited: the number of each message that is received -> of the call before which it is waited for.
     """
 
     parts: list[Part]
@@ -49,7 +68,8 @@ class Rehearsed(NamedTuple):
     after: Work
     held: Held
     written: int = 0
-    told: Sequence[Any] = ()
+    told: Told = Told([], {})
+    waited: Mapping[int, int] = {}
 
 
 @dataclass(frozen=True)
@@ -65,6 +85,8 @@ class Job:
         own: a loop of the user's instead, called with the model, the optimizer and a batch.
         gpu: under whose speeds work is counted; None: it is not.
         folder: of the checkpoint.
+        gpus_per_node: ranks of a machine.
+        optimizer: makes it of the parameters.
     """
 
     model: Any
@@ -75,15 +97,21 @@ class Job:
     own: Callable[[Any, Any, dict[str, Any]], None] | None = None
     gpu: Gpu | None = None
     folder: str = "checkpoint"
+    gpus_per_node: int = 8
+    optimizer: str | MakeOptimizer = "adamw"
+
+
+_MOST = 200_000  # calls of a rank
+_NOTHING: Mapping[int, Told] = {}
 
 
 def run_cast(
-    job: Job, cast: Sequence[int], coordinates: Sequence[tuple[int, ...]], told: Sequence[Any] = ()
+    job: Job, cast: Sequence[int], coordinates: Sequence[tuple[int, ...]], earlier: Mapping[int, Told] = _NOTHING
 ) -> dict[int, Rehearsed]:
     """Rehearse some ranks at a time, in a process each, which are forks of this one.
 
     Args:
-        told: what rank 0 has answered, in an earlier cast.
+        earlier: what ranks have told, in earlier casts.
 
     Raises:
         RuntimeError: a rank failed; its traceback is told.
@@ -94,14 +122,27 @@ def run_cast(
         for other in cast[place + 1 :]:
             links[one][other], links[other][one] = context.Pipe()
     results, processes = {}, []
-    for rank in cast:
-        results[rank], end = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_main, args=(job, rank, cast, links[rank], coordinates, told, end), daemon=True
-        )
-        process.start()
-        end.close()
-        processes.append(process)
+    try:
+        for rank in cast:
+            results[rank], end = context.Pipe(duplex=False)
+            given = (job, rank, cast, links[rank], coordinates, earlier, end)
+            processes.append(context.Process(target=_main, args=given))
+            processes[-1].start()
+            end.close()
+        found, failed = _results(results)
+    finally:
+        for process in processes:
+            if sys.exc_info()[0] is not None:
+                process.terminate()
+            process.join()
+    if failed:
+        rank = min(failed, key=lambda rank: ("Timed out" in failed[rank], rank))
+        raise RuntimeError(f"rank {rank} of {job.world} fails in its rehearsal:\n{failed[rank]}")
+    return found
+
+
+def _results(results: Mapping[int, Connection]) -> tuple[dict[int, Rehearsed], dict[int, str]]:
+    """Wait for the ranks; return what was found, and the tracebacks of those that failed."""
     found, failed = {}, {}
     for rank, result in results.items():
         try:
@@ -110,12 +151,7 @@ def run_cast(
             error = "its process ended"
         if error:
             failed[rank] = error
-    for process in processes:
-        process.join()
-    if failed:
-        rank = min(failed, key=lambda rank: ("Timed out" in failed[rank], rank))
-        raise RuntimeError(f"rank {rank} of {job.world} fails in its rehearsal:\n{failed[rank]}")
-    return found
+    return found, failed
 
 
 def _main(
@@ -124,49 +160,84 @@ def _main(
     cast: Sequence[int],
     links: dict[int, Connection],
     coordinates: Sequence[tuple[int, ...]],
-    told: Sequence[Any],
+    earlier: Mapping[int, Told],
     result: Connection,
 ) -> None:
     gc.freeze()  # the collector would go through all that the parent has, and so copy it
     torch.set_num_threads(1)
-    os.environ.pop("RANK", None)
-    parts: list[Part] = []
-    work: list[Work] = []
     count = None if job.gpu is None else WorkCount(job.gpu, _precision(job.config))
-    answers = Answers(rank, cast, links, coordinates, told)
-    error, now, written = "", ["initialize"], [0]
+    notes = _Notes(count)
+    answers = Answers(rank, cast, links, coordinates, earlier, notes.finishes)
+    error, written = "", [0]
     try:
+        os.environ.update(_environment(job, rank))
         without_disk(written.append)
 
         def note(call: Call) -> None:
-            parts.append((now[0], answers.as_issued(call)))
-            if count is not None:
-                work.append(count.take())
+            notes.note(answers.as_issued(call))
 
-        def note_group(name: str, ranks: list[int]) -> None:
-            note(Call("new_group", Group(name, tuple(ranks)), (), ""))
-
-        def note_reduce(operation: Any) -> None:
-            answers.operation = operation
-
-        def note_resize(tensor: torch.Tensor) -> None:
-            if count is not None:
-                count.resized(tensor)
-
-        world = fake_world(rank, job.world, note_reduce, note_group, answers.gives_for, note_resize)
+        told = World(notes.note_group, answers.gives_for, notes.note_resize, notes.note_wait)
+        world = fake_world(rank, job.world, told)
         counted = nullcontext() if count is None else count.counted()
         with world, counted, Recorder(note, answers, _without_data if count is None else without_data):
-            train(job, job.model, now, _unseen if count is None else count.see)
+            train(job, job.model, notes.now, _unseen if count is None else count.see)
     except LeftAloneError:
         pass  # the traces say where
     except BaseException:
         error = traceback.format_exc()
     try:
         after, held = (Work(), Held()) if count is None else (count.after or count.take(), count.held)
-        result.send((error, Rehearsed(parts, work, after, held, max(written), answers.told)))
+        found = Rehearsed(notes.parts, notes.work, after, held, max(written), answers.told, notes.waited)
+        result.send((error, found))
         answers.end()
+        sys.stdout.flush()
+        sys.stderr.flush()
     finally:
         os._exit(0)
+
+
+class _Notes:
+    """Calls of a rank's program, noted while it runs."""
+
+    def __init__(self, count: WorkCount | None) -> None:
+        self.parts: list[Part] = []
+        self.work: list[Work] = []
+        self.waited: dict[int, int] = {}
+        self.now = ["initialize"]
+        self._count = count
+        self._pending: dict[int, tuple[FakeWork, int, Callable[[], None] | None]] = {}
+
+    def note(self, call: Call) -> None:
+        self.parts.append((self.now[0], call))
+        if self._count is not None:
+            self.work.append(self._count.take())
+        if len(self.parts) > _MOST:
+            raise RuntimeError(f"more than {_MOST:,} calls: does a loop wait for a number? They are ones: {call.where}")
+
+    def note_group(self, name: str, ranks: list[int]) -> None:
+        self.note(Call("new_group", Group(name, tuple(ranks)), (), "", where=where(sys._getframe(1))))
+
+    def note_resize(self, tensor: torch.Tensor) -> None:
+        if self._count is not None:
+            self._count.resized(tensor)
+
+    def finishes(self, work: FakeWork, finish: Callable[[], None] | None) -> None:
+        """Remember the handle of the message that was noted last."""
+        self._pending[id(work)] = (work, len(self.parts) - 1, finish)
+
+    def note_wait(self, work: FakeWork) -> None:
+        _, number, finish = self._pending.pop(id(work), (work, -1, None))
+        if number >= 0:
+            self.waited[number] = len(self.parts)
+        if finish is not None:
+            finish()
+
+
+def _environment(job: Job, rank: int) -> dict[str, str]:
+    """Return what torchrun tells a rank."""
+    at, of = divmod(rank, job.gpus_per_node)[1], min(job.world, job.gpus_per_node)
+    numbers = {"RANK": rank, "WORLD_SIZE": job.world, "LOCAL_RANK": at, "LOCAL_WORLD_SIZE": of}
+    return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 
 
 def _unseen(moment: str, model: Any, optimizer: Any) -> None:
@@ -183,15 +254,16 @@ def _precision(config: Any) -> str:
     return str(getattr(config, "precision", "fp32"))
 
 
-def without_memory(model: PreTrainedModel, *, counted: bool = False) -> PreTrainedModel:
+def without_memory(model: PreTrainedModel, *, counted: bool = False, cache: bool = True) -> PreTrainedModel:
     """Copy a model whose weights never get memory, whatever has been told to fill them.
 
     Args:
-        counted: whether work and memory are counted: it keeps no cache, as the planner's.
+        counted: whether work and memory are counted.
+        cache: whether it may keep keys and values.
     """
     copied = meta_copy(model, gradients=True)
     keep_kernels(copied, model, grouped=counted)
-    if counted:
+    if not cache:
         without_cache(copied)
     for one, other in zip(copied.modules(), model.modules(), strict=True):
         clear_sources(one)
@@ -201,17 +273,29 @@ def without_memory(model: PreTrainedModel, *, counted: bool = False) -> PreTrain
     return copied
 
 
-def optimizer_of(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-    """Make the optimizer of a rehearsal."""
-    return torch.optim.AdamW(parameters, lr=1e-4)
+def optimizer_of(parameters: Iterable[nn.Parameter], optimizer: str | MakeOptimizer = "adamw") -> torch.optim.Optimizer:
+    """Make the optimizer of a rehearsal: by name, Muon of all matrices; or by a function of the parameters."""
+    given = list(parameters)
+    if callable(optimizer):
+        return optimizer(given)
+    if optimizer == "muon":
+        return torch.optim.Muon([parameter for parameter in given if parameter.ndim == 2], lr=1e-4)
+    return torch.optim.AdamW(given, lr=1e-4)
+
+
+def loss_of(output: Any, inputs: Any = None) -> torch.Tensor:
+    """Return a model's loss; of one without labels, the mean of its first output."""
+    if getattr(output, "loss", None) is not None:
+        found: torch.Tensor = output.loss
+        return found
+    values = output.values() if hasattr(output, "values") else output
+    return next(x for x in values if isinstance(x, torch.Tensor) and x.is_floating_point()).float().mean()
 
 
 def train(job: Job, model: Any, now: list[str], see: Callable[[str, Any, Any], None] = _unseen) -> None:
     """Run the program with ``model``; ``now`` is told which part begins, ``see`` what there is (``WorkCount.see``)."""
-    import autopar
-
     model.train()
-    optimizer = optimizer_of(model.parameters())
+    optimizer = optimizer_of(model.parameters(), job.optimizer)
     model, optimizer = autopar.initialize(model, job.config, optimizer=optimizer)
     device = model.mpu.device.type
     batch = {name: x if device == "meta" else torch.ones(x.shape, dtype=x.dtype) for name, x in job.inputs.items()}
@@ -220,11 +304,12 @@ def train(job: Job, model: Any, now: list[str], see: Callable[[str, Any, Any], N
     if job.own is not None:
         job.own(model, optimizer, batch)
         return
+    criterion = None if "labels" in batch else loss_of
     if model.mpu.pp.size > 1:
-        model.execute_pipeline(batch, optimizer=optimizer)
+        model.execute_pipeline(batch, criterion, optimizer=optimizer)
     else:
         with record("forward".format):
-            loss = model(**batch).loss
+            loss = loss_of(model(**batch))
         with record("backward".format):
             loss.backward()
         del loss  # it keeps what recomputed blocks have made
@@ -239,7 +324,7 @@ def train(job: Job, model: Any, now: list[str], see: Callable[[str, Any, Any], N
     model.eval()
     with torch.no_grad():
         if model.mpu.pp.size > 1:
-            model.execute_pipeline(batch)
+            model.execute_pipeline(batch, criterion)
         else:
             model(**batch)
     now[0] = "save"
@@ -248,8 +333,12 @@ def train(job: Job, model: Any, now: list[str], see: Callable[[str, Any, Any], N
     model.from_parallelized(job.folder, optimizer=optimizer)
 
 
+_OF_TOKENS = ("CausalLM", "LMHead", "MaskedLM", "ConditionalGeneration")  # heads whose labels are tokens
+
+
 def inputs_of(model: PreTrainedModel, batch: int, sequence: int) -> dict[str, torch.Tensor]:
-    """Make a batch without memory, with labels of causal and sequence-to-sequence models."""
+    """Make a batch without memory, with labels of heads that predict tokens."""
     inputs = sample_inputs(model, batch, sequence)
     labels = inputs.get("decoder_input_ids", inputs.get("input_ids"))
-    return inputs if labels is None else inputs | {"labels": labels}
+    of_tokens = any(head in type(model).__name__ for head in _OF_TOKENS)
+    return inputs | {"labels": labels} if of_tokens and labels is not None else inputs

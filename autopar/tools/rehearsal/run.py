@@ -28,10 +28,12 @@ from autopar.tools.planner.hardware import Gpu, find_gpu
 from autopar.tools.rehearsal.against import Way, ways
 from autopar.tools.rehearsal.cast import standing_for, standing_in
 from autopar.tools.rehearsal.coordinates import axes_of, casts, coordinates_of
+from autopar.tools.rehearsal.deadlock import stuck, where_awaited
 from autopar.tools.rehearsal.drawing import chrome_trace, draw
-from autopar.tools.rehearsal.matching import Traces, differences, stuck
+from autopar.tools.rehearsal.matching import Traces, differences
 from autopar.tools.rehearsal.one_rank import (
     Job,
+    MakeOptimizer,
     Part,
     Rehearsed,
     inputs_of,
@@ -45,6 +47,9 @@ from autopar.tools.rehearsal.work import Held
 
 __all__ = ["Rehearsal", "rehearse"]
 
+# Of the configuration: without values, without shared memory, without an accelerator.
+_UNLIKE: dict[str, Any] = {"consistency_check": False, "cpu_transport": "gloo", "zero_cpu_offload": False}
+
 
 @dataclass(frozen=True)
 class Rehearsal:
@@ -57,7 +62,7 @@ class Rehearsal:
         problems: what does not fit; none: every collective and message of the job finds its like, and all ranks come
             to an end.
         traffic: by axis, in the training step.
-        held: bytes of each rank that was rehearsed, in the training step; only with ``gpu``.
+        held: bytes of each rank that was rehearsed, in the training step; only with ``gpu``, and without ``loop``.
         written: bytes of the files that each of them saves.
         timeline: of the training step; None without ``gpu``.
         coordinates: of every rank of the world.
@@ -107,15 +112,15 @@ def rehearse(
     sequence: int = 128,
     gpus_per_node: int = 8,
     gpu: str | Gpu | None = None,
+    optimizer: str | MakeOptimizer = "adamw",
     loop: Callable[[Any, Any, dict[str, Any]], None] | None = None,
 ) -> Rehearsal:
     """Initialize, train a step, evaluate, save and load on some ranks of a job, without GPUs, weights or a network.
 
     Each rank that has a part of its own (a stage, other shards, the first and the last of each axis) runs in a process
     of this machine, on tensors without memory. Every collective that it issues is noted and compared with those of all
-    other members of its group: kinds, sizes, dtypes, roots and splits; every message with its receiver's. Then all
-    ranks are played against each other, which shows whether some wait for each other for ever. Comparisons by value
-    in training (``consistency_check``) are not rehearsed.
+    other members of its group; every message with its receiver's. Then all ranks are played against each other, which
+    shows whether some wait for each other for ever. Comparisons by value (``consistency_check``) are not rehearsed.
 
     Args:
         model: only read; a config's causal language model is built without memory.
@@ -125,22 +130,23 @@ def rehearse(
         sequence: tokens of a sample.
         gpus_per_node: ranks of a machine.
         gpu: name of a GPU that ``autopar plan`` knows, or its figures: memory is counted, and the step gets times.
+        optimizer: ``adamw``, or ``muon`` of all matrices, or what makes yours of a list of parameters.
         loop: a loop of your own, called with model, optimizer and batch instead of what follows ``initialize``.
 
     Raises:
         ConfigError, PolicyError, UnsupportedModelError: what ``initialize`` would raise.
         RuntimeError: a rank failed in its rehearsal; with its traceback.
     """
-    if dist.is_initialized():
-        raise ConfigError("rehearse runs in one process, before torch.distributed is started: outside of the job")
+    _check({"world": (world, 1), "batch": (batch, 0), "sequence": (sequence, 1), "gpus_per_node": (gpus_per_node, 1)})
     start = time.perf_counter()
     card = find_gpu(gpu) if isinstance(gpu, str) else gpu
-    whole = without_memory(_built(model), counted=card is not None)
-    parsed = replace(ParallelConfig.parse(config, world), consistency_check=False, cpu_transport="gloo")
+    whole = without_memory(_built(model), counted=card is not None, cache=loop is not None and card is None)
+    parsed = replace(ParallelConfig.parse(config, world), **_UNLIKE)
     sizes = _sizes_of(parsed, world)
     plans = _plans_of(whole)
     inputs = inputs_of(plans.inner, batch or max(2, sizes.pp, parsed.pipeline.num_microbatches or 1), sequence)
-    job = Job(whole, parsed, world, inputs, sizes.pp == 1 and not parsed.fully_sharded, loop, card)
+    average = sizes.pp == 1 and not parsed.fully_sharded
+    job = Job(whole, parsed, world, inputs, average, loop, card, gpus_per_node=gpus_per_node, optimizer=optimizer)
     found, problems = _run(job, plans, sizes)
     axes = axes_of(sizes, parsed.expert_parallel_size, parsed.zero_shard_size)
     in_step = {rank: [call for part, call in one.parts if part == "step"] for rank, one in found.items()}
@@ -150,13 +156,22 @@ def rehearse(
         {rank: one.parts for rank, one in found.items()},
         problems,
         traffic_of(in_step, axes, gpus_per_node),
-        {} if card is None else {rank: one.held for rank, one in found.items()},
+        {rank: one.held for rank, one in found.items() if card is not None and loop is None},
         {rank: one.written for rank, one in found.items()},
         None if card is None or problems else _timeline(found, card, gpus_per_node),
         coordinates_of(sizes, parsed.expert_parallel_size),
         time.perf_counter() - start,
         max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / 1024,
     )
+
+
+def _check(sizes: Mapping[str, tuple[int, int]]) -> None:
+    """Raise ConfigError where a rehearsal cannot run here, or with these sizes: each with its least."""
+    if dist.is_initialized():
+        raise ConfigError("rehearse runs in one process, before torch.distributed is started: outside of the job")
+    for name, (size, least) in sizes.items():
+        if size < least:
+            raise ConfigError(f"rehearse: {name}={size}, and at least {least} fits")
 
 
 def _sizes_of(config: ParallelConfig, world: int) -> MeshSizes:
@@ -167,27 +182,29 @@ def _sizes_of(config: ParallelConfig, world: int) -> MeshSizes:
 def _run(job: Job, plans: ModelPlans, sizes: MeshSizes) -> tuple[dict[int, Rehearsed], list[str]]:
     """Rehearse the ranks that stand for all; return them, and what does not fit."""
     made = plan_model(plans, job.config, lambda plan: None)  # once for all processes
+    made.fingerprint(job.model)  # likewise
     coordinates = coordinates_of(sizes, job.config.expert_parallel_size)
-    optimizer = optimizer_of([nn.Parameter(torch.zeros(2, 2))])
+    optimizer = optimizer_of([nn.Parameter(torch.zeros(2, 2))], job.optimizer)
     probe(optimizer, optimizer.param_groups[0])  # likewise
     found: dict[int, Rehearsed] = {}
     with prepared(plans):
         chained = made.rows is not None and bool(made.rows.in_runs)
         for cast in casts(sizes, job.config.expert_parallel_size, made.tensors, chained=chained):
             if not set(cast) <= set(found):
-                found |= run_cast(job, cast, coordinates, found[0].told if found else ())
+                found |= run_cast(job, cast, coordinates, {rank: one.told for rank, one in found.items()})
     calls = {rank: [call for _, call in one.parts] for rank, one in found.items()}
     traced = tuple(calls)
     problems = list(differences(calls, functools.cache(lambda ranks: standing_in(ranks, traced, coordinates))))
-    return found, problems or stuck(calls) or stuck(calls, in_order=True)
+    waited = {rank: one.waited for rank, one in found.items()}
+    return found, problems or stuck(calls, waited=waited) or stuck(calls, waited=waited, in_order=True)
 
 
 def _timeline(found: Mapping[int, Rehearsed], gpu: Gpu, gpus_per_node: int) -> Timeline:
     """Play the calls of the training step."""
-    pairs = {
-        rank: [(call, work) for (part, call), work in zip(one.parts, one.work, strict=True) if part == "step"]
-        for rank, one in found.items()
-    }
+    pairs = {}
+    for rank, one in found.items():
+        ordered = where_awaited([call for _, call in one.parts], one.waited)
+        pairs[rank] = [(one.parts[at][1], one.work[at]) for at in ordered if one.parts[at][0] == "step"]
     return play(pairs, {rank: one.after for rank, one in found.items()}, gpu, gpus_per_node)
 
 

@@ -51,7 +51,7 @@ def traffic_of(
 
 
 def _counts(call: Call) -> bool:
-    return call.carries_floats and call.kind not in ("new_group", "recv")
+    return call.carries_tensors and call.kind not in ("new_group", "recv")
 
 
 def sent(call: Call) -> int:

@@ -1,0 +1,253 @@
+"""A world of ranks without the others: torch.distributed with groups that carry nothing, on tensors without memory.
+
+A dispatch mode answers its collectives (:mod:`autopar.distributed.trace`). Things that torch does
+beside the dispatcher, or refuses to do without memory, are replaced here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork, ProcessGroup
+from torch.distributed import distributed_c10d
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import _api, placement_types
+from torch.nn.parallel import distributed
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autopar.foreign.c10d import fake_worlds, tensors_in
+
+__all__ = ["FakeWork", "World", "fake_world", "without_data"]
+
+
+def without_data(function: Any, args: Any, kwargs: Any) -> Any:
+    """Answer a look at numbers that have no memory: counts are 1, flags are down. ``NotImplemented``: it is none.
+
+    Those of ``all()`` are up: sequences are not padded, not packed, and finite. Every expert is hit, by an equal share.
+    """
+    answer = _ANSWERS.get(function)
+    if answer is None or not any(tensor.is_meta for tensor in tensors_in(args)):
+        return NotImplemented
+    return answer(function, args, kwargs)
+
+
+def _hits(function: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    of = x.untyped_storage().nbytes() // x.itemsize  # one expert's part of a mask has that part of its hits
+    return x.new_empty((-(-x.numel() * x.numel() // of) if of else 0, x.ndim), dtype=torch.long)
+
+
+def _all_of(function: Any, args: Any, kwargs: Any) -> Any:
+    out = function(*args, **kwargs)
+    _up[out] = None
+    return out
+
+
+def _number(function: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    return x in _up if x.dtype == torch.bool else 1.0 if x.dtype.is_floating_point else 1
+
+
+def _on_host(function: Any, args: Any, kwargs: Any) -> Any:
+    x, device = args[0], kwargs.get("device")
+    if device is None or torch.device(device).type != "cpu":
+        return NotImplemented
+    dtype = kwargs.get("dtype") or x.dtype
+    return torch.full(x.shape, dtype != torch.bool and not dtype.is_floating_point, dtype=dtype)
+
+
+def _own_order(function: Any, args: Any, kwargs: Any) -> Any:
+    """Leave in place the order of its buckets that ``DistributedDataParallel`` takes over from rank 0."""
+    return args[0] if not args[0].is_meta and args[0].dtype == torch.int32 else NotImplemented
+
+
+_up = WeakIdKeyDictionary()  # flags of all()
+_ANSWERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
+    torch.ops.aten.nonzero.default: _hits,
+    torch.ops.aten.all.default: _all_of,
+    torch.ops.aten._local_scalar_dense.default: _number,
+    torch.ops.aten._to_copy.default: _on_host,
+    torch.ops.aten.copy_.default: _own_order,
+}
+
+
+class _Stream(torch.cpu.Stream):
+    """A stream of the meta device, on which nothing is ever late."""
+
+    def record_event(self, event: Any = None) -> Any:
+        return torch.cpu.Event()
+
+
+class World(NamedTuple):
+    """Receivers of events in a fake world.
+
+    Attributes:
+        note_group: called with the description and the ranks of each group that is made.
+        gives_for: around a broadcast of objects from another rank: whether this one gives its own objects instead.
+        note_resize: called with each tensor whose storage FSDP2 has given memory or has freed.
+        note_wait: called with each handle that is waited for.
+    """
+
+    note_group: Callable[[str, list[int]], None]
+    gives_for: Callable[[int], AbstractContextManager[bool]]
+    note_resize: Callable[[torch.Tensor], None]
+    note_wait: Callable[[FakeWork], None]
+
+
+@contextmanager
+def fake_world(rank: int, size: int, told: World) -> Iterator[None]:
+    """Start torch.distributed as ``rank`` of ``size`` with groups that carry nothing.
+
+    FSDP2 takes parameters without memory inside; ``DeviceMesh`` and exchanges of objects work as they do elsewhere.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    streams = {name: getattr(torch.cpu, name) for name in dir(torch.cpu) if not name.startswith("_")}
+    streams |= {"current_device": lambda: 0, "current_stream": lambda *_: _Stream(), "Stream": _Stream}
+    torch.meta = SimpleNamespace(**streams)  # type: ignore[attr-defined]
+    fake_worlds.append(rank)
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    _carry_meta(dist.group.WORLD)
+    try:
+        with _replacing(_replaced(rank, size, told)):
+            yield
+    finally:
+        fake_worlds.pop()
+        del torch.meta  # type: ignore[attr-defined]
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _replaced(rank: int, size: int, told: World) -> list[tuple[Any, str, Any]]:
+    """Return what is replaced in a fake world: object, name, and what comes in its place."""
+    new_group, broadcast_objects = distributed_c10d._new_group_with_tag, dist.broadcast_object_list
+    format_of: Any = torch.Tensor.__format__
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        given = _NEW_GROUP.bind(*args, **kwargs).arguments
+        if not given.get("use_local_synchronization"):  # such a group is made by its members alone
+            ranks = given.get("ranks")
+            told.note_group(given.get("group_desc") or "", list(range(size)) if ranks is None else sorted(ranks))
+        group = new_group(**{**given, "backend": None, "backend_options": None})
+        if isinstance(group, ProcessGroup):
+            _carry_meta(group)
+        return group
+
+    def objects(object_list: list[Any], src: int | None = None, group: Any = None, *args: Any, **kwargs: Any) -> None:
+        place = kwargs.pop("group_src", None)
+        whole: Any = dist.group.WORLD
+        if place is not None:
+            src = dist.get_global_rank(group or whole, place)
+        root = src or 0
+        with told.gives_for(root) as instead:
+            broadcast_objects(object_list, rank if instead else root, group, *args, **kwargs)
+
+    def waited(work: Any, timeout: Any = None) -> bool:
+        told.note_wait(work)
+        return True
+
+    def shown(value: torch.Tensor, form: str) -> str:
+        number = value.is_meta and value.ndim == 0
+        return format(value.item(), form) if number else str(format_of(value, form))
+
+    return [
+        (distributed_c10d, "_new_group_with_tag", made),
+        *((place, "monitored_barrier", _barrier) for place in (dist, distributed_c10d)),
+        (dist, "all_gather_object", _gather_objects),
+        (dist, "broadcast_object_list", objects),
+        *((kind, "wait", waited) for kind in (FakeWork, dist.Work)),
+        (torch.Tensor, "__format__", shown),
+        (placement_types, "mesh_scatter", _mesh_scatter),
+        *((place, "mesh_broadcast", _mesh_broadcast) for place in (_api, placement_types)),
+        (torch.accelerator, "current_stream", lambda *_: _Stream()),
+        (FSDPParamGroup, "_validate_no_meta_params", lambda self: None),
+        (distributed, "_verify_param_shape_across_processes", _compare_shapes),
+        (_fsdp_param, "alloc_storage", _and_then(_fsdp_param.alloc_storage, told.note_resize)),
+        (_fsdp_param, "free_storage", _and_then(_fsdp_param.free_storage, told.note_resize)),
+    ]
+
+
+_NEW_GROUP = inspect.signature(distributed_c10d._new_group_with_tag)
+
+
+def _carry_meta(group: Any) -> None:
+    """Let a group take tensors without memory where torch asks for the backend of their device."""
+    group._register_backend(
+        torch.device("meta"), ProcessGroup.BackendType.CUSTOM, group._get_backend(torch.device("cpu"))
+    )
+
+
+def _barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+    """Wait as ``monitored_barrier`` does, which only gloo has."""
+    dist.barrier(group)
+
+
+def _mesh_scatter(
+    output: torch.Tensor, parts: Any, mesh: Any, mesh_dim: int = 0, async_op: bool = False, *, group_src: int = 0
+) -> Any:
+    """Send a DTensor's shards also without memory, where torch leaves it out."""
+    group = mesh.get_group(mesh_dim)
+    given = parts if dist.get_rank(group) == group_src else None
+    return dist.scatter(output, given, group=group, async_op=async_op, group_src=group_src)
+
+
+def _mesh_broadcast(
+    tensor: torch.Tensor, mesh: Any, mesh_dim: int = 0, async_op: bool = False, *, group_src: int = 0
+) -> Any:
+    """Likewise a DTensor's whole tensor."""
+    return dist.broadcast(tensor, group=mesh.get_group(mesh_dim), async_op=async_op, group_src=group_src)
+
+
+def _gather_objects(object_list: list[Any], obj: Any, group: Any = None) -> None:
+    """Exchange objects by the collectives of torch's ``all_gather_object``; unpickle equal ones once."""
+    members = dist.get_world_size(group)
+    if members < 0:
+        return  # not a member
+    data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+    sizes = torch.zeros(members, dtype=torch.long)
+    dist.all_gather(list(sizes.split(1)), torch.tensor([data.numel()]), group=group)
+    rows = torch.zeros(members, int(sizes.max()), dtype=torch.uint8)
+    given = torch.zeros_like(rows[0])
+    given[: data.numel()] = data
+    dist.all_gather(list(rows.unbind()), given, group=group)
+    packed = [row.tobytes() for row in rows.numpy()]  # zeros behind the end are not read
+    unpacked = {each: pickle.loads(each) for each in dict.fromkeys(packed)}
+    for place, each in enumerate(packed):
+        object_list[place] = unpacked[each]
+
+
+def _compare_shapes(group: Any, parameters: list[torch.Tensor], logger: Any = None) -> None:
+    """Send what ``DistributedDataParallel`` compares when it is made; in C++ it would read the answers."""
+    number = torch.tensor([len(parameters)], device="meta")
+    dist.all_gather([torch.empty_like(number) for _ in range(group.size())], number, group=group)
+    shapes = [size for parameter in parameters for size in (*parameter.shape, *parameter.stride())]
+    dist.broadcast(torch.tensor(shapes, device="meta"), group=group, group_src=0)
+
+
+def _and_then(first: Callable[[torch.Tensor], None], second: Callable[[torch.Tensor], None]) -> Any:
+    def run(tensor: torch.Tensor) -> None:
+        first(tensor)
+        second(tensor)
+
+    return run
+
+
+@contextmanager
+def _replacing(attributes: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Put others in the place of attributes, each given with its object and name, inside of ``with``."""
+    before = [getattr(place, name) for place, name, _ in attributes]
+    for place, name, new in attributes:
+        setattr(place, name, new)
+    try:
+        yield
+    finally:
+        for (place, name, _), old in zip(attributes, before, strict=True):
+            setattr(place, name, old)

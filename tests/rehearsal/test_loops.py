@@ -1,0 +1,258 @@
+"""Loops of users: what is right is matched, what real ranks would hang on or refuse is found."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+from torch.distributed import new_group as imported_new_group
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import autopar
+from tests.rehearsal.programs import llama
+from tests.rehearsal.test_rehearse import on_meta
+
+Loop = Callable[[Any, Any, dict[str, Any]], None]
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def on_device(model: Any, *shape: int) -> torch.Tensor:
+    return torch.ones(shape, device=model.mpu.device)
+
+
+def rehearsed(loop: Loop, config: dict[str, Any] | None = None, world: int = 4) -> autopar.Rehearsal:
+    return autopar.rehearse(on_meta(llama), config or {"cp": 2}, world, sequence=16, loop=loop)
+
+
+# -- right ones -------------------------------------------------------------------------------------------------------
+
+
+def own_groups(model: Any, optimizer: Any, batch: Any) -> None:
+    first, pairs = dist.new_group([0, 1, 2]), [dist.new_group([0, other]) for other in (1, 2)]
+    copy = dist.new_group([0, 1, 2])
+    for group in (copy, first):
+        if rank() < 3:
+            dist.all_reduce(on_device(model, 3), group=group)
+    for other, pair in enumerate(pairs, 1):
+        if rank() in (0, other):
+            dist.all_reduce(on_device(model, other), group=pair)
+    dist.all_reduce(on_device(model, 5))
+
+
+def in_a_ring(model: Any, optimizer: Any, batch: Any) -> None:
+    x, y = on_device(model, 3), on_device(model, 3)
+    receive, send = dist.P2POp(dist.irecv, y, (rank() - 1) % 4), dist.P2POp(dist.isend, x, (rank() + 1) % 4)
+    for pair in ([receive, send], [send, receive]):
+        for work in dist.batch_isend_irecv(pair):
+            work.wait()
+
+
+def settings_of_rank_0(model: Any, optimizer: Any, batch: Any) -> None:
+    settings = [{"steps": 3}] if rank() == 0 else [None]
+    dist.broadcast_object_list(settings, src=0)
+    for step in range(settings[0]["steps"]):  # type: ignore[index]
+        dist.all_reduce(on_device(model, step + 1))
+    stop = torch.tensor([float(rank() == 0)])
+    dist.broadcast(stop, 0)
+    assert stop.item() == 1
+
+
+def fewest_batches(model: Any, optimizer: Any, batch: Any) -> None:
+    fewest = torch.tensor(rank() + 2)
+    dist.all_reduce(fewest, op=dist.ReduceOp.MIN)
+    for _ in range(int(fewest)):
+        dist.all_reduce(on_device(model, 3))
+
+
+def as_torchrun_has_it(model: Any, optimizer: Any, batch: Any) -> None:
+    assert int(os.environ["RANK"]) == rank() and os.environ["WORLD_SIZE"] == "4" and "LOCAL_RANK" in os.environ
+    data = TensorDataset(torch.arange(16))
+    for _ in DataLoader(data, sampler=DistributedSampler(data), batch_size=2, num_workers=1):
+        loss = model(**batch).loss
+        dist.all_reduce(loss, async_op=True).wait(timeout=None)
+        assert f"{loss:.3f}" == "1.000"
+    dist.monitored_barrier(dist.new_group(backend="gloo"))
+    dist.destroy_process_group()
+
+
+def parts_of_a_root(model: Any, optimizer: Any, batch: Any) -> None:
+    part = on_device(model, 3)
+    dist.scatter(part, [on_device(model, 3) for _ in range(4)] if rank() == 0 else None, src=0)
+    mine: list[Any] = [None]
+    dist.scatter_object_list(mine, [{"of": place} for place in range(4)] if rank() == 0 else None, src=0)
+    assert mine[0]["of"] == rank()
+
+
+RIGHT: list[Loop] = [own_groups, in_a_ring, settings_of_rank_0, fewest_batches, as_torchrun_has_it, parts_of_a_root]
+
+
+@pytest.mark.tier("test")
+@pytest.mark.parametrize("loop", RIGHT)
+def test_a_right_loop_is_matched(loop: Loop) -> None:
+    assert rehearsed(loop).problems == []
+
+
+@pytest.mark.tier("test")
+def test_what_a_root_tells_is_known_to_ranks_that_are_rehearsed_later() -> None:
+    found = rehearsed(settings_of_rank_0, {"tp": 2}, 64)
+    assert found.problems == [] and len(found.traces) == 3
+    later = [call for part, call in found.traces[63] if part == "step" and call.kind == "all_reduce"]
+    assert len(later) == 3
+
+
+@pytest.mark.tier("test")
+def test_prints_of_a_loop_are_seen(capfd: pytest.CaptureFixture[str]) -> None:
+    rehearsed(lambda *_: print(f"step of rank {rank()}"))
+    shown = capfd.readouterr().out
+    assert all(f"step of rank {place}" in shown for place in range(4))
+
+
+# -- wrong ones -------------------------------------------------------------------------------------------------------
+
+
+def another_operation(model: Any, *_: Any) -> None:
+    dist.all_reduce(on_device(model, 3), op=dist.ReduceOp.MAX if rank() == 3 else dist.ReduceOp.SUM)
+
+
+def another_operation_of_functions(model: Any, *_: Any) -> None:
+    functional.all_reduce(on_device(model, 3), "max" if rank() == 3 else "sum", dist.group.WORLD)
+
+
+def equal_groups_crossed(model: Any, *_: Any) -> None:
+    groups = [dist.new_group(), dist.new_group()]
+    for group in reversed(groups) if rank() == 3 else groups:
+        dist.all_reduce(on_device(model, 3), group=group)
+
+
+def a_message_of_another_group(model: Any, *_: Any) -> None:
+    one, other = dist.new_group(), dist.new_group()
+    if rank() == 1:
+        dist.send(on_device(model, 3), 2, group=one)
+    if rank() == 2:
+        dist.recv(on_device(model, 3), 1, group=other)
+
+
+def a_mesh_that_a_rank_lacks(model: Any, *_: Any) -> None:
+    if rank() != 3:
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+
+
+def a_group_that_a_rank_lacks(model: Any, *_: Any) -> None:
+    if rank() != 3:
+        imported_new_group([0, 1])
+
+
+def more_rows(model: Any, *_: Any) -> None:
+    rows = on_device(model, 8 if rank() == 3 else 4, 5)
+    dist.all_to_all_single(torch.empty_like(rows), rows)
+
+
+def wider_rows(model: Any, *_: Any) -> None:
+    rows = on_device(model, 4, 6 if rank() == 3 else 5)
+    dist.all_to_all_single(torch.empty_like(rows), rows)
+
+
+def longer_parts(model: Any, *_: Any) -> None:
+    parts = [on_device(model, 3 if rank() == 3 else 2) for _ in range(4)]
+    dist.all_to_all([torch.empty_like(part) for part in parts], parts)
+
+
+def by_the_environment(model: Any, *_: Any) -> None:
+    if int(os.environ.get("RANK", "0")) == 0:
+        dist.all_reduce(on_device(model, 3))
+
+
+def a_tensor_that_a_rank_does_not_take(model: Any, *_: Any) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    if rank() != 3:
+        distribute_tensor(on_device(model, 8, 8), mesh, [Shard(0)])
+
+
+def on_the_host(model: Any, *_: Any) -> None:
+    dist.all_reduce(torch.ones(3) if rank() == 3 else on_device(model, 3))
+
+
+def received_before_sent(model: Any, *_: Any) -> None:
+    dist.recv(on_device(model, 3), (rank() - 1) % 4)
+    dist.send(on_device(model, 3), (rank() + 1) % 4)
+
+
+def one_after_the_other_on_nccl(model: Any, *_: Any) -> None:
+    received = dist.irecv(on_device(model, 3), (rank() - 1) % 4)
+    dist.isend(on_device(model, 3), (rank() + 1) % 4).wait()
+    received.wait()
+
+
+WRONG: dict[Loop, str] = {
+    another_operation: "reduce in different ways, sum and max",
+    another_operation_of_functions: "reduce in different ways, sum and max",
+    equal_groups_crossed: "waits in all_reduce over group #2 [3] float32",
+    a_message_of_another_group: "rank 1 sends 1 messages with tag 0 to rank 2 over group, which receives 0",
+    a_mesh_that_a_rank_lacks: "groups, rank 3 makes",
+    a_group_that_a_rank_lacks: "groups, rank 3 makes",
+    more_rows: "rank 0 sends 1 rows to rank 3, which takes 2",
+    wider_rows: "have different sizes, [(4, 5)] and [(4, 6)]",
+    longer_parts: "rank 0 sends 2 rows to rank 3, which takes 3",
+    by_the_environment: "rank 1 has",
+    a_tensor_that_a_rank_does_not_take: "The first that it does not have: scatter to rank 0",
+    on_the_host: "are on different devices, one of them on the CPU",
+    received_before_sent: "rank 0 waits in recv from rank 3 over world [3] float32",
+    one_after_the_other_on_nccl: "over nccl, where a group carries one message after the other, rank 0 waits in recv",
+}
+
+
+@pytest.mark.tier("test")
+@pytest.mark.parametrize("loop", WRONG)
+def test_a_wrong_loop_is_found(loop: Loop) -> None:
+    problems = rehearsed(loop).problems
+    assert WRONG[loop] in "\n".join(problems)
+    assert "test_loops.py:" in problems[0] or "makes" in problems[0]
+
+
+REFUSED: dict[str, tuple[Loop, str]] = {
+    "room for another number": (
+        lambda model, *_: dist.all_gather_into_tensor(on_device(model, 13), on_device(model, 3)),
+        "has 13 elements where 4 ranks have 3 each",
+    ),
+    "too few tensors": (
+        lambda model, *_: dist.all_gather([on_device(model, 3)] * 3, on_device(model, 3)),
+        "has 3 tensors, and the group has 4 ranks",
+    ),
+    "splits of other rows": (
+        lambda model, *_: dist.all_to_all_single(on_device(model, 3), on_device(model, 4), [1] * 4, [1] * 4),
+        r"receives 3 rows, and they are split into \[1, 1, 1, 1\]",
+    ),
+    "too short a list of objects": (lambda *_: dist.all_gather_object([None], rank()), "IndexError"),
+    "of any sender": (
+        lambda model, *_: dist.recv(on_device(model, 3)) if rank() == 0 else dist.send(on_device(model, 3), 0),
+        "name its sender: test_loops.py",
+    ),
+    "without an end": (lambda model, *_: forever(model), "more than .* calls: does a loop wait for a number"),
+}
+
+
+def forever(model: Any) -> None:
+    flag = on_device(model, 1)
+    while flag.item() > 0:
+        dist.barrier()
+
+
+@pytest.mark.tier("test")
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+def test_what_backends_refuse_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.tools.rehearsal.one_rank._MOST", 500)
+    loop, text = REFUSED[name]
+    with pytest.raises(RuntimeError, match=f"(?s)fails in its rehearsal.*{text}"):
+        rehearsed(loop)

@@ -1,0 +1,115 @@
+"""Models and configurations of users: what they rehearse, and what is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+import autopar
+from autopar.errors import ConfigError
+from tests.rehearsal.programs import llama
+from tests.rehearsal.test_rehearse import on_meta
+from tests.tiers import mainly
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+}
+WITHOUT_LABELS: dict[str, Callable[[], Any]] = {
+    "encoder": lambda: BertModel(BertConfig(**SMALL, vocab_size=256)),
+    "classes of samples": lambda: BertForSequenceClassification(BertConfig(**SMALL, vocab_size=256)),
+    "images": lambda: ViTForImageClassification(ViTConfig(**SMALL, image_size=32, patch_size=8)),
+}
+
+
+@pytest.mark.tier("test")
+@pytest.mark.parametrize("name", mainly("images", *sorted(set(WITHOUT_LABELS) - {"images"})))
+@pytest.mark.parametrize("config", [{"tp": 2}, {"tp": 2, "pp": 2}], ids=["tp", "tp x pp"])
+def test_a_model_without_labels_of_tokens_learns_its_mean(name: str, config: dict[str, Any]) -> None:
+    found = autopar.rehearse(on_meta(WITHOUT_LABELS[name]), config, 4, sequence=16)
+    assert found.problems == []
+    assert any(part == "step" and "backward" in call.where for part, call in found.traces[0])
+
+
+def frozen_blocks() -> Any:
+    model = llama()
+    model.model.embed_tokens.requires_grad_(False)
+    for block in model.model.layers[:2]:
+        block.requires_grad_(False)
+    return model
+
+
+@pytest.mark.tier("test")
+@pytest.mark.parametrize("gpu", [None, "h100"])
+def test_frozen_blocks_of_fsdp2(gpu: str | None) -> None:
+    found = autopar.rehearse(on_meta(frozen_blocks), {"zero": {"stage": 3}}, 4, sequence=16, gpu=gpu)
+    assert found.problems == []
+    assert [call.kind for part, call in found.traces[0] if part == "step"].count("reduce_scatter") == 3
+
+
+@pytest.mark.tier("test")
+def test_shards_on_the_cpu_send_what_others_do() -> None:
+    both = [
+        autopar.rehearse(on_meta(llama), {"zero": {"stage": 2, "cpu_offload": offload}}, 4, sequence=16)
+        for offload in (False, True)
+    ]
+    assert both[0].problems == both[1].problems == [] and both[0].traffic == both[1].traffic
+
+
+@pytest.mark.tier("test")
+def test_tensors_that_travel_as_bytes_are_counted() -> None:
+    def mixed() -> Any:
+        model = llama().to(torch.bfloat16).requires_grad_(False)
+        for block in model.model.layers:
+            block.input_layernorm.float().requires_grad_(True)
+        return model
+
+    found = autopar.rehearse(on_meta(mixed), {"zero": {"stage": 3}}, 4, sequence=16)
+    gathered = [call for part, call in found.traces[0] if (part, call.kind) == ("step", "all_gather")]
+    as_bytes = [call for call in gathered if call.dtype == "uint8"]
+    assert as_bytes, "torch gathers two dtypes of a block as bytes"
+    assert found.traffic["dp"].calls >= len(gathered)
+    assert found.traffic["dp"].bytes > sum(3 * call.bytes for call in as_bytes)
+
+
+@pytest.mark.tier("test")
+def test_options_of_muon_need_muon() -> None:
+    config = {"tp": 2, "optimizer": {"whole": "sharded"}}
+    found = autopar.rehearse(on_meta(llama), config, 4, sequence=16, optimizer="muon")
+    whole = autopar.rehearse(on_meta(llama), {"tp": 2}, 4, sequence=16, optimizer="muon")
+    exchanged = [call for part, call in whole.traces[0] if (part, call.kind) == ("step", "all_to_all")]
+    assert found.problems == whole.problems == []
+    assert exchanged and found.calls("step") != whole.calls("step")
+
+
+@pytest.mark.tier("test")
+def test_an_optimizer_of_your_own() -> None:
+    made: list[str] = []
+
+    def own(parameters: list[Any]) -> torch.optim.Optimizer:
+        made.append(f"of {len(parameters)}")
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    assert autopar.rehearse(on_meta(llama), {"tp": 2}, 4, sequence=16, optimizer=own).problems == []
+    assert made == ["of 1"], "in the ranks' processes it is made of all parameters, here of one, to try it"
+
+
+@pytest.mark.parametrize("sizes", [{"world": 0}, {"batch": -1}, {"sequence": 0}, {"gpus_per_node": 0}])
+def test_sizes_that_do_not_fit(sizes: dict[str, int], tmp_path: Path) -> None:
+    given = {"world": 4, **sizes}
+    ((name, size),) = sizes.items()
+    with pytest.raises(ConfigError, match=f"rehearse: {name}={size}, and at least [01] fits"):
+        autopar.rehearse(on_meta(llama), {"tp": 2}, given.pop("world"), **given)
