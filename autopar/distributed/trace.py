@@ -323,7 +323,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any] | Call]:
                 yield loaded
                 continue
             kind, (name, ranks), sizes, dtype, splits, *rest = loaded
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise ConfigError(f"{path}:{number} is no line of a trace: {line.strip()[:60]!r}") from error
         group = Group(name, tuple(ranks))
         yield Call(kind, group, tuple(map(tuple, sizes)), dtype, tuple(map(tuple, splits)), *rest)

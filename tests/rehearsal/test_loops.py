@@ -47,6 +47,9 @@ def own_groups(model: Any, optimizer: Any, batch: Any) -> None:
     for other, pair in enumerate(pairs, 1):
         if rank() in (0, other):
             dist.all_reduce(on_device(model, other), group=pair)
+            places = torch.tensor(rank())
+            dist.all_reduce(places, group=pair)
+            assert places.item() == other
     dist.all_reduce(on_device(model, 5))
 
 

@@ -137,6 +137,15 @@ def test_who_ended_is_told_before_who_waits(tmp_path: Path) -> None:
     assert "rank 0 waits in all_reduce over tp [3] float32" in output
 
 
+def test_ranks_that_post_a_receive_before_they_send_come_to_an_end(tmp_path: Path) -> None:
+    ring = {rank: [line(rank, "recv", peer=1 - rank), line(rank, "send", peer=1 - rank)] for rank in (0, 1)}
+    write(tmp_path, ring)
+    assert told(tmp_path) == (0, "2 ranks, 2 calls each\n" + ENDS_WELL)
+    write(tmp_path, {0: ring[0], 1: ring[1][:1]})
+    code, output = told(tmp_path)
+    assert code == 1 and "rank 0 waits in recv from rank 1 over tp [3] float32\n    train.py:10" in output
+
+
 def test_an_attempt_of_an_elastic_job_has_a_folder_of_its_own(tmp_path: Path) -> None:
     code = "import torch, torch.distributed as dist; from autopar.distributed.trace import trace_from_environment\n"
     code += "dist.init_process_group('gloo', init_method='tcp://127.0.0.1:0', rank=0, world_size=1)\n"

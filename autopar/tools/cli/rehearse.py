@@ -233,7 +233,7 @@ def trace(
     Exit code 0 if they match and all ranks came to an end together, else 1.
     """
     with errors(as_json):
-        from autopar.tools.rehearsal.deadlock import stuck
+        from autopar.tools.rehearsal.deadlock import latest, stuck
         from autopar.tools.rehearsal.matching import differences
 
         traces = _traces(folder)
@@ -241,7 +241,7 @@ def trace(
         problems = list(
             differences(traces, lambda ranks: [rank if rank in traces else _first(ranks, traces) for rank in ranks])
         )
-        waiting = stuck(traces)
+        waiting = stuck(traces, waited={rank: latest(calls) for rank, calls in traces.items()})
         ends = _ends(traces, waiting)
     if as_json:
         shown = {"ranks": len(traces), "missing": missing, "problems": problems, "ended": ends, "waiting": waiting}

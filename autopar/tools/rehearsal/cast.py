@@ -165,7 +165,7 @@ class Answers:
     @torch.no_grad()
     def _carry(self, call: Call, out: list[torch.Tensor], given: list[torch.Tensor]) -> None:
         ranks = call.group.ranks
-        key = (call.group.name, ranks if call.kind in ("send", "recv") else (), call.kind)
+        key = (call.group.name, ranks if {*ranks} <= {*self._cast} else (), call.kind)  # others have groups like it
         if call.kind == "send":
             for x in given:
                 self._send(self._who(ranks[call.peer]), ("message", call.group.name, call.tag), x)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from autopar.distributed.trace import Call
 from autopar.tools.rehearsal.matching import Traces
 
-__all__ = ["Waited", "stuck", "where_awaited"]
+__all__ = ["latest", "stuck", "where_awaited"]
 
 _MESSAGES = ("send", "recv")
 _OF_THE_HOST = "pp control"  # goes over gloo, whose tags keep messages apart, on GPUs as well
@@ -30,6 +30,18 @@ def where_awaited(calls: Sequence[Call], waited: Waited) -> Iterator[int]:
         yield from later.get(number, ())
         if number < len(calls) and number not in moved:
             yield number
+
+
+def latest(calls: Sequence[Call]) -> dict[int, int]:
+    """Return where messages of a real trace, which does not say it, are waited for at the latest: next collectives."""
+    found: dict[int, int] = {}
+    before = len(calls)
+    for number in reversed(range(len(calls))):
+        if calls[number].kind not in _MESSAGES:
+            before = number
+        elif calls[number].kind == "recv":
+            found[number] = before
+    return found
 
 
 def stuck(
