@@ -103,8 +103,9 @@ def test_an_optimizer_of_your_own() -> None:
         made.append(f"of {len(parameters)}")
         return torch.optim.SGD(parameters, lr=0.1)
 
-    assert autopar.rehearse(on_meta(llama), {"tp": 2}, 4, sequence=16, optimizer=own).problems == []
-    assert made == ["of 1"], "in the ranks' processes it is made of all parameters, here of one, to try it"
+    found = autopar.rehearse(on_meta(llama), {"tp": 2}, 4, sequence=16, gpu="h100", optimizer=own)
+    assert found.problems == [] and made == ["of 1"], "here of one, to try it; in the ranks' processes of all"
+    assert found.held[0].optimizer < found.held[0].weights / 4, "SGD keeps no state, AdamW twice the weights"
 
 
 @pytest.mark.parametrize("sizes", [{"world": 0}, {"batch": -1}, {"sequence": 0}, {"gpus_per_node": 0}])

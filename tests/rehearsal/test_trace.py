@@ -126,7 +126,7 @@ def test_traces_of_another_job_are_refused(tmp_path: Path) -> None:
         (tmp_path / f"rank-{rank}.jsonl").unlink()
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 1
-    assert "has the traces of a job of 2 ranks, and --gpus says 8" in result.stderr
+    assert "these are traces of a job of 2 ranks, and the rehearsal is of one of 8" in result.stderr
 
 
 def test_who_ended_is_told_before_who_waits(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_what_the_command_line_says_goes_before_the_file(tmp_path: Path) -> None
     ("arguments", "text"),
     [
         (["--trace", "nowhere/step.svg"], "--trace nowhere/step.svg: there is no folder nowhere"),
-        (["--optimizer", "lion"], "--optimizer lion is neither adamw nor muon"),
+        (["--optimizer", "lion"], "optimizer='lion' is neither 'adamw' nor 'muon'"),
     ],
 )
 def test_what_comes_last_is_checked_first(arguments: list[str], text: str) -> None:

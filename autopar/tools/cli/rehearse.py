@@ -12,8 +12,9 @@ import typer
 from autopar.tools.cli.app import Json, Model, Trust, app, errors, print_json
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from autopar.distributed.trace import Call
     from autopar.tools.rehearsal.against import Way
     from autopar.tools.rehearsal.matching import Traces
     from autopar.tools.rehearsal.run import Rehearsal
@@ -73,7 +74,7 @@ def rehearse(
     settings = {"batch": batch, "sequence": sequence, "gpus_per_node": gpus_per_node, "gpu": card}
     with errors(as_json):
         real = None if against is None else _traces(against, gpus)
-        _check(optimizer, trace)
+        _check(trace)
         found = _run(model, trust, gpus, dp, _sections(config, given), settings | {"optimizer": optimizer})
         strayed = [] if real is None else found.against(real)
     if trace is not None and found.timeline is not None:
@@ -104,12 +105,10 @@ def _run(
         raise AutoparError(str(error)) from error
 
 
-def _check(optimizer: str, trace: Path | None) -> None:
-    """Check what comes last, before the rehearsal."""
+def _check(trace: Path | None) -> None:
+    """Check before the rehearsal that its timeline can be written."""
     from autopar.errors import ConfigError
 
-    if optimizer not in ("adamw", "muon"):
-        raise ConfigError(f"--optimizer {optimizer} is neither adamw nor muon")
     if trace is not None and not trace.absolute().parent.is_dir():
         raise ConfigError(f"--trace {trace}: there is no folder {trace.parent}")
 
@@ -117,13 +116,13 @@ def _check(optimizer: str, trace: Path | None) -> None:
 def _traces(folder: Path, world: int | None = None) -> Traces:
     from autopar.distributed.trace import read
     from autopar.errors import ConfigError
+    from autopar.tools.rehearsal.against import check_world
 
     traces = read(folder)
     if not traces:
         raise ConfigError(f"{folder} has no traces (rank-0.jsonl ...): start the job with AUTOPAR_TRACE={folder}")
-    named = {rank for calls in traces.values() for call in calls for rank in call.group.ranks} | {*traces}
-    if world not in (None, max(named) + 1):
-        raise ConfigError(f"{folder} has the traces of a job of {max(named) + 1} ranks, and --gpus says {world}")
+    if world is not None:
+        check_world(traces, world)
     return traces
 
 
@@ -233,7 +232,7 @@ def trace(
     Exit code 0 if they match and all ranks came to an end together, else 1.
     """
     with errors(as_json):
-        from autopar.tools.rehearsal.deadlock import latest, stuck
+        from autopar.tools.rehearsal.deadlock import latest, waiting
         from autopar.tools.rehearsal.matching import differences
 
         traces = _traces(folder)
@@ -241,34 +240,35 @@ def trace(
         problems = list(
             differences(traces, lambda ranks: [rank if rank in traces else _first(ranks, traces) for rank in ranks])
         )
-        waiting = stuck(traces, waited={rank: latest(calls) for rank, calls in traces.items()})
-        ends = _ends(traces, waiting)
+        left = waiting(traces, waited={rank: latest(calls) for rank, calls in traces.items()})
+        ends = _ends(traces, left)
+        waits = [f"rank {rank} waits in {call}\n    {call.where}" for rank, call in left.items()]
     if as_json:
-        shown = {"ranks": len(traces), "missing": missing, "problems": problems, "ended": ends, "waiting": waiting}
+        shown = {"ranks": len(traces), "missing": missing, "problems": problems, "ended": ends, "waiting": waits}
         print_json(shown)
     else:
-        print("\n".join(_told(traces, missing, problems, ends, waiting)))
-    if problems or waiting or missing:
+        print("\n".join(_told(traces, missing, problems, ends, waits)))
+    if problems or waits or missing:
         raise typer.Exit(1)
 
 
 def _missing(traces: Traces) -> list[int]:
     """Return the ranks of the job that have no trace."""
-    named = {rank for calls in traces.values() for call in calls for rank in call.group.ranks}
-    return sorted(named - set(traces))
+    from autopar.tools.rehearsal.against import ranks_in
+
+    return sorted(ranks_in(traces) - set(traces))
 
 
 def _first(ranks: Sequence[int], traces: Traces) -> int:
     return next((rank for rank in ranks if rank in traces), min(traces))
 
 
-def _ends(traces: Traces, waiting: Sequence[str]) -> list[str]:
+def _ends(traces: Traces, waiting: Mapping[int, Call]) -> list[str]:
     """Return where ranks ended while others wait: those that have nothing to wait for."""
-    waits = {line.split()[1] for line in waiting}
     return [
         f"rank {rank} ended behind {calls[-1]}\n    {calls[-1].where}" if calls else f"rank {rank} has no calls"
         for rank, calls in traces.items()
-        if waiting and str(rank) not in waits
+        if waiting and rank not in waiting
     ]
 
 

@@ -7,9 +7,10 @@ from math import prod
 from typing import Any, NamedTuple
 
 from autopar.distributed.trace import Call
+from autopar.errors import ConfigError
 from autopar.tools.rehearsal.matching import Traces
 
-__all__ = ["Way", "ways"]
+__all__ = ["Way", "check_world", "ranks_in", "ways"]
 
 _PARTS = ("step", "evaluation")
 _ON_GLOO = "pp control"
@@ -52,6 +53,18 @@ class Way(NamedTuple):
             f"{told}, then call {self.at} of the next is {call}\n    {call.where}\n  where the rehearsal has {due}\n"
             f"    {due.where}"
         )
+
+
+def ranks_in(traces: Traces) -> set[int]:
+    """Return all ranks that a job's traces name."""
+    return {rank for calls in traces.values() for call in calls for rank in call.group.ranks} | {*traces}
+
+
+def check_world(traces: Traces, world: int) -> None:
+    """Raise ConfigError for traces of a job of another number of ranks."""
+    of = max(ranks_in(traces), default=-1) + 1
+    if of != world:
+        raise ConfigError(f"these are traces of a job of {of} ranks, and the rehearsal is of one of {world}")
 
 
 def ways(

@@ -7,12 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.distributed.trace import Call
-from autopar.tools.rehearsal.matching import Traces
+from autopar.tools.rehearsal.matching import MESSAGES, OF_THE_HOST, Traces
 
-__all__ = ["latest", "stuck", "where_awaited"]
-
-_MESSAGES = ("send", "recv")
-_OF_THE_HOST = "pp control"  # goes over gloo, whose tags keep messages apart, on GPUs as well
+__all__ = ["latest", "stuck", "waiting", "where_awaited"]
 
 
 Waited = Mapping[int, int]
@@ -37,17 +34,17 @@ def latest(calls: Sequence[Call]) -> dict[int, int]:
     found: dict[int, int] = {}
     before = len(calls)
     for number in reversed(range(len(calls))):
-        if calls[number].kind not in _MESSAGES:
+        if calls[number].kind not in MESSAGES:
             before = number
         elif calls[number].kind == "recv":
             found[number] = before
     return found
 
 
-def stuck(
+def waiting(
     traces: Traces, *, in_order: bool = False, waited: Mapping[int, Mapping[int, int]] | None = None
-) -> list[str]:
-    """Play the calls of all ranks against each other; say where each waits if they do not come to an end.
+) -> dict[int, Call]:
+    """Play the calls of all ranks against each other; return where each waits that does not come to an end.
 
     A collective waits until all traced members of its group are at it, a receiver for its message; a sender does not
     wait, as over gloo.
@@ -64,8 +61,15 @@ def stuck(
             awaited = {number: before for number, before in awaited.items() if calls[number].batched}
         ordered = (calls[number] for number in where_awaited(calls, awaited))
         played[rank] = deque(call for call in ordered if call.kind != "new_group")
-    left = _Play(played, in_order).run()
+    return _Play(played, in_order).run()
+
+
+def stuck(
+    traces: Traces, *, in_order: bool = False, waited: Mapping[int, Mapping[int, int]] | None = None
+) -> list[str]:
+    """Say where ranks are :func:`waiting`."""
     over = "over nccl, where a group carries one message after the other, " if in_order else ""
+    left = waiting(traces, in_order=in_order, waited=waited)
     return [f"{over}rank {rank} waits in {call}\n    {call.where}" for rank, call in left.items()]
 
 
@@ -89,14 +93,14 @@ class _Play:
         return {rank: calls[0] for rank, calls in self.left.items() if calls}
 
     def _goes(self, call: Call, rank: int) -> bool:
-        if call.kind in _MESSAGES:
+        if call.kind in MESSAGES:
             if call.peer >= 0 and not (self._send if call.kind == "send" else self._receive)(call, rank):
                 return False
             self.left[rank].popleft()
             return True
         members = [member for member in call.group.ranks if member in self.left]
         heads = [self.left[member][0] if self.left[member] else None for member in members]
-        if any(head is None or head.group != call.group or head.kind in _MESSAGES for head in heads):
+        if any(head is None or head.group != call.group or head.kind in MESSAGES for head in heads):
             return False
         for member in members:
             self.left[member].popleft()
@@ -123,4 +127,4 @@ class _Play:
         return True
 
     def _one_by_one(self, call: Call) -> bool:
-        return self.in_order and not call.batched and call.group.name != _OF_THE_HOST
+        return self.in_order and not call.batched and call.group.name != OF_THE_HOST

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from autopar.distributed.trace import Call, Group
 
-__all__ = ["Traces", "differences"]
+__all__ = ["MESSAGES", "OF_THE_HOST", "Traces", "differences"]
 
 Traces = Mapping[int, Sequence[Call]]
-_MESSAGES = ("send", "recv")
-_OF_THE_HOST = "pp control"  # goes over gloo, whose tags keep messages apart, on GPUs as well
+MESSAGES = ("send", "recv")
+OF_THE_HOST = "pp control"  # goes over gloo, whose tags keep messages apart, on GPUs as well
 
 
 def differences(traces: Traces, standing_in: Callable[[Sequence[int]], Sequence[int]]) -> Iterator[str]:
@@ -39,7 +39,7 @@ def differences(traces: Traces, standing_in: Callable[[Sequence[int]], Sequence[
                 seen.add(key)
                 yield from _collectives(shown)
             yield from _messages(shown, rank)
-            if group.name != _OF_THE_HOST:
+            if group.name != OF_THE_HOST:
                 yield from _in_order(shown, rank)
 
 
@@ -102,7 +102,7 @@ def _groups_made(traces: Traces) -> Iterator[str]:
 
 
 def _collectives(compared: _Compared) -> Iterator[str]:
-    lines = [[call for call in line if call.kind not in _MESSAGES] for line in compared.lines]
+    lines = [[call for call in line if call.kind not in MESSAGES] for line in compared.lines]
     traced = [(member, id(line)) for member, line in zip(compared.members, compared.lines, strict=True)]
     done = {traced[0]}
     for place, line in enumerate(lines):

@@ -25,6 +25,7 @@ from autopar.distributed.profiling import record
 from autopar.distributed.trace import Call, Group, Recorder, where
 from autopar.dry_run.inputs import keep_kernels, meta_copy, sample_inputs, without_cache
 from autopar.dry_run.operators import on_meta
+from autopar.errors import ConfigError
 from autopar.foreign.fake_world import FakeWork, World, fake_world, without_data
 from autopar.tools.planner.hardware import Gpu
 from autopar.tools.rehearsal.cast import Answers, LeftAloneError, Told
@@ -235,8 +236,8 @@ class _Notes:
 
 def _environment(job: Job, rank: int) -> dict[str, str]:
     """Return what torchrun tells a rank."""
-    at, of = divmod(rank, job.gpus_per_node)[1], min(job.world, job.gpus_per_node)
-    numbers = {"RANK": rank, "WORLD_SIZE": job.world, "LOCAL_RANK": at, "LOCAL_WORLD_SIZE": of}
+    on_node = min(job.world, job.gpus_per_node)
+    numbers = {"RANK": rank, "WORLD_SIZE": job.world, "LOCAL_RANK": rank % on_node, "LOCAL_WORLD_SIZE": on_node}
     return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 
 
@@ -274,12 +275,20 @@ def without_memory(model: PreTrainedModel, *, counted: bool = False, cache: bool
 
 
 def optimizer_of(parameters: Iterable[nn.Parameter], optimizer: str | MakeOptimizer = "adamw") -> torch.optim.Optimizer:
-    """Make the optimizer of a rehearsal: by name, Muon of all matrices; or by a function of the parameters."""
+    """Make the optimizer of a rehearsal: by name, Muon of all matrices; or by a function of the parameters.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
     given = list(parameters)
     if callable(optimizer):
         return optimizer(given)
     if optimizer == "muon":
         return torch.optim.Muon([parameter for parameter in given if parameter.ndim == 2], lr=1e-4)
+    if optimizer != "adamw":
+        raise ConfigError(
+            f"rehearse: optimizer={optimizer!r} is neither 'adamw' nor 'muon', nor a function that makes it"
+        )
     return torch.optim.AdamW(given, lr=1e-4)
 
 

@@ -25,7 +25,7 @@ from autopar.policy.described_model import model_inside
 from autopar.policy.match import find_policy, given_policy
 from autopar.tools.planner.candidate import mesh_words
 from autopar.tools.planner.hardware import Gpu, find_gpu
-from autopar.tools.rehearsal.against import Way, ways
+from autopar.tools.rehearsal.against import Way, check_world, ways
 from autopar.tools.rehearsal.cast import standing_for, standing_in
 from autopar.tools.rehearsal.coordinates import axes_of, casts, coordinates_of
 from autopar.tools.rehearsal.deadlock import stuck, where_awaited
@@ -98,7 +98,12 @@ class Rehearsal:
         Path(file).write_text(text, encoding="utf-8")
 
     def against(self, traces: Traces) -> list[Way]:
-        """Compare the traces of a job, of :func:`autopar.distributed.trace.read`, with this one (:func:`ways`)."""
+        """Compare the traces of a job, of :func:`autopar.distributed.trace.read`, with this one (:func:`ways`).
+
+        Raises:
+            ConfigError: they are of another number of ranks.
+        """
+        check_world(traces, self.world)
         rehearsed = tuple(self.traces)
         return ways(traces, self.traces, lambda rank: standing_for(rank, rehearsed, self.coordinates))
 
