@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,13 @@ def train(model: Any, parts: list[dict[str, torch.Tensor]]) -> list[torch.Tensor
     return [loss.detach() for loss in losses]
 
 
-def check_training(form: str, family: str, config: dict[str, Any], **settings: Any) -> Any:
+def check_training(
+    form: str, family: str, config: dict[str, Any], trains: tuple[Any, Any] = (train, train), **settings: Any
+) -> Any:
     plain, model = adapted(form, family, **settings), adapted(form, family, **settings)
     model = autopar.initialize(model, config)
     parts = batches(2)
-    for one, other in zip(train(plain, parts), train(model, parts), strict=True):
+    for one, other in zip(trains[0](plain, parts), trains[1](model, parts), strict=True):
         close(other, one, "loss")
     found, due = whole_of(model, gradients(model)), gradients(plain)
     assert set(found) == set(due)
@@ -66,9 +69,34 @@ def test_losses_and_gradients(form: str, family: str) -> None:
 @pooled(world_size=2)
 def test_int8_is_trained_by_the_product_of_gpus() -> None:
     functions = pytest.importorskip("bitsandbytes.autograd._functions")
+    quantize, of_plain, moved = functions.F.int8_vectorwise_quant, [], []
+
+    def keep(inputs: torch.Tensor, threshold: float = 0.0) -> Any:
+        of_plain.append(quantize(inputs, threshold=threshold))
+        return of_plain[-1]
+
+    def follow(inputs: torch.Tensor, threshold: float = 0.0) -> Any:
+        """Take the plain model's numbers: a sum in another order now and then moves an input to the next of 255."""
+        numbers, scales, outliers = quantize(inputs, threshold=threshold)
+        due, due_scales, _ = of_plain.pop(0)
+        if numbers.shape != due.shape:  # inputs of a row layer, and four columns for their scale
+            cut = numbers.shape[1] - 4
+            due = torch.cat([due[:, :cut] if dist.get_rank() == 0 else due[:, -cut:], numbers[:, cut:]], 1)
+        moved.append((numbers.int() - due).abs())
+        close(scales, due_scales, "scales", 1e-3)  # of fp16
+        return due, due_scales, outliers
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(functions, "MatMul8bitFp", functions.MatMul8bitLt)  # a CPU multiplies unrounded inputs
-        check_training("int8", "llama", {"tp": 2})
+
+        def train_with(quantized: Any, model: Any, parts: Any) -> Any:
+            patch.setattr(functions.F, "int8_vectorwise_quant", quantized)
+            return train(model, parts)
+
+        both = functools.partial(train_with, keep), functools.partial(train_with, follow)
+        check_training("int8", "llama", {"tp": 2}, trains=both)
+    assert len(moved) == 2 * 14 and not of_plain
+    assert max(each.max() for each in moved) <= 1 and sum(each.sum() for each in moved) <= 20  # of some 100,000
 
 
 @pooled(world_size=2)
