@@ -117,7 +117,8 @@ class Call(NamedTuple):
         if self.kind == "broadcast":
             peer = f" from rank {self.group.ranks[self.peer]}"
         how = f" ({self.reduction})" if self.reduction not in ("", "sum") else ""
-        return f"{self.kind}{how}{peer} over {self.group.name} [{sizes}] {self.dtype}"
+        carried = f" [{sizes}] {self.dtype}" if self.dtype else ""
+        return f"{self.kind}{how}{peer} over {self.group.name}{carried}"
 
 
 def _numel(size: Iterable[int]) -> int:

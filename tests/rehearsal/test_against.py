@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.distributed.trace import Call, Group
+from autopar.tools.cli.rehearse import ways_in_words as in_words
 from autopar.tools.rehearsal.against import ways
 
 TP, PP = Group("tp", (0, 1)), Group("pp", (0, 2))
@@ -66,6 +67,24 @@ def test_a_group_that_the_rehearsal_lacks_is_another_way() -> None:
         "  where the rehearsal has no call over world",
         "rank 0 over tp: 1 step as rehearsed",
     ]
+
+
+def test_the_command_tells_ranks_of_one_way_together_and_also_how_far_others_came() -> None:
+    stray = call("all_reduce", 64, group=Group("world", (0, 1, 2, 3)), where="train.py:41")
+    parts = [("step", one) for one in STEP]
+    traces = {rank: [*STEP, *STEP[: rank % 2], stray] for rank in range(4)}
+    lines = in_words(ways(traces, {0: parts}, lambda rank: 0))
+    assert lines == [
+        "4 ranks, 0 first, over world: all_reduce over world [64] float32\n    train.py:41\n"
+        "  where the rehearsal has no call over world",
+        "2 ranks, 0 first, over tp: 1 step as rehearsed",
+        "2 ranks, 1 first, over tp: 1 step as rehearsed, and 1 of 3 calls of the next",
+    ]
+    strays = [stray._replace(group=Group(f"own {number}", (0, 1))) for number in range(7)]
+    lines = in_words(ways({1: strays}, {0: parts}, lambda rank: 0))
+    assert (
+        len(lines) == 7 and lines[0].startswith("rank 1 over own ") and lines[5] == "... and 2 more: --json lists all"
+    )
 
 
 def test_partners_are_as_far_away_as_those_of_who_stands_for_a_rank() -> None:

@@ -197,7 +197,32 @@ def one_after_the_other_on_nccl(model: Any, *_: Any) -> None:
     received.wait()
 
 
+def a_sum_that_a_rank_skips(model: Any, optimizer: Any, batch: Any) -> None:
+    for step in range(3):
+        total = torch.tensor(1.0)
+        if (rank(), step) != (2, 1):
+            dist.all_reduce(total)
+        model.save_parallelized("checkpoint")
+
+
+def numbers_in_another_order(model: Any, optimizer: Any, batch: Any) -> None:
+    total, settings = torch.tensor(1.0), torch.tensor(1.0)
+    calls = [lambda: dist.all_reduce(total), lambda: dist.broadcast(settings, 0)]
+    for call in reversed(calls) if rank() == 3 else calls:
+        call()
+
+
+def saved_by_rank_0_alone(model: Any, optimizer: Any, batch: Any) -> None:
+    for _ in range(2_000):  # calls that a pipe does not hold
+        dist.all_reduce(on_device(model, 3))
+    if rank() == 0:
+        model.save_parallelized("checkpoint")
+
+
 WRONG: dict[Loop, str] = {
+    a_sum_that_a_rank_skips: "rank 2: barrier over world\n    autopar/checkpoint/save.py:",
+    numbers_in_another_order: "rank 0: all_reduce over world [a number] float32",
+    saved_by_rank_0_alone: "The first that it does not have: barrier over world\n    autopar/checkpoint/save.py:",
     another_operation: "reduce in different ways, sum and max",
     another_operation_of_functions: "reduce in different ways, sum and max",
     equal_groups_crossed: "waits in all_reduce over group #2 [3] float32",
@@ -259,3 +284,20 @@ def test_what_backends_refuse_is_refused(name: str, monkeypatch: pytest.MonkeyPa
     loop, text = REFUSED[name]
     with pytest.raises(RuntimeError, match=f"(?s)fails in its rehearsal.*{text}"):
         rehearsed(loop)
+
+
+def different_before(model: Any, optimizer: Any, batch: Any) -> None:
+    dist.all_reduce(on_device(model, 3 + (rank() == 1)))
+    dist.barrier()
+    if rank() == 2:
+        raise ValueError("3 is not 4")
+
+
+@pytest.mark.tier("test")
+def test_what_did_not_fit_before_a_rank_failed_is_told() -> None:
+    with pytest.raises(RuntimeError) as error:
+        rehearsed(different_before)
+    text = str(error.value)
+    assert text.startswith("rank 2 of 4 fails in its rehearsal:\nTraceback")
+    assert "ValueError: 3 is not 4\nBefore that, call " in text and "does not have" not in text
+    assert "have different sizes, [(3,)] and [(4,)]:\n  rank 0: all_reduce over world [3] float32\n" in text

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from autopar.tools.rehearsal.matching import Traces
     from autopar.tools.rehearsal.run import Rehearsal
 
-__all__ = ["rehearse", "trace"]
+__all__ = ["rehearse", "trace", "ways_in_words"]
 
 _PARTS = ("step", "evaluation", "save", "load")
 _SHOWN = 5  # problems, and ranks that wait
@@ -82,7 +82,7 @@ def rehearse(
     elif trace is not None:
         print(f"{trace} is not written: the ranks do not come to an end", file=sys.stderr)
     shown = {**_to_json(found), **({} if real is None else {"ways": [str(way) for way in strayed]})}
-    print(json.dumps(shown, indent=1) if as_json else "\n".join([*_in_words(found), *_ways(strayed)]))
+    print(json.dumps(shown, indent=1) if as_json else "\n".join([*_in_words(found), *ways_in_words(strayed)]))
     if found.problems or any(way.wrong for way in strayed):
         raise typer.Exit(1)
 
@@ -126,18 +126,20 @@ def _traces(folder: Path, world: int | None = None) -> Traces:
     return traces
 
 
-def _ways(strayed: Sequence[Way]) -> list[str]:
-    """Return what is said of a job's traces: ranks that went another way, else where all are."""
-    wrong = [way for way in strayed if way.wrong is not None]
-    if wrong:
-        more = [f"... and {len(wrong) - _SHOWN} more: --json lists all"] if len(wrong) > _SHOWN else []
-        return [*map(str, wrong[:_SHOWN]), *more]
-    alike: dict[str, list[int]] = {}
+def ways_in_words(strayed: Sequence[Way]) -> list[str]:
+    """Return what is said of a job's traces: calls that went another way, then how far ranks came."""
+    alike: dict[tuple[bool, str], list[int]] = {}
     for way in strayed:
-        alike.setdefault(way.told, []).append(way.rank)
-    return [
-        f"{len(ranks)} rank{'s' * (len(ranks) > 1)}, {min(ranks)} first, over {told}" for told, ranks in alike.items()
-    ]
+        alike.setdefault((way.wrong is None, way.told), []).append(way.rank)
+    wrong, right = (
+        [f"{_ranks(alike[key])} over {key[1]}" for key in alike if key[0] is kind] for kind in (False, True)
+    )
+    more = [f"... and {len(wrong) - _SHOWN} more: --json lists all"] if len(wrong) > _SHOWN else []
+    return [*wrong[:_SHOWN], *more, *right]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks, {min(ranks)} first,"
 
 
 def _sections(config: Path | None, given: dict[str, dict[str, Any]]) -> dict[str, Any]:

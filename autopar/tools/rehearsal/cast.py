@@ -20,15 +20,17 @@ from autopar.foreign.c10d import Operator, done, tensors_in
 from autopar.foreign.fake_world import FakeWork
 from autopar.tools.rehearsal.carried import CARRIED, Members
 from autopar.tools.rehearsal.own_sizes import check_sizes
+from autopar.tools.rehearsal.standstill import Standstill
 
 __all__ = ["Answers", "LeftAloneError", "Told", "standing_for", "standing_in"]
 
 _WAIT = 180.0  # seconds for another process of the cast
+_LOOK = 0.5  # seconds until a process that waits looks whether all do
 _END = "end"
 
 
 class LeftAloneError(BaseException):
-    """The rank waits for one whose program has ended; no part of the program may catch it."""
+    """The rank waits for one whose program has ended, or that waits for it; no part of the program may catch it."""
 
 
 def standing_for(rank: int, cast: Sequence[int], coordinates: Sequence[tuple[int, ...]]) -> int:
@@ -74,6 +76,7 @@ class Answers:
         links: a connection to each of the others.
         coordinates: of every rank of the world, the one that matters most first: (stage, cp, ep, tp, dp).
         earlier: what ranks have told in casts before.
+        standstill: of the cast.
         finishes: called with the handle of each message that is received, and with what puts numbers into it.
 
     Attributes:
@@ -87,10 +90,11 @@ class Answers:
         links: dict[int, Connection],
         coordinates: Sequence[tuple[int, ...]],
         earlier: Mapping[int, Told],
+        standstill: Standstill,
         finishes: Callable[[FakeWork, Callable[[], None] | None], None],
     ) -> None:
         self._rank, self._cast, self._links, self._coordinates = rank, tuple(cast), links, coordinates
-        self._earlier, self._finishes = earlier, finishes
+        self._earlier, self._standstill, self._finishes = earlier, standstill, finishes
         self.told = Told([], {})
         self._rounds = 0  # in which all ranks have agreed
         self._who = functools.cache(lambda rank: standing_for(rank, self._cast, self._coordinates))
@@ -206,20 +210,31 @@ class Answers:
         if to == self._rank:
             self._early.setdefault((to, key), []).append(packed)
         else:
+            self._standstill.sends(self._rank, to)
             self._links[to].send((key, packed))
 
     def _receive(self, origin: int, key: Any) -> Any:
         waiting = self._early.setdefault((origin, key), [])
         while not waiting:
-            if origin in self._ended:
+            if origin in self._ended or origin == self._rank:
                 raise LeftAloneError
-            if origin == self._rank or not self._links[origin].poll(_WAIT):
-                raise RuntimeError(f"Timed out waiting: rank {origin} sends nothing for {key} in {_WAIT:g} s")
+            self._wait(origin, key)
             self._take(origin)
         return _unpacked(pickle.loads(waiting.pop(0)))
 
+    def _wait(self, origin: int, key: Any) -> None:
+        """Wait until another process of the cast sends something."""
+        with self._standstill.waits(self._rank, origin):
+            for _ in range(round(_WAIT / _LOOK)):
+                if self._links[origin].poll(_LOOK):
+                    return
+                if self._standstill.holds(self._rank):
+                    raise LeftAloneError
+        raise RuntimeError(f"Timed out waiting: rank {origin} sends nothing for {key} in {_WAIT:g} s")
+
     def _take(self, origin: int) -> None:
         came, packed = self._links[origin].recv()
+        self._standstill.takes(self._rank, origin)
         if came == _END:
             self._ended.add(origin)
         self._early.setdefault((origin, came), []).append(packed)

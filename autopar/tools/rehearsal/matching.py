@@ -19,14 +19,17 @@ MESSAGES = ("send", "recv")
 OF_THE_HOST = "pp control"  # goes over gloo, whose tags keep messages apart, on GPUs as well
 
 
-def differences(traces: Traces, standing_in: Callable[[Sequence[int]], Sequence[int]]) -> Iterator[str]:
+def differences(
+    traces: Traces, standing_in: Callable[[Sequence[int]], Sequence[int]], *, whole: bool = True
+) -> Iterator[str]:
     """Yield what does not fit, in a few lines each: the first of each group, and of each pair that exchanges messages.
 
     Args:
         traces: calls by rank.
         standing_in: returns the traced ranks that stand for those of a group.
+        whole: whether all programs came to their end; else nothing counts as missing.
     """
-    yield from _groups_made(traces)
+    yield from _groups_made(traces, whole)
     by_group = {rank: _by_group(calls) for rank, calls in traces.items()}
     seen: set[tuple[str, tuple[int, ...], tuple[int, ...]]] = set()
     for rank, groups in by_group.items():
@@ -37,8 +40,8 @@ def differences(traces: Traces, standing_in: Callable[[Sequence[int]], Sequence[
             key = (group.name, members, tuple(map(id, lines)))
             if key not in seen:
                 seen.add(key)
-                yield from _collectives(shown)
-            yield from _messages(shown, rank)
+                yield from _collectives(shown, whole)
+            yield from _messages(shown, rank, whole)
             if group.name != OF_THE_HOST:
                 yield from _in_order(shown, rank)
 
@@ -84,7 +87,7 @@ def _line(group: Group, place: int, member: int, by_group: _ByGroup) -> list[Cal
     return groups[most]
 
 
-def _groups_made(traces: Traces) -> Iterator[str]:
+def _groups_made(traces: Traces, whole: bool) -> Iterator[str]:
     """Every rank makes all groups of the world, in one order."""
     made = {rank: [call for call in calls if call.kind == "new_group"] for rank, calls in traces.items()}
     first = next(iter(made), None)
@@ -97,11 +100,11 @@ def _groups_made(traces: Traces) -> Iterator[str]:
                 )
                 break
         else:
-            if len(calls) != len(made[first]):  # type: ignore[index]
+            if whole and len(calls) != len(made[first]):  # type: ignore[index]
                 yield f"rank {first} makes {len(made[first])} groups, rank {rank} makes {len(calls)}"  # type: ignore[index]
 
 
-def _collectives(compared: _Compared) -> Iterator[str]:
+def _collectives(compared: _Compared, whole: bool) -> Iterator[str]:
     lines = [[call for call in line if call.kind not in MESSAGES] for line in compared.lines]
     traced = [(member, id(line)) for member, line in zip(compared.members, compared.lines, strict=True)]
     done = {traced[0]}
@@ -115,7 +118,7 @@ def _collectives(compared: _Compared) -> Iterator[str]:
                 yield _of_two(compared, number, wrong, place, (one, other))
                 break
         else:
-            if len(lines[0]) != len(line):
+            if whole and len(lines[0]) != len(line):
                 yield _missing(compared, place, lines)
     yield from _splits(compared, lines)
 
@@ -193,7 +196,7 @@ def _pairs(compared: _Compared, rank: int) -> Iterator[tuple[int, list[Call], li
             yield ranks[peer], sent, taken
 
 
-def _messages(compared: _Compared, rank: int) -> Iterator[str]:
+def _messages(compared: _Compared, rank: int, whole: bool) -> Iterator[str]:
     name = compared.group.name
     for to, *both in _pairs(compared, rank):
         all_sent, all_taken = map(_by_tag, both)
@@ -207,7 +210,7 @@ def _messages(compared: _Compared, rank: int) -> Iterator[str]:
                     )
                     break
             else:
-                if len(sent) != len(taken):
+                if whole and len(sent) != len(taken):
                     extra = (sent if len(sent) > len(taken) else taken)[min(len(sent), len(taken))]
                     yield (
                         f"rank {rank} sends {len(sent)} messages with tag {tag} to rank {to} over {name}, which "

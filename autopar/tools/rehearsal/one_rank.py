@@ -30,6 +30,7 @@ from autopar.foreign.fake_world import FakeWork, World, fake_world, without_data
 from autopar.tools.planner.hardware import Gpu
 from autopar.tools.rehearsal.cast import Answers, LeftAloneError, Told
 from autopar.tools.rehearsal.disk import without_disk
+from autopar.tools.rehearsal.standstill import Standstill
 from autopar.tools.rehearsal.work import Held, Work, WorkCount
 
 __all__ = [
@@ -108,16 +109,16 @@ _NOTHING: Mapping[int, Told] = {}
 
 def run_cast(
     job: Job, cast: Sequence[int], coordinates: Sequence[tuple[int, ...]], earlier: Mapping[int, Told] = _NOTHING
-) -> dict[int, Rehearsed]:
+) -> tuple[dict[int, Rehearsed], dict[int, str]]:
     """Rehearse some ranks at a time, in a process each, which are forks of this one.
 
     Args:
         earlier: what ranks have told, in earlier casts.
 
-    Raises:
-        RuntimeError: a rank failed; its traceback is told.
+    Returns:
+        Each rank's rehearsal, as far as it came; and the tracebacks of those that failed.
     """
-    context = multiprocessing.get_context("fork")
+    context, standstill = multiprocessing.get_context("fork"), Standstill(cast)
     links: dict[int, dict[int, Connection]] = {rank: {} for rank in cast}
     for place, one in enumerate(cast):
         for other in cast[place + 1 :]:
@@ -126,20 +127,16 @@ def run_cast(
     try:
         for rank in cast:
             results[rank], end = context.Pipe(duplex=False)
-            given = (job, rank, cast, links[rank], coordinates, earlier, end)
+            given = (job, rank, cast, links[rank], coordinates, earlier, standstill, end)
             processes.append(context.Process(target=_main, args=given))
             processes[-1].start()
             end.close()
-        found, failed = _results(results)
+        return _results(results)
     finally:
         for process in processes:
             if sys.exc_info()[0] is not None:
                 process.terminate()
             process.join()
-    if failed:
-        rank = min(failed, key=lambda rank: ("Timed out" in failed[rank], rank))
-        raise RuntimeError(f"rank {rank} of {job.world} fails in its rehearsal:\n{failed[rank]}")
-    return found
 
 
 def _results(results: Mapping[int, Connection]) -> tuple[dict[int, Rehearsed], dict[int, str]]:
@@ -162,13 +159,14 @@ def _main(
     links: dict[int, Connection],
     coordinates: Sequence[tuple[int, ...]],
     earlier: Mapping[int, Told],
+    standstill: Standstill,
     result: Connection,
 ) -> None:
     gc.freeze()  # the collector would go through all that the parent has, and so copy it
     torch.set_num_threads(1)
     count = None if job.gpu is None else WorkCount(job.gpu, _precision(job.config))
     notes = _Notes(count)
-    answers = Answers(rank, cast, links, coordinates, earlier, notes.finishes)
+    answers = Answers(rank, cast, links, coordinates, earlier, standstill, notes.finishes)
     error, written = "", [0]
     try:
         os.environ.update(_environment(job, rank))
@@ -189,8 +187,8 @@ def _main(
     try:
         after, held = (Work(), Held()) if count is None else (count.after or count.take(), count.held)
         found = Rehearsed(notes.parts, notes.work, after, held, max(written), answers.told, notes.waited)
+        answers.end()  # first: a result may wait until others have sent theirs
         result.send((error, found))
-        answers.end()
         sys.stdout.flush()
         sys.stderr.flush()
     finally:

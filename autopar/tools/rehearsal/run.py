@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from autopar.checks.optimizer_probe import probe
 from autopar.config import ParallelConfig
 from autopar.distributed.mesh_sizes import MeshSizes
+from autopar.distributed.trace import Call
 from autopar.dry_run.plan_model import ModelPlans, plan_model, prepared
 from autopar.errors import ConfigError
 from autopar.policy.described_model import model_inside
@@ -195,13 +196,37 @@ def _run(job: Job, plans: ModelPlans, sizes: MeshSizes) -> tuple[dict[int, Rehea
     with prepared(plans):
         chained = made.rows is not None and bool(made.rows.in_runs)
         for cast in casts(sizes, job.config.expert_parallel_size, made.tensors, chained=chained):
-            if not set(cast) <= set(found):
-                found |= run_cast(job, cast, coordinates, {rank: one.told for rank, one in found.items()})
-    calls = {rank: [call for _, call in one.parts] for rank, one in found.items()}
-    traced = tuple(calls)
-    problems = list(differences(calls, functools.cache(lambda ranks: standing_in(ranks, traced, coordinates))))
+            if set(cast) <= set(found):
+                continue
+            made_by, failed = run_cast(job, cast, coordinates, {rank: one.told for rank, one in found.items()})
+            if failed:
+                raise RuntimeError(_failure(job.world, made_by, failed, coordinates))
+            found |= made_by
+    calls = _calls(found)
+    problems = list(differences(calls, _standing(found, coordinates)))
     waited = {rank: one.waited for rank, one in found.items()}
     return found, problems or stuck(calls, waited=waited) or stuck(calls, waited=waited, in_order=True)
+
+
+def _calls(found: Mapping[int, Rehearsed]) -> dict[int, list[Call]]:
+    return {rank: [call for _, call in one.parts] for rank, one in found.items()}
+
+
+def _standing(
+    found: Mapping[int, Rehearsed], coordinates: Sequence[tuple[int, ...]]
+) -> Callable[[Sequence[int]], Sequence[int]]:
+    traced = tuple(found)
+    return functools.cache(lambda ranks: standing_in(ranks, traced, coordinates))
+
+
+def _failure(
+    world: int, found: Mapping[int, Rehearsed], failed: Mapping[int, str], coordinates: Sequence[tuple[int, ...]]
+) -> str:
+    """Say how a rank failed, and what did not fit before."""
+    rank = min(failed, key=lambda rank: ("Timed out" in failed[rank], rank))
+    told = f"rank {rank} of {world} fails in its rehearsal:\n{failed[rank]}"
+    before = next(differences(_calls(found), _standing(found, coordinates), whole=False), "")
+    return told + (f"Before that, {before}" if before else "")
 
 
 def _timeline(found: Mapping[int, Rehearsed], gpu: Gpu, gpus_per_node: int) -> Timeline:
