@@ -74,7 +74,6 @@ def compare(model: Any, plain: Any, replica: int, prompts: list[list[int]], *way
         assert all(made for _, made, _ in expected)
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_generate_batch() -> None:
     model = autopar.initialize(grouped(), {"tp": 2})

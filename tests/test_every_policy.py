@@ -303,7 +303,6 @@ def test_one_two_and_three_kv_heads_on_three() -> None:
         _run([LLAMA, QWEN3, PHI3], 3, heads, kv_heads, thorough=False)
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=4, timeout=300)
 def test_one_two_and_three_kv_heads_on_four() -> None:
     for heads, kv_heads in [(6, 1), (8, 2), (9, 3)]:
@@ -317,7 +316,6 @@ def test_25_heads_on_four() -> None:
     _run([GPT2, BERT], 4, 25, thorough=False)
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=4, timeout=300)
 def test_small_and_odd_vocabularies_on_four() -> None:
     for vocab in (17, 5, 3):  # 3 leaves the last rank without a row

@@ -33,7 +33,6 @@ from tests.small import gpt2, llama
 from tests.worlds import raises_everywhere
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_a_folder_of_shards_on_any_mesh(tmp_path):
     for number, model in enumerate((gpt2(), llama(), build(cases("mamba2")[0], 6, 3))):

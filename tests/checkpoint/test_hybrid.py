@@ -240,8 +240,7 @@ def test_from_every_mesh_to_every_mesh_bit_for_bit(tmp_path):
         run.close()
 
 
-@pytest.mark.tier("test")
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.tier("all"))])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pooled(world_size=4)
 def test_merge_check_and_reshard(tmp_path, precision):
     for mesh in (Mesh(2, 2), Mesh(1, 2, 1), Mesh(2, 1, 3)):

@@ -39,11 +39,7 @@ def check_resume(folder: Path, name: str, mesh: Mesh, precision: str) -> None:
         assert len(differ) > len(kept) / 10  # the fp32 weights say more than the half ones
 
 
-@pytest.mark.tier("test")
-@pytest.mark.parametrize(
-    "precision",
-    ["fp16", pytest.param("fp32", marks=pytest.mark.tier("all")), pytest.param("bf16", marks=pytest.mark.tier("all"))],
-)
+@pytest.mark.parametrize("precision", ["fp16", "fp32", "bf16"])
 @pooled(world_size=2)
 def test_resumed_on_the_same_mesh_of_two_it_is_the_same_run_bit_for_bit(tmp_path, precision):
     for mesh in OF_TWO:

@@ -86,7 +86,6 @@ def bit_exact(folder: Path, tp: int, build: Callable[[], Any], make: Any = None)
     assert len(set(expected)) == 10
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_resumed_on_the_same_mesh_it_is_bit_for_bit_the_same_run_with_dropout(tmp_path):
     bit_exact(tmp_path / "2x2", 2, lambda **more: gpt2(**{**DROPOUT, **more}))

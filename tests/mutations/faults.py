@@ -73,29 +73,29 @@ def problems(faults: list[Fault], root: Path = ROOT) -> list[str]:
     return found + [f"two faults are called {name!r}" for name in sorted(set(names)) if names.count(name) > 1]
 
 
+_COLLECT = """
+import sys
+import pytest
+
+class Tiers:
+    def pytest_collection_finish(self, session):
+        for item in session.items:
+            print(dict(item.user_properties)["tier"], item.nodeid)
+
+options = ["-q", "--collect-only", "-p", "no:cacheprovider", "--tier", "sweep"]
+sys.exit(pytest.main([*options, *sys.argv[1:]], plugins=[Tiers()]))
+"""
+
+
 def tiers_of(faults: Sequence[Fault]) -> list[str]:
-    """Return for each fault the first tier that runs the test which catches it; fresh processes collect them."""
-    found: dict[str, str] = {}
+    """Return for each fault the first tier that runs the test which catches it; a fresh process collects them."""
     files = sorted({fault.caught_by.partition("::")[0] for fault in faults})
-    for tier in TIERS:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "--collect-only",
-            "-p",
-            "no:cacheprovider",
-            "--tier",
-            tier,
-            *files,
-        ]
-        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-        for case in listed:
-            for name in (case, case.partition("[")[0]):
-                found.setdefault(name, tier)
-        if all(fault.caught_by in found for fault in faults):
-            break
+    command = [sys.executable, "-c", _COLLECT, *files]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    order, found = list(TIERS), dict[str, str]()
+    for tier, _, case in (line.partition(" ") for line in listed):
+        for name in (case, case.partition("[")[0]) if tier in order else ():
+            found[name] = min(tier, found.get(name, tier), key=order.index)
     return [found[fault.caught_by] for fault in faults]
 
 

@@ -87,7 +87,6 @@ BY_NAME = (
 )
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_groups_by_name_are_right_and_nothing_is_told() -> None:
     plain = llama(num_hidden_layers=4).train()

@@ -147,7 +147,6 @@ def test_adapters_train_as_on_one_process() -> None:
         same_training(model, sizes(2)).mpu.destroy()
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_pipeline_stages() -> None:
     for schedule, make in (("zero-bubble", lambda: gpt2(n_layer=4)), ("1f1b", t5)):

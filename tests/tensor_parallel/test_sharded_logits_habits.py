@@ -144,8 +144,7 @@ HABITS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.tier("test")
-@pytest.mark.parametrize("chunk", [0, pytest.param(3, marks=pytest.mark.tier("all"))])
+@pytest.mark.parametrize("chunk", [0, 3])
 @pooled(world_size=2)
 def test_habits(chunk: int) -> None:
     (batch,) = language_batches(VOCAB, count=1)

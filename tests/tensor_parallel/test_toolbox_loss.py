@@ -13,7 +13,6 @@ from autopar.errors import ConfigError
 from autopar.layout import even_shards
 from autopar.tensor_parallel.loss import vocab_parallel_cross_entropy
 from tests.pool import pooled
-from tests.tiers import in_tier
 from tests.transports import both_transports
 from tests.worlds import raises_everywhere
 
@@ -67,8 +66,7 @@ def test_the_numbers_of_megatron(transport):
     torch.testing.assert_close(loss, wanted, atol=5e-5, rtol=0)
 
 
-@pytest.mark.tier("test")
-@pytest.mark.parametrize("vocab", [17, 3, *in_tier("all", (50257, 100))])
+@pytest.mark.parametrize("vocab", [17, 3, 50257, 100])
 @both_transports
 @pooled(world_size=4)
 def test_equal_to_torch(vocab, transport):

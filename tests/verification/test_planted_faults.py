@@ -6,7 +6,6 @@ import functools
 from contextlib import ExitStack
 from typing import Any
 
-import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -62,7 +61,6 @@ def test_planted_faults_are_caught_and_attributed() -> None:
     assert any(line.endswith("policies/gpt2.yaml:16: transformer.h.0.attn.c_attn: column") for line in lines)
 
 
-@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_without_a_fault_all_of_it_holds() -> None:
     for mesh in ({"tensor_parallel_size": 2, "sequence_parallel": True}, {"pipeline_parallel_size": 2}, {}):
