@@ -61,6 +61,26 @@ def in_a_ring(model: Any, optimizer: Any, batch: Any) -> None:
             work.wait()
 
 
+def much_of_the_host(model: Any, optimizer: Any, batch: Any) -> None:
+    total = torch.ones(1_000_000)
+    dist.all_reduce(total)
+    assert total[0].item() == 4
+    ways = {0: 1, 1: 0}  # more than a pipe holds, in both directions, before anything is received
+    if rank() in ways:
+        sent = [dist.isend(torch.tensor([float(number)]), ways[rank()]) for number in range(600)]
+        rooms = [torch.zeros(1) for _ in sent]
+        for room in rooms:
+            dist.recv(room, ways[rank()])
+        assert [int(room) for room in rooms] == list(range(600))
+
+
+def numbers_in_a_ring(model: Any, optimizer: Any, batch: Any) -> None:
+    x, y = torch.tensor([float(rank())]), torch.zeros(1)
+    for work in (dist.isend(x, (rank() + 1) % 4), dist.irecv(y, (rank() - 1) % 4)):
+        work.wait()  # gloo carries them, on GPUs as well
+    assert y.item() == (rank() - 1) % 4
+
+
 def settings_of_rank_0(model: Any, optimizer: Any, batch: Any) -> None:
     settings = [{"steps": 3}] if rank() == 0 else [None]
     dist.broadcast_object_list(settings, src=0)
@@ -98,6 +118,7 @@ def parts_of_a_root(model: Any, optimizer: Any, batch: Any) -> None:
 
 
 RIGHT: list[Loop] = [own_groups, in_a_ring, settings_of_rank_0, fewest_batches, as_torchrun_has_it, parts_of_a_root]
+RIGHT += [much_of_the_host, numbers_in_a_ring]
 
 
 @pytest.mark.tier("test")
@@ -212,6 +233,27 @@ def numbers_in_another_order(model: Any, optimizer: Any, batch: Any) -> None:
         call()
 
 
+def received_on_the_host(model: Any, optimizer: Any, batch: Any) -> None:
+    if rank() == 0:
+        dist.send(on_device(model, 3), 1)
+    elif rank() == 1:
+        dist.recv(torch.zeros(3), 0)
+        raise ValueError("rank 1 does not come here")
+
+
+def never_sent(model: Any, optimizer: Any, batch: Any) -> None:
+    if rank() == 1:
+        dist.recv(torch.zeros(2), 0)
+    dist.all_reduce(torch.ones(1))
+
+
+def room_for_fewer_numbers(model: Any, optimizer: Any, batch: Any) -> None:
+    if rank() == 0:
+        dist.send(torch.ones(3), 1)
+    elif rank() == 1:
+        dist.recv(torch.zeros(2), 0)
+
+
 def saved_by_rank_0_alone(model: Any, optimizer: Any, batch: Any) -> None:
     for _ in range(2_000):  # calls that a pipe does not hold
         dist.all_reduce(on_device(model, 3))
@@ -222,6 +264,9 @@ def saved_by_rank_0_alone(model: Any, optimizer: Any, batch: Any) -> None:
 WRONG: dict[Loop, str] = {
     a_sum_that_a_rank_skips: "rank 2: barrier over world\n    autopar/checkpoint/save.py:",
     numbers_in_another_order: "rank 0: all_reduce over world [a number] float32",
+    received_on_the_host: "is sent from a device and received on the CPU",
+    never_sent: "rank 1 waits in recv from rank 0 over world [2] float32",
+    room_for_fewer_numbers: "send to rank 1 over world [3] float32 and received as recv from rank 0 over world [2]",
     saved_by_rank_0_alone: "The first that it does not have: barrier over world\n    autopar/checkpoint/save.py:",
     another_operation: "reduce in different ways, sum and max",
     another_operation_of_functions: "reduce in different ways, sum and max",

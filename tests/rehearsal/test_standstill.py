@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
+import pytest
+
+from autopar.distributed.trace import Call, Group
+from autopar.tools.rehearsal.deadlock import standing
 from autopar.tools.rehearsal.standstill import Standstill
 
 
@@ -35,3 +39,33 @@ def test_who_waits_for_a_ring_is_not_in_it() -> None:
     with ExitStack() as stack:
         waiting(standstill, {0: 1, 1: 2, 2: 1}, stack)
         assert not standstill.holds(0) and standstill.holds(1) and standstill.holds(2)
+
+
+def test_who_takes_a_message_while_others_look_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    standstill, link = Standstill([0, 1]), Standstill._link
+    with ExitStack() as stack:
+        waiting(standstill, {0: 1}, stack)
+        theirs = ExitStack()
+        waiting(standstill, {1: 0}, theirs)
+        standstill.sends(0, 1)
+
+        def takes(own: Standstill, origin: int, to: int) -> int:
+            if (origin, to) == (0, 1):
+                monkeypatch.undo()  # once: rank 1 ends its wait and takes what was on its way
+                theirs.close()
+                standstill.takes(1, 0)
+            return link(own, origin, to)
+
+        monkeypatch.setattr(Standstill, "_link", takes)
+        assert not standstill.holds(0)
+
+
+def test_those_are_named_first_of_whom_fewest_wait() -> None:
+    one, other = (
+        Call(kind, Group("world", (0, 1, 2)), ((3,),), "float32", where="a.py:1") for kind in ("barrier", "gather")
+    )
+    assert standing({0: one, 1: other, 2: one}) == [
+        "rank 1 waits in gather over world [3] float32\n    a.py:1",
+        "ranks 0, 2 wait in barrier over world [3] float32\n    a.py:1",
+    ]
+    assert standing({}) == []

@@ -13,7 +13,7 @@ import torch
 
 from autopar.distributed.trace import Call
 
-__all__ = ["CARRIED", "Members"]
+__all__ = ["CARRIED", "Members", "fill"]
 
 Members = list[list[torch.Tensor]]
 """Tensors that each rank of a group gives."""
@@ -29,7 +29,8 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _fill(out: torch.Tensor, value: torch.Tensor) -> None:
+def fill(out: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy numbers; ones, where there are more or fewer of them."""
     if out.numel() == value.numel():
         out.copy_(value.reshape(out.shape))
     else:
@@ -47,13 +48,13 @@ def _all_reduce(call: Call, place: int, out: list[torch.Tensor], members: Member
     if call.kind == "reduce" and call.peer != place:
         return
     for number, x in enumerate(out):
-        _fill(x, _reduced(call, x, [given[number] for given in members if number < len(given)]))
+        fill(x, _reduced(call, x, [given[number] for given in members if number < len(given)]))
 
 
 def _reduce_scatter(call: Call, place: int, out: list[torch.Tensor], members: Members) -> None:
     for number, x in enumerate(out):
         parts = [_part(given[number:] if len(given) == len(out) else given, place, len(members)) for given in members]
-        _fill(x, _reduced(call, x, parts))
+        fill(x, _reduced(call, x, parts))
 
 
 def _part(given: list[torch.Tensor], place: int, of: int) -> torch.Tensor:
@@ -66,34 +67,34 @@ def _part(given: list[torch.Tensor], place: int, of: int) -> torch.Tensor:
 def _all_gather(call: Call, place: int, out: list[torch.Tensor], members: Members) -> None:
     firsts = [given[0] for given in members if given]
     if len(out) == 1:
-        _fill(out[0], torch.cat([first.reshape(-1) for first in firsts]))
+        fill(out[0], torch.cat([first.reshape(-1) for first in firsts]))
     else:
         for x, first in zip(out, firsts, strict=False):
-            _fill(x, first)
+            fill(x, first)
 
 
 def _broadcast(call: Call, place: int, out: list[torch.Tensor], members: Members) -> None:
     for x, value in itertools.zip_longest(out, members[call.peer][: len(out)], fillvalue=torch.empty(0)):
-        _fill(x, value)
+        fill(x, value)
 
 
 def _gather(call: Call, place: int, out: list[torch.Tensor], members: Members) -> None:
     for x, given in zip(out, members, strict=False):  # nothing, but on the root
-        _fill(x, given[0])
+        fill(x, given[0])
 
 
 def _scatter(call: Call, place: int, out: list[torch.Tensor], members: Members) -> None:
     for x in out:
-        _fill(x, _part(members[call.peer], place, len(members)))  # nothing, if who stands for the root is not one
+        fill(x, _part(members[call.peer], place, len(members)))  # nothing, if who stands for the root is not one
 
 
 def _all_to_all(call: Call, place: int, out: list[torch.Tensor], members: Members) -> None:
     parts = [_part(given, place, len(members)) for given in members]
     if len(out) == 1:
-        _fill(out[0], torch.cat([part.reshape(-1) for part in parts]))
+        fill(out[0], torch.cat([part.reshape(-1) for part in parts]))
     else:
         for x, part in zip(out, parts, strict=False):
-            _fill(x, part)
+            fill(x, part)
 
 
 CARRIED = {

@@ -7,10 +7,8 @@ messages travel between these processes. Tensors of the model have no memory, an
 from __future__ import annotations
 
 import functools
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
@@ -18,19 +16,11 @@ import torch
 from autopar.distributed.trace import Call, Group
 from autopar.foreign.c10d import Operator, done, tensors_in
 from autopar.foreign.fake_world import FakeWork
-from autopar.tools.rehearsal.carried import CARRIED, Members
+from autopar.tools.rehearsal.carried import CARRIED, Members, fill
+from autopar.tools.rehearsal.links import LeftAloneError, Links, packed, unpacked
 from autopar.tools.rehearsal.own_sizes import check_sizes
-from autopar.tools.rehearsal.standstill import Standstill
 
-__all__ = ["Answers", "LeftAloneError", "Told", "standing_for", "standing_in"]
-
-_WAIT = 180.0  # seconds for another process of the cast
-_LOOK = 0.5  # seconds until a process that waits looks whether all do
-_END = "end"
-
-
-class LeftAloneError(BaseException):
-    """The rank waits for one whose program has ended, or that waits for it; no part of the program may catch it."""
+__all__ = ["Answers", "Told", "standing_for", "standing_in"]
 
 
 def standing_for(rank: int, cast: Sequence[int], coordinates: Sequence[tuple[int, ...]]) -> int:
@@ -73,10 +63,9 @@ class Answers:
     Args:
         rank: this one.
         cast: ranks that are rehearsed beside it, itself among them.
-        links: a connection to each of the others.
+        links: to the others.
         coordinates: of every rank of the world, the one that matters most first: (stage, cp, ep, tp, dp).
         earlier: what ranks have told in casts before.
-        standstill: of the cast.
         finishes: called with the handle of each message that is received, and with what puts numbers into it.
 
     Attributes:
@@ -87,21 +76,18 @@ class Answers:
         self,
         rank: int,
         cast: Sequence[int],
-        links: dict[int, Connection],
+        links: Links,
         coordinates: Sequence[tuple[int, ...]],
         earlier: Mapping[int, Told],
-        standstill: Standstill,
         finishes: Callable[[FakeWork, Callable[[], None] | None], None],
     ) -> None:
         self._rank, self._cast, self._links, self._coordinates = rank, tuple(cast), links, coordinates
-        self._earlier, self._standstill, self._finishes = earlier, standstill, finishes
+        self._earlier, self._finishes = earlier, finishes
         self.told = Told([], {})
         self._rounds = 0  # in which all ranks have agreed
         self._who = functools.cache(lambda rank: standing_for(rank, self._cast, self._coordinates))
-        self._early: dict[tuple[int, Any], list[bytes]] = {}
         self._counts: dict[Any, int] = {}
         self._turns: dict[Group, int] = {}
-        self._ended: set[int] = set()
         self.root = -1  # of a broadcast for which this rank gives what another one would
 
     def __call__(self, operator: Operator, call: Call, args: tuple[Any, ...]) -> Any:
@@ -133,7 +119,7 @@ class Answers:
 
         This, ``tell`` and ``ask`` stand in for :class:`autopar.distributed.agree._Star`.
         """
-        said = {rank: own if rank == self._rank else self._receive(rank, "report") for rank in self._cast}
+        said = {rank: own if rank == self._rank else self._links.receive(rank, "report") for rank in self._cast}
         return [said[self._who(rank)] for rank in range(len(self._coordinates))]
 
     def tell(self, answer: Any) -> None:
@@ -141,26 +127,18 @@ class Answers:
         self.told.verdicts.append(answer)
         for rank in self._cast:
             if rank != self._rank:
-                self._send(rank, "answer", answer)
+                self._links.send(rank, "answer", answer)
 
     def ask(self, report: Any) -> Any:
         """Report to rank 0; return its answer, which it gave before if it is not here."""
         if 0 in self._cast:
-            self._send(0, "report", report)
-            return self._receive(0, "answer")
+            self._links.send(0, "report", report)
+            return self._links.receive(0, "answer")
         self._rounds += 1
         verdicts = self._earlier[0].verdicts
         if self._rounds > len(verdicts):
             raise LeftAloneError
         return verdicts[self._rounds - 1]
-
-    def end(self) -> None:
-        """Tell the others that this rank's program has ended, and wait until theirs have: they may be sending."""
-        for rank in self._links:
-            self._send(rank, _END, None)
-        for rank, link in self._links.items():
-            while rank not in self._ended and link.poll(_WAIT):
-                self._take(rank)
 
     def as_issued(self, call: Call) -> Call:
         """Return a call as the rank would issue it that has all others beside it."""
@@ -172,11 +150,11 @@ class Answers:
         key = (call.group.name, ranks if {*ranks} <= {*self._cast} else (), call.kind)  # others have groups like it
         if call.kind == "send":
             for x in given:
-                self._send(self._who(ranks[call.peer]), ("message", call.group.name, call.tag), x)
+                self._links.send(self._who(ranks[call.peer]), ("message", call.group.name, call.tag), x)
             return
         if call.kind == "recv":
             for x in out:
-                x.copy_(self._receive(self._who(ranks[call.peer]), ("message", call.group.name, call.tag)))
+                fill(x, self._links.receive(self._who(ranks[call.peer]), ("message", call.group.name, call.tag)))
             return
         if call.kind == "all_to_all" and len(given) == 1 and call.splits:
             given = list(given[0].split(list(call.splits[0])))
@@ -193,71 +171,14 @@ class Answers:
         turn = self._turns[call.group] = self._turns.get(call.group, 0) + 1
         root = call.group.ranks[call.peer]
         if root == self._rank:
-            self.told.given[call.group, turn] = _packed(given)
+            self.told.given[call.group, turn] = packed(given)
         elif root not in self._cast and root in self._earlier:
-            members[call.peer] = _unpacked(self._earlier[root].given.get((call.group, turn), []))
+            members[call.peer] = unpacked(self._earlier[root].given.get((call.group, turn), []))
 
     def _everyone(self, ranks: Sequence[int], key: Any, given: list[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
         """Exchange what each process of the cast gives that stands for one of these ranks."""
         others = {self._who(rank) for rank in ranks} - {self._rank}
         turn = self._counts[key] = self._counts.get(key, 0) + 1
         for other in others:
-            self._send(other, (key, turn), given)
-        return {self._rank: given, **{other: self._receive(other, (key, turn)) for other in others}}
-
-    def _send(self, to: int, key: Any, value: Any) -> None:
-        packed = pickle.dumps(_packed(value))
-        if to == self._rank:
-            self._early.setdefault((to, key), []).append(packed)
-        else:
-            self._standstill.sends(self._rank, to)
-            self._links[to].send((key, packed))
-
-    def _receive(self, origin: int, key: Any) -> Any:
-        waiting = self._early.setdefault((origin, key), [])
-        while not waiting:
-            if origin in self._ended or origin == self._rank:
-                raise LeftAloneError
-            self._wait(origin, key)
-            self._take(origin)
-        return _unpacked(pickle.loads(waiting.pop(0)))
-
-    def _wait(self, origin: int, key: Any) -> None:
-        """Wait until another process of the cast sends something."""
-        with self._standstill.waits(self._rank, origin):
-            for _ in range(round(_WAIT / _LOOK)):
-                if self._links[origin].poll(_LOOK):
-                    return
-                if self._standstill.holds(self._rank):
-                    raise LeftAloneError
-        raise RuntimeError(f"Timed out waiting: rank {origin} sends nothing for {key} in {_WAIT:g} s")
-
-    def _take(self, origin: int) -> None:
-        came, packed = self._links[origin].recv()
-        self._standstill.takes(self._rank, origin)
-        if came == _END:
-            self._ended.add(origin)
-        self._early.setdefault((origin, came), []).append(packed)
-
-
-def _packed(value: Any) -> Any:
-    """Arrays travel, and plain data; a tensor without memory as its shape."""
-    if isinstance(value, list):
-        return [_packed(each) for each in value]
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.is_meta:
-        return (tuple(value.shape), value.dtype)
-    return value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), tuple(value.shape), value.dtype
-
-
-def _unpacked(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_unpacked(each) for each in value]
-    if not isinstance(value, tuple):
-        return value
-    if len(value) == 2:
-        return torch.empty(value[0], dtype=value[1], device="meta")
-    data, shape, dtype = value
-    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    return flat.view(dtype).view(shape)
+            self._links.send(other, (key, turn), given)
+        return {self._rank: given, **{other: self._links.receive(other, (key, turn)) for other in others}}

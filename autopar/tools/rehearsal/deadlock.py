@@ -6,10 +6,11 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autopar.distributed.barrier import names_of
 from autopar.distributed.trace import Call
 from autopar.tools.rehearsal.matching import MESSAGES, OF_THE_HOST, Traces
 
-__all__ = ["latest", "stuck", "waiting", "where_awaited"]
+__all__ = ["latest", "standing", "stuck", "waiting", "where_awaited"]
 
 
 Waited = Mapping[int, int]
@@ -51,14 +52,14 @@ def waiting(
 
     Args:
         in_order: as over nccl, a group carries one message of a rank after the other: none goes before the one that
-            was issued first has been received. Those of a batch go at the same time.
+            was issued first has been received. Those of a batch go at the same time; numbers of the CPU go over gloo.
         waited: of each rank; without, a receiver waits at once.
     """
     played = {}
     for rank, calls in traces.items():
         awaited = (waited or {}).get(rank, {})
         if in_order:
-            awaited = {number: before for number, before in awaited.items() if calls[number].batched}
+            awaited = {number: before for number, before in awaited.items() if _beside(calls[number])}
         ordered = (calls[number] for number in where_awaited(calls, awaited))
         played[rank] = deque(call for call in ordered if call.kind != "new_group")
     return _Play(played, in_order).run()
@@ -71,6 +72,23 @@ def stuck(
     over = "over nccl, where a group carries one message after the other, " if in_order else ""
     left = waiting(traces, in_order=in_order, waited=waited)
     return [f"{over}rank {rank} waits in {call}\n    {call.where}" for rank, call in left.items()]
+
+
+def standing(calls: Mapping[int, Call]) -> list[str]:
+    """Say in which calls ranks wait for ever, those first in which fewest do."""
+    at: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank, call in calls.items():
+        at[str(call), call.where].append(rank)
+    fewest = sorted(at.items(), key=lambda one: len(one[1]))
+    return [
+        f"{names_of(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {call}\n    {where}"
+        for (call, where), ranks in fewest
+    ]
+
+
+def _beside(call: Call) -> bool:
+    """Return whether a message goes beside others of its group, over nccl: of a batch, or over gloo, from the CPU."""
+    return call.batched or call.control or call.group.name == OF_THE_HOST
 
 
 @dataclass
@@ -127,4 +145,4 @@ class _Play:
         return True
 
     def _one_by_one(self, call: Call) -> bool:
-        return self.in_order and not call.batched and call.group.name != OF_THE_HOST
+        return self.in_order and not _beside(call)

@@ -7,7 +7,7 @@ group of the same name.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from autopar.distributed.trace import Call, Group
@@ -20,16 +20,16 @@ OF_THE_HOST = "pp control"  # goes over gloo, whose tags keep messages apart, on
 
 
 def differences(
-    traces: Traces, standing_in: Callable[[Sequence[int]], Sequence[int]], *, whole: bool = True
+    traces: Traces, standing_in: Callable[[Sequence[int]], Sequence[int]], *, cut: Collection[int] = ()
 ) -> Iterator[str]:
     """Yield what does not fit, in a few lines each: the first of each group, and of each pair that exchanges messages.
 
     Args:
         traces: calls by rank.
         standing_in: returns the traced ranks that stand for those of a group.
-        whole: whether all programs came to their end; else nothing counts as missing.
+        cut: ranks whose programs did not come to their end: nothing counts as missing there.
     """
-    yield from _groups_made(traces, whole)
+    yield from _groups_made(traces, cut)
     by_group = {rank: _by_group(calls) for rank, calls in traces.items()}
     seen: set[tuple[str, tuple[int, ...], tuple[int, ...]]] = set()
     for rank, groups in by_group.items():
@@ -40,8 +40,8 @@ def differences(
             key = (group.name, members, tuple(map(id, lines)))
             if key not in seen:
                 seen.add(key)
-                yield from _collectives(shown, whole)
-            yield from _messages(shown, rank, whole)
+                yield from _collectives(shown, cut)
+            yield from _messages(shown, rank, cut)
             if group.name != OF_THE_HOST:
                 yield from _in_order(shown, rank)
 
@@ -87,7 +87,7 @@ def _line(group: Group, place: int, member: int, by_group: _ByGroup) -> list[Cal
     return groups[most]
 
 
-def _groups_made(traces: Traces, whole: bool) -> Iterator[str]:
+def _groups_made(traces: Traces, cut: Collection[int]) -> Iterator[str]:
     """Every rank makes all groups of the world, in one order."""
     made = {rank: [call for call in calls if call.kind == "new_group"] for rank, calls in traces.items()}
     first = next(iter(made), None)
@@ -100,11 +100,11 @@ def _groups_made(traces: Traces, whole: bool) -> Iterator[str]:
                 )
                 break
         else:
-            if whole and len(calls) != len(made[first]):  # type: ignore[index]
+            if {rank, first}.isdisjoint(cut) and len(calls) != len(made[first]):  # type: ignore[index]
                 yield f"rank {first} makes {len(made[first])} groups, rank {rank} makes {len(calls)}"  # type: ignore[index]
 
 
-def _collectives(compared: _Compared, whole: bool) -> Iterator[str]:
+def _collectives(compared: _Compared, cut: Collection[int]) -> Iterator[str]:
     lines = [[call for call in line if call.kind not in MESSAGES] for line in compared.lines]
     traced = [(member, id(line)) for member, line in zip(compared.members, compared.lines, strict=True)]
     done = {traced[0]}
@@ -118,7 +118,8 @@ def _collectives(compared: _Compared, whole: bool) -> Iterator[str]:
                 yield _of_two(compared, number, wrong, place, (one, other))
                 break
         else:
-            if whole and len(lines[0]) != len(line):
+            fewer = compared.members[0 if len(lines[0]) < len(line) else place]
+            if len(lines[0]) != len(line) and fewer not in cut:
                 yield _missing(compared, place, lines)
     yield from _splits(compared, lines)
 
@@ -196,7 +197,7 @@ def _pairs(compared: _Compared, rank: int) -> Iterator[tuple[int, list[Call], li
             yield ranks[peer], sent, taken
 
 
-def _messages(compared: _Compared, rank: int, whole: bool) -> Iterator[str]:
+def _messages(compared: _Compared, rank: int, cut: Collection[int]) -> Iterator[str]:
     name = compared.group.name
     for to, *both in _pairs(compared, rank):
         all_sent, all_taken = map(_by_tag, both)
@@ -209,8 +210,16 @@ def _messages(compared: _Compared, rank: int, whole: bool) -> Iterator[str]:
                         f"{two}\n  {one.where}\n  {two.where}"
                     )
                     break
+                if one.control != two.control:
+                    devices = [("a device", "the CPU")[call.control] for call in (one, two)]
+                    yield (
+                        f"message {number} from rank {rank} to rank {to} over {name}, {one}, is sent from {devices[0]} "
+                        f"and received on {devices[1]}\n  {one.where}\n  {two.where}"
+                    )
+                    break
             else:
-                if whole and len(sent) != len(taken):
+                fewer = rank if len(sent) < len(taken) else compared.members[compared.group.ranks.index(to)]
+                if len(sent) != len(taken) and fewer not in cut:
                     extra = (sent if len(sent) > len(taken) else taken)[min(len(sent), len(taken))]
                     yield (
                         f"rank {rank} sends {len(sent)} messages with tag {tag} to rank {to} over {name}, which "
@@ -226,8 +235,9 @@ def _by_tag(calls: Sequence[Call]) -> dict[int, list[Call]]:
 
 
 def _in_order(compared: _Compared, rank: int) -> Iterator[str]:
-    """A message is received as it was sent, the first one first: nccl has no tags."""
-    for to, sent, taken in _pairs(compared, rank):
+    """A message is received as it was sent, the first one first: nccl has no tags. Numbers of the CPU go over gloo."""
+    for to, *both in _pairs(compared, rank):
+        sent, taken = ([call for call in calls if not call.control] for calls in both)
         for number, (one, two) in enumerate(zip(sent, taken, strict=False)):
             if one.tag != two.tag:
                 yield (

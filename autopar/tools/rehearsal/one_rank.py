@@ -28,8 +28,9 @@ from autopar.dry_run.operators import on_meta
 from autopar.errors import ConfigError
 from autopar.foreign.fake_world import FakeWork, World, fake_world, without_data
 from autopar.tools.planner.hardware import Gpu
-from autopar.tools.rehearsal.cast import Answers, LeftAloneError, Told
+from autopar.tools.rehearsal.cast import Answers, Told
 from autopar.tools.rehearsal.disk import without_disk
+from autopar.tools.rehearsal.links import LeftAloneError, Links
 from autopar.tools.rehearsal.standstill import Standstill
 from autopar.tools.rehearsal.work import Held, Work, WorkCount
 
@@ -63,6 +64,7 @@ class Rehearsed(NamedTuple):
         written: bytes of its files, in the save that writes most.
         told: what it told other ranks.
         waited: the number of each message that is received -> of the call before which it is waited for.
+        stands_at: the number of the call in which it waits for ever; -1: its program came to an end.
     """
 
     parts: list[Part]
@@ -72,6 +74,7 @@ class Rehearsed(NamedTuple):
     written: int = 0
     told: Told = Told([], {})
     waited: Mapping[int, int] = {}
+    stands_at: int = -1
 
 
 @dataclass(frozen=True)
@@ -166,8 +169,9 @@ def _main(
     torch.set_num_threads(1)
     count = None if job.gpu is None else WorkCount(job.gpu, _precision(job.config))
     notes = _Notes(count)
-    answers = Answers(rank, cast, links, coordinates, earlier, standstill, notes.finishes)
-    error, written = "", [0]
+    lines = Links(rank, links, standstill)
+    answers = Answers(rank, cast, lines, coordinates, earlier, notes.finishes)
+    error, written, stands_at = "", [0], -1
     try:
         os.environ.update(_environment(job, rank))
         without_disk(written.append)
@@ -181,13 +185,13 @@ def _main(
         with world, counted, Recorder(note, answers, _without_data if count is None else without_data):
             train(job, job.model, notes.now, _unseen if count is None else count.see)
     except LeftAloneError:
-        pass  # the traces say where
+        stands_at = notes.last
     except BaseException:
         error = traceback.format_exc()
     try:
         after, held = (Work(), Held()) if count is None else (count.after or count.take(), count.held)
-        found = Rehearsed(notes.parts, notes.work, after, held, max(written), answers.told, notes.waited)
-        answers.end()  # first: a result may wait until others have sent theirs
+        found = Rehearsed(notes.parts, notes.work, after, held, max(written), answers.told, notes.waited, stands_at)
+        lines.end()  # first: a result may wait until others have sent theirs
         result.send((error, found))
         sys.stdout.flush()
         sys.stderr.flush()
@@ -196,17 +200,23 @@ def _main(
 
 
 class _Notes:
-    """Calls of a rank's program, noted while it runs."""
+    """Calls of a rank's program, noted while it runs.
+
+    Attributes:
+        last: the number of the call that runs.
+    """
 
     def __init__(self, count: WorkCount | None) -> None:
         self.parts: list[Part] = []
         self.work: list[Work] = []
         self.waited: dict[int, int] = {}
         self.now = ["initialize"]
+        self.last = -1
         self._count = count
         self._pending: dict[int, tuple[FakeWork, int, Callable[[], None] | None]] = {}
 
     def note(self, call: Call) -> None:
+        self.last = len(self.parts)
         self.parts.append((self.now[0], call))
         if self._count is not None:
             self.work.append(self._count.take())
@@ -229,6 +239,7 @@ class _Notes:
         if number >= 0:
             self.waited[number] = len(self.parts)
         if finish is not None:
+            self.last = number
             finish()
 
 

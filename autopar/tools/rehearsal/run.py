@@ -29,7 +29,7 @@ from autopar.tools.planner.hardware import Gpu, find_gpu
 from autopar.tools.rehearsal.against import Way, check_world, ways
 from autopar.tools.rehearsal.cast import standing_for, standing_in
 from autopar.tools.rehearsal.coordinates import axes_of, casts, coordinates_of
-from autopar.tools.rehearsal.deadlock import stuck, where_awaited
+from autopar.tools.rehearsal.deadlock import standing, stuck, where_awaited
 from autopar.tools.rehearsal.drawing import chrome_trace, draw
 from autopar.tools.rehearsal.matching import Traces, differences
 from autopar.tools.rehearsal.one_rank import (
@@ -203,7 +203,8 @@ def _run(job: Job, plans: ModelPlans, sizes: MeshSizes) -> tuple[dict[int, Rehea
                 raise RuntimeError(_failure(job.world, made_by, failed, coordinates))
             found |= made_by
     calls = _calls(found)
-    problems = list(differences(calls, _standing(found, coordinates)))
+    at = {rank: one.parts[one.stands_at][1] for rank, one in found.items() if one.stands_at >= 0}
+    problems = [*differences(calls, _standing(found, coordinates), cut=at), *standing(at)]
     waited = {rank: one.waited for rank, one in found.items()}
     return found, problems or stuck(calls, waited=waited) or stuck(calls, waited=waited, in_order=True)
 
@@ -225,7 +226,7 @@ def _failure(
     """Say how a rank failed, and what did not fit before."""
     rank = min(failed, key=lambda rank: ("Timed out" in failed[rank], rank))
     told = f"rank {rank} of {world} fails in its rehearsal:\n{failed[rank]}"
-    before = next(differences(_calls(found), _standing(found, coordinates), whole=False), "")
+    before = next(differences(_calls(found), _standing(found, coordinates), cut=found), "")
     return told + (f"Before that, {before}" if before else "")
 
 

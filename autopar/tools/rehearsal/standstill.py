@@ -58,12 +58,16 @@ class Standstill:
         return at == start and all(self._still(one) == other for one, other in reversed(following))
 
     def _still(self, place: int) -> int:
-        """Return whom a process waits for that has nothing on its way to it; ``_NOBODY``: it goes on."""
+        """Return whom a process waits for that has nothing on its way to it; ``_NOBODY``: it goes on.
+
+        If that one stands, equal counts say that all has been taken, and the process has then begun to wait anew.
+        """
         origin = self._awaited[place]
         if origin == _NOBODY:
             return _NOBODY
         link = self._link(origin, place)
-        return _NOBODY if self._sent[link] > self._taken[link] else origin
+        taken, sent = self._taken[link], self._sent[link]
+        return origin if taken == sent and self._awaited[place] == origin else _NOBODY
 
     def _link(self, origin: int, to: int) -> int:
         return origin * len(self._places) + to
