@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from tests.quantized.models import FAMILIES, FORMS, adapted, batches, quantized
 from tests.worlds import raises_everywhere
 
 peft = pytest.importorskip("peft")
+functional = pytest.importorskip("bitsandbytes.functional")
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
@@ -49,6 +52,52 @@ def check_training(
     return plain, model
 
 
+class RoundedAlike:
+    """Inputs of 8-bit products: the parallelized model takes the numbers of the plain one, which runs first.
+
+    A sum in another order moves an input by its last bit, and so, now and then, to the next of 255 numbers.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Any] = []
+        self.count = 0
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        def keep(inputs: torch.Tensor, threshold: float = 0.0) -> Any:
+            self._kept.append(quantize(inputs, threshold=threshold))
+            return self._kept[-1]
+
+        quantize = functional.int8_vectorwise_quant
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(functional, "int8_vectorwise_quant", keep)
+            yield
+
+    @contextmanager
+    def ours(self) -> Iterator[None]:
+        """Two ranks, whose own numbers may be one step away, now and then."""
+        moved: list[int] = []
+
+        def follow(inputs: torch.Tensor, threshold: float = 0.0) -> Any:
+            numbers, scales, outliers = quantize(inputs, threshold=threshold)
+            due, due_scales, _ = self._kept.pop(0)
+            if numbers.shape != due.shape:  # inputs of a row layer, and four columns for their scale
+                cut = numbers.shape[1] - 4
+                due = torch.cat([due[:, :cut] if dist.get_rank() == 0 else due[:, -cut:], numbers[:, cut:]], 1)
+            steps = (numbers.int() - due).abs()
+            moved.append(int(steps.sum()))
+            close(scales, due_scales, "scales", 1e-3)  # of fp16
+            assert steps.max() <= 1, "another number, and not the next one"
+            return due, due_scales, outliers
+
+        quantize = functional.int8_vectorwise_quant
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(functional, "int8_vectorwise_quant", follow)
+            yield
+        assert not self._kept and sum(moved) <= 20  # of some 100,000
+        self.count += len(moved)
+
+
 @pooled(world_size=2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("form", FORMS)
@@ -60,43 +109,28 @@ def test_losses_and_gradients(form: str, family: str) -> None:
     assert whole * 0.3 < held < whole * 0.7  # 3 heads, 5 blocks of 64
     plain.eval(), model.eval()
     ids = batches(1)[0]["input_ids"][1:]
-    with torch.no_grad():
-        close(model(ids).logits[:], plain(ids).logits, "logits")
-        tokens = [each.generate(input_ids=ids, max_new_tokens=4, do_sample=False) for each in (plain, model)]
-    assert torch.equal(*tokens)
+    alike, tokens = RoundedAlike(), {"max_new_tokens": 4, "do_sample": False}
+    with torch.no_grad(), alike.plain():
+        due, chosen = plain(ids).logits, plain.generate(input_ids=ids, **tokens)
+    with torch.no_grad(), alike.ours():
+        close(model(ids).logits[:], due, "logits")
+        assert torch.equal(model.generate(input_ids=ids, **tokens), chosen)
+    assert bool(alike.count) is (form == "int8")
 
 
 @pooled(world_size=2)
 def test_int8_is_trained_by_the_product_of_gpus() -> None:
-    functions = pytest.importorskip("bitsandbytes.autograd._functions")
-    quantize, of_plain, moved = functions.F.int8_vectorwise_quant, [], []
+    functions, alike = pytest.importorskip("bitsandbytes.autograd._functions"), RoundedAlike()
 
-    def keep(inputs: torch.Tensor, threshold: float = 0.0) -> Any:
-        of_plain.append(quantize(inputs, threshold=threshold))
-        return of_plain[-1]
-
-    def follow(inputs: torch.Tensor, threshold: float = 0.0) -> Any:
-        """Take the plain model's numbers: a sum in another order now and then moves an input to the next of 255."""
-        numbers, scales, outliers = quantize(inputs, threshold=threshold)
-        due, due_scales, _ = of_plain.pop(0)
-        if numbers.shape != due.shape:  # inputs of a row layer, and four columns for their scale
-            cut = numbers.shape[1] - 4
-            due = torch.cat([due[:, :cut] if dist.get_rank() == 0 else due[:, -cut:], numbers[:, cut:]], 1)
-        moved.append((numbers.int() - due).abs())
-        close(scales, due_scales, "scales", 1e-3)  # of fp16
-        return due, due_scales, outliers
+    def train_as(quantized: Any, model: Any, parts: Any) -> Any:
+        with quantized():
+            return train(model, parts)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(functions, "MatMul8bitFp", functions.MatMul8bitLt)  # a CPU multiplies unrounded inputs
-
-        def train_with(quantized: Any, model: Any, parts: Any) -> Any:
-            patch.setattr(functions.F, "int8_vectorwise_quant", quantized)
-            return train(model, parts)
-
-        both = functools.partial(train_with, keep), functools.partial(train_with, follow)
+        both = functools.partial(train_as, alike.plain), functools.partial(train_as, alike.ours)
         check_training("int8", "llama", {"tp": 2}, trains=both)
-    assert len(moved) == 2 * 14 and not of_plain
-    assert max(each.max() for each in moved) <= 1 and sum(each.sum() for each in moved) <= 20  # of some 100,000
+    assert alike.count == 2 * 14
 
 
 @pooled(world_size=2)
