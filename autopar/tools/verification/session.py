@@ -26,6 +26,7 @@ from autopar.pipeline_parallel.stage_forward import Streams, switching
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import DERIVE
 from autopar.policy.schema import Policy
+from autopar.quantized.layers import stored_weights
 from autopar.tensor_parallel.hooks import draw_seeds_alike
 from autopar.tensor_tracking import TensorTracking, tensors_in
 from autopar.tools.verification.batches import Batch, fit, part_of
@@ -88,6 +89,8 @@ class Session:
         dtypes = {parameter.dtype for parameter in self.plain.parameters() if parameter.is_floating_point()}
         if dtypes == {torch.float64}:
             dtypes |= self._computed_in()
+        if any(stored.whole_rows is not None for stored in stored_weights(self.plain).values()):
+            dtypes.add(torch.float16)  # to which such layers round their inputs, and then to 8 bits
         self.tolerance = tolerance_of(*dtypes, *([half] if half is not None else []))
         self.exact = half is None
         self.piped = self.mpu.pp.size > 1 or self.mpu.dp.size > 1
