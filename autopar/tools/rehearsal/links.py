@@ -76,10 +76,13 @@ class Links:
                 raise RuntimeError(f"Timed out waiting: rank {origin} sends nothing for {key} in {_WAIT:g} s")
         return unpacked(waiting.pop(0))
 
-    def end(self) -> None:
-        """Tell the others that this rank's program has ended, and take what they send until theirs have."""
+    def tell_end(self) -> None:
+        """Tell the others that this rank's program has ended."""
         for rank in self._links:
             self.send(rank, _END, None)
+
+    def drain(self) -> None:
+        """Take what the others send until their programs have ended, too."""
         while self._ended < {*self._links}:
             ready = self._readable.poll(1000 * _WAIT)
             if not ready:

@@ -8,9 +8,9 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 import torch
@@ -144,15 +144,18 @@ def run_cast(
 
 def _results(results: Mapping[int, Connection]) -> tuple[dict[int, Rehearsed], dict[int, str]]:
     """Wait for the ranks; return what was found, and the tracebacks of those that failed."""
-    found, failed = {}, {}
-    for rank, result in results.items():
-        try:
-            error, found[rank] = result.recv()
-        except EOFError:
-            error = "its process ended"
-        if error:
-            failed[rank] = error
-    return found, failed
+    found: dict[int, Rehearsed] = {}
+    failed: dict[int, str] = {}
+    left: dict[Any, int] = {result: rank for rank, result in results.items()}
+    while left:
+        ready: list[Any] = wait([*left])
+        for result in ready:
+            rank, error = left.pop(result), "its process ended"
+            with suppress(EOFError):
+                error, found[rank] = result.recv()
+            if error:
+                failed[rank] = error
+    return {rank: found[rank] for rank in results if rank in found}, failed
 
 
 def _main(
@@ -191,8 +194,9 @@ def _main(
     try:
         after, held = (Work(), Held()) if count is None else (count.after or count.take(), count.held)
         found = Rehearsed(notes.parts, notes.work, after, held, max(written), answers.told, notes.waited, stands_at)
-        lines.end()  # first: a result may wait until others have sent theirs
+        lines.tell_end()  # first: others may wait for this rank
         result.send((error, found))
+        lines.drain()
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
