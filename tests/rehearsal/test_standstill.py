@@ -42,22 +42,22 @@ def test_who_waits_for_a_ring_is_not_in_it() -> None:
 
 
 def test_who_takes_a_message_while_others_look_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    standstill, link = Standstill([0, 1]), Standstill._link
-    with ExitStack() as stack:
-        waiting(standstill, {0: 1}, stack)
-        theirs = ExitStack()
-        waiting(standstill, {1: 0}, theirs)
-        standstill.sends(0, 1)
+    standstill, link, looks = Standstill([0, 1, 2]), Standstill._link, list[tuple[int, int]]()
+    with ExitStack() as stack, ExitStack() as theirs:
+        waiting(standstill, {0: 1, 2: 0}, stack)
+        waiting(standstill, {1: 2}, theirs)
 
         def takes(own: Standstill, origin: int, to: int) -> int:
-            if (origin, to) == (0, 1):
-                monkeypatch.undo()  # once: rank 1 ends its wait and takes what was on its way
+            looks.append((origin, to))
+            if looks.count((2, 1)) == 2:  # in the second look rank 1 takes what rank 2 sent behind the first one
+                monkeypatch.undo()
                 theirs.close()
-                standstill.takes(1, 0)
+                standstill.sends(2, 1)
+                standstill.takes(1, 2)
             return link(own, origin, to)
 
         monkeypatch.setattr(Standstill, "_link", takes)
-        assert not standstill.holds(0)
+        assert not standstill.holds(0) and looks.count((2, 1)) == 2
 
 
 def test_those_are_named_first_of_whom_fewest_wait() -> None:

@@ -90,9 +90,11 @@ def _line(group: Group, place: int, member: int, by_group: _ByGroup) -> list[Cal
 def _groups_made(traces: Traces, cut: Collection[int]) -> Iterator[str]:
     """Every rank makes all groups of the world, in one order."""
     made = {rank: [call for call in calls if call.kind == "new_group"] for rank, calls in traces.items()}
-    first = next(iter(made), None)
+    if not made:
+        return
+    first = next(iter(made))
     for rank, calls in made.items():
-        for number, (one, other) in enumerate(zip(made[first], calls, strict=False)):  # type: ignore[index]
+        for number, (one, other) in enumerate(zip(made[first], calls, strict=False)):
             if one.group != other.group:
                 yield (
                     f"group {number} that rank {first} makes is {one.group.name} {list(one.group.ranks)} ({one.where}),"
@@ -100,8 +102,9 @@ def _groups_made(traces: Traces, cut: Collection[int]) -> Iterator[str]:
                 )
                 break
         else:
-            if {rank, first}.isdisjoint(cut) and len(calls) != len(made[first]):  # type: ignore[index]
-                yield f"rank {first} makes {len(made[first])} groups, rank {rank} makes {len(calls)}"  # type: ignore[index]
+            fewer = first if len(made[first]) < len(calls) else rank
+            if len(calls) != len(made[first]) and fewer not in cut:
+                yield f"rank {first} makes {len(made[first])} groups, rank {rank} makes {len(calls)}"
 
 
 def _collectives(compared: _Compared, cut: Collection[int]) -> Iterator[str]:
