@@ -116,7 +116,7 @@ def test_bytes_and_states_are_the_planners(name: str) -> None:
         total = planned.total - planned.reserve
         assert abs(held.optimizer - planned.optimizer) < 50_000, "checks keep samples of weights"
         later = planned.gradients + planned.buffers  # that the peak of activations may not meet
-        assert 0.9 * (total - later) < held.peak < 1.05 * total
+        assert 0.93 * (total - later) < held.peak < 1.04 * total
     assert found.timeline is not None and set(found.timeline.slots) == set(found.traces)
 
 

@@ -147,8 +147,8 @@ class RankMemory:
         weights, gradients, optimizer: exact, of the plan.
         activations, logits: saved for the backward, of all micro-batches that wait.
         work: what the running operation needs beside.
-        buffers: of the model, of collectives and messages, and what FSDP2 gathers.
-        step: what the optimizer's step needs beside; it does not meet activations.
+        buffers: of the model, of messages, and what FSDP2 gathers.
+        step: what the optimizer's step needs beside, or a bucket of gradients before it; neither meets activations.
         reserve: of CUDA and NCCL.
     """
 
@@ -164,7 +164,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """The most that is held at one time: in the backward, or in the optimizer's step."""
+        """The most that is held at one time: in the backward, or behind it."""
         states = self.weights + self.gradients + self.optimizer + self.buffers + self.reserve
         return states + max(self.activations + self.logits + self.work, self.step)
 

@@ -109,11 +109,12 @@ class Estimator:
         if candidate.pp > 1:
             costs = self._costs(_kind(candidate))
             buffers += 2 * max(cost.output for cost in costs)  # a message that leaves, one that comes
+        bucket = 0
         if candidate.fully_sharded and candidate.replicas > 1:
             buffers += self._gathered(candidate, rank)
         elif candidate.replicas > 1:
             alone = held.expert_gradients if candidate.copies == 1 else 0  # no other rank holds these
-            buffers += min(max(_BUCKET, held.largest), held.gradients - alone)
+            bucket = min(max(_BUCKET, held.largest), held.gradients - alone)
         foreach = 4 * held.stepped if self.device == "cuda" and self.model.optimizer.startswith("adam") else 0
         return RankMemory(
             held.weights,
@@ -123,7 +124,7 @@ class Estimator:
             peak.logits,
             peak.work,
             buffers,
-            0 if held.host else foreach,
+            max(bucket, 0 if held.host else foreach),
             _RESERVE if self.device == "cuda" else 0,
         )
 
