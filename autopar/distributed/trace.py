@@ -8,6 +8,7 @@ those of ``DistributedDataParallel``. ``AUTOPAR_TRACE=folder`` lets each rank of
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -249,14 +250,23 @@ def where(frame: Any) -> str:
     """Return the nearest line of this library behind the carriers, and the nearest one outside of it and of torch."""
     ours = outside = ""
     while frame is not None and not outside:
-        file, name = frame.f_code.co_filename, frame.f_code.co_qualname if sys.version_info >= (3, 11) else ""
-        if file.startswith(OURS):
-            if not ours and os.path.basename(file) not in _CARRIERS:
-                ours = f"autopar/{file[len(OURS) :]}:{frame.f_lineno}" + (f" {name}" if "backward" in name else "")
-        elif not file.startswith((_TORCH, "<")) and not file.endswith(("contextlib.py", "typing_extensions.py")):
-            outside = f"{os.path.basename(file)}:{frame.f_lineno}"
+        file, own = _file(frame.f_code.co_filename)
+        if file and not own:
+            outside = f"{file}:{frame.f_lineno}"
+        elif file and not ours:
+            name = frame.f_code.co_qualname if sys.version_info >= (3, 11) else ""
+            ours = f"{file}:{frame.f_lineno}" + (f" {name}" if "backward" in name else "")
         frame = frame.f_back
     return " < ".join(filter(None, (ours, outside)))
+
+
+@functools.cache
+def _file(path: str) -> tuple[str, bool]:
+    """Return a file's name, and whether it is of this library; "" of those that only carry a call on."""
+    if path.startswith(OURS):
+        return ("" if os.path.basename(path) in _CARRIERS else f"autopar/{path[len(OURS) :]}"), True
+    carries = path.startswith((_TORCH, "<")) or path.endswith(("contextlib.py", "typing_extensions.py"))
+    return ("" if carries else os.path.basename(path)), False
 
 
 # -- files of a job -----------------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 )
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "FUNCTIONAL",
@@ -134,9 +133,12 @@ def name_of_group(group: dist.ProcessGroup) -> str:
     return f"{described} #{number + 1}" if number else described
 
 
+_REDUCTIONS = {kind: name.lower() for name, kind in dist.ReduceOp.RedOpType.__members__.items()}
+
+
 def reduction_of(argument: Any) -> str:
     """Return the name of an operator's reduction: ``sum``, ``max``."""
-    return argument if isinstance(argument, str) else dist.ReduceOp.RedOpType(argument.op()).name.lower()
+    return argument if isinstance(argument, str) else _REDUCTIONS[argument.op()]
 
 
 def in_parts(types: Any) -> bool:
@@ -146,7 +148,9 @@ def in_parts(types: Any) -> bool:
 
 def tensors_in(argument: Any) -> list[torch.Tensor]:
     """Return the tensors of an operator's argument, which may be lists of lists."""
-    return [leaf for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor)]
+    if isinstance(argument, torch.Tensor):
+        return [argument]
+    return [x for each in argument for x in tensors_in(each)] if isinstance(argument, list | tuple) else []
 
 
 def done(out: list[torch.Tensor] | None = None, handle: FakeWork | None = None) -> Any:

@@ -131,12 +131,11 @@ def _replaced(rank: int, size: int, told: World) -> list[tuple[Any, str, Any]]:
     new_group, broadcast_objects = distributed_c10d._new_group_with_tag, dist.broadcast_object_list
     format_of: Any = torch.Tensor.__format__
 
-    def made(*args: Any, **kwargs: Any) -> Any:
-        given = _NEW_GROUP.bind(*args, **kwargs).arguments
-        if not given.get("use_local_synchronization"):  # such a group is made by its members alone
-            ranks = given.get("ranks")
-            told.note_group(given.get("group_desc") or "", list(range(size)) if ranks is None else sorted(ranks))
-        group = new_group(**{**given, "backend": None, "backend_options": None})
+    def made(ranks: Any = None, timeout: Any = None, *args: Any, **named: Any) -> Any:
+        named |= dict(zip(_BEHIND, args, strict=False)) | {"backend": None, "backend_options": None}
+        if not named.get("use_local_synchronization"):  # such a group is made by its members alone
+            told.note_group(named.get("group_desc") or "", list(range(size)) if ranks is None else sorted(ranks))
+        group = new_group(ranks, timeout, **named)
         if isinstance(group, ProcessGroup):
             _carry_meta(group)
         return group
@@ -175,7 +174,7 @@ def _replaced(rank: int, size: int, told: World) -> list[tuple[Any, str, Any]]:
     ]
 
 
-_NEW_GROUP = inspect.signature(distributed_c10d._new_group_with_tag)
+_BEHIND = [*inspect.signature(distributed_c10d._new_group_with_tag).parameters][2:]
 
 
 def _carry_meta(group: Any) -> None:

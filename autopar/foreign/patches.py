@@ -22,6 +22,7 @@ __all__ = [
     "SETS",
     "Patch",
     "hold",
+    "load",
     "patch_body",
     "patch_entry",
     "patch_member",
@@ -70,6 +71,13 @@ def patches() -> list[Patch]:
     They are while a model lives that several ranks share, and a list without any says that there is none.
     """
     return [patch for patch, _ in _installed]
+
+
+def load() -> None:
+    """Import what patches the libraries that are imported already, and install nothing: for processes to be forked."""
+    for module, home in SETS.items():
+        if module in sys.modules:
+            importlib.import_module(home)
 
 
 def hold(user: Any) -> None:

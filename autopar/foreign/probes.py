@@ -292,7 +292,8 @@ def _operators_of_collectives() -> bool:
     reduced = [operator.default._schema.arguments[row.reduction] for operator, row in rows if row.reduction >= 0]
     places = places and all("op" in argument.name for argument in reduced)
     by_name = callable(getattr(distributed_c10d, "_resolve_process_group", None))
-    made = inspect.signature(distributed_c10d._new_group_with_tag).parameters.keys() >= {"backend", "group_desc"}
+    given = [*inspect.signature(distributed_c10d._new_group_with_tag).parameters]
+    made = given[:2] == ["ranks", "timeout"] and {"backend", "backend_options", "group_desc"} <= {*given}
     held = hasattr(distributed_c10d._world, "pg_map") and hasattr(distributed_c10d.ProcessGroup, "_register_backend")
     sent = all(hasattr(place, "mesh_broadcast") for place in (_api, placement_types)) and "wait" in vars(FakeWork)
     places = places and by_name and made and held and sent

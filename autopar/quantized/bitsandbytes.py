@@ -21,14 +21,15 @@ from autopar.layout import Layout
 from autopar.quantized.four_bit import IN_4_BIT, FourBit, config_of, functional, with_memory
 from autopar.quantized.stored import InFile, Kind, Part, Piece, ToFile
 
-__all__ = ["KINDS", "EightBit", "FourBit", "find"]
+__all__ = ["KINDS", "LIBRARY", "EightBit", "FourBit", "find"]
 
+LIBRARY = "bitsandbytes.nn.modules"  # imported by whoever has made such a layer
 _PADDING = 4  # columns; the product of 8-bit matrices wants multiples of 4
 
 
 def find(module: nn.Module) -> FourBit | EightBit | None:
     """Return the weight of a layer of bitsandbytes; None of any other layer."""
-    library = sys.modules.get("bitsandbytes.nn.modules")
+    library = sys.modules.get(LIBRARY)
     if library is None or not isinstance(module, library.Linear4bit | library.Linear8bitLt):
         return None
     weight: Any = own_parameters(module).get("weight")
@@ -105,7 +106,7 @@ class EightBit:
 
     def fill(self, values: torch.Tensor, part: Part) -> None:
         """Quantize a weight that is this rank's part of one that has no memory yet."""
-        library, layout, shape = sys.modules["bitsandbytes.nn.modules"], part.layout, (values.shape[0], values.shape[1])
+        library, layout, shape = sys.modules[LIBRARY], part.layout, (values.shape[0], values.shape[1])
         values = values.to(torch.float16)
         if layout is not None and layout.dim == 1:  # the scale of an output is that of all its inputs
             most = part.largest(values.abs().amax(1, keepdim=True).float())

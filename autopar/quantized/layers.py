@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -30,17 +31,26 @@ __all__ = [
     "without_memory",
 ]
 
-_FORMATS: tuple[Callable[[nn.Module], StoredWeight | None], ...] = (bitsandbytes.find, torchao.find)
+_FORMATS: dict[str, Callable[[nn.Module], StoredWeight | None]] = {
+    bitsandbytes.LIBRARY: bitsandbytes.find,
+    torchao.LIBRARY: torchao.find,
+}
 KINDS: dict[str, Kind] = {**bitsandbytes.KINDS}
 
 
 def stored_weight(module: nn.Module) -> StoredWeight | None:
     """Return the quantized weight of a layer; None of a plain one."""
-    return next(filter(None, (find(module) for find in _FORMATS)), None)
+    return next(filter(None, (find(module) for find in _loaded())), None)
+
+
+def _loaded() -> list[Callable[[nn.Module], StoredWeight | None]]:
+    return [find for library, find in _FORMATS.items() if library in sys.modules]
 
 
 def stored_weights(model: nn.Module) -> dict[str, StoredWeight]:
     """Return the quantized weights of ``model``, by the path of their layer."""
+    if not _loaded():
+        return {}
     found = ((path, stored_weight(module)) for path, module in model.named_modules())
     return {path: stored for path, stored in found if stored is not None}
 

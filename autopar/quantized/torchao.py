@@ -24,8 +24,9 @@ from autopar.foreign.modules import own_parameters
 from autopar.layout import Layout
 from autopar.quantized.stored import InFile, Kind, Part, Piece, ToFile
 
-__all__ = ["EightBitTensor", "empty_weight", "find", "prepare"]
+__all__ = ["LIBRARY", "EightBitTensor", "empty_weight", "find", "prepare"]
 
+LIBRARY = "torchao.utils"  # imported by whoever has made such a layer
 _FORMATS = {"Int8Tensor": "torchao int8", "Float8Tensor": "torchao float8"}
 _STEP = "_autopar_step"  # attribute of a layer: what its weight does not show
 _OF_INPUTS = ("act_quant_kwargs", "act_quant_scale", "act_quant_zero_point", "act_pre_scale")
@@ -37,7 +38,7 @@ def find(module: nn.Module) -> EightBitTensor | None:
     Raises:
         ConfigError: it is a form that cannot be sharded.
     """
-    library: Any = sys.modules.get("torchao.utils")
+    library: Any = sys.modules.get(LIBRARY)
     weight = own_parameters(module).get("weight")
     if library is None or not isinstance(weight, library.TorchAOBaseTensor):
         return None

@@ -136,8 +136,7 @@ def swap(module: nn.Module, plan: ModulePlan, axis: Axis, region: Region) -> Non
         or plan.inputs
     ):
         module.__class__ = parallel_class(type(module), plan, stored=stored_weight(module) is not None)
-    module.tp, module.region, module.autopar = axis, region, plan  # type: ignore[assignment]
-    module.autopar_layouts = dict(plan.layouts)  # type: ignore[assignment]
+    vars(module).update(tp=axis, region=region, autopar=plan, autopar_layouts=dict(plan.layouts))
 
 
 _OF_LISTS = ("autopar_names", "idle_zeros", "_called", "_inside")  # attributes of experts that are modules

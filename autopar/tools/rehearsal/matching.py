@@ -35,7 +35,7 @@ def differences(
     for rank, groups in by_group.items():
         for group in groups:
             members = tuple(standing_in(group.ranks))
-            lines = [_line(group, place, member, by_group) for place, member in enumerate(members)]
+            lines = _lines(group, members, by_group)
             shown = _Compared(group, members, lines)
             key = (group.name, members, tuple(map(id, lines)))
             if key not in seen:
@@ -75,16 +75,25 @@ def _by_group(calls: Sequence[Call]) -> dict[Group, list[Call]]:
     return found
 
 
-def _line(group: Group, place: int, member: int, by_group: _ByGroup) -> list[Call]:
-    """Return the calls of the rank that was traced for a place of a group: over that group, or over its own like it."""
-    groups = by_group[member]
-    if member == group.ranks[place] or group in groups:
-        return groups.get(group, _NONE)
-    alike = [own for own in groups if own.name == group.name and member in own.ranks]
+def _lines(group: Group, members: Sequence[int], by_group: _ByGroup) -> list[list[Call]]:
+    """Return the calls of the rank that was traced for each place of a group: over that, or over its own like it."""
+    over = {member: by_group[member].get(group) for member in {*members}}  # once: the world's ranks are many to hash
+    return [
+        own if own is not None else _line_like(group, place, member, by_group)
+        for place, member in enumerate(members)
+        for own in (over[member],)
+    ]
+
+
+def _line_like(group: Group, place: int, member: int, by_group: _ByGroup) -> list[Call]:
+    """Return the calls of a rank over its own group that is most like another one."""
+    if member == group.ranks[place]:
+        return _NONE
+    alike = [own for own in by_group[member] if own.name == group.name and member in own.ranks]
     if not alike:
         return _NONE
     most = max(alike, key=lambda own: (len(own.ranks) == len(group.ranks), own.ranks.index(member) == place))
-    return groups[most]
+    return by_group[member][most]
 
 
 def _groups_made(traces: Traces, cut: Collection[int]) -> Iterator[str]:

@@ -19,6 +19,8 @@ from transformers import PreTrainedModel
 
 import autopar.api  # and what it loads: here, so that the processes do not have to
 import autopar.checkpoint.methods
+import autopar.data_parallel.dataloader
+import autopar.data_parallel.optimizer
 import autopar.pipeline_parallel.pipeline
 from autopar.deferred_init.sources import clear_sources
 from autopar.distributed.profiling import record
@@ -27,6 +29,7 @@ from autopar.dry_run.inputs import keep_kernels, meta_copy, sample_inputs, witho
 from autopar.dry_run.operators import on_meta
 from autopar.errors import ConfigError
 from autopar.foreign.fake_world import FakeWork, World, fake_world, without_data
+from autopar.foreign.patches import load
 from autopar.tools.planner.hardware import Gpu
 from autopar.tools.rehearsal.cast import Answers, Told
 from autopar.tools.rehearsal.disk import without_disk
@@ -121,6 +124,7 @@ def run_cast(
     Returns:
         Each rank's rehearsal, as far as it came; and the tracebacks of those that failed.
     """
+    load()
     context, standstill = multiprocessing.get_context("fork"), Standstill(cast)
     links: dict[int, dict[int, Connection]] = {rank: {} for rank in cast}
     for place, one in enumerate(cast):
