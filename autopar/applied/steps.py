@@ -177,7 +177,7 @@ def prepare_optimizer(model: nn.Module, state: Parallelized, given: Given) -> No
         if state.config.fully_sharded:
             state.pp.tied.rebind(model)
         state.pp.expect_steps(given.optimizer)
-    tensor_parallel.mark_parameters(model, state.plan, state.stages, state.mpu)
+    tensor_parallel.mark_parameters(model, state.inner_of(model), state.plan, state.stages, state.mpu)
 
 
 STEPS: tuple[Callable[[nn.Module, Parallelized, Given], None], ...] = (

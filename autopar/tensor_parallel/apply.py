@@ -64,7 +64,8 @@ def attach(
         kind, _, number = config.consistency_inputs.partition(" ")
         every = {"auto": 1 if mpu.device.type == "cpu" else 10, "first": 0, "always": 1}.get(kind)
         check = ForwardCheck(mpu, failures, region.draws, steps, int(number) if every is None else every)
-        check.find_sharded(inner)
+        if not config.fully_sharded:
+            check.find_sharded(inner)
     hooks.attach(inner, plan, mpu, region, failures, check, fully_sharded=config.fully_sharded)
     if mpu.tp_cp.size > 1:
         hooks.draw_seeds_alike(inner)
@@ -112,8 +113,9 @@ def keep_logits_sharded(model: nn.Module, chunk: int) -> bool:
     return True
 
 
-def mark_parameters(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
+def mark_parameters(model: nn.Module, inner: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
     """Mark sharded parameters as Megatron-LM does; the last step, on the parameters that stay."""
+    hooks.look_again(inner)
     parameter_marks.mark(model, plan, stages, mpu)
     if mpu.tp.size > 1:
         from autopar.tensor_parallel import adapters

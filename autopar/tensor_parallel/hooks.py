@@ -136,6 +136,14 @@ def attach(
         module._autopar_region = region  # type: ignore[assignment]
 
 
+def look_again(model: nn.Module) -> None:
+    """Take the parameters that ``model`` has now for its own: FSDP has made others, and keeping these costs memory."""
+    for module in _callable_alone(model):
+        for _, _, hook in forward_hooks(module):
+            if isinstance(hook, BeforeForward) and hook.tree is not None:
+                hook.tree.check(module)
+
+
 def _untransformed(mpu: MPU) -> str:
     """Return what transforms of torch.func do not go through; nothing if they do."""
     if mpu.cp.size > 1:

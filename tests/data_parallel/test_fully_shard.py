@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from autopar.errors import ConfigError
 from tests.parity import close, whole
 from tests.pool import pooled
 from tests.small import gpt2, llama
+from tests.tensor_parallel.mixtures import mixtral
 
 IDS = torch.randint(0, 131, (20, 9), generator=torch.Generator().manual_seed(3))
 
@@ -104,6 +107,24 @@ def test_half_precision_keeps_fp32_shares_and_one_verdict():
             reference.zero_grad()
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
         assert optimizer.loss_scale == (256 if dtype == "fp16" else 1)
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=4)
+def test_whole_weights_are_freed_when_they_are_sharded():
+    ep = {"tensor_parallel_size": 2, "expert_parallel_size": 4}
+    meshes = [(llama, {"tensor_parallel_size": 2}, 3), (mixtral, ep, 2), (llama, {"context_parallel_size": 2}, 3)]
+    meshes += [(llama, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, 2)]
+    for build, mesh, stage in meshes:
+        model = build()
+        optimizer = torch.optim.AdamW(model.parameters())
+        held = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
+        config = {"model_parallelism": mesh, "zero": {"stage": stage}}
+        model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
+        gc.collect()
+        left = {name: ref() for name, ref in held.items() if ref() is not None}
+        own = [*map(id, model.parameters())]
+        assert not [name for name, p in left.items() if id(p) not in own and p.untyped_storage().nbytes()], mesh
 
 
 @pooled(world_size=2)
