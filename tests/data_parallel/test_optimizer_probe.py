@@ -121,6 +121,15 @@ def test_noise_is_another_for_each_shape() -> None:
     assert probe(optimizer, optimizer.param_groups[0]) == Behaviour(0.0, 0.0, draws=True)
 
 
+def test_a_last_bit_is_no_random_number() -> None:
+    def rounded(_: Any, p: nn.Parameter) -> torch.Tensor:
+        return p.grad * (1 + torch.randint(0, 2, p.shape) * torch.finfo(torch.float32).eps)
+
+    optimizer = Own(_parameters(), rounded)
+    found = probe(optimizer, optimizer.param_groups[0])
+    assert found is None or not found.draws, "it would be refused where replicas share experts"
+
+
 @pytest.mark.parametrize(
     ("kind", "across"), [*((kind, False) for kind in MATRICES), ("AdaGradNorm", True), ("Prodigy", True)]
 )
