@@ -20,12 +20,14 @@ from torch.distributed import distributed_c10d
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import _api, placement_types
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.parallel import distributed
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.foreign.c10d import fake_worlds, tensors_in
+from autopar.foreign.tensors import no_dispatch_modes
 
-__all__ = ["FakeWork", "World", "fake_world", "without_data"]
+__all__ = ["SIZES_OF_DTENSORS", "FakeWork", "World", "fake_world", "without_data"]
 
 
 def without_data(function: Any, args: Any, kwargs: Any) -> Any:
@@ -169,9 +171,21 @@ def _replaced(rank: int, size: int, told: World) -> list[tuple[Any, str, Any]]:
         (torch.accelerator, "current_stream", lambda *_: _Stream()),
         (FSDPParamGroup, "_validate_no_meta_params", lambda self: None),
         (distributed, "_verify_param_shape_across_processes", _compare_shapes),
+        (ShardingPropagator, SIZES_OF_DTENSORS, _without_modes(getattr(ShardingPropagator, SIZES_OF_DTENSORS))),
         (_fsdp_param, "alloc_storage", _and_then(_fsdp_param.alloc_storage, told.note_resize)),
         (_fsdp_param, "free_storage", _and_then(_fsdp_param.free_storage, told.note_resize)),
     ]
+
+
+SIZES_OF_DTENSORS = "_propagate_tensor_meta_non_cached"  # finds them with tensors of the whole sizes
+
+
+def _without_modes(function: Any) -> Any:
+    def run(*args: Any) -> Any:
+        with no_dispatch_modes():  # which would count those tensors
+            return function(*args)
+
+    return run
 
 
 _BEHIND = [*inspect.signature(distributed_c10d._new_group_with_tag).parameters][2:]

@@ -20,12 +20,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import _api, placement_types
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from autopar.foreign import autograd, batching, c10d, groups, modules, optimizers, tensors, transformers
+from autopar.foreign import autograd, batching, c10d, fake_world, groups, modules, optimizers, tensors, transformers
 
 __all__ = ["PROBES", "Probe", "failures"]
 
@@ -295,6 +296,7 @@ def _operators_of_collectives() -> bool:
     given = [*inspect.signature(distributed_c10d._new_group_with_tag).parameters]
     made = given[:2] == ["ranks", "timeout"] and {"backend", "backend_options", "group_desc"} <= {*given}
     held = hasattr(distributed_c10d._world, "pg_map") and hasattr(distributed_c10d.ProcessGroup, "_register_backend")
+    held = held and callable(getattr(ShardingPropagator, fake_world.SIZES_OF_DTENSORS, None))
     sent = all(hasattr(place, "mesh_broadcast") for place in (_api, placement_types)) and "wait" in vars(FakeWork)
     places = places and by_name and made and held and sent
     known = c10d.operator_of(torch.ops.c10d.send.default) is not None and c10d.done([]) is not None

@@ -64,11 +64,6 @@ class Case:
     loop: Callable[[Any, Any, dict[str, Any]], None] | None = None
     optimizer: str = "adamw"
 
-    @property
-    def average(self) -> bool:
-        stages, zero = self.mesh.get("pipeline_parallel_size", 1), self.more.get("zero", {}).get("stage", 0)
-        return bool(stages == 1 and zero < 2)
-
 
 def torchs_data_parallel(model: Any, optimizer: Any, batch: dict[str, Any]) -> None:
     """Train three steps in ``DistributedDataParallel``, which orders its buckets anew behind the first."""

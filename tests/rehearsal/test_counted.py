@@ -27,6 +27,7 @@ SIZES: dict[str, Any] = {
 }
 TP, PP, CP, SP = {"tp": 2}, {"pp": 2}, {"cp": 2}, {"sequence_parallel": True}
 TWO = {"pipeline": {"microbatch_size": 2}}
+ZERO_2, BF16 = {"zero": {"stage": 2}}, {"precision": {"dtype": "bf16"}}
 AGAIN = {"activation_checkpointing": {"enable": True}}
 
 
@@ -57,6 +58,8 @@ CASES: dict[str, tuple[type, dict[str, Any], int]] = {
     "ep over tp": (MixtralForCausalLM, mesh(**TP, ep=2), 4),
     "ep of replicas": (MixtralForCausalLM, mesh(**TP, ep=4), 8),
     "ep, to all ranks": (MixtralForCausalLM, mesh(**TP, ep=4, expert_dispatch="all_reduce"), 8),
+    "tp x dp in micro-batches, zero 2, bf16": (LlamaForCausalLM, mesh(**TP, **SP) | TWO | ZERO_2 | BF16, 8),
+    "micro-batches, zero 2, bf16": (LlamaForCausalLM, mesh() | TWO | ZERO_2 | BF16, 8),
     "bf16": (LlamaForCausalLM, mesh(**PP) | TWO | {"precision": {"dtype": "bf16"}}, 2),
 }
 
@@ -118,6 +121,13 @@ def test_bytes_and_states_are_the_planners(name: str) -> None:
         later = planned.gradients + planned.buffers  # that the peak of activations may not meet
         assert 0.93 * (total - later) < held.peak < 1.04 * total
     assert found.timeline is not None and set(found.timeline.slots) == set(found.traces)
+
+
+@pytest.mark.tier("test")
+def test_tensors_with_which_dtensors_find_sizes_are_not_counted() -> None:
+    found = autopar.rehearse(build(LlamaForCausalLM), {"zero": {"stage": 3}}, 16, batch=1, sequence=2, gpu="h100")
+    held, whole = found.held[0], sum(4 * parameter.numel() for parameter in build(LlamaForCausalLM).parameters())
+    assert held.peak < held.weights + held.gradients + held.optimizer + 1.5 * whole, "they have the sizes of all ranks"
 
 
 def test_bytes_between_nodes() -> None:

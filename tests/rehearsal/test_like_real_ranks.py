@@ -59,7 +59,6 @@ def write(case: Case, folder: Path) -> None:
         config_of(case),
         dist.get_world_size(),
         inputs,
-        case.average,
         own=case.loop,
         folder=checkpoint,
         optimizer=case.optimizer,

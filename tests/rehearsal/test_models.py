@@ -18,7 +18,8 @@ from transformers import (
 
 import autopar
 from autopar.errors import ConfigError
-from tests.rehearsal.programs import llama
+from autopar.tools.planner.adapted import add_lora
+from tests.rehearsal.programs import llama, mixtral
 from tests.rehearsal.test_rehearse import on_meta
 from tests.tiers import mainly
 
@@ -106,6 +107,31 @@ def test_an_optimizer_of_your_own() -> None:
     found = autopar.rehearse(on_meta(llama), {"tp": 2}, 4, sequence=16, gpu="h100", optimizer=own)
     assert found.problems == [] and made == ["of 1"], "here of one, to try it; in the ranks' processes of all"
     assert found.held[0].optimizer < found.held[0].weights / 4, "SGD keeps no state, AdamW twice the weights"
+
+
+@pytest.mark.tier("test")
+def test_adapters_of_experts() -> None:
+    config = {"tp": 2, "precision": {"dtype": "bf16"}}
+    found = autopar.rehearse(add_lora(on_meta(mixtral), 4), config, 4, sequence=16, gpu="h100")
+    assert found.problems == []
+    assert 0 < found.held[0].gradients < found.held[0].weights / 4, "the base is frozen"
+
+
+_ATTENTION_ALONE = """
+extends: [fragments/decoder, fragments/decoder_heads, fragments/attention_qkvo, fragments/norms_before]
+match: {model_type: llama}
+blocks:
+  modules: {mlp.gate_proj: replicated, mlp.up_proj: replicated, mlp.down_proj: replicated}
+"""
+
+
+@pytest.mark.tier("test")
+def test_the_policy_of_a_config_is_the_one_that_is_rehearsed(tmp_path: Path) -> None:
+    (tmp_path / "policy.yaml").write_text(_ATTENTION_ALONE)
+    own = autopar.rehearse(on_meta(llama), {"tp": 2, "policy": str(tmp_path / "policy.yaml")}, 2, sequence=16)
+    usual = autopar.rehearse(on_meta(llama), {"tp": 2}, 2, sequence=16)
+    assert own.problems == usual.problems == []
+    assert usual.calls("step") - own.calls("step") == 2 * 4 * 2, "a sum in each MLP, forward and backward, of two ranks"
 
 
 @pytest.mark.parametrize("sizes", [{"world": 0}, {"batch": -1}, {"sequence": 0}, {"gpus_per_node": 0}])

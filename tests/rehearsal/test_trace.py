@@ -186,7 +186,7 @@ def test_what_the_command_line_says_goes_before_the_file(tmp_path: Path) -> None
     ("arguments", "text"),
     [
         (["--trace", "nowhere/step.svg"], "--trace nowhere/step.svg: there is no folder nowhere"),
-        (["--optimizer", "lion"], "optimizer='lion' is neither 'adamw' nor 'muon'"),
+        (["--optimizer", "lion"], "optimizer='lion' is none of adamw, adam, sgd, sgd-momentum, muon, nor a function"),
     ],
 )
 def test_what_comes_last_is_checked_first(arguments: list[str], text: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.tools.cli.app import Json, Model, Trust, app, errors, print_json
+from autopar.tools.cli.app import Json, Model, Policy, Trust, app, errors, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ _SHOWN = 5  # problems, and ranks that wait
 )
 def rehearse(
     model: Model,
-    gpus: Annotated[int, typer.Option(min=2, help="GPUs in all.")],
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs in all.")],
     config: Annotated[Path | None, typer.Option(help="The config of initialize; sizes below go before it.")] = None,
     tp: Annotated[int | None, typer.Option("--tp", min=1, help="Tensor-parallel size.")] = None,
     pp: Annotated[int | None, typer.Option("--pp", min=1, help="Pipeline-parallel size.")] = None,
@@ -53,7 +53,8 @@ def rehearse(
     against: Annotated[
         Path | None, typer.Option(help="A folder of AUTOPAR_TRACE: say where that job went another way.")
     ] = None,
-    optimizer: Annotated[str, typer.Option(help="adamw, or muon of all matrices.")] = "adamw",
+    optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd, sgd-momentum, or muon of all matrices.")] = "adamw",
+    policy: Policy = None,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
@@ -75,7 +76,8 @@ def rehearse(
     with errors(as_json):
         real = None if against is None else _traces(against, gpus)
         _check(trace)
-        found = _run(model, trust, gpus, dp, _sections(config, given), settings | {"optimizer": optimizer})
+        sections = _sections(config, given) | ({} if policy is None else {"policy": str(policy)})
+        found = _run(model, trust, gpus, dp, sections, settings | {"optimizer": optimizer})
         strayed = [] if real is None else found.against(real)
     if trace is not None and found.timeline is not None:
         found.write_timeline(trace, f"{model}, {found.mesh} on {gpus:,} x {card}")

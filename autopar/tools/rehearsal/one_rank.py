@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import multiprocessing
 import os
@@ -26,7 +27,7 @@ from autopar.deferred_init.sources import clear_sources
 from autopar.distributed.profiling import record
 from autopar.distributed.trace import Call, Group, Recorder, where
 from autopar.dry_run.inputs import keep_kernels, meta_copy, sample_inputs, without_cache
-from autopar.dry_run.operators import on_meta
+from autopar.dry_run.operators import autocast_on_meta, on_meta
 from autopar.errors import ConfigError
 from autopar.foreign.fake_world import FakeWork, World, fake_world, without_data
 from autopar.foreign.patches import load
@@ -89,7 +90,6 @@ class Job:
         config: of ``initialize``.
         world: ranks.
         inputs: a replica's batch, without memory.
-        average: whether the loop averages gradients; not where stages or FSDP2 do.
         own: a loop of the user's instead, called with the model, the optimizer and a batch.
         gpu: under whose speeds work is counted; None: it is not.
         folder: of the checkpoint.
@@ -101,7 +101,6 @@ class Job:
     config: Any
     world: int
     inputs: dict[str, torch.Tensor]
-    average: bool
     own: Callable[[Any, Any, dict[str, Any]], None] | None = None
     gpu: Gpu | None = None
     folder: str = "checkpoint"
@@ -189,7 +188,8 @@ def _main(
         told = World(notes.note_group, answers.gives_for, notes.note_resize, notes.note_wait)
         world = fake_world(rank, job.world, told)
         counted = nullcontext() if count is None else count.counted()
-        with world, counted, Recorder(note, answers, _without_data if count is None else without_data):
+        read = _without_data if count is None else without_data
+        with world, counted, autocast_on_meta(), Recorder(note, answers, read):
             train(job, job.model, notes.now, _unseen if count is None else count.see)
     except LeftAloneError:
         stands_at = notes.last
@@ -291,22 +291,35 @@ def without_memory(model: PreTrainedModel, *, counted: bool = False, cache: bool
     return copied
 
 
-def optimizer_of(parameters: Iterable[nn.Parameter], optimizer: str | MakeOptimizer = "adamw") -> torch.optim.Optimizer:
+_OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "adamw": functools.partial(torch.optim.AdamW, lr=1e-4),
+    "adam": functools.partial(torch.optim.Adam, lr=1e-4),
+    "sgd": functools.partial(torch.optim.SGD, lr=1e-4),
+    "sgd-momentum": functools.partial(torch.optim.SGD, lr=1e-4, momentum=0.9),
+    "muon": lambda parameters: torch.optim.Muon([each for each in parameters if each.ndim == 2], lr=1e-4),
+}
+
+
+def optimizer_of(
+    parameters: Iterable[nn.Parameter], optimizer: str | MakeOptimizer = "adamw", *, on_gpu: bool = False
+) -> torch.optim.Optimizer:
     """Make the optimizer of a rehearsal: by name, Muon of all matrices; or by a function of the parameters.
+
+    Args:
+        on_gpu: steps all tensors at a time, as torch does there by default.
 
     Raises:
         ConfigError: there is none of that name.
     """
-    given = list(parameters)
     if callable(optimizer):
-        return optimizer(given)
-    if optimizer == "muon":
-        return torch.optim.Muon([parameter for parameter in given if parameter.ndim == 2], lr=1e-4)
-    if optimizer != "adamw":
-        raise ConfigError(
-            f"rehearse: optimizer={optimizer!r} is neither 'adamw' nor 'muon', nor a function that makes it"
-        )
-    return torch.optim.AdamW(given, lr=1e-4)
+        return optimizer([*parameters])
+    if optimizer not in _OPTIMIZERS:
+        raise ConfigError(f"rehearse: optimizer={optimizer!r} is none of {', '.join(_OPTIMIZERS)}, nor a function")
+    made = _OPTIMIZERS[optimizer]([*parameters])
+    for group in made.param_groups:
+        if on_gpu and "foreach" in group:
+            group["foreach"] = True
+    return made
 
 
 def loss_of(output: Any, inputs: Any = None) -> torch.Tensor:
@@ -321,7 +334,7 @@ def loss_of(output: Any, inputs: Any = None) -> torch.Tensor:
 def train(job: Job, model: Any, now: list[str], see: Callable[[str, Any, Any], None] = _unseen) -> None:
     """Run the program with ``model``; ``now`` is told which part begins, ``see`` what there is (``WorkCount.see``)."""
     model.train()
-    optimizer = optimizer_of(model.parameters(), job.optimizer)
+    optimizer = optimizer_of(model.parameters(), job.optimizer, on_gpu=job.gpu is not None)
     model, optimizer = autopar.initialize(model, job.config, optimizer=optimizer)
     device = model.mpu.device.type
     batch = {name: x if device == "meta" else torch.ones(x.shape, dtype=x.dtype) for name, x in job.inputs.items()}
@@ -330,8 +343,8 @@ def train(job: Job, model: Any, now: list[str], see: Callable[[str, Any, Any], N
     if job.own is not None:
         job.own(model, optimizer, batch)
         return
-    criterion = None if "labels" in batch else loss_of
-    if model.mpu.pp.size > 1:
+    criterion, config = None if "labels" in batch else loss_of, model._autopar.config
+    if config.pipeline_parallel_size > 1 or config.pipeline.microbatch_size or config.pipeline.num_microbatches:
         model.execute_pipeline(batch, criterion, optimizer=optimizer)
     else:
         with record("forward".format):
@@ -339,8 +352,8 @@ def train(job: Job, model: Any, now: list[str], see: Callable[[str, Any, Any], N
         with record("backward".format):
             loss.backward()
         del loss  # it keeps what recomputed blocks have made
-    if job.average:
-        autopar.average_gradients(model)
+        if not config.fully_sharded:
+            autopar.average_gradients(model)
     see("backward", model, optimizer)
     with record("the optimizer's step".format):
         optimizer.step()

@@ -136,7 +136,8 @@ def rehearse(
         sequence: tokens of a sample.
         gpus_per_node: ranks of a machine.
         gpu: name of a GPU that ``autopar plan`` knows, or its figures: memory is counted, and the step gets times.
-        optimizer: ``adamw``, or ``muon`` of all matrices, or what makes yours of a list of parameters.
+        optimizer: ``adamw``, ``adam``, ``sgd``, ``sgd-momentum``, ``muon`` of all matrices, or what makes yours of a
+            list of parameters.
         loop: a loop of your own, called with model, optimizer and batch instead of what follows ``initialize``.
 
     Raises:
@@ -149,10 +150,9 @@ def rehearse(
     whole = without_memory(_built(model), counted=card is not None, cache=loop is not None and card is None)
     parsed = replace(ParallelConfig.parse(config, world), **_UNLIKE)
     sizes = _sizes_of(parsed, world)
-    plans = _plans_of(whole)
+    plans = _plans_of(whole, parsed.policy)
     inputs = inputs_of(plans.inner, batch or max(2, sizes.pp, parsed.pipeline.num_microbatches or 1), sequence)
-    average = sizes.pp == 1 and not parsed.fully_sharded
-    job = Job(whole, parsed, world, inputs, average, loop, card, gpus_per_node=gpus_per_node, optimizer=optimizer)
+    job = Job(whole, parsed, world, inputs, loop, card, gpus_per_node=gpus_per_node, optimizer=optimizer)
     found, problems = _run(job, plans, sizes)
     axes = axes_of(sizes, parsed.expert_parallel_size, parsed.zero_shard_size)
     in_step = {rank: [call for part, call in one.parts if part == "step"] for rank, one in found.items()}
@@ -190,7 +190,7 @@ def _run(job: Job, plans: ModelPlans, sizes: MeshSizes) -> tuple[dict[int, Rehea
     made = plan_model(plans, job.config, lambda plan: None)  # once for all processes
     made.fingerprint(job.model)  # likewise
     coordinates = coordinates_of(sizes, job.config.expert_parallel_size)
-    optimizer = optimizer_of([nn.Parameter(torch.zeros(2, 2))], job.optimizer)
+    optimizer = optimizer_of([nn.Parameter(torch.zeros(2, 2))], job.optimizer, on_gpu=job.gpu is not None)
     probe(optimizer, optimizer.param_groups[0])  # likewise
     found: dict[int, Rehearsed] = {}
     with prepared(plans):
@@ -250,8 +250,8 @@ def _built(model: Any) -> Any:
         return AutoModelForCausalLM.from_config(model)
 
 
-def _plans_of(model: nn.Module) -> ModelPlans:
-    own = given_policy(model, None)
+def _plans_of(model: nn.Module, policy: str) -> ModelPlans:
+    own = given_policy(model, None, policy)
     prefix, inner = model_inside(model, own)
     if not isinstance(inner, PreTrainedModel):
         raise ConfigError(f"rehearse: {type(model).__name__} is no Hugging Face model: its inputs are not known")
