@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -61,6 +61,9 @@ def plan(
     ] = None,
     ep: Annotated[int | None, typer.Option("--ep", min=1, help="Expert-parallel size; by default any.")] = None,
     policy: Policy = None,
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="Rehearse the meshes shown: count their memory, match what they send.")
+    ] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the first one's config here.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the first one here.")] = None,
     trust: Trust = False,
@@ -74,15 +77,18 @@ def plan(
         machine = find_gpu(gpu, gpu_memory, tflops, bandwidth)
         built = _model(model, lora, quantization, trust)
         estimator = _estimator(built, sequence, precision, optimizer, zero, policy, machine, gpus_per_node)
+        count = _counting(estimator) if rehearse else None
         sizes = (gpus, gpus_per_node, global_batch, zero, checkpointing)
         space = Space(*sizes, cp=cp, sequence_parallel=sequence_parallel, by_expert=by_expert, ep=ep)
         found = search(estimator, space)
         rehearsed(estimator, found)
+        if count is not None:
+            count(estimator, found)
         _write(estimator, space, found, output, svg)  # before what is printed, of which a pipe may take a part
         _show(estimator, space, found, as_json)
         if found.best and not as_json:
             print("match what its ranks send:")
-            print(f"  {_rehearsal(model, found.best[0].candidate, sequence, output)}")
+            print(f"  {_rehearsal(model, found.best[0].candidate, sequence, output, policy, trust)}")
         if not found.best:
             raise typer.Exit(1)
 
@@ -132,6 +138,14 @@ def _estimator(
     return Estimator(planned, gpu, gpus_per_node)
 
 
+def _counting(estimator: Estimator) -> Callable[[Estimator, Found], None]:
+    """Return what rehearses the meshes that are found, if the model can be rehearsed."""
+    from autopar.tools.rehearsal.planned import check_rehearsed, count
+
+    check_rehearsed(estimator)
+    return count
+
+
 def _write(estimator: Estimator, space: Space, found: Found, output: Path | None, svg: Path | None) -> None:
     from autopar.tools.planner.report import gigabytes, yaml_of
     from autopar.tools.planner.svg import draw
@@ -147,7 +161,7 @@ def _write(estimator: Estimator, space: Space, found: Found, output: Path | None
             f"{title}, global batch {space.global_batch}: data-parallel size {best.candidate.dp}",
             f"planned: {gigabytes(best.peak.total)} GB a GPU, {best.time:.2f} s a step, {best.mfu:.0%} of the peak",
         ]
-        output.write_text(yaml_of(best.candidate, model.precision, comments), encoding="utf-8")
+        output.write_text(yaml_of(model.sections(best.candidate), comments), encoding="utf-8")
     if svg is not None:
         shown = min(best.candidate.microbatches, 3 * best.candidate.pp + 2)
         if best.candidate.schedule == "dualpipev":
@@ -185,7 +199,9 @@ def _show(estimator: Estimator, space: Space, found: Found, as_json: bool) -> No
         print(f"  {line}")
 
 
-def _rehearsal(model: str, chosen: Candidate, sequence: int, config: Path | None) -> str:
+def _rehearsal(
+    model: str, chosen: Candidate, sequence: int, config: Path | None, policy: Path | None, trust: bool
+) -> str:
     """Return the command that rehearses a candidate."""
     sizes = {"tp": chosen.tp, "cp": chosen.cp, "pp": chosen.pp, "ep": chosen.ep, "zero": chosen.zero}
     options = [f"--{name} {size}" for name, size in sizes.items() if size > (name != "zero")]
@@ -193,7 +209,8 @@ def _rehearsal(model: str, chosen: Candidate, sequence: int, config: Path | None
     options += [f"--schedule {chosen.schedule}", f"--micro-batches {chosen.microbatches}"] if chosen.pp > 1 else []
     own = options if config is None else [f"--config {shlex.quote(str(config))}"]
     batch = [f"--batch {chosen.microbatch * chosen.microbatches}", f"--sequence {sequence}"]
-    return " ".join(["autopar rehearse", shlex.quote(model), f"--gpus {chosen.gpus}", *own, *batch])
+    more = [f"--policy {shlex.quote(str(policy))}"] * (policy is not None) + ["--trust-remote-code"] * trust
+    return " ".join(["autopar rehearse", shlex.quote(model), f"--gpus {chosen.gpus}", *own, *batch, *more])
 
 
 def _table(found: Found, space: Space) -> Table:
@@ -226,6 +243,8 @@ def _table(found: Found, space: Space) -> Table:
     row("MFU", (f"{e.mfu:.1%}" for e in best))
     row("bubble", (f"{e.bubble:.1%}" for e in best))
     shown.add_section()
+    if any(e.counted for e in best):
+        row("GB, rehearsed", (gigabytes(max(e.counted)) for e in best))
     row("GB of memory", (gigabytes(e.peak.total) for e in best))
     for name in best[0].peak.parts():
         row(f"  {name}", (gigabytes(e.peak.parts()[name]) for e in best))

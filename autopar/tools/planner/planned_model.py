@@ -32,7 +32,7 @@ from autopar.tensor_parallel.apply import chunk_head, keep_logits_sharded
 from autopar.tensor_parallel.parallelize import apply
 from autopar.tensor_parallel.regions import Region
 from autopar.tools.planner.activations import count_forward
-from autopar.tools.planner.candidate import Rows
+from autopar.tools.planner.candidate import Candidate, Rows
 from autopar.tools.planner.model_states import ModelStates
 from autopar.tools.planner.units import ForwardCount
 
@@ -96,6 +96,7 @@ class PlannedModel:
                 "keeps cannot be counted"
             )
         self.model, self.inner = model, inner
+        self._policy_file = str(policy) if isinstance(policy, str | Path) else ""
         self.sequence, self.precision, self.optimizer = sequence, precision, optimizer
         self._every = every
         self._chunk, self._method, self._dispatch, self._dry_run = loss_chunk, method, dispatch, dry_run
@@ -103,6 +104,10 @@ class PlannedModel:
         self.plans = ModelPlans(model, inner, self.prefix, self.policy)
         self._states: dict[tuple[int, int], ModelStates] = {}
         self._counts: dict[tuple[Rows, int, tuple[str, ...]], ForwardCount] = {}
+
+    def sections(self, candidate: Candidate) -> dict[str, Any]:
+        """Return the sections of the configuration that ``initialize`` takes for a candidate."""
+        return candidate.sections(self.precision) | ({"policy": self._policy_file} if self._policy_file else {})
 
     def plan(self, tp: int, ep: int = 1) -> Plan:
         """Return the plan for a tensor- and an expert-parallel size. Raises what ``make_plan`` does."""

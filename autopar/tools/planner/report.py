@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from autopar.errors import listed
 from autopar.tools.planner.candidate import Candidate, Estimate, RankMemory, mesh_words
 from autopar.tools.planner.estimate import Estimator
+from autopar.tools.planner.planned_model import PlannedModel
 from autopar.tools.planner.search import Found, Space
 
 _PCIE = 20e9  # bytes a second between a GPU and the CPU's memory, of a PCIe 4 link; all GPUs of a node at a time
@@ -127,19 +128,19 @@ def to_json(estimator: Estimator, space: Space, found: Found) -> dict[str, Any]:
         "precision": model.precision,
         "optimizer": model.optimizer,
         "tried": found.tried,
-        "best": [_entry(estimate, model.precision) for estimate in found.best],
+        "best": [_entry(estimate, model) for estimate in found.best],
         "rejected": list(rejected(estimator, found)),
         "assumptions": assumptions(estimator),
     }
 
 
-def _entry(estimate: Estimate, precision: str) -> dict[str, Any]:
-    return {**estimate.to_json(), "config": estimate.candidate.sections(precision)}
+def _entry(estimate: Estimate, model: PlannedModel) -> dict[str, Any]:
+    return {**estimate.to_json(), "config": model.sections(estimate.candidate)}
 
 
-def yaml_of(candidate: Candidate, precision: str, comments: Sequence[str]) -> str:
+def yaml_of(sections: Mapping[str, Any], comments: Sequence[str]) -> str:
     """Return the file that ``initialize`` reads."""
     import yaml
 
-    text: str = yaml.safe_dump(candidate.sections(precision), sort_keys=False)
+    text: str = yaml.safe_dump(sections, sort_keys=False)
     return "".join(f"# {line}\n" for line in comments) + text
