@@ -36,7 +36,7 @@ TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["rehearsal", "verifi
 LINES = {
     "applied": 908,
     "checkpoint": 6388,
-    "checks": 2291,
+    "checks": 2293,
     "config": 1024,
     "context_parallel": 2848,
     "data_parallel": 3198,
