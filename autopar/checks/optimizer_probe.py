@@ -222,7 +222,7 @@ def _compared(run: Callable[..., _Run | None]) -> Behaviour | None:
     whole, again = run([(0, rows, 0, columns)]), run([(0, rows, 0, columns)], 1)
     if whole is None or again is None:
         return None  # it does not step such a matrix
-    least = _LAST_BITS * torch.finfo(torch.float32).eps * (_drawn(1)[0].abs() + whole.update.abs())
+    least = _LAST_BITS * torch.finfo(torch.float32).eps * (_drawn(1)[0].abs() + whole.update.abs().max())
     if not ((whole.update - again.update).abs() <= least).all():
         return Behaviour(0.0, 0.0, draws=True)  # noise is another one for each shape
     halves = (
