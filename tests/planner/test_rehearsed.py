@@ -49,7 +49,8 @@ def test_counted_memory_is_that_of_the_rehearsal(tmp_path: Path) -> None:
     batch = first["microbatch"] * first["microbatches"]
     more = ("--config", written, "--batch", batch, "--sequence", 64, "--gpu", "h100", "--json")
     held = json.loads(run("rehearse", tmp_path / "model", "--gpus", 2, *more).stdout)["held"]
-    assert max(first["memory_counted"]) == max(rank["peak"] for rank in held.values()) + RESERVE
+    peaks = {rank["peak"] + RESERVE for rank in held.values()}
+    assert {*first["memory_counted"]} <= peaks and max(first["memory_counted"]) == max(peaks)
     shown = run("plan", tmp_path / "model", *sizes, "--rehearse").stdout
     assert re.search(r"GB, rehearsed +1\.5\b", shown) and "--config" not in shown
 

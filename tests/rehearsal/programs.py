@@ -129,6 +129,7 @@ TWO = {"pipeline": {"num_microbatches": 2}}
 CASES = {
     "tp x dp": Case(llama, TP),
     "pp x tp": Case(llama, TP | PP, TWO),
+    "tp x dp, micro-batches": Case(llama, TP, TWO),
     "tp 4, sequence": Case(llama, {"tensor_parallel_size": 4, "sequence_parallel": True}),
     "tp x dp, torch's replicas": Case(llama, TP, loop=torchs_data_parallel),
     "pp 4, numbers of the host": Case(llama, {"pipeline_parallel_size": 4}, loop=numbers_of_the_host),
