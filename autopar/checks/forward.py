@@ -35,12 +35,12 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import Generators, begun_stream
 from autopar.errors import ConsistencyError
+from autopar.foreign.transformers import CACHES
 
 __all__ = ["ForwardCheck", "leaves", "named_arguments", "parameters_of"]
 
 _WATCHED = 4  # first forwards of a mode in which it is seen which generators the model draws from
 _WATCHED_AGAIN = 16  # and every so many later ones
-_SHARDED = ("past_key_values", "past_key_value", "cache_params")  # arguments with this rank's heads
 
 
 class _Verdict(NamedTuple):
@@ -292,9 +292,9 @@ class ForwardCheck:
 
 
 def named_arguments(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a forward by name, without those that are sharded; ``names``: :func:`parameters_of`."""
+    """Return the arguments of a forward by name (``names``: :func:`parameters_of`), without this rank's cache."""
     named = {**dict(zip(names, args, strict=False)), **kwargs}
-    return {name: value for name, value in named.items() if name not in _SHARDED}
+    return {name: value for name, value in named.items() if name not in CACHES}
 
 
 def parameters_of(model: nn.Module) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from autopar.call_site import warn_user
@@ -42,7 +42,7 @@ from autopar.foreign.autograd import has_hooks
 from autopar.foreign.groups import drop_gradients, free_weights, gathered_parameters, reduce_gradients
 from autopar.foreign.modules import own_parameters
 from autopar.foreign.patches import hold, release
-from autopar.foreign.transformers import unsplit_modules
+from autopar.foreign.transformers import caches_in, given_cache, holds_tokens, unsplit_modules
 from autopar.plan.plan import Plan
 
 __all__ = ["FullySharded", "blocks_of", "check_offload", "check_tied_experts"]
@@ -191,7 +191,7 @@ class FullySharded:
         check_transforms(f"zero.stage {self._stage}, where torch's FSDP holds the weights", lambda: (args, kwargs))
         if not self._passing:
             self._check_changes()
-        if not torch.is_grad_enabled() and not _goes_on(kwargs.get("past_key_values")):
+        if not torch.is_grad_enabled() and not _goes_on(given_cache(kwargs)):
             self._meet()
         self._gathered = True
 
@@ -220,7 +220,7 @@ class FullySharded:
             )
 
     def _after_forward(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        if not torch.is_grad_enabled() and kwargs.get("past_key_values") is None:  # generate goes on with them
+        if not torch.is_grad_enabled() and given_cache(kwargs) is None:  # generate goes on with them
             self.reshard()
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -255,10 +255,8 @@ class FullySharded:
 
 
 def _goes_on(cache: Any) -> bool:
-    """Check whether a call of ``generate`` has been here before."""
-    length = getattr(cache, "get_seq_length", None)
-    known = length() if callable(length) else None
-    return cache is not None and not (isinstance(known, int) and known == 0)  # a tensor: nobody waits for the device
+    """Check whether an earlier forward has filled a cache; a class of a model's own counts as filled."""
+    return any(map(holds_tokens, caches_in(cache))) if isinstance(cache, Cache) else cache is not None
 
 
 def _modules_of(root: nn.Module, names: Set[str], path: str = "") -> Iterator[nn.Module]:

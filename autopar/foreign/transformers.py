@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
+import torch
 from torch import nn
+from transformers import Cache, EncoderDecoderCache
 
 __all__ = [
     "ATTENTION",
+    "CACHES",
     "EXPERTS",
     "INITIALIZED",
     "RECOMPUTE",
     "adapters_available",
     "as_never_quantized",
     "attention_of",
+    "caches_in",
     "dtype_plan",
     "forget_own_adapters",
     "fp32_modules",
     "from_config",
+    "given_cache",
     "has_accelerate_hook",
     "has_own_adapters",
+    "holds_states",
+    "holds_tokens",
     "initialize_weights",
     "is_initialized",
     "recompute_function",
@@ -37,6 +44,8 @@ ATTENTION = "_attn_implementation"  # of a config: the name of the function that
 EXPERTS = "_experts_implementation"  # of a config: how the experts of a mixture are multiplied
 RECOMPUTE = "_gradient_checkpointing_func"  # of a module: what runs its forward again
 _CONVERSIONS = "_weight_conversions"  # of a loaded model: what was done to the tensors of the files
+# Arguments and outputs that hold keys, values and states of earlier tokens: since 5.24 by the first name.
+CACHES = ("cache", "past_key_values", "past_key_value", "cache_params", "layer_past")
 INITIALIZED = "_is_hf_initialized"  # of a module or tensor: it was loaded, and is not drawn
 
 
@@ -138,3 +147,41 @@ def adapters_available(layer: Any) -> list[str]:
 def swaps_features(layer: Any) -> bool:
     """Return whether a PEFT layer of an embedding has its input and output features exchanged."""
     return bool(layer._did_swap_in_out_features)
+
+
+def given_cache(arguments: Mapping[str, Any]) -> Any:
+    """Return the cache among the arguments of a forward, under any of its names; None without one."""
+    return next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
+
+
+def caches_in(cache: Cache) -> Iterator[Cache]:
+    """Yield the caches of an encoder-decoder's cache, or the cache itself."""
+    if isinstance(cache, EncoderDecoderCache):
+        yield from caches_in(cache.self_attention_cache)
+        yield from caches_in(cache.cross_attention_cache)
+    else:
+        yield cache
+
+
+def holds_tokens(cache: Cache) -> bool:
+    """Return whether a layer holds states; one that ``reset`` keeps the tensors of has counters, which are 0 then.
+
+    A counter on a GPU is not read, which would wait for the GPU: there such a cache goes on as if nobody had reset it.
+    """
+    for layer in cache.layers:
+        held = vars(layer)
+        seen = held.get("cumulative_length", held.get("has_previous_state", True))
+        if isinstance(seen, torch.Tensor) and not seen.is_cpu:
+            seen = True
+        if holds_states(held) and (any(seen.values()) if isinstance(seen, Mapping) else bool(seen)):
+            return True
+    return False
+
+
+def holds_states(value: Any) -> bool:
+    """Return whether a layer of a cache, or something in it, holds states; counters do not count."""
+    if isinstance(value, torch.Tensor):
+        return value.ndim > 2 and value.numel() > 0
+    if isinstance(value, Mapping):
+        return any(map(holds_states, value.values()))
+    return isinstance(value, list | tuple) and any(map(holds_states, value))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.foreign.transformers import CACHES
 from autopar.plan.matching import Scope, all_scopes, around, join, matches_of
 from autopar.policy.schema import Policy
 
@@ -16,7 +17,8 @@ __all__ = ["Blocks", "dropped_blocks", "lies_in"]
 # Tensors that the forward of every decoder takes.
 _USUAL = {
     *("input_ids", "attention_mask", "position_ids", "token_type_ids", "inputs_embeds", "cache_position", "labels"),
-    *("past_key_values", "head_mask", "logits_to_keep"),
+    *CACHES,
+    *("head_mask", "logits_to_keep"),
     *("encoder_hidden_states", "encoder_attention_mask", "decoder_input_ids"),
 }
 

@@ -1,4 +1,4 @@
-"""Shard ``past_key_values`` that the user gives (prefix tuning, a cache of another model) by attention heads.
+"""Shard the cache that the user gives (prefix tuning, keys and values of another model) by attention heads.
 
 A cache that the parallelized model filled itself holds this rank's KV heads only, and is left alone: an attribute marks
 it. In any other cache, keys and values of all heads are sharded as the attention layer's heads are, inside the graph:
@@ -7,16 +7,16 @@ the gradient of each rank's heads is gathered, and that of heads which several r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import Cache, EncoderDecoderCache
+from transformers import Cache
 
 from autopar.distributed.collectives import scatter
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
+from autopar.foreign.transformers import caches_in, holds_states, holds_tokens
 from autopar.layout import Block, Layout
 from autopar.tensor_parallel.compiled_forward import no_graph_of_its_own
 
@@ -58,18 +58,18 @@ class ShardCaches:
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for value in (*args, *kwargs.values()):
             if isinstance(value, Cache):
-                for cache in _leaves(value):
+                for cache in caches_in(value):
                     if not vars(cache).get(_SHARDED):
                         self._shard(model, cache)
                         setattr(cache, _SHARDED, True)
 
     def _shard(self, model: nn.Module, cache: Cache) -> None:
-        filled = [(number, layer) for number, layer in enumerate(cache.layers) if _filled(vars(layer))]
+        filled = [(number, layer) for number, layer in enumerate(cache.layers) if holds_states(vars(layer))]
         if not filled:
             return
         if self.mpu.pp.size > 1:
             raise ConfigError(
-                f"past_key_values: this {type(model).__name__} is split into {self.mpu.pp.size} pipeline stages, which "
+                f"the given cache: this {type(model).__name__} is split into {self.mpu.pp.size} pipeline stages, which "
                 "go on only from a cache that they filled themselves.\n"
                 "  Give the tokens instead of their keys and values, or use pipeline_parallel_size=1."
             )
@@ -84,8 +84,8 @@ class ShardCaches:
     def _layouts(self, model: nn.Module, number: int, layer: Any) -> list[tuple[str, Layout]]:
         """The layer's tensors that have all heads, and their layouts."""
         layouts, rank = self.layouts.get(number, ()), self.mpu.tp.rank
-        other = [name for name, value in vars(layer).items() if name not in ("keys", "values") and _filled(value)]
-        place = f"past_key_values: layer {number} ({type(layer).__name__})"
+        other = [name for name, value in vars(layer).items() if name not in ("keys", "values") and holds_states(value)]
+        place = f"the given cache: layer {number} ({type(layer).__name__})"
         if other:
             raise ConfigError(
                 f"{place} comes with {', '.join(other)}, which autopar cannot shard.\n"
@@ -110,25 +110,10 @@ class ShardCaches:
 
 def goes_on(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Check whether a forward is given a cache that the parallelized model has filled, and that was not reset."""
-    caches = [list(_leaves(value)) for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
+    caches = [list(caches_in(value)) for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
     return any(
-        all(vars(cache).get(_SHARDED) for cache in leaves) and any(map(_holds_tokens, leaves)) for leaves in caches
+        all(vars(cache).get(_SHARDED) for cache in leaves) and any(map(holds_tokens, leaves)) for leaves in caches
     )
-
-
-def _holds_tokens(cache: Cache) -> bool:
-    """Return whether a layer holds states; one that :meth:`reset` keeps the tensors of has counters, which are 0 then.
-
-    A counter on a GPU is not read, which would wait for the GPU: there such a cache goes on as if nobody had reset it.
-    """
-    for layer in cache.layers:
-        held = vars(layer)
-        seen = held.get("cumulative_length", held.get("has_previous_state", True))
-        if isinstance(seen, torch.Tensor) and not seen.is_cpu:
-            seen = True
-        if _filled(held) and (any(seen.values()) if isinstance(seen, Mapping) else bool(seen)):
-            return True
-    return False
 
 
 class MarkCaches:
@@ -141,22 +126,5 @@ class MarkCaches:
             values = dict.values(output) if isinstance(output, dict) else output.values()
         for value in values:
             if isinstance(value, Cache):
-                for cache in _leaves(value):
+                for cache in caches_in(value):
                     setattr(cache, _SHARDED, True)
-
-
-def _leaves(cache: Cache) -> Iterator[Cache]:
-    if isinstance(cache, EncoderDecoderCache):
-        yield from _leaves(cache.self_attention_cache)
-        yield from _leaves(cache.cross_attention_cache)
-    else:
-        yield cache
-
-
-def _filled(value: Any) -> bool:
-    """Return whether a layer of a cache, or something in it, holds states; counters do not count."""
-    if isinstance(value, torch.Tensor):
-        return value.ndim > 2 and value.numel() > 0
-    if isinstance(value, Mapping):
-        return any(map(_filled, value.values()))
-    return isinstance(value, list | tuple) and any(map(_filled, value))

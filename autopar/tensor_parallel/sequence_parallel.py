@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from autopar.foreign.modules import own_parameters
 from autopar.foreign.tensors import tree_leaves
+from autopar.foreign.transformers import CACHES
 from autopar.layout import Layout
 from autopar.plan.matching import around
 from autopar.swap import swap, unswap
@@ -71,7 +72,7 @@ class SequencePlan:
 # Arguments that say nothing about what rows are computed with.
 _OF_BLOCKS = frozenset(
     (
-        *("attention_mask", "position_ids", "cache_position", "past_key_values", "past_key_value", "layer_past"),
+        *("attention_mask", "position_ids", "cache_position", *CACHES),
         *("head_mask", "layer_head_mask", "use_cache", "position_embeddings", "encoder_attention_mask"),
     )
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,11 +13,14 @@ from transformers import (
     BartConfig,
     BartForConditionalGeneration,
     BartForSequenceClassification,
+    MambaConfig,
+    MambaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 import autopar
+from autopar.data_parallel import fully_sharded
 from autopar.errors import ConfigError
 from tests.parity import close, language_batches, randomise
 from tests.pool import pooled
@@ -122,6 +127,38 @@ def test_generate_between_a_backward_and_its_step(stage: int) -> None:
             losses.append(loss.detach())
         close(losses[1], losses[0], "loss")
     model.mpu.destroy()
+
+
+def mamba() -> Any:
+    torch.manual_seed(0)
+    return randomise(MambaForCausalLM(MambaConfig(vocab_size=96, hidden_size=16, num_hidden_layers=2, state_size=4)))
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_generate_waits_once_and_keeps_its_weights() -> None:
+    """The cache has other names before transformers 5.24, and a Mamba's holds no keys."""
+    ids, calls = torch.arange(5, 19).view(2, 7), Counter[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("meet", "free_weights"):
+            patch.setattr(fully_sharded, name, functools.partial(_counted, calls, name, getattr(fully_sharded, name)))
+        for build, way in ((llama, {}), (llama, {"cache_implementation": "static"}), (mamba, {}), (bart, {})):
+            plain = build().eval()
+            model = autopar.initialize(copy.deepcopy(plain), {"zero": {"stage": 3}})
+            for _ in range(2):
+                calls.clear()
+                how: Any = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, **way}
+                assert torch.equal(*(each.generate(ids, **how) for each in (plain, model)))
+                assert calls == {"meet": 1}, (build, way)
+            with torch.no_grad():
+                model(ids)
+            assert calls == {"meet": 2, "free_weights": 1}
+            model.mpu.destroy()
+
+
+def _counted(calls: Counter[str], name: str, plain: Any, *args: Any) -> Any:
+    calls[name] += 1
+    return plain(*args)
 
 
 @pytest.mark.tier("all")

@@ -15,6 +15,7 @@ from torch import nn
 from autopar.context_parallel.lazy_rows import whole_tensors
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import seeded
+from autopar.foreign.transformers import given_cache
 from autopar.pipeline_parallel.methods import pipeline_of
 from autopar.tools.verification.session import Session
 
@@ -128,7 +129,7 @@ def no_residual(module: Any, plain: Any, hidden: torch.Tensor, *args: Any, **kwa
 
 def stale_cache(module: Any, plain: Any, *args: Any, **kwargs: Any) -> Any:
     """In a step of decoding the keys of the prompt are those of another one."""
-    cache = kwargs.get("past_key_values", args[1] if len(args) > 1 else None)
+    cache = given_cache(kwargs) or (args[1] if len(args) > 1 else None)
     if cache is not None and cache.get_seq_length(1) > 0:
         cache.layers[1].keys = cache.layers[1].keys.roll(1, 2)
     return plain(*args, **kwargs)
