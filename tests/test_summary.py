@@ -77,7 +77,7 @@ def test_printed_layers_have_local_and_whole_sizes() -> None:
             in text
         )
         assert f"(c_proj): RowParallelConv1D(tp {rank}/2: weight [{width // 3}, 36] of [36, 36])" in text
-        assert f"VocabParallelEmbedding({66 - rank}, 36; tp {rank}/2: weight [{66 - rank}, 36] of [131, 36])" in text
+        assert f"VocabParallelEmbedding(131, 36; tp {rank}/2: weight [{66 - rank}, 36] of [131, 36])" in text
     assert repr(autopar.deparallelize(model)) == before
     text = repr(parallel(llama(num_attention_heads=4, num_key_value_heads=2), 2))
     shown = "in_features=24, out_features=12, bias=False"

@@ -56,7 +56,7 @@ class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
         axis = seeded_axis(group, type(self).__name__)
         layout = layout_of(type(self).__name__, "num_embeddings", num_embeddings, 0, axis)
         nn.Module.__init__(self)
-        self.num_embeddings, self.embedding_dim = layout.local_size(axis.rank), embedding_dim
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
         plan = ModulePlan("", "embedding", "", layout, {"weight": layout})

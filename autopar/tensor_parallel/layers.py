@@ -198,7 +198,7 @@ class ColumnParallelLinear(_Column, nn.Linear):
         weight = make_linear(self, "column", (output_size, input_size), bias, how, group, gather_output=gather_output)
         self.master_weight = weight if keep_master_weight_for_test else None
         self.skip_bias_add = skip_bias_add
-        self.output_size_per_partition, self.gather_output = self.out_features, gather_output
+        self.output_size_per_partition, self.gather_output = len(self.weight), gather_output
 
 
 class RowParallelLinear(_Row, nn.Linear):

@@ -198,6 +198,8 @@ def make_linear(
     layouts = {"weight": layout, **({"bias": layout} if bias and rule == "column" else {})}
     nn.Module.__init__(layer)
     layer.output_size, layer.input_size = shape
-    layer.out_features, layer.in_features = layout.local_shape(shape, axis.rank)
+    layer.out_features, layer.in_features = (
+        shape if options.get("gather_output") else layout.local_shape(shape, axis.rank)
+    )
     plan = ModulePlan("", rule, "", layout, layouts, **options)
     return make_layer(layer, axis, plan, functools.partial(nn.Linear, shape[1], shape[0], bias), how)

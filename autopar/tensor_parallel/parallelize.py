@@ -150,14 +150,15 @@ def swap_back(module: nn.Module) -> None:
 
 
 def resize(module: nn.Module, plan: ModulePlan, rank: int | None) -> None:
-    """Set the sizes among a module's attributes to those of its weight (``rank`` None: of the full one)."""
+    """Set the sizes among a module's attributes to those of its weight (``rank`` None: of the full one).
+
+    Layers whose output is full, as those of the head and the words are, keep the full sizes: losses read them.
+    """
     if plan.rule in ("sharded", "one_expert"):
         _resize_plain(module, plan, rank)
     names: tuple[str, ...] = _SIZES.get(plan.rule, ())
-    if plan.rule == "embedding":
-        names = ("embedding_dim",) if plan.by_hidden else ("num_embeddings",)
     for name in names:
-        if name in vars(module) and plan.layout is not None:
+        if name in vars(module) and plan.layout is not None and not plan.gather_output:
             setattr(module, name, plan.layout.size if rank is None else plan.layout.local_size(rank))
 
 

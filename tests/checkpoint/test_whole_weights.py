@@ -211,7 +211,7 @@ def test_half_precision_goes_on_from_what_was_loaded() -> None:
 def test_state_dicts_that_do_not_fit_are_refused_before_anything_is_changed() -> None:
     model, whole = parallel(llama()), llama(1).state_dict()
     before, part = copy.deepcopy(model.state_dict()), model.state_dict()
-    table, rows = "model.embed_tokens.weight", model.model.embed_tokens.num_embeddings
+    table, rows = "model.embed_tokens.weight", len(part["model.embed_tokens.weight"])
     mixed = {**whole, table: part[table]}
     other = {**whole, table: torch.zeros(40, 24)}
     shapes = rf"{table}: \[40, 24\] given, \[131, 24\] whole, \[{rows}, 24\] here"

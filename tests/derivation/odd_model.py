@@ -65,6 +65,23 @@ class OddForCausalLM(PreTrainedModel):
         return CausalLMOutput(loss=loss, logits=logits)
 
 
+class LossByRows(OddForCausalLM):
+    """Its loss alone reads how many words the table of the head has; or what the head says of itself."""
+
+    by_layer = False
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any) -> CausalLMOutput:
+        out = super().forward(input_ids)
+        if labels is not None:
+            count = self.logits.out_features if self.by_layer else self.logits.weight.shape[0]
+            out.loss = self.loss_function(out.logits, labels, vocab_size=count)
+        return out
+
+
+class LossByFeatures(LossByRows):
+    by_layer = True
+
+
 class Tangled(nn.Module):
     """A block of which all features meet: nothing of it can be sharded."""
 

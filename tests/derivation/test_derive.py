@@ -19,7 +19,14 @@ from autopar.tools.derivation.marks import Components
 from autopar.tools.derivation.trace import traced
 from autopar.tools.derivation.unit_shapes import check_units
 from autopar.tools.derivation.yaml_text import composed, yaml_text
-from tests.derivation.odd_model import OddConfig, OddForCausalLM, TangledModel, Unpredictable
+from tests.derivation.odd_model import (
+    LossByFeatures,
+    LossByRows,
+    OddConfig,
+    OddForCausalLM,
+    TangledModel,
+    Unpredictable,
+)
 from tests.derivation.tricky_models import TrickyConfig, TrickyModel
 from tests.parity import check, language_batches, randomise
 from tests.pool import pooled
@@ -134,6 +141,19 @@ def test_tricky_blocks_on_ranks() -> None:
 def test_derive_on_the_fly() -> None:
     check(lambda: build(Case("llama", "LlamaForCausalLM"), 4, 2), language_batches(131), 2, policy="derive")
     check(odd, language_batches(61), 2, policy="derive")
+
+
+@pooled(world_size=2)
+def test_losses_that_read_the_size_of_the_head() -> None:
+    """Rows of the weight are this rank's: the head stays whole. Features of the layer are those of its output."""
+    for kind, sharded in ((LossByRows, False), (LossByFeatures, True)):
+        torch.manual_seed(0)
+        plain = randomise(kind(OddConfig(initializer_range=0.2)))
+        assert ("column" in str(derive(plain).tree["head"])) is sharded
+        model = check(lambda plain=plain: plain, language_batches(61), 2, policy="derive")
+        assert model.logits.out_features == 61
+    case = Case("apertus1p5_text", "Apertus1p5TextForCausalLM")
+    check(lambda: build(case, 4, 2), language_batches(131), 2, policy="derive")
 
 
 def test_the_text_is_the_policy() -> None:

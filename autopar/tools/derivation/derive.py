@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -13,10 +14,11 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from autopar.distributed.rng import kept
-from autopar.dry_run.tensor_parallel import check_plan
+from autopar.dry_run.tensor_parallel import check_plan, check_plan_with
 from autopar.errors import AutoparError, ConfigError
 from autopar.foreign.modules import own_modules
 from autopar.plan.make_plan import make_plan
+from autopar.plan.plan import Plan
 from autopar.policy.described_model import base_of
 from autopar.policy.load import read_user_policy
 from autopar.tools.derivation.attributes import Candidate, candidates, choices
@@ -215,11 +217,23 @@ class _Trial:
             plan = make_plan(self.model, read_user_policy(self.tree_with(self.chosen)), size)
             check_plan(self.model, "", plan)
             if size == _SIZES[0]:
+                self._check_loss(plan)
                 blocks = tuple(block for each in self.lists for block in each.blocks)
                 check_units(self.models, blocks, self.decisions, self.seen, plan)
         except AutoparError as error:
             return error
         return None
+
+    def _check_loss(self, plan: Plan) -> None:
+        """Run the model with labels, too: its loss may read sizes that nothing else reads."""
+        first = self.models[0]
+        if first.path or "labels" not in inspect.signature(first.model.forward).parameters:
+            return
+        words = first.inputs.get("decoder_input_ids", first.inputs.get("input_ids"))
+        classes = torch.empty(len(next(iter(first.inputs.values()))), dtype=torch.int64, device="meta")
+        for labels in (classes,) if words is None else (words, classes):
+            if check_plan_with(self.model, plan, (), {**first.inputs, "labels": labels}):
+                return
 
     def tree_with(self, chosen: dict[tuple[int, str], tuple[Candidate, ...]]) -> dict[str, Any]:
         """Return the policy with attributes."""
