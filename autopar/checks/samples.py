@@ -46,7 +46,7 @@ _ELEMENTS = 16384  # of one sample
 _TENSORS = 8  # replicated weights in one sample, at most
 _FEW = 256  # elements of what is no ``weight``, from which on shards are compared
 _FIRST = (1024, 64, 16)  # of one sharded weight, if it has as many
-_OF_STEP = 4  # weights of one step that are looked at
+_OF_STEP = (4, 4096)  # weights of one step's sample, and elements of each: replicas may hold shards of other sizes
 _OF_SHARD = 2048  # elements of the gradient and state of a sharded weight
 _FREE = (4, 256)  # weights that no torch optimizer steps: how many are looked at, and elements of each
 _AGAIN = 64  # forwards until it is looked up again which weights these are: some may have been frozen
@@ -297,21 +297,18 @@ def digest_step(held: list[tuple[str, nn.Parameter]], turn: int | None, closure:
     Args:
         scaled: of a loss with a scale: gradients that are not finite make the step one to skip, and cannot be compared.
     """
-    names, sums, left = [], list[torch.Tensor](), _ELEMENTS
-    chosen = range(min(_OF_STEP, len(held))) if turn is not None else ()
-    for name, parameter in held if turn is None else [held[(_OF_STEP * turn + n) % len(held)] for n in chosen]:
-        if left <= 0:
-            break
+    names, sums, (count, most) = [], list[torch.Tensor](), _OF_STEP
+    chosen = range(min(count, len(held))) if turn is not None else ()
+    for name, parameter in held if turn is None else [held[(count * turn + n) % len(held)] for n in chosen]:
         gradient, part = None if closure else parameter.grad, parameter.detach()
         if turn is not None:
-            part = _rows(part, turn, left)
-            left -= part.numel()
+            part = _rows(part, turn, most)
         if gradient is None or isinstance(gradient, DTensor):
             found = torch.zeros((), dtype=torch.int64, device=part.device)
         elif turn is None or gradient.is_sparse:
             found = sum_of_bits(gradient)
         else:
-            found = sum_of_bits(_rows(gradient, turn, left + part.numel()))
+            found = sum_of_bits(_rows(gradient, turn, most))
         if scaled and gradient is not None:
             found = torch.where(torch.isfinite(gradient).all(), found, OVERFLOW)
         names.append(name)
