@@ -43,8 +43,8 @@ class ExpertGradients:
 
     def rebind(self, model: nn.Module) -> None:
         """Take the parameters that the model has now, by name: ``fully_shard`` made new ones."""
-        now, names = dict(model.named_parameters()), self.parameters.values()
-        self.parameters = {now[name]: name for name in names}
+        names = set(self.parameters.values())
+        self.parameters = {p: name for name, p in model.named_parameters() if name in names}
 
     def inside(self, ddp: DistributedDataParallel) -> None:
         """Average from now on when ``ddp`` does."""

@@ -114,7 +114,8 @@ def wholes(model: Any, *, gradients: bool = False) -> dict[str, torch.Tensor]:
         with autopar.whole(model):
             return {name: tensor.detach().clone() for name, tensor in held().items()}
     gathered = WholeWeights(state_of(model), held())
-    return {name: gathered.whole(name) for name in held()}
+    names = state_of(model).plan.tensors if model.mpu.pp.size > 1 else held()  # a collective of all stages for each
+    return {name: gathered.whole(name) for name in names}
 
 
 def compare(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import autopar
 from autopar.errors import ConfigError
 from tests.pool import pooled
-from tests.tensor_parallel.mixtures import batches, close, compare, mixtral, qwen3, reference, wholes
+from tests.tensor_parallel.mixtures import batches, close, compare, mixtral, qwen3, reference, train, wholes
 
 
 @pytest.mark.tier("test", only=("all_to_all",))
@@ -43,14 +44,53 @@ _FOUR = {
     "sequence": {"tp": 2, "ep": 4, "model_parallelism": {"sequence_parallel": True}},
     "ZeRO-1, clipping": {"ep": 2, "zero": {"stage": 1}, "gradient_clipping": 1e9},
     "ZeRO-1, tp 2": {"tp": 2, "ep": 4, "zero": {"stage": 1}},
+    "ZeRO-2, pp 2": {"ep": 2, "pp": 2, "zero": {"stage": 2}, "pipeline": {"num_microbatches": 2}},
+    "ZeRO-3, pp 2": {"ep": 2, "pp": 2, "zero": {"stage": 3}, "pipeline": {"num_microbatches": 2}},
     "recomputed": {"ep": 2, "activation_checkpointing": {"enable": True}},
 }
 
 
+@pytest.mark.tier("test", only=("ZeRO-2, pp 2",))
 @pytest.mark.parametrize("mesh", _FOUR)
 @pooled(world_size=4)
 def test_meshes_of_four(mesh: str) -> None:
     compare(mixtral, _FOUR[mesh], even="pp" in mesh or "cp" in mesh)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pooled(world_size=4)
+def test_fully_sharded_stages_are_saved_and_resumed_on_other_meshes(stage: int, tmp_path: Path) -> None:
+    config = {"ep": 2, "pp": 2, "zero": {"stage": stage}, "pipeline": {"num_microbatches": 2}}
+    first, own, _ = compare(mixtral, config, even=True)
+    first.save_parallelized(tmp_path / "saved", optimizer=own)
+    resumed = []
+    for config in ({"tp": 2, "ep": 2}, {"tp": 2, "ep": 4, "zero": {"stage": 1}}):
+        model = mixtral()
+        its = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, its = autopar.initialize(model, config, optimizer=its)
+        model.from_parallelized(tmp_path / "saved", optimizer=its)
+        resumed.append((model, its))
+    data = batches(7, 2, even=True)
+    for model, optimizer in ((first, own), *resumed):
+        optimizer.zero_grad()
+        train(model, data[model.mpu.dp.rank])
+        optimizer.step()
+    due = wholes(first)
+    for model, _ in resumed:
+        assert all(close(weight, due[name]) for name, weight in wholes(model).items())
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_samples_of_steps_are_equal_where_experts_do_not_divide_evenly() -> None:
+    """In the fifth step the sample has an expert's weight, and a larger one that both replicas hold."""
+    model = autopar.initialize(mixtral(5, hidden_size=128, num_hidden_layers=3), {"ep": 2})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for step in range(5):
+        train(model, batches(step, 2)[model.mpu.dp.rank])
+        optimizer.step()
+        optimizer.zero_grad()
+    model.mpu.destroy()
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
