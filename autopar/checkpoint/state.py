@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from autopar.distributed.agree import Ranks
 from autopar.distributed.axis import Axis
 from autopar.distributed.mesh import MPU
+from autopar.distributed.owned_groups import owned_groups
 from autopar.errors import CheckpointError, listed
 from autopar.foreign.c10d import in_fake_world
 from autopar.plan.plan import Plan, TensorPlan
@@ -58,10 +59,7 @@ class _Channel:
         self.control: dist.ProcessGroup | None = None
         if mpu.world_size > 1:
             self.control = dist.new_group(backend="gloo", timeout=_PATIENCE, group_desc="autopar/background")
-
-    def close(self) -> None:
-        if self.control is not None and dist.is_initialized():
-            dist.destroy_process_group(self.control)
+            owned_groups(self).append(self.control)
 
 
 class Background:
@@ -109,13 +107,11 @@ class Background:
             raise CheckpointError(f"the save in the background failed: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
-        """Wait, and close the connections. Collective."""
+        """Wait, and drop the connections."""
         try:
             self.wait()
         finally:
-            if self._channel is not None:
-                self._channel.close()
-                self._channel = None
+            self._channel = None
 
 
 STATE = "_autopar_checkpoint"

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from autopar.distributed.mesh import MPU
+from autopar.distributed.owned_groups import destroy_dropped, dropped
 from autopar.distributed.process import Process
 from autopar.errors import PipelineError, first_line
 from autopar.foreign.groups import PrefixStore, backends_of, default_group, default_store, has_timeout, set_timeout
@@ -66,11 +67,12 @@ class FailureLog:
 
     def __init__(self, mpu: MPU, timeout: float) -> None:
         self.mpu, self.timeout = mpu, timeout
-        mine = (Process.current(), uuid.uuid4().hex)
-        everyone: list[tuple[Process, str]] = [mine] * mpu.world_size
+        mine = (Process.current(), uuid.uuid4().hex, dropped())
+        everyone = [mine] * mpu.world_size
         if mpu.world_size > 1:
             dist.all_gather_object(everyone, mine, group=mpu.control)
-        self._processes = [process for process, _ in everyone]
+        destroy_dropped([numbers for _, _, numbers in everyone])
+        self._processes = [process for process, _, _ in everyone]
         self.name = everyone[0][1]  # of this log, the same on all ranks and in no other one
         self._store = PrefixStore(f"autopar failures {self.name}", default_store())
         self._published = False

@@ -42,9 +42,11 @@ from autopar.distributed.broadcast_data import Dtypes, broadcast_data
 from autopar.distributed.collectives import even_layout
 from autopar.distributed.cpu_transport import choose_transport
 from autopar.distributed.mesh_sizes import MeshSizes
+from autopar.distributed.owned_groups import owned_groups
 from autopar.distributed.process import TIMEOUT, start_process_group
 from autopar.distributed.rng_tracker import RandomStateTracker
 from autopar.errors import ConfigError, nearest
+from autopar.foreign.groups import destroy
 
 __all__ = ["MPU", "new_pipeline_group", "rank_groups"]
 
@@ -151,7 +153,7 @@ class MPU(MeshAccessors):
         self.device = device_of_group()
         self.random_tracker: RandomStateTracker | None = None
         self.failures: Any = None
-        self._owned: list[dist.ProcessGroup] = []
+        self._owned: list[dist.ProcessGroup] = owned_groups(self)
         self._mesh: DeviceMesh | None = None
         self._lines: dict[str, DeviceMesh] = {}  # by the names of their axes
         self._alive = True
@@ -289,8 +291,7 @@ class MPU(MeshAccessors):
             if self.tp.transport is not None:
                 self.tp.transport.close()
                 self.tp.transport = None
-            for group in self._owned:
-                dist.destroy_process_group(group)
+            destroy(self._owned)
             self._owned.clear()
             self._mesh = None
             self._lines.clear()

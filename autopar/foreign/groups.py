@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.distributed_c10d import _get_default_group as default_group
@@ -20,6 +22,7 @@ __all__ = [
     "backends_of",
     "default_group",
     "default_store",
+    "destroy",
     "drop_gradients",
     "free_weights",
     "gathered_parameters",
@@ -52,6 +55,16 @@ def set_timeout(backend: Any, timeout: timedelta) -> None:
 def has_timeout(backend: Any) -> bool:
     """Return whether :func:`set_timeout` knows a backend."""
     return hasattr(backend, "_set_default_timeout") and hasattr(backend, "options")
+
+
+def destroy(groups: Iterable[Any]) -> None:
+    """Destroy process groups. DTensor forgets its results over them, which it would return for an equal mesh."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    for group in groups:
+        with contextlib.suppress(ValueError):  # user code has destroyed it
+            dist.destroy_process_group(group)
+    _clear_sharding_prop_cache()
 
 
 def is_flat_parameter(parameter: torch.Tensor) -> bool:
