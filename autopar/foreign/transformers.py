@@ -136,7 +136,7 @@ def has_accelerate_hook(module: nn.Module) -> bool:
 
 def set_loss_function(model: nn.Module) -> Any:
     """Return the loss that a user has set on a model; None if it is that of its class."""
-    return vars(model).get("_loss_function")
+    return getattr(model, "_loss_function", None)
 
 
 def adapters_available(layer: Any) -> list[str]:

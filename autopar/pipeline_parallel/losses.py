@@ -54,20 +54,73 @@ class OwnLoss:
         """Whether the loss leaves out the first label of each sequence, as those of causal models do."""
         if self.kind == "loss_function":  # encoder-decoders give their labels as those of a shift that has been done
             return self._function is ForCausalLMLoss and not is_encoder_decoder(self.model)
-        return self.kind == "shifted_mean"
+        return self.kind in ("shifted_mean", "shifted_attended_mean")
 
-    def reduction(self, batch: Mapping[str, Any], microbatches: int) -> str:
+    def counted(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the batch with -100 in place of labels that ``ignore_index`` or ``attention_mask`` leaves out."""
+        name = "labels" if batch.get("shift_labels") is None else "shift_labels"
+        labels, mask, ignored = batch.get(name), batch.get("attention_mask"), batch.get("ignore_index")
+        if not isinstance(labels, torch.Tensor):
+            return batch
+        if ignored is not None and self.kind in ("loss_function", None):
+            labels = labels.masked_fill(labels == ignored, -100)
+        if self.kind in ("attended_mean", "shifted_attended_mean") and isinstance(mask, torch.Tensor):
+            labels = labels.masked_fill(mask[..., -labels.shape[-1] :] == 0, -100)
+        return {**batch, name: labels}
+
+    @property
+    def user_function(self) -> Any:
+        """A loss function that user code has set on the model, or defined in its class; None if there is none."""
+        if not isinstance(self.model, PreTrainedModel):
+            return None
+        models = [module for module in self.model.modules() if isinstance(module, PreTrainedModel)]
+        found = [set_loss_function(model) for model in models]
+        if self.kind is None and type(self.model).loss_function is not PreTrainedModel.loss_function:
+            found.append(type(self.model).loss_function)
+        known = [None, *LOSS_MAPPING.values()]
+        return next((function for function in found if function not in known), None)
+
+    def refuse_user_function(self, over: str, advice: str) -> None:
+        """Raise ConfigError if the loss function is the user's; ``over`` names what has losses of its own."""
+        if self.user_function is not None:
+            name = getattr(self.user_function, "__name__", type(self.user_function).__name__)
+            raise ConfigError(
+                f"the losses of {over} cannot be combined: the loss_function of {type(self.model).__name__} is "
+                f"user-defined ({name}), expected transformers' mean over the labels that are not -100.\n  {advice}"
+            )
+
+    def reduction(self, batch: Mapping[str, Any], microbatches: int, replicas: int = 1, *, counts: bool = False) -> str:
         """Return how the losses of micro-batches make up that of the batch: see ``microbatch.weights_of``.
 
         ``tokens`` where they are means over the labels that are not -100; ``sum`` where the model divides them by
         ``num_items_in_batch``. Any other value cannot be put together, and is one micro-batch's mean.
 
+        Args:
+            replicas: the number of replicas that average gradients.
+            counts: whether the user's ``count`` gives what the loss of a micro-batch is a mean over.
+
         Raises:
-            ConfigError: it is neither, and there are several micro-batches. From the model and the batch's names only,
-                so the same on every rank.
+            ConfigError: it is neither, and there are several micro-batches; or the user has set the loss function, and
+                there are several micro-batches or replicas. From the model and the batch's names only, so the same on
+                every rank.
         """
+        if counts and batch.get("num_items_in_batch") is not None:
+            raise ConfigError(
+                "execute_pipeline: count= and num_items_in_batch in the batch both give the divisor of the loss\n"
+                "  Leave one of them out."
+            )
+        if not counts and microbatches * replicas > 1:
+            over = [f"{microbatches} micro-batches"] * (microbatches > 1)
+            self.refuse_user_function(
+                " and ".join(over + [f"{replicas} data-parallel replicas"] * (replicas > 1)),
+                "Give execute_pipeline(..., count=lambda inputs: ...), the number that the loss of a micro-batch is a "
+                'mean over\n  (len(inputs["labels"]) for a mean over sequences), with or without criterion=. Or give '
+                "one micro-batch without replicas.\n  pipeline.loss_reduction: microbatch takes the plain mean.",
+            )
         reason = self._no_mean_over_labels(batch)
-        if reason is None:
+        if counts and not adds_router_loss(self.model, batch):
+            return "tokens"
+        if reason is None and self.user_function is None:
             return "sum" if self.divides_by_items(batch) else "tokens"
         if microbatches > 1:
             raise ConfigError(
@@ -105,8 +158,7 @@ class OwnLoss:
     @property
     def _function(self) -> Any:
         """The function that the model's forward calls as ``self.loss_function``."""
-        own = set_loss_function(self.model)
-        return getattr(own, "plain", own) or LOSS_MAPPING.get(self.model.loss_type, ForCausalLMLoss)
+        return set_loss_function(self.model) or LOSS_MAPPING.get(self.model.loss_type, ForCausalLMLoss)
 
     def _no_mean_over_labels(self, batch: Mapping[str, Any]) -> str | None:
         """Say why the loss is not a mean over ``labels``; None if it is one."""

@@ -103,8 +103,8 @@ def execute_pipeline(
         return_loss, return_outputs: return the loss; the model's outputs, put together from all micro-batches.
         broadcast_loss: return the loss on every stage and not on the last one only.
         forward_only: no backward; by default in evaluation mode and under ``no_grad``.
-        count: ``inputs -> number`` that the ``criterion`` of a micro-batch is a mean over, if not its labels:
-            ``lambda inputs: class_weights[inputs["labels"]].sum()``. It runs on every rank.
+        count: ``inputs -> number`` that the ``criterion``, or the model's own loss, of a micro-batch is a mean over, if
+            not its labels: ``lambda inputs: class_weights[inputs["labels"]].sum()``. It runs on every rank.
         penalty: ``parameters -> number``, added to the loss of the batch. Each stage calls it with its own parameters,
             by name: ``lambda own: sum(autopar.full(p).norm() for p in own.values())``.
 
@@ -121,8 +121,9 @@ def execute_pipeline(
         ConsistencyError: the stages of one replica got different batches (a sample of each tensor is compared) or
             stepped optimizers behind other calls, or the iterator has ended on some of them, or on some replicas.
         ConfigError: ``data`` is neither a batch nor an iterator, the outputs hold no loss to train with, the model's
-            own loss is not a mean over ``labels`` and there are several micro-batches, or ``criterion`` reads weights
-            of blocks or returns no tensor, or ``count`` comes without one.
+            own loss is not a mean over ``labels`` and there are several micro-batches, ``model.loss_function`` is
+            user-defined and there are several micro-batches or replicas and no ``count``, or ``criterion`` reads
+            weights of blocks or returns no tensor.
         PipelineError: another stage, tensor-parallel rank or replica failed, ended, or did not deliver within
             ``pipeline.timeout``; names it.
 

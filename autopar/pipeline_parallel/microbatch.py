@@ -168,10 +168,11 @@ def label_count(microbatch: Mapping[str, Any], main_input: str, shifted: bool) -
 
 
 def _labels_in(microbatch: Mapping[str, Any], main_input: str, shifted: bool) -> torch.Tensor | int:
-    labels = microbatch.get("shift_labels", microbatch.get("labels"))
+    shifted_labels = microbatch.get("shift_labels")
+    labels = microbatch.get("labels") if shifted_labels is None else shifted_labels
     if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.ndim == 0:
         return batch_size(microbatch, main_input)
-    if shifted and labels.ndim > 1 and microbatch.get("shift_labels") is None:
+    if shifted and labels.ndim > 1 and shifted_labels is None:
         labels = labels[..., 1:]
     return (labels != -100).sum()
 

@@ -150,10 +150,6 @@ class Pipeline:
     ) -> Step:
         """Read the next batch, check it, split it into micro-batches and weigh their losses. Collective."""
         mpu, config = self.mpu, self.config
-        if count is not None and criterion is None:
-            raise ConfigError(
-                "execute_pipeline: count= says what a criterion is a mean over, and there is no criterion="
-            )
         by_labels = config.loss_reduction == "tokens" or count is not None
 
         def read() -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -163,7 +159,8 @@ class Pipeline:
             return batch, split(batch, samples, config.microbatch_size, config.num_microbatches, of_model)
 
         def counted(found: tuple[dict[str, Any], Any]) -> float:
-            return float(count(found[0]) if count else label_count(found[0], self.main_input, self.loss.shifted))
+            counts = self.loss.counted(found[0])
+            return float(count(found[0]) if count else label_count(counts, self.main_input, self.loss.shifted))
 
         (batch, microbatches), counts = read_batch(
             read,
@@ -172,9 +169,11 @@ class Pipeline:
         )
         reduction = "tokens" if by_labels else config.loss_reduction
         if by_labels and criterion is None and wants_loss:
-            reduction = self.loss.reduction(batch, len(microbatches))
-            self._told = self._told or self.loss.warn_of_replicas(counts)
-        shares = weights_of(microbatches, self.main_input, reduction, self.loss.shifted, count)
+            replicas = mpu.dp.size if backward else 1
+            reduction = self.loss.reduction(batch, len(microbatches), replicas, counts=count is not None)
+            self._told = self._told or (count is None and self.loss.warn_of_replicas(counts))
+        parts = microbatches if count else [dict(self.loss.counted(part)) for part in microbatches]
+        shares = weights_of(parts, self.main_input, reduction, self.loss.shifted, count)
         globally = counts and reduction == "tokens"
         return Step(
             microbatches=microbatches,

@@ -195,14 +195,15 @@ def loss_kind(model: Any, given: Policy | None = None) -> str | None:
     """Return the kind of a model's own loss, one of :data:`~autopar.policy.schema.LOSSES`; None if nothing says it.
 
     The kind is a fact about the class that defines ``forward``: a class that inherits it has the same loss, and one
-    that has a ``forward`` of its own may have another.
+    that has a ``forward`` or a ``loss_function`` of its own may have another.
 
     Args:
         given: the user's policy, which may name any class. The policies that autopar has for the model's type speak of
             classes of transformers alone.
     """
     classes = [kind for kind in type(model).__mro__ if not kind.__module__.startswith("autopar.")]
-    place = next(place for place, kind in enumerate(classes) if "forward" in vars(kind))
+    own = {"forward", "loss_function"} if isinstance(model, PreTrainedModel) else {"forward"}
+    place = next(place for place, kind in enumerate(classes) if own & vars(kind).keys())
     maker, names = classes[place], [kind.__name__ for kind in classes[: place + 1]]
     said = next((given.loss[name] for name in names if name in given.loss), None) if given is not None else None
     if said is not None or not isinstance(model, PreTrainedModel) or not maker.__module__.startswith("transformers."):

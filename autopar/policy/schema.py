@@ -40,9 +40,10 @@ SUPPORTED = ">=5.20,<6"
 """The versions of transformers for which a policy holds that names no others."""
 LISTED = ("column", "row", "sharded", "norm_over")
 """Kinds of rules that take a list of parts."""
-LOSSES = ("loss_function", "mean", "shifted_mean", "other")
+LOSSES = ("loss_function", "mean", "shifted_mean", "attended_mean", "shifted_attended_mean", "other")
 """Kinds of a model's own loss: what ``self.loss_function`` of transformers is; a mean over the labels that are not
--100; that without the first label of each sequence; no mean over labels."""
+-100; that without the first label of each sequence; both without the labels that ``attention_mask`` masks; no mean over
+labels."""
 KINDS = (*LISTED, "embedding", "replicated", "gathered", "region", "enter_output", "once")
 
 

@@ -45,6 +45,13 @@ class ParallelBase(Trainer):
         given = args[1] if len(args) > 1 else kwargs.get("num_items_in_batch")
         self.autopar_counted = given is not None
         routers, replicas = self.model._autopar.dp.routers, self.model.mpu.dp.size
+        takes_own = self.compute_loss_func is None and self.label_smoother is None and "labels" in inputs
+        if replicas > 1 and takes_own and self.args.average_tokens_across_devices:
+            self.model._autopar.own_loss(base_of(self.model)).refuse_user_function(
+                f"{replicas} data-parallel replicas",
+                "Give ParallelTrainer(compute_loss_func=...), a sum over labels divided by num_items_in_batch, or use "
+                "tensor parallelism.",
+            )
         if routers is None or self.autopar_alone or not self.autopar_counted:
             return super().compute_loss(model, inputs, *args, **kwargs)
         with routers.share_of_sum(replicas):  # as the loss around it is
