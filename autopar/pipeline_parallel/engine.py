@@ -13,6 +13,7 @@ from torch import nn
 from autopar.data_parallel.grad_sync import TiedWeights
 from autopar.distributed.profiling import record
 from autopar.distributed.rng import base_seed
+from autopar.errors import ConfigError
 from autopar.pipeline_parallel.backward import WeightGradients, stage_backward_input, stage_backward_weight
 from autopar.pipeline_parallel.batch_checks import Report, digest_of
 from autopar.pipeline_parallel.outputs import complete, unavailable
@@ -39,6 +40,8 @@ class Step:
         scale: applied to what is differentiated (fp16 loss scaling).
         shares: how much the loss of each counts in that of the replica's batch.
         call: what is called with a micro-batch; None: the model.
+        together: whether the replicas run collectives in a backward (ZeRO 2 and 3, experts), so that each runs it.
+        required: whether some loss must require a gradient.
         penalty: of parameters, added to the loss of the batch.
         losses, outputs: per micro-batch, filled on the last stage.
         penalties: of this stage's parameters.
@@ -53,6 +56,8 @@ class Step:
     backward: bool = True
     shares: list[float] = field(default_factory=list)
     call: Callable[..., Any] | None = None
+    together: bool = False
+    required: bool = False
     penalty: Callable[[dict[str, nn.Parameter]], Any] | None = None
     penalties: torch.Tensor | None = None
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -130,6 +135,11 @@ class Engine:
             for action in lists[self.rank]:
                 with self._blame(action), record(_described, action):
                     do[action.kind](action.stage, action.microbatch, step)
+            if step.required and step.losses:
+                raise ConfigError(
+                    "the loss of the batch does not require a gradient, expected a trained weight that it depends on\n"
+                    "  Train some weights (requires_grad_(True)) that this batch uses; forward_only=True evaluates."
+                )
             self.p2p.end_actions()
 
     def report(self, batch: Any, microbatches: int, *, backward: bool, whole: bool) -> Report:
@@ -187,7 +197,16 @@ class Engine:
         if loss is not None:
             step.losses[microbatch] = loss.detach()
             weight = step.weights[microbatch]
-            if step.backward and weight:
+            if step.backward and step.together and not loss.requires_grad:
+                raise ConfigError(
+                    f"the loss of micro-batch {microbatch} does not require a gradient, expected one on every replica: "
+                    "they gather weights or exchange tokens in the backward\n  (zero.stage 2 and 3, experts over "
+                    "replicas). Use zero.stage 1, or batches that all use a trained weight."
+                )
+            step.required &= not loss.requires_grad
+            if step.backward and loss.requires_grad and (weight or step.together):
+                if not weight:  # 0 / 0 of a loss over no label stays out of the gradients
+                    map_tensors(result, lambda tensor: _stop_gradient(tensor) if tensor is not loss else None)
                 counted = loss * weight
                 roots.append(counted if step.scale is None else step.scale(counted))
         if step.keep_outputs:
@@ -285,6 +304,11 @@ def _entering(tensor: torch.Tensor, leaves: list[torch.Tensor]) -> torch.Tensor:
     inside = leaf.clone()
     leaf.data = torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
     return inside
+
+
+def _stop_gradient(tensor: torch.Tensor) -> None:
+    if type(tensor) is torch.Tensor and tensor.grad_fn is not None:
+        tensor.register_hook(torch.zeros_like)
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:

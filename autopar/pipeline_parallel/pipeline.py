@@ -175,9 +175,12 @@ class Pipeline:
         parts = microbatches if count else [dict(self.loss.counted(part)) for part in microbatches]
         shares = weights_of(parts, self.main_input, reduction, self.loss.shifted, count)
         globally = counts and reduction == "tokens"
+        weights = weights_over_replicas(shares, counts, mpu.dp.rank) if globally else shares
+        if not (sum(counts) if globally else any(shares)):  # no label anywhere: NaN, and gradients as in one process
+            weights = [1 / len(shares)] * len(shares)
         return Step(
             microbatches=microbatches,
-            weights=weights_over_replicas(shares, counts, mpu.dp.rank) if globally else shares,
+            weights=weights,
             shares=shares,
             loss_of=self._loss_of(criterion, backward) if wants_loss else None,
             backward=backward,
@@ -207,6 +210,9 @@ class Pipeline:
             self._penalise(model, step)
             return
         state = vars(model)["_autopar"]
+        step.together = self.mpu.dp.size > 1 and (state.config.fully_sharded or bool(state.plan.experts))
+        frozen = self.plan.stages == 1 and not any(parameter.requires_grad for parameter in model.parameters())
+        step.required = step.penalty is None and (frozen or self.mpu.dp.size == 1)
         rows, nothing = state.dp.fully_sharded if self.plan.stages > 1 else None, contextlib.nullcontext()
         ours = state.step is not None and state.step.model is model
         hooked = in_microbatches(model.parameters(), len(step.microbatches))
