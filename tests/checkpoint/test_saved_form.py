@@ -39,8 +39,8 @@ WHOLE = sorted(name for name in supported_model_types() if not of_type(name).ins
 # Several tensors of the model make one tensor of the file.
 JOINED = [
     *("dinov2", "dinov2_with_registers", "ernie4_5_vl_moe", "gte", "hrm_text", "inkling2", "inkling2_text"),
-    *("jina_embeddings_v3", "kimi_k25", "mistral_large4", "molmo2", "molmo2_text", "nomic_bert", "qianfan_ocr"),
-    *("step3p7", "tipsv2", "tipsv2_text_model", "tipsv2_vision_model"),
+    *("jina_embeddings_v3", "kimi_k25", "lara_mini", "mistral_large4", "molmo2", "molmo2_text", "nomic_bert"),
+    *("qianfan_ocr", "sarvam_moe", "step3p7", "tipsv2", "tipsv2_text_model", "tipsv2_vision_model"),
 ]
 
 
