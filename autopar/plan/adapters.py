@@ -211,6 +211,8 @@ def _of_parameter(path: str, layer: Any, plan: ModulePlan | None, match: RuleMat
     if plan is None or (layout is None and layer.parameter_name not in plan.summed):
         yield from _replicated(path, layer)
         return
+    if match.rule.kind == "experts" and (plan.rule != "experts" or (layout is not None and len(layout.blocks) > 1)):
+        raise _cannot_follow(path, plan, match)
     if layout is not None and plan.rule == "experts":
         table = match.scope.table
         yield from _of_whole_experts(path, layer, plan, layout, table.tp or table.size)

@@ -22,7 +22,7 @@ from autopar.plan.matching import RuleMatch, join
 from autopar.plan.plan import AttributePlan, ModulePlan
 from autopar.plan.rules import TensorRule, tensor_rules_of
 from autopar.plan.units import UnitTable
-from autopar.policy.schema import BY_EXPERT, Part, Rule
+from autopar.policy.schema import BY_EXPERT, HIDDEN, Part, Rule
 from autopar.quantized.layers import StandIn
 
 __all__ = ["expert_names", "mixtures_in", "rules_of", "shard_by_expert"]
@@ -30,6 +30,7 @@ __all__ = ["expert_names", "mixtures_in", "rules_of", "shard_by_expert"]
 MIXTURES = frozenset(("experts", "expert_modules", "calls_experts", "one_expert"))
 """Rules of plans for modules that have experts, are one, or call them."""
 
+_NO_EXPERT = "no expert"  # the kind of a module that indices behind the last expert stand for
 _ARGUMENTS = 3  # hidden states, indices of the chosen experts, their weights
 
 
@@ -67,46 +68,60 @@ def shard_by_expert(matches: list[RuleMatch], ranks: int) -> tuple[list[RuleMatc
     attributes: list[AttributePlan] = []
     tables: dict[int, UnitTable] = {}
     for found in matches:
-        match, holder = found, found.path.rpartition(".")[0]
+        match = found
         if any(match.path.startswith(f"{path}.") for path in listed):
             continue  # an expert that is whole needs no rules inside
-        if match.path in mixtures or holder in mixtures:
+        holder = next((path for path in mixtures if match.path.startswith(f"{path}.")), "")
+        if match.path in mixtures or holder:
             table = tables.setdefault(id(match.scope.table), match.scope.table.of_experts(ranks))
             match = replace(match, scope=replace(match.scope, table=table))
         if match.path in mixtures:
             if match.path not in listed:
                 attributes.append(_check(match))
-            rule = replace(match.rule, kind="experts", parts=(Part(str(match.rule.by_expert)),))
-            result.append(replace(match, rule=rule))
-        elif holder in mixtures and isinstance(match.module, torch.Tensor):
-            unit = str(mixtures[holder].rule.by_expert)
-            result.append(replace(match, rule=Rule("sharded", match.rule.where, (Part(unit),), dim=0)))
+            parts = (Part(str(match.rule.by_expert)),)
+            result.append(
+                replace(match, rule=replace(match.rule, kind="experts", parts=parts, opens=False, closes=False))
+            )
+        elif holder and match.rule.kind == "once" and isinstance(match.module, nn.Module):
+            result.append(replace(match, rule=Rule(_NO_EXPERT, match.rule.where)))
+        elif holder and isinstance(match.module, torch.Tensor):
+            parts = _stacked(match, str(mixtures[holder].rule.by_expert))
+            result.append(replace(match, rule=Rule("sharded", match.rule.where, parts, dim=0)))
         else:
             result.append(match)
     return result, attributes
 
 
+def _stacked(match: RuleMatch, unit: str) -> tuple[Part, ...]:
+    """Return what lies along dim 0 of a parameter: the experts, and rows behind them that no expert reads."""
+    assert isinstance(match.module, torch.Tensor)
+    count, rows = match.count(unit), match.module.shape[0]
+    beyond = match.rule.repeat is None and count is not None and rows > count
+    return (Part(unit, "1"), Part(HIDDEN)) if beyond else (Part(unit),)
+
+
 def _check(match: RuleMatch) -> AttributePlan:
     module, table = match.module, match.scope.table
     assert isinstance(module, nn.Module)
-    kind = type(module).__name__
+    kind, unit = type(module).__name__, str(match.rule.by_expert)
     taken = [p for p in inspect.signature(type(module).forward).parameters if p != "self"]
-    experts = getattr(module, "num_experts", None)
+    counted = table.specs[unit].count.rpartition(".")[2] if table.specs[unit].count.startswith("block.") else ""
+    name = counted if hasattr(module, counted) else "num_experts"
+    experts = getattr(module, name, None)
     if match.rule.kind == BY_EXPERT:
         raise ConfigError(
             f"expert_parallel_size: {match.path} ({kind}) has no children that are numbered, which 'by_expert' alone "
             f"is for ({match.rule.where}).\n  Experts that are stacked in parameters are a region: "
             f"{{region: UNIT, by_expert: {match.rule.by_expert}}}."
         )
-    if len(taken) != _ARGUMENTS or type(experts) is not int:
+    if len(taken) not in ((1, 2) if match.rule.sorted else (_ARGUMENTS,)) or type(experts) is not int:
         raise ConfigError(
             f"expert_parallel_size: {match.path} ({kind}) chooses its experts inside, it cannot be sharded by expert. "
             "Leave it out: each expert is sharded instead."
         )
-    unit = str(match.rule.by_expert)
     layout = match.layout((Part(unit),), 0, experts)
     values = tuple(layout.local_size(rank) for rank in range(table.size))
-    return AttributePlan(match.path, "num_experts", str(match.rule.where), experts, values)
+    return AttributePlan(match.path, name, str(match.rule.where), experts, values)
 
 
 def rules_of(match: RuleMatch, root: nn.Module) -> Iterator[TensorRule]:
@@ -119,6 +134,10 @@ def rules_of(match: RuleMatch, root: nn.Module) -> Iterator[TensorRule]:
         PolicyError, ConfigError: as ``tensor_rules_of``; an expert cannot lie on a rank as a whole.
     """
     module = match.module
+    if match.rule.kind == _NO_EXPERT:
+        holder, _, name = match.path.rpartition(".")
+        yield TensorRule(ModulePlan(holder, "", str(match.rule.where), once=frozenset([name])))
+        return
     if match.rule.kind != "experts" or not isinstance(module, nn.Module):
         yield from tensor_rules_of(match)
         return

@@ -197,7 +197,8 @@ class ModulePlan:
         layout: along the features that are sharded (for a layer ``dim`` is that of the stored weight).
         layouts: parameter or buffer name -> how that one is sharded.
         summed: whole parameters whose incoming gradient is summed over tp (they work on sharded activations).
-        once: of those the ones that only the first rank adds (the bias behind a partial sum).
+        once: of those the ones that only the first rank adds (the bias behind a partial sum); of experts,
+            the modules that indices behind the last expert stand for.
         gather_output, split_input, enter_output, inside: as in the policy.
         aside: of a column whose input no other layer reads (that of an adapter).
         opens, closes: of a region that only enters, and of one that only sums.

@@ -31,7 +31,8 @@ _MATCH = ("model_type", "transformers", "config", "class")
 _BLOCKS = ("path", "modules", "attributes", "inputs")
 _UNIT = ("count", "follows", "replicate", "or_whole", "multiple", "align")
 _BELONGS = {"by_expert": "region", "within": "norm_over"}  # keys that name one more unit, and the kind that takes them
-_FLAGS = {"gather_output": "column", "inside": "column", "split_input": "row", "opens": "region", "closes": "region"}
+_FLAGS = {"gather_output": "column", "inside": "column", "split_input": "row", "opens": "region", "closes": "region",
+          "sorted": "region"}  # fmt: skip
 
 
 def parse_policy(name: str, root: Node) -> Policy:
@@ -204,7 +205,9 @@ def _parse_rule(path: str, node: Node, units: Mapping[str, UnitSpec]) -> Rule:
     for flag in flags:
         if _FLAGS[flag] != kind:
             raise PolicyError(f"'{flag}' belongs to '{_FLAGS[flag]}', not to '{kind}' ({path})", content[flag].where)
-    if len({"opens", "closes", "by_expert"} & set(content)) > 1:
+    if flags.get("sorted") and BY_EXPERT not in content:
+        raise PolicyError(f"'sorted' needs 'by_expert': it describes the rows of experts ({path})", node.where)
+    if len({"opens", "closes", *(() if flags.get("sorted") else [BY_EXPERT])} & set(content)) > 1:
         raise PolicyError(f"of 'opens', 'closes' and 'by_expert' one goes with a region ({path})", node.where)
     if kind == "row" and "enter_output" in content:
         flags["enter_output"] = _flag(content["enter_output"], "enter_output")

@@ -100,6 +100,7 @@ class Rule:
     opens: bool = False
     closes: bool = False
     by_expert: str | None = None
+    sorted: bool = False
     within: str | None = None
     repeat: str | None = None
 

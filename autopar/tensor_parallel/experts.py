@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from autopar.distributed import gloo_collectives
 from autopar.distributed.axis import Axis
@@ -54,12 +55,10 @@ class ExpertParallel(RegionModule):
             return torch.empty_like(hidden)
         if not torch.compiler.is_compiling():
             self._refuse_hooks()
-        if is_transformed() and untransformed(chosen).ndim > chosen.ndim:
-            raise ConfigError(
-                "vmap: experts that ranks hold whole (expert_parallel_size) are given as many tokens as a router says, "
-                "another number\n  for each sample. Take one sample after the other, or expert_parallel_size: 1."
-            )
-        y = self._exchanged(hidden.reshape(chosen.shape[0], -1), chosen, weights)
+        self._refuse_vmap(chosen)
+        x = hidden.reshape(chosen.shape[0], -1)
+        y = self._exchanged(x, chosen, weights)
+        y = y + self._without_experts(x, chosen, weights) if self.autopar.once else y
         return y if y.shape == hidden.shape else y.view_as(hidden)  # a view would lose FSDP2's hook when written into
 
     def _exchanged(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -70,6 +69,19 @@ class ExpertParallel(RegionModule):
         ids = layout.shard(chosen, self.beside.rank, 0)  # [tokens/tp, k]
         y = (self._by_all_to_all if self.dispatch == "all_to_all" else self._by_all_reduce)(x, w, ids)
         return gather(y, self.beside, layout, 0)
+
+    def _without_experts(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return what tokens get from modules that indices behind the last expert stand for, ``[tokens, hidden]``."""
+        assert self.autopar.layout is not None
+        w = weights.masked_fill(chosen < self.autopar.layout.size, 0).sum(-1, keepdim=True)
+        return sum((getattr(self, name)(x) * w for name in self.autopar.once), torch.zeros_like(x)).to(x.dtype)
+
+    def _refuse_vmap(self, given: torch.Tensor) -> None:
+        if is_transformed() and untransformed(given).ndim > given.ndim:
+            raise ConfigError(
+                "vmap: experts that ranks hold whole (expert_parallel_size) are given as many tokens as a router says, "
+                "another number\n  for each sample. Take one sample after the other, or expert_parallel_size: 1."
+            )
 
     def _refuse_hooks(self) -> None:
         for path, module in self.named_modules():  # type: ignore[attr-defined]
@@ -92,7 +104,7 @@ class ExpertParallel(RegionModule):
         y = self._compute(rows, all_to_all(local[order], axis, out_splits, in_splits))
         back = all_to_all(y, axis, in_splits, out_splits)  # [tokens/tp * k, hidden], in the order of sending
         weighted = back * w[order].unsqueeze(-1)  # here, so that only rows are sent
-        return torch.zeros_like(x).index_add(0, order // k, weighted.to(x.dtype))
+        return x.new_zeros(len(x), weighted.shape[1]).index_add(0, order // k, weighted.to(x.dtype))
 
     def _by_all_reduce(self, x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         axis, k = self.tp, ids.shape[1]
@@ -105,7 +117,8 @@ class ExpertParallel(RegionModule):
             mine = torch.nonzero((owner == axis.rank) & known).squeeze(1)  # pairs of a token and an expert of this rank
         y = self._compute(x[mine // k], local[mine])
         weighted = y * w.reshape(-1)[mine].unsqueeze(-1)
-        return reduce_scatter(torch.zeros_like(x).index_add(0, mine // k, weighted.to(x.dtype)), axis, 0, layout)
+        outputs = x.new_zeros(len(x), weighted.shape[1]).index_add(0, mine // k, weighted.to(x.dtype))
+        return reduce_scatter(outputs, axis, 0, layout)
 
     def _placed(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the rank of each expert, its number there, and whether there is such an expert."""
@@ -134,9 +147,14 @@ class ExpertParallel(RegionModule):
     def _outputs(self, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, hidden]``, of this rank's experts of those numbers."""
         if rows.shape[0]:
-            y: torch.Tensor = super().forward(rows, local.unsqueeze(-1), torch.ones_like(rows[:, :1]))
-            return y
-        own = (getattr(self, name) for name in vars(self)["autopar_layouts"])  # adapters may be added to them
+            ids, w = local.unsqueeze(-1), torch.ones_like(rows[:, :1])
+            if self.autopar.once:  # LongCat Flash's experts take two choices or more: one of no expert, without weight
+                assert self.autopar.layout is not None
+                ids, w = F.pad(ids, (0, 1), value=self.autopar.layout.size - 1), F.pad(w, (0, 1))
+            y: torch.Tensor = super().forward(rows, ids, w)
+            return y.reshape(rows.shape)
+        read = [(each, name) for each in self.modules() for name in vars(each).get("autopar_layouts", ())]  # type: ignore[attr-defined]
+        own = (getattr(module, name) for module, name in read)  # adapters may be added to them
         return rows + sum(p.sum() for p in own) * 0  # empty, with the parameters in the graph
 
 

@@ -45,9 +45,10 @@ from autopar.tensor_parallel.norms import ShardedNorm
 from autopar.tensor_parallel.overlap import CONV1D, LINEAR, WeightGradient, attach
 from autopar.tensor_parallel.parallel_layer import FullWeight, InitMethod, ParallelLayer, make_linear
 from autopar.tensor_parallel.quantized_product import StoredProduct
-from autopar.tensor_parallel.region_modules import RegionModule, region_class
+from autopar.tensor_parallel.region_modules import RegionModule, argument_names, region_class
 from autopar.tensor_parallel.sequence_rows import sum_to_rows
 from autopar.tensor_parallel.sharded_logits import sharded_logits
+from autopar.tensor_parallel.sorted_experts import SortedExperts
 
 __all__ = [
     "ColumnParallelConv1D",
@@ -326,6 +327,8 @@ def parallel_class(plain: type[nn.Module], plan: ModulePlan, *, stored: bool = F
         return _layer_class(plain, layer)  # type: ignore[arg-type]
     replicas = {name for name, layout in plan.layouts.items() if layout.replicated}
     mixin = _REGION_MODULES.get(plan.rule, RegionModule)
+    if mixin is ExpertParallel and len(argument_names(plain)) < 3:  # no indices of experts and no weights
+        mixin = SortedExperts
     return region_class(plain, mixin, tuple(sorted(plan.summed | replicas)))  # type: ignore[arg-type]
 
 

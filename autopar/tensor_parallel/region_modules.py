@@ -32,7 +32,7 @@ from autopar.plan.plan import InputPlan, ModulePlan
 from autopar.swap import mixed_class
 from autopar.tensor_parallel.regions import Region
 
-__all__ = ["RegionModule", "region_class", "shard_input", "with_inputs"]
+__all__ = ["RegionModule", "argument_names", "region_class", "shard_input", "with_inputs"]
 
 
 class RegionModule:
@@ -102,7 +102,7 @@ def with_inputs(
     shard: Callable[[torch.Tensor, Layout], torch.Tensor],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a module of class ``kind`` with those tensors sharded that are planned to be."""
-    names = _argument_names(kind)
+    names = argument_names(kind)
     values, named = list(args), dict(kwargs)
     for planned in inputs:
         place = names.index(planned.name)
@@ -129,7 +129,8 @@ def _map_floats(function: Callable[[torch.Tensor], Any], values: Any) -> Any:
 
 
 @functools.cache
-def _argument_names(kind: type[nn.Module]) -> list[str]:
+def argument_names(kind: type[nn.Module]) -> list[str]:
+    """Return the names of the arguments that a parallel module's plain forward takes."""
     plain = next(c for c in kind.__mro__ if issubclass(c, nn.Module) and not issubclass(c, RegionModule))
     return [name for name in inspect.signature(plain.forward).parameters if name != "self"]
 

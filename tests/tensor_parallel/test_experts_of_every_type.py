@@ -16,7 +16,10 @@ from tests.random_models import batches, build, cases, kind, of_type
 from tests.tensor_parallel.mixtures import wholes
 from tests.tiers import in_tier
 
-FIRST = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "jamba", "qwen3_next")  # one of each structure
+FIRST = (  # one of each structure
+    *("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "jamba", "qwen3_next"),
+    *("dbrx", "jetmoe", "llama4_text", "longcat_flash"),
+)
 DOUBLE = ("deepseek_v4", "hy_v4")  # in float32 rounding alone takes gradients behind hyper-connections 2e-5 apart
 ROUNDED = {
     "deepseek_v4": 2e-5,  # its head sums in float32 whatever the weights are: tp 2 alone is 7.3e-6 apart
