@@ -23,6 +23,9 @@ from autopar.layout import Layout
 __all__ = ["Chain", "Seen", "SeenShards", "Shards", "mapped", "tensors_of"]
 
 
+_HELD = "_autopar_full"  # attribute of a shard: the full tensor it was cut from, and its own version
+
+
 class Seen:
     """Makes what a module is given, or makes, whole, and cuts what a hook returns as that was cut."""
 
@@ -44,6 +47,10 @@ class Seen:
     def loses_writes(self) -> bool:
         """Return whether the hook wrote into a copy."""
         return any(version_of(x) != version for x, version in self._gathered)
+
+    def is_kept(self) -> bool:
+        """Return whether the hook may keep a copy for the backward: the module then continues with its shard."""
+        return False
 
     def note(self, x: torch.Tensor) -> torch.Tensor:
         """Note a copy that a hook gets; returns it."""
@@ -77,6 +84,10 @@ class Chain(Seen):
         """Return whether the hook wrote into a copy."""
         return any(part.loses_writes() for part in self.parts)
 
+    def is_kept(self) -> bool:
+        """Return whether the hook may keep a copy for the backward."""
+        return any(part.is_kept() for part in self.parts)
+
 
 class Shards(NamedTuple):
     """Facts about the tensors of one module.
@@ -84,7 +95,6 @@ class Shards(NamedTuple):
     Attributes:
         path, module: of it.
         given, made: layouts of the features that its forward is given, and that it makes; None: they are whole.
-        rows: which rows of the sequence its block computes with now.
         heads: tensors of four dims have heads as a dim of their own.
         over_rows: what its hooks see where ranks share sequences; None: whole ones.
     """
@@ -93,28 +103,29 @@ class Shards(NamedTuple):
     module: nn.Module
     given: Layout | None = None
     made: Layout | None = None
-    rows: Any = None  # a RowsOfList
     heads: bool = False
     over_rows: Callable[[Any, bool, bool], Seen | None] | None = None  # by hook, of gradients? of outputs?
 
 
 class SeenShards(Seen):
-    """Shards of tensor parallelism, and rows of sequence parallelism, as a hook sees them."""
+    """Shards of tensor parallelism, as a hook sees them."""
 
     def __init__(self, layout: Layout | None, shards: Shards, axis: Axis) -> None:
         super().__init__()
         self.layout, self.axis, self.heads, self.path = layout, axis, shards.heads, shards.path
-        rows = shards.rows
-        self.rows: Layout | None = None if rows is None else rows.rows
-        self.batch = 1 if rows is None else max(rows.batch, 1)
         self._cuts: dict[torch.Size, tuple[int, Layout]] = {}  # shape of the whole -> how it is sharded
         self._kept: list[torch.Tensor] = []  # given as they are
 
     def whole(self, value: Any, *, gradient: bool = False) -> Any:
         """Return it with its first tensor whole: hidden states, beside which others are. Gradients have no gradient."""
         first = next(tensors_of(value), None)
-        found = None if first is None else self._sharded(first)
-        if first is None or found is None:
+        if first is None:
+            return value
+        held, version = getattr(first, _HELD, (None, 0))
+        if held is not None and version_of(first) == version:
+            return mapped(lambda x: self.note(held) if x is first else self._as_it_is(x), value)
+        found = self._sharded(first)
+        if found is None:
             return value
         full = self._gather(first, *found, gradient)
         return mapped(lambda x: full if x is first else self._as_it_is(x), value)
@@ -123,20 +134,28 @@ class SeenShards(Seen):
         """Return it with this rank's parts of tensors that have the shape of one that was gathered."""
         return mapped(lambda x: self._own(x, gradient), value)
 
+    def held(self, value: Any) -> Any:
+        """Return what :meth:`cut` does; the shard remembers its full tensor, which later hooks get."""
+        cut, full = self.cut(value), self._gathered[0][0]
+        first = next(tensors_of(cut))
+        setattr(first, _HELD, (full, version_of(first)))
+        return cut
+
+    def is_kept(self) -> bool:
+        """Return whether a copy has a gradient, which the hook may ask for at any time before the backward."""
+        return any(x.requires_grad for x, _ in self._gathered)
+
     def _as_it_is(self, x: torch.Tensor) -> torch.Tensor:
         self._kept.append(x)
         return x
 
     def _gather(self, x: torch.Tensor, dim: int, layout: Layout, gradient: bool) -> torch.Tensor:
-        flat = layout is self.rows and x.ndim == 2
-        y = x.unflatten(0, (self.batch, -1)) if flat else x
         if not gradient:
-            full = collectives.gather(y, self.axis, layout, dim)
+            full = collectives.gather(x, self.axis, layout, dim)
         elif layout.replicated:  # each of several ranks has a part
-            full = plain_collectives.sum_shards(y, self.axis, layout, dim)
+            full = plain_collectives.sum_shards(x, self.axis, layout, dim)
         else:
-            full = plain_collectives.all_gather(y, self.axis, layout, dim)
-        full = full.flatten(0, 1) if flat else full
+            full = plain_collectives.all_gather(x, self.axis, layout, dim)
         self._cuts[full.shape] = dim, layout
         return self.note(full)
 
@@ -145,16 +164,12 @@ class SeenShards(Seen):
         if found is None:
             return x
         dim, layout = found
-        flat = layout is self.rows and x.ndim == 2
-        y = x.unflatten(0, (self.batch, -1)) if flat else x
         if not gradient:
-            part = collectives.scatter(y, self.axis, layout, dim)
-        else:
-            part = plain_collectives.owned(layout.shard(y, self.axis.rank, dim), self.axis, layout, dim)
-        return part.flatten(0, 1) if flat else part
+            return collectives.scatter(x, self.axis, layout, dim)
+        return plain_collectives.owned(layout.shard(x, self.axis.rank, dim), self.axis, layout, dim)
 
     def _sharded(self, x: torch.Tensor) -> tuple[int, Layout] | None:
-        """Return the dim along which a tensor is sharded, and how: features, heads or rows; None if it is whole.
+        """Return the dim along which a tensor is sharded, and how: features or heads; None if it is whole.
 
         Sizes say so. Where those of the ranks differ, one may match by chance, so it has to on all of them.
         """
@@ -164,10 +179,6 @@ class SeenShards(Seen):
             ways += [(dim, x.shape[dim], heads) for dim in (1, 2)]
         elif self.layout is not None:
             ways.append((x.ndim - 1, x.shape[-1], self.layout))
-        if self.rows is not None and x.ndim == 3:
-            ways.append((1, x.shape[1], self.rows))
-        if self.rows is not None and x.ndim == 2 and len(x) % self.batch == 0:
-            ways.append((1, len(x) // self.batch, self.rows))
         fit = [int(size == layout.local_size(self.axis.rank)) for _, size, layout in ways]
         if any(len({layout.local_size(rank) for rank in range(self.axis.size)}) > 1 for _, _, layout in ways):
             _, fit = plain_collectives.extremes_over(self.axis, fit)

@@ -170,6 +170,7 @@ class RowsBlock:
     rows_list: RowsOfList
     rows_ends: tuple[bool, bool]  # whether it is the first block of its list, and the last
     rows_parameters: tuple[tuple[nn.Module, str], ...]  # that work on rows
+    rows_hooked = False  # whether hooks inside see whole sequences, and their gradients
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -180,7 +181,8 @@ class RowsBlock:
             change_first(self, args, kwargs, of.note_length)
         if of.rows is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        if _has_tensor(_unknown(of.known, self, args, kwargs)):  # the dry run has not seen what it does with them
+        # The dry run has not seen what the block does with other tensors, nor do hooks get gradients of own rows.
+        if self.rows_hooked or _has_tensor(_unknown(of.known, self, args, kwargs)):
             if not comes_whole:
                 args, kwargs = change_first(self, args, kwargs, of.leave)
             output = super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -351,7 +353,7 @@ def undo(model: nn.Module, plan: SequencePlan) -> None:
     modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
     for blocks in plan.lists:
         for path in blocks:
-            unswap(modules[path], RowsBlock, "rows_list", "rows_ends", "rows_parameters")
+            unswap(modules[path], RowsBlock, "rows_list", "rows_ends", "rows_parameters", "rows_hooked")
     for path in plan.wholes:
         unswap(modules[path], Whole)
     for path in plan.entries:

@@ -31,6 +31,7 @@ __all__ = ["WholeHooks", "described", "local_hooks", "users_hook"]
 _KINDS = ("forward", "forward_pre", "backward", "backward_pre")
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 _LOCAL = "_autopar_local_hooks"
+_FRONT = -1  # key among a module's forward pre-hooks, of which torch counts its own from 0
 
 
 def users_hook(module: nn.Module) -> Any:
@@ -65,6 +66,8 @@ class WholeHooks:
         self._known: dict[int, Shards] | None = None
         self._places: list[tuple[dict[int, Any], str, Shards]] = []  # torch's own dicts, by kind
         self._dicts: list[dict[int, Any]] = []
+        self._fronts: list[Shards] = []  # of modules whose inputs are shards
+        self._blocks: list[tuple[str, Any, list[tuple[nn.Module, dict[int, Any]]]]] = []  # that compute with rows
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WholeHooks:
         copied = memo[id(self)] = WholeHooks(self.axis)
@@ -81,6 +84,8 @@ class WholeHooks:
         if self._known is None:
             self._find(model)
         assert self._known is not None
+        for shards in self._fronts:
+            hooks_of(shards.module, "forward_pre").pop(_FRONT, None)
         places, hooked = list[str](), list[tuple[str, str, Any]]()
         for hooks, kind, shards in compress(self._places, self._dicts):
             if _LOCAL not in vars(shards.module):
@@ -96,6 +101,15 @@ class WholeHooks:
                 seeing = [s.path for s in self._known.values() if found and _LOCAL not in vars(s.module)]
                 hooked += [(kind, path, found[0]) for path in seeing]
                 places += [f"{kind} on all modules" for _ in found]
+        after = _has_users(hooks_of_all("forward")[0])
+        for shards in self._fronts:
+            if _LOCAL not in vars(shards.module) and (after or _has_users(hooks_of(shards.module, "forward"))):
+                hooks_of(shards.module, "forward_pre")[_FRONT] = _Front(shards, self.axis)
+        everywhere = any(_has_users(hooks_of_all(kind)[0]) for kind in _KINDS)
+        for path, block, inside in self._blocks:
+            here = (_has_users(hooks) for module, hooks in inside if hooks and _LOCAL not in vars(module))
+            block.rows_hooked = everywhere or any(here)
+            places += [f"inside of {path}"] * block.rows_hooked
         if self.over_rows is not None:
             self.over_rows.begin(hooked)
         return ", ".join(places)
@@ -105,6 +119,12 @@ class WholeHooks:
         for path, module, seen in () if self.over_rows is None else self.over_rows.places():
             sharded[id(module)] = sharded.get(id(module), Shards(path, module))._replace(over_rows=seen)
         self._known = sharded
+        self._fronts = [shards for shards in sharded.values() if shards.given is not None]
+        self._blocks = [
+            (path, block, [(module, hooks_of(module, kind)) for module in block.modules() for kind in _KINDS])
+            for path, block in model.named_modules()
+            if hasattr(block, "rows_hooked")
+        ]
         self._places = [(hooks_of(s.module, kind), kind, s) for s in sharded.values() for kind in _KINDS]
         self._dicts = [hooks for hooks, _, _ in self._places]
 
@@ -123,7 +143,13 @@ class WholeHooks:
             for hook in hooks_of_all(kind)[0].values():
                 for key in self._known or () if isinstance(hook, _WholeHook) else ():
                     hook.known.pop(key, None)
-        self._known, self._places, self._dicts = None, [], []
+        for shards in self._fronts:
+            hooks_of(shards.module, "forward_pre").pop(_FRONT, None)
+        self._known, self._places, self._dicts, self._fronts, self._blocks = None, [], [], [], []
+
+
+def _has_users(hooks: dict[int, Any]) -> bool:
+    return any(isinstance(hook, _WholeHook) or not is_of_library(hook) for hook in hooks.values())
 
 
 def _unwrap(hooks: dict[int, Any]) -> None:
@@ -157,7 +183,7 @@ class _WholeHook:
             result = self._run(module, *given.whole(inputs), seen)
             if given.loses_writes():
                 raise ConfigError(_lost(self.hook, shards.path))
-            return made.cut(seen if result is None and made.is_written() else result)
+            return made.cut(seen if result is None and (made.is_written() or made.is_kept()) else result)
         if self.kind == "backward":
             into, out = values
             seen = given.whole(into, gradient=True)
@@ -166,7 +192,7 @@ class _WholeHook:
         front = made if backward else given
         entered = front.whole(list(values), gradient=backward)
         result = self._run(module, *entered)
-        if result is None and front.is_written():
+        if result is None and (front.is_written() or front.is_kept()):
             result = tuple(entered) if self.with_kwargs else entered[0]
         return front.cut(result, gradient=backward)
 
@@ -182,6 +208,26 @@ class _WholeHook:
         layout = shards.made if made else shards.given
         parts: list[Seen] = [SeenShards(layout, shards, self.axis)] if self.axis.size > 1 else []
         return Chain([*parts, over_rows] if over_rows is not None else parts)
+
+
+class _Front:
+    """The last forward pre-hook of a module with forward hooks: the full input that they get lies in the graph."""
+
+    def __init__(self, shards: Shards, axis: Axis) -> None:
+        self.shards, self.axis = shards, axis
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _no_front  # a copied model finds its hooks anew
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        """Let the module continue with a shard of the full input."""
+        seen = SeenShards(self.shards.given, self.shards, self.axis)
+        full = seen.whole(args)
+        return seen.held(full) if seen.is_kept() else None
+
+
+def _no_front(*_: Any) -> None:
+    """Change nothing."""
 
 
 def _lost(hook: Any, path: str) -> str:
@@ -202,7 +248,7 @@ def described(hook: Any) -> str:
 
 
 def _shards_of(model: nn.Module) -> Iterator[Shards]:
-    """Yield sharded layers, the activations and norms beside them, and all modules of blocks that compute with rows."""
+    """Yield sharded layers, and the activations and norms beside them."""
     found: dict[int, Shards] = {}
     for path, module in model.named_modules():
         plan: ModulePlan | None = vars(module).get("autopar")
@@ -222,10 +268,6 @@ def _shards_of(model: nn.Module) -> Iterator[Shards]:
             norm = "norm" in name and name[0] == own[0] and "autopar" in vars(beside)  # q_norm beside q_proj
             if norm or type(beside).__module__ in _ACTIVATIONS:
                 found.setdefault(id(beside), Shards(f"{above}.{name}".strip("."), beside, layout, layout, heads=norm))
-    for path, block in model.named_modules():
-        rows = getattr(block, "rows_list", None)
-        for name, module in block.named_modules(prefix=path) if rows is not None else ():
-            found[id(module)] = found.get(id(module), Shards(name, module))._replace(rows=rows)
     yield from found.values()
 
 

@@ -353,3 +353,93 @@ def test_the_activation_of_experts_whose_features_are_sharded() -> None:
         loss.backward()
         found.append((loss, scale.grad, torch.stack(seen).sum()))
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
+KEPT = {
+    "features": ["layers.0.self_attn.k_proj", "layers.0.mlp.gate_proj"],
+    "activation": ["layers.1.mlp.act_fn", "layers.0.mlp.down_proj"],
+    "blocks": ["layers.0", "layers.1.self_attn", "layers.0.mlp", "layers.0.post_attention_layernorm"],
+    "ends": ["embed_tokens", "norm"],
+}
+
+
+def kept(model: Any, places: list[str], kind: str, *, every: bool) -> list[torch.Tensor]:
+    """Two micro-batches with hooks that return nothing and keep their tensors: gradients that these had."""
+    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
+
+    def keep(value: Any) -> None:
+        tensor = _first(value)
+        if tensor.is_floating_point() and tensor.requires_grad:
+            tensors.append(tensor)
+            if kind == "changed":
+                tensor.register_hook(lambda g: 1.1 * g)
+            if kind == "retained":
+                tensor.retain_grad()
+
+    hooks: dict[str, Any] = {
+        "made": lambda module, args, output: keep(output),
+        "given": lambda module, args, kwargs, output: keep([*args, *kwargs.values()]),
+        "before": lambda module, args, kwargs: keep([*args, *kwargs.values()]),
+    }
+    ours = {id(module) for module in model.model.modules()}
+    handles = [
+        register_module_forward_hook(
+            lambda module, args, out: keep(out) if id(module) in ours - {id(model.model)} else None
+        )
+    ] * every
+    for module in map(model.model.get_submodule, places):
+        handles += [
+            module.register_forward_hook(hooks["made"]),
+            module.register_forward_hook(hooks["given"], with_kwargs=True),
+            module.register_forward_pre_hook(hooks["before"], with_kwargs=True),
+        ]
+    for batch in language_batches(131):
+        tensors.clear()
+        loss = model(**batch, use_cache=False).loss / 2
+        if kind == "late":
+            tensors[-1].register_hook(lambda g: g * 1.5)
+        if kind == "asked":
+            found += torch.autograd.grad(loss, tensors, retain_graph=True)
+        held = list(tensors)
+        loss.backward()
+        found += [tensor.grad for tensor in held if tensor.grad is not None]
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def keeps_as_plain(places: list[str], config: dict[str, Any], *, every: bool = False, recompute: bool = False) -> None:
+    counts = {}
+    for kind in ("changed", "retained", "asked", "late"):
+        plain: Any = llama(num_key_value_heads=1).train()
+        if recompute:
+            plain.gradient_checkpointing_enable({"use_reentrant": False})
+        model = autopar.initialize(copy.deepcopy(plain), config)
+        gradients, expected = (kept(each, places, kind, every=every) for each in (model, plain))
+        counts[kind] = len(expected)
+        for found, right in zip(gradients, expected, strict=True):
+            close(found, right, f"gradient of what a hook kept ({kind})")
+        for name, gradient in whole(model, lambda p: p.grad).items():
+            close(gradient, plain.get_parameter(name).grad, f"{name} ({kind})")
+    assert counts["retained"] == counts["asked"] > 0 == counts["changed"]
+
+
+@pytest.mark.tier("test", only=("sp-activation", "sp-blocks"))
+@pytest.mark.parametrize("place", KEPT)
+@pytest.mark.parametrize("config", [{"tp": 2}, SP], ids=["tp", "sp"])
+@pooled(world_size=2)
+def test_what_a_hook_keeps_has_the_gradient_of_one_process(place: str, config: Any) -> None:
+    keeps_as_plain(KEPT[place], config)
+
+
+@pytest.mark.parametrize("config", [{"tp": 2}, SP], ids=["tp", "sp"])
+@pooled(world_size=2)
+def test_what_hooks_on_all_modules_and_recomputed_blocks_keep(config: Any) -> None:
+    keeps_as_plain([], config, every=True)
+    keeps_as_plain(["layers.0.mlp.act_fn", "layers.1"], config, recompute=True)
+
+
+@pooled(world_size=3)
+def test_what_a_hook_keeps_over_uneven_shards() -> None:
+    keeps_as_plain([place for places in KEPT.values() for place in places], {"tp": 3})
