@@ -25,8 +25,6 @@ from autopar.distributed.digest import extremes, sum_of_bits
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import Generators, sync_generators
-from autopar.distributed.shard_place import all_stages
-from autopar.distributed.shard_reads import of_stage
 from autopar.errors import ConfigError, ConsistencyError, nearest
 from autopar.foreign.modules import own_parameters
 from autopar.layout import Layout
@@ -94,8 +92,7 @@ def whole(model: nn.Module, names: str | Iterable[str] | None = None, *, grads: 
     ]
     changed = False
     try:
-        with all_stages(model.parameters()):
-            yield model
+        yield model
         with state.failures.wait("the end of autopar.whole", range(mpu.world_size)):
             _compare(state, held, grads)
         changed = True
@@ -146,7 +143,7 @@ def full(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
         with model.failures.wait(f"autopar.full({name})", ranks):
             rows = _rows_of_replicas(tensor)
             summed = collectives.sum_replicas(rows, axis, layout) if layout.replicated else rows
-            return of_stage(collectives.gather(summed, axis, layout, layout.dim), asked)
+            return collectives.gather(summed, axis, layout, layout.dim)
     of_plain_model = isinstance(asked, nn.Parameter) and asked.numel() > 0
     parallel = any(model.mpu.shards.size > 1 or model.mpu.pp.size > 1 for model in listeners(ReplicaNorm))
     if parallel and not of_plain_model:

@@ -36,7 +36,7 @@ from autopar.distributed.barrier import meet
 from autopar.distributed.derivatives import check_transforms
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
-from autopar.distributed.read_switch import aside
+from autopar.distributed.shard_reads import aside
 from autopar.errors import ConfigError
 from autopar.foreign.autograd import has_hooks
 from autopar.foreign.groups import drop_gradients, free_weights, gathered_parameters, reduce_gradients
@@ -101,9 +101,6 @@ class FullySharded:
         blocks: Sequence[nn.Module] = (),
         experts: Set[str] = frozenset(),
     ) -> None:
-        from autopar.distributed.sharded_dtensors import notice_dtensors
-
-        notice_dtensors()
         self.failures, self._mpu, self.read = failures, mpu, set[tuple[str, int]]()
         self._stage = config.zero_stage
         self._keeps = config.zero_stage == 2  # weights, from a block's forward to its backward

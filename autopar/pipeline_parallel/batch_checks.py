@@ -18,7 +18,6 @@ from autopar.distributed.digest import hexdigest
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConsistencyError
-from autopar.pipeline_parallel.gradient_scale import warn_of_scales
 from autopar.pipeline_parallel.p2p import P2P, Message, map_tensors
 from autopar.pipeline_parallel.step_count import StepReport, check_steps, warn_of_idle
 
@@ -129,9 +128,8 @@ def _compare(said: Mapping[int, Report], own: int) -> None:
     """Compare what the ranks have told, all of them alike; a rank whose weights nobody steps warns."""
     steps = {rank: report.steps for rank, report in said.items() if report.steps is not None}
     warn_of_idle(steps, own)
-    warn_of_scales({rank: report.scale for rank, report in steps.items()}, own)
     for pair in pairwise(steps.items()):
-        check_steps(dict(pair), own)
+        check_steps(dict(pair))
     lines = _differences({rank: report.batch for rank, report in said.items() if report.batch})
     if lines:
         raise ConsistencyError(

@@ -17,7 +17,6 @@ from autopar.data_parallel.grad_sync import TiedWeights, average_over_replicas, 
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
-from autopar.distributed.shard_place import all_stages, in_microbatches
 from autopar.errors import ConfigError
 from autopar.pipeline_parallel.batch_checks import Report, read_batch
 from autopar.pipeline_parallel.engine import Engine, Step
@@ -215,8 +214,7 @@ class Pipeline:
         step.required = step.penalty is None and (frozen or self.mpu.dp.size == 1)
         rows, nothing = state.dp.fully_sharded if self.plan.stages > 1 else None, contextlib.nullcontext()
         ours = state.step is not None and state.step.model is model
-        hooked = in_microbatches(model.parameters(), len(step.microbatches))
-        with state.step.fp32_gradients() if ours else contextlib.nullcontext(), hooked:
+        with state.step.fp32_gradients() if ours else contextlib.nullcontext():
             summing = "summing the gradients of weights that several stages hold"
             with self.tied.apart():
                 gathering = "gathering weights and reducing gradients over the data-parallel replicas (FSDP2)"
@@ -241,7 +239,7 @@ class Pipeline:
             for name, parameter in model.named_parameters()
             if min(self.plan.holders(plan.canonical(name))) == place
         }
-        with torch.set_grad_enabled(step.backward), all_stages(own.values()):
+        with torch.set_grad_enabled(step.backward):
             value = step.penalty(own) if own else 0.0
         if isinstance(value, torch.Tensor) and (value.numel() != 1 or not value.is_floating_point()):
             raise ConfigError(f"execute_pipeline: penalty= must return one number, not a tensor of {list(value.shape)}")

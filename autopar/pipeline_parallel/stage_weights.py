@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.distributed import shard_reads
 from autopar.distributed.mesh import MPU
-from autopar.distributed.read_functions import DRAWS, frame_to_tell, tell_at
+from autopar.distributed.shard_reads import DRAWS, user_frame, warn_at
 from autopar.errors import UnsupportedModelError
 from autopar.foreign.modules import own_buffers, own_parameters
 from autopar.foreign.tensors import no_overrides
@@ -213,7 +212,6 @@ def _broadcast(tensor: torch.Tensor, source: int, mpu: MPU) -> None:
 # -- placeholders -----------------------------------------------------------------------------------------------------
 
 _NAMES = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-_NOTICES = shard_reads.__file__
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _OPERATORS = frozenset(f"__i{name}__" for name in _NAMES)
 
@@ -263,9 +261,7 @@ class Placeholder(torch.Tensor):
     def _tell(self, name: str, caller: Any) -> None:
         what = f'with autopar.whole(model, "{self.weight_name}"): it is here.'
         held = f"{name} of {self.weight_name} is not a number here: another pipeline stage holds it.\n  {what}"
-        while caller.f_code.co_filename == _NOTICES:  # of a parameter that is here: it was given both
-            caller = caller.f_back
-        tell_at(frame_to_tell(caller), self.told, lambda: held)
+        warn_at(user_frame(caller), self.told, held)
 
     def _check_write(self) -> None:
         """Check that the stage that holds the weight runs the code that writes, too."""

@@ -20,8 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.distributed.mesh import MPU
-from autopar.distributed.shard_place import Shard, Stage
-from autopar.distributed.shard_reads import unwatch, watch
+from autopar.distributed.shard_reads import Shard, unwatch, watch
 from autopar.layout import Layout
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.plan.stages import StagePlan
@@ -35,7 +34,6 @@ def mark(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
     """Set the attributes on the parameters that this rank holds. ``copy.deepcopy`` drops them, ``.to`` keeps them."""
     told: set[tuple[str, int]] = set()
     joins = not any(isinstance(parameter, DTensor) for parameter in model.parameters())  # not with ZeRO 2 and 3
-    stage = Stage(describe_stage(model, stages, mpu), joins=joins) if mpu.pp.size > 1 else None
     due: dict[str, TensorPlan] = {name: one for one in plan.tensors.values() for name in (one.name, *one.aliases)}
     for name, parameter in model.named_parameters():
         if name not in due:
@@ -46,12 +44,10 @@ def mark(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
             mark_shard(parameter, -1 if layout is None else layout.dim, len(layout.blocks) if layout else 1, counts)
         if name in plan.experts:
             parameter.allreduce = False  # type: ignore[attr-defined]
-        cut = layout if plan.shards > 1 else None
-        if cut is not None or stage is not None:
+        if layout is not None and plan.shards > 1:
             rank, axis = (mpu.shards.rank, "expert") if name in plan.experts else (mpu.tp.rank, "tensor")
             own = due[name]
-            where: Any = (f"{axis}-parallel", stage, _block(name, stages))
-            watch(parameter, Shard(own.name, own.shape, cut, rank, told, *where, joins=joins))
+            watch(parameter, Shard(own.name, tuple(own.shape), layout, rank, told, f"{axis}-parallel", joins))
         if name in stages.tensors and min(stages.holders(name), default=mpu.pp.rank) < mpu.pp.rank:
             parameter.shared = parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
 
@@ -67,11 +63,6 @@ def describe_stage(model: nn.Module, stages: StagePlan, mpu: MPU) -> str:
 def _gone(module: nn.Module) -> list[str]:
     """Return the names of weights of other stages, for which something stands in a module."""
     return [value.weight_name for value in vars(module).values() if hasattr(value, "weight_name")]
-
-
-def _block(name: str, stages: StagePlan) -> str:
-    """Return the block of the model that a weight is in; nothing for one outside of all."""
-    return next((each for each in stages.elements if name.startswith(f"{each}.")), "")
 
 
 def mark_shard(parameter: torch.Tensor, dim: int, stride: int = 1, counts: bool = True) -> None:

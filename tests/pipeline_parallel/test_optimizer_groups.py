@@ -1,25 +1,19 @@
-"""Groups of an optimizer through stages: by name they are right, by place in a list they are other weights on each."""
+"""Groups of an optimizer through stages: by name, or by position before ``initialize``, they are right."""
 
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
 import autopar
-from autopar.errors import ConsistencyError
-from autopar.pipeline_parallel.step_count import check_places, cut_by_place
 from tests.compare import same_weights
 from tests.parity import language_batches
-from tests.pipeline_parallel.test_steps_of_stages import losses, stages
+from tests.pipeline_parallel.test_steps_of_stages import stages
 from tests.pool import pooled
 from tests.small import llama
-from tests.worlds import raises_everywhere
 
 
 def by_name(model: Any) -> list[dict[str, Any]]:
@@ -88,18 +82,14 @@ BY_NAME = (
 
 
 @pooled(world_size=2)
-def test_groups_by_name_are_right_and_nothing_is_told() -> None:
+def test_groups_by_name_are_right() -> None:
     plain = llama(num_hidden_layers=4).train()
     for groups in BY_NAME:
         model = autopar.initialize(copy.deepcopy(plain), stages())
         reference = copy.deepcopy(plain)
         made, expected = (torch.optim.SGD(groups(each), lr=0.1) for each in (model, reference))
-        told = []
         for number, batch in enumerate(language_batches(131, count=4, batch=2)):
-            with warnings.catch_warnings(record=True) as found:
-                warnings.simplefilter("always")
-                model.execute_pipeline(batch)
-            told += [str(each.message) for each in found if "by place" in str(each.message)]
+            model.execute_pipeline(batch)
             reference(**batch).loss.backward()
             for optimizer in (made, expected):
                 optimizer.step()
@@ -110,12 +100,11 @@ def test_groups_by_name_are_right_and_nothing_is_told() -> None:
                     for p in others:
                         p.requires_grad_()
                     optimizer.add_param_group({"params": others, "lr": 0.02})
-        assert not told, (groups, told)
         same_weights(model, reference, 2e-5)
         model.mpu.destroy()
 
 
-def by_place(model: Any) -> list[dict[str, Any]]:
+def by_position(model: Any) -> list[dict[str, Any]]:
     listed = list(model.parameters())
     return [{"params": listed[:10], "lr": 0.01}, {"params": listed[10:]}]
 
@@ -125,94 +114,19 @@ def from_the_end(model: Any) -> list[dict[str, Any]]:
     return [{"params": listed[-8:], "weight_decay": 0.0}, {"params": listed[:-8], "weight_decay": 0.1}]
 
 
-def one_weight(model: Any) -> list[dict[str, Any]]:
-    """On one stage the embeddings, on the other one a weight inside of a block."""
-    first, *others = model.parameters()
-    return [{"params": [first], "lr": 0.01}, {"params": others}]
-
-
-def decayed_by_place(model: Any) -> list[dict[str, Any]]:
-    return [{"params": [p], "lr": 0.1 * 0.9**place} for place, p in enumerate(model.parameters())]
-
-
-def halves(model: Any) -> list[dict[str, Any]]:
-    """Another place on each stage: that these are no groups by name is a guess."""
-    listed = list(model.parameters())
-    place = len(listed) // 2 + model.mpu.pp.rank if hasattr(model, "mpu") else 16
-    return [{"params": listed[:place], "lr": 0.01}, {"params": listed[place:]}]
-
-
 @pytest.mark.tier("test")
 @pooled(world_size=2)
-def test_groups_by_place_are_refused() -> None:
+def test_groups_by_position_are_right_if_made_before_initialize() -> None:
     plain = llama(num_hidden_layers=4).train()
-    words = {
-        by_place: (
-            "the first 10 weights are a group",
-            "rank 0: one ends at model.layers.0.post_attention_layernorm.weight, the next begins at model.layers.1",
-            "rank 1: one ends at model.layers.3.self_attn.q_proj.weight, the next begins at model.layers.3",
-        ),
-        from_the_end: ("the last 8 weights are a group",),
-        one_weight: ("the first 1 weights are a group", "rank 1: one ends at model.layers.2.self_attn.q_proj.weight"),
-        decayed_by_place: ("the first 1 weights are a group",),
-    }
-    for groups, expected in words.items():
-        model = autopar.initialize(copy.deepcopy(plain), stages())
-        made = torch.optim.SGD(groups(model), lr=0.1)
-        with raises_everywhere(ConsistencyError, "are cut by place in model.parameters()", *expected, "Make groups by"):
-            list(losses(model, made.step))
+    for groups in (by_position, from_the_end):
+        own, reference = copy.deepcopy(plain), copy.deepcopy(plain)
+        made, expected = (torch.optim.SGD(groups(each), lr=0.1) for each in (own, reference))
+        model, made = autopar.initialize(own, stages(), optimizer=made)
+        for batch in language_batches(131, count=3, batch=2):
+            model.execute_pipeline(batch)
+            reference(**batch).loss.backward()
+            for optimizer in (made, expected):
+                optimizer.step()
+                optimizer.zero_grad()
+        same_weights(model, reference, 2e-5)
         model.mpu.destroy()
-
-
-@pytest.mark.tier("test")
-@pooled(world_size=2)
-def test_groups_that_may_be_by_place_are_told() -> None:
-    plain = llama(num_hidden_layers=4).train()
-    for groups, before in ((halves, False), (by_place, True), (from_the_end, True)):
-        model = copy.deepcopy(plain)
-        made = torch.optim.SGD(groups(model), lr=0.1) if before else None
-        if made is not None:
-            model, made = autopar.initialize(model, stages(), optimizer=made)
-        else:
-            model = autopar.initialize(model, stages())
-            made = torch.optim.SGD(groups(model), lr=0.1)
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            list(losses(model, made.step))
-        told = [str(each.message) for each in found if "by place" in str(each.message)]
-        assert len(told) == (groups is halves and dist.get_rank() == 1), (groups, told)
-        if told:  # by the rank behind
-            assert told[0].startswith(
-                "groups of the optimizer seem to be cut by place in model.parameters(): one ends on"
-            )
-            assert told[0].endswith("make the optimizer before autopar.initialize and give it (optimizer=).")
-        model.mpu.destroy()
-
-
-@pytest.mark.parametrize(
-    ("layers", "first_group", "told"),
-    [
-        (([0, 1, 2, 3], [4, 5, 6, 7]), {0, 1, 4, 5}, 1),  # the first five of each list
-        (([0, 1], [2, 3]), {0, 2}, 0),  # every other layer
-        (([0, 1, 4, 5], [2, 3, 6, 7]), {0, 1, 2, 3}, 0),  # the first half of a model whose ranks have two chunks each
-        (([0, 1, 2, 3], [4, 5, 6, 7]), {0, 1, 2, 3}, 0),
-        (([0, 1, 2, 3], [4, 5, 6, 7]), {0, 1, 2, 3, 4, 5}, 0),
-    ],
-)
-def test_groups_of_the_first_layers_and_the_last(
-    layers: tuple[list[int], list[int]], first_group: set[int], told: int
-) -> None:
-    said = {}
-    for rank, held in enumerate(layers):
-        model = nn.ModuleDict({str(layer): nn.Linear(1, 1) for layer in held})
-        groups: list[list[Any]] = [[], []]
-        for layer in held:
-            groups[layer not in first_group] += model[str(layer)].parameters()
-        if told:
-            groups[0].append(groups[1].pop(0))
-        first = {"params": groups[0], "lr": 0.1, "scale": torch.ones(2)}  # settings may be tensors
-        said[rank] = cut_by_place(torch.optim.SGD([first, {"params": groups[1], "lr": 0.2, "scale": 1}]), model, ())
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        check_places(said, own=1)
-    assert len(found) == told

@@ -13,14 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
-from autopar.errors import ConsistencyError
 from tests.compare import same_weights
 from tests.data_parallel.test_whole_numbers import explanation
 from tests.parity import close, language_batches
-from tests.pipeline_parallel.test_steps_of_stages import losses, stages
+from tests.pipeline_parallel.test_steps_of_stages import stages
 from tests.pool import pooled
 from tests.small import llama
-from tests.worlds import raises_everywhere
 
 Change = Callable[[Any], Any]
 
@@ -144,17 +142,6 @@ def test_a_block_is_loaded_by_itself(config: dict[str, Any]) -> None:
         assert not any(module._load_state_dict_pre_hooks for module in model.model.layers.modules())
 
 
-def first_ten(model: Any) -> None:
-    for p in list(model.parameters())[:10]:
-        p.requires_grad_(False)
-
-
-def first_half(model: Any) -> None:
-    listed = list(model.parameters())
-    for place, p in enumerate(listed):
-        p.requires_grad = place >= len(listed) // 2 + (model.mpu.pp.rank if hasattr(model, "mpu") else 0)
-
-
 def by_name(model: Any) -> None:
     for name, p in model.named_parameters():
         p.requires_grad = "lm_head" in name or "layers.3" in name or "norm" in name
@@ -180,23 +167,6 @@ def test_weights_are_frozen_by_name() -> None:
         train(reference)
         same_weights(model, reference, 2e-5)
         model.mpu.destroy()
-    model = autopar.initialize(copy.deepcopy(plain), stages())
-    first_ten(model)
-    words = (
-        "weights are frozen by place in model.parameters(): on two stages",
-        "the first 10 weights",
-        "Freeze by name",
-    )
-    with raises_everywhere(ConsistencyError, *words):
-        model.execute_pipeline(language_batches(131, count=1, batch=4)[0])
-    model.mpu.destroy()
-    model = autopar.initialize(copy.deepcopy(plain), stages())
-    first_half(model)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        list(losses(model, torch.optim.SGD(model.parameters(), lr=0.1).step))
-    told = [str(each.message) for each in found if "seem to be frozen by place" in str(each.message)]
-    assert len(told) == dist.get_rank() and all("Freeze by name" in text for text in told)
 
 
 @pytest.mark.tier("test")

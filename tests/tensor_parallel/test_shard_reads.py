@@ -67,13 +67,14 @@ def test_each_line_is_told_once() -> None:
         model.load_state_dict(before)
         for p, gradient in zip(model.parameters(), gradients, strict=True):
             p.grad = gradient.clone()
-    texts = [text for line in ("norm", "svd", "draw") for text in told(NOTICED[line], trained())]
+    texts = told(NOTICED["norm"], trained())
     rows, held = ("(66, 24)", "0 to 65") if rank == 0 else ("(65, 24)", "66 to 130")
     start = (
         f"norm of lm_head.weight sees the shard of tensor-parallel rank {rank}: shape {rows} of (131, 24), {held} of"
     )
     assert texts[0].startswith(start)
-    assert "get_total_norm" in texts[0] and "autopar.full(parameter)" in texts[1] and "draws the whole" in texts[2]
+    assert 'with autopar.whole(model, "lm_head.weight"): it and its gradient are full' in texts[0]
+    assert "autopar.full(parameter)" in texts[0] and "get_total_norm" in texts[0]
 
 
 def weights_are_averaged(model: Any, average: dict[str, torch.Tensor]) -> None:
