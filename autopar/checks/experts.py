@@ -13,7 +13,7 @@ from autopar.checks.samples import first_elements, local_part
 from autopar.checks.step import StepCheck
 from autopar.checks.wrappers import group_call
 from autopar.distributed.collectives import all_gather, even_layout
-from autopar.distributed.derivatives import is_transformed
+from autopar.distributed.derivatives import refuse_transforms
 from autopar.distributed.digest import of_tensor
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
@@ -50,8 +50,9 @@ class SharedExperts:
         return self
 
     def _on_forward(self, model: nn.Module, _: Any) -> None:
-        if self.failures.in_deadline or torch.compiler.is_compiling() or is_transformed():
-            return  # inside of generate, whose replicas go on together, or of what is refused with words
+        refuse_transforms(lambda: list(model.parameters()))
+        if self.failures.in_deadline or torch.compiler.is_compiling():
+            return  # inside of generate, whose replicas continue together
         axis, apart = self.mpu.shards, -1 - self.mpu.shards.rank
         with self.failures.wait("the forward of replicas that share experts", axis.ranks):
             if self._apart is None:

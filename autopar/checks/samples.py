@@ -23,7 +23,6 @@ from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import extremes_over
 from autopar.distributed.digest import of_tensor, sum_of_bits
 from autopar.distributed.shard_reads import PLAIN
-from autopar.foreign.autograd import untransformed
 from autopar.foreign.modules import own_parameters
 from autopar.foreign.tensors import no_overrides, writes_into
 from autopar.quantized.layers import without_memory
@@ -180,7 +179,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def _current(owner: nn.Module, leaf: str, known: nn.Parameter) -> torch.Tensor:
     """Return what a forward that begins now uses as this weight."""
     found = own_parameters(owner).get(leaf)
-    return local_part(known) if found is None or isinstance(known, DTensor) else untransformed(found)
+    return local_part(known) if found is None or isinstance(known, DTensor) else found.detach()
 
 
 def _replicated(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -33,7 +33,6 @@ from autopar.checks.optimizer_probe import refuse_unlike, refuse_whole_state, wa
 from autopar.checks.process_hooks import forget, listen
 from autopar.checks.samples import OVERFLOW, FreeWeights, ShardSample, digest_step, plain_settings, sample_shard
 from autopar.checks.wrappers import group_call
-from autopar.distributed.derivatives import is_transformed
 from autopar.distributed.digest import of_text, of_values
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
@@ -158,7 +157,7 @@ class StepCheck:
             self._input_hook.remove()
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._compare or not torch.is_grad_enabled() or is_transformed() or torch.compiler.is_compiling():
+        if not self._compare or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         self._compare_own_update()
         if module.training and self.made < _WHOLE:

@@ -33,7 +33,7 @@ from autopar.config import ParallelConfig
 from autopar.data_parallel.precision import DTYPES
 from autopar.distributed.axis import Axis
 from autopar.distributed.barrier import meet
-from autopar.distributed.derivatives import check_transforms
+from autopar.distributed.derivatives import refuse_transforms
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_reads import aside
@@ -185,7 +185,7 @@ class FullySharded:
             )
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        check_transforms(f"zero.stage {self._stage}, where torch's FSDP holds the weights", lambda: (args, kwargs))
+        refuse_transforms(lambda: (args, kwargs))
         if not self._passing:
             self._check_changes()
         if not torch.is_grad_enabled() and not _goes_on(given_cache(kwargs)):

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.distributed.derivatives import is_transformed
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
@@ -62,7 +61,7 @@ class RouterLoss:
         return self
 
     def _enter(self, model: nn.Module, _: Any) -> None:
-        trains = model.training and torch.is_grad_enabled() and not is_transformed()
+        trains = model.training and torch.is_grad_enabled()
         self._before = _balancing.set(self if trains or self._always else None)
 
     def _leave(self, *_: Any) -> None:

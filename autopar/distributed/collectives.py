@@ -31,14 +31,7 @@ import torch
 from autopar.distributed import gloo_collectives
 from autopar.distributed import plain_collectives as plain
 from autopar.distributed.axis import Axis
-from autopar.distributed.derivatives import (
-    NoGraph,
-    Transformed,
-    any_order,
-    is_transformed,
-    is_watched,
-    keep_none,
-)
+from autopar.distributed.derivatives import NoGraph, any_order, is_watched, keep_none, refuse_transforms
 from autopar.distributed.plain_collectives import (
     all_gather,
     broadcast,
@@ -257,11 +250,9 @@ def _sum_of_replicas(x: torch.Tensor, axis: Axis, layout: Layout) -> torch.Tenso
 def _apply(function: Any, x: torch.Tensor, axis: Axis, *args: Any) -> torch.Tensor:
     if axis.size == 1:
         return x
-    if is_transformed():
-        function = _Reduce if function is _ReduceInPlace else function
-        result: torch.Tensor = Transformed.apply(x, function, NoGraph(), axis, *args)
-    elif x.requires_grad and torch.is_grad_enabled():
-        result = function.apply(x, axis, *args)
+    refuse_transforms(lambda: x)
+    if x.requires_grad and torch.is_grad_enabled():
+        result: torch.Tensor = function.apply(x, axis, *args)
     else:  # as autograd would, without its cost
         result = function.forward(NoGraph(), x, axis, *args)
     return result
@@ -269,7 +260,7 @@ def _apply(function: Any, x: torch.Tensor, axis: Axis, *args: Any) -> torch.Tens
 
 def copy(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Enter a sharded region: identity forward, gradients of all ranks summed backward. Any shape."""
-    if not (x.requires_grad and torch.is_grad_enabled()) and not is_transformed():
+    if not (x.requires_grad and torch.is_grad_enabled()):
         return x
     return _apply(_Copy, x, axis)
 
@@ -324,6 +315,6 @@ def sum_replicas(weight: torch.Tensor, axis: Axis, layout: Layout) -> torch.Tens
     Summing the incoming and not the accumulated gradient keeps gradient accumulation right: a sum after the second
     micro-batch would count the first one again.
     """
-    if not (weight.requires_grad and torch.is_grad_enabled()) and not is_transformed():
+    if not (weight.requires_grad and torch.is_grad_enabled()):
         return weight
     return _apply(_SumReplicas, weight, axis, layout)

@@ -4,8 +4,7 @@ Collectives are linear, so the backward of each is another one, which can be dif
 ``reduce``, and the other way round. A function that saves memory or waits beside other work has two backwards: its own,
 and a plain one that is run with ``create_graph=True`` (:func:`any_order`).
 
-torch.func (grad, vmap, jvp) and dual tensors need more of an autograd function than a backward. While they run, layers
-use plain collectives only, each of them by one function that has it all (:class:`Transformed`).
+torch.func (grad, vmap, jvp) and dual tensors need more of an autograd function than a backward: they are refused.
 
 torch's own ``once_differentiable`` says that a second derivative is missing only to a ``backward()`` that walks into
 it; ``torch.autograd.grad`` goes around it and leaves the term out. Where there is no second backward here, the first
@@ -24,27 +23,11 @@ from torch.autograd import forward_ad
 from autopar.distributed.recompute_tape import KeptOperators
 from autopar.distributed.trace import Recorder
 from autopar.errors import ConfigError
-from autopar.foreign.autograd import is_functorch_active, is_recorded, is_transformed, untransformed, without_transforms
-from autopar.foreign.tensors import dispatch_modes, tree_leaves, tree_map_only
+from autopar.foreign.autograd import is_functorch_active, is_transformed
+from autopar.foreign.tensors import dispatch_modes, tree_leaves
 from autopar.tensor_tracking import TensorTracking
 
-__all__ = [
-    "NoGraph",
-    "Transformed",
-    "any_order",
-    "check_transforms",
-    "is_transformed",
-    "is_watched",
-    "keep_none",
-    "on_values",
-    "refuse_again",
-    "scale_gradient",
-    "single_backward",
-]
-
 _Backward = TypeVar("_Backward", bound=Callable[..., Any])
-_Given = TypeVar("_Given")
-_Found = TypeVar("_Found")
 _Again = Callable[..., Any]
 
 
@@ -64,8 +47,6 @@ class NoGraph:
 def any_order(again: _Again) -> Callable[[_Backward], _Backward]:
     """Decorate the backward of an autograd function: with ``create_graph=True`` ``again(ctx, *gradients)`` runs.
 
-    So it does for gradients that vmap has batched, or that are dual.
-
     Where no gradient came, none goes on and neither runs: the graph is the same on all ranks, and so is the collective
     that they leave out.
 
@@ -78,10 +59,10 @@ def any_order(again: _Again) -> Callable[[_Backward], _Backward]:
         def run(ctx: Any, *gradients: Any) -> Any:
             if all(gradient is None for gradient in gradients):
                 return (None,) * len(ctx.needs_input_grad)
+            refuse_transforms(lambda: gradients)
             twice = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-            return (again if twice or is_transformed() else backward)(ctx, *gradients)
+            return (again if twice else backward)(ctx, *gradients)
 
-        vars(run)["again"] = again
         return cast("_Backward", run)
 
     return decorate
@@ -102,7 +83,7 @@ class _ScaledGradient(torch.autograd.Function):
 
 def _refuse_scaled() -> Any:
     raise ConfigError(
-        f"{_asked()} with experts that several replicas share (expert_parallel_size above "
+        "create_graph=True with experts that several replicas share (expert_parallel_size above "
         "tensor_parallel_size):\n  a penalty on gradients, a Hessian or a meta-gradient of experts would be a sum over "
         "replicas, where that of other\n  weights is a mean. expert_parallel_size: 1, or that of tensor_parallel_size, "
         "goes with it."
@@ -119,14 +100,10 @@ def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
     return scaled
 
 
-def _asked() -> str:
-    return "a batched or dual gradient" if is_transformed() else "create_graph=True"
-
-
 def refuse_again(*gradients: Any) -> Any:
     """Raise ConfigError in the place of a backward that cannot be differentiated again."""
     raise ConfigError(
-        f"{_asked()} with context_parallel_size: its ranks exchange rows and states in the backward, and that is "
+        "create_graph=True with context_parallel_size: its ranks exchange rows and states in the backward, and that is "
         "not\n  differentiated again: a penalty on gradients, a Hessian or a meta-gradient would be another number "
         "than the plain\n  model's. tensor_parallel_size goes with it, and so do replicas of the whole model."
     )
@@ -142,71 +119,20 @@ def single_backward(backward: _Backward) -> _Backward:
     return any_order(refuse_again)(backward)
 
 
-class Transformed(torch.autograd.Function):
-    """A linear ``function`` inside of a transform: one collective for all samples, and one more for tangents.
-
-    ``kept``, a :class:`NoGraph`, is what ``function`` takes for autograd's context. Its second backward is transposed.
-    """
-
-    @staticmethod
-    def forward(x: torch.Tensor, function: Any, kept: NoGraph, *args: Any) -> torch.Tensor:
-        result: torch.Tensor = function.forward(kept, x, *args)
-        return result
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        keep_none(ctx)
-        ctx.rest = inputs[1:]
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
-        function, kept = ctx.rest[:2]
-        again = vars(function.backward)["again"]
-        return None if grad is None else again(kept, grad)[0], *(None,) * len(ctx.rest)
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> Any:
-        return Transformed.apply(tangent, *ctx.rest)
-
-    @staticmethod
-    def vmap(info: Any, dims: tuple[Any, ...], x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, int]:
-        """Move the samples to where they shift no dim of ``args``: these count from the front, or from the back."""
-        place = 0 if any(type(arg) is int and arg < 0 for arg in rest) else x.ndim - 1
-        return Transformed.apply(x.movedim(dims[0], place), *rest), place
-
-
-def on_values(look: Callable[[_Given], _Found], given: _Given) -> _Found:
-    """Return ``look(given)``; where transforms have wrapped tensors, of the values of all samples, outside of them."""
-    if not is_transformed():
-        return look(given)
-    with without_transforms():
-        return look(tree_map_only(torch.Tensor, untransformed, given))
-
-
-def check_transforms(cause: str, given: Callable[[], Any]) -> None:
-    """Check, when a sharded model is called, that the transforms around it go through it.
-
-    Args:
-        cause: what they do not go through; nothing if there is only what they do.
+def refuse_transforms(given: Callable[[], Any]) -> None:
+    """Check that no transform of torch.func and no forward mode runs where ranks exchange tensors.
 
     Raises:
-        ConfigError: one does not, or something ``given()`` has a tangent; on every rank that calls the model in it.
+        ConfigError: a transform runs, or a tensor in ``given()`` has a tangent; on every rank that calls it.
     """
     if not is_transformed():
-        return
-    if is_recorded():
-        raise ConfigError(
-            "torch.func.linearize records operations on tensors, and not what collectives of a sharded model write "
-            "into\n  them. torch.func.jvp computes the same, for each direction."
-        )
-    if not cause:
         return
     tensors = (x for x in tree_leaves(given()) if isinstance(x, torch.Tensor))
     if is_functorch_active() or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise ConfigError(
-            f"torch.func (grad, vmap, jvp and the like) and dual tensors do not go through {cause}.\n"
-            "  loss.backward() does, for one sample after the other if each has to have its gradient. Transforms go "
-            "through\n  tensor_parallel_size, with sequence_parallel too, and through replicas of the whole model."
+            "torch.func (grad, vmap, jvp, ...) and dual tensors are not supported on a sharded model.\n"
+            "  Use loss.backward() or torch.autograd.grad (create_graph=True works), for one sample at a time; or\n"
+            "  replicas of the full model."
         )
 
 

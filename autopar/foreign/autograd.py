@@ -1,4 +1,4 @@
-"""torch.autograd: which pass runs, what its nodes say, and what transforms of torch.func wrap."""
+"""torch.autograd: which pass runs, what its nodes say, and whether transforms of torch.func run."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as without_transforms
 from torch.autograd import forward_ad
-
-from autopar.foreign.tensors import dispatch_modes
 
 __all__ = [
     "PROFILER_RUNS",
@@ -20,14 +17,11 @@ __all__ = [
     "in_backward",
     "input_metadata",
     "is_functorch_active",
-    "is_recorded",
     "is_transformed",
     "next_sequence_number",
     "run_backward",
     "sequence_number",
     "step_hooks",
-    "untransformed",
-    "without_transforms",
 ]
 
 PROFILER_RUNS = "_is_profiler_enabled"  # attribute of torch.autograd.profiler: whether one runs
@@ -102,15 +96,3 @@ is_functorch_active = torch._C._are_functorch_transforms_active  # () -> whether
 def is_transformed() -> bool:
     """Return whether a transform of torch.func (grad, vmap, jvp) runs, or forward mode: tensors may be wrapped ones."""
     return not torch.compiler.is_compiling() and (is_functorch_active() or forward_ad._current_level >= 0)
-
-
-def is_recorded() -> bool:
-    """Return whether operations are recorded into a graph, as torch.func.linearize and make_fx do."""
-    return any(type(mode).__name__ == "ProxyTorchDispatchMode" for mode in dispatch_modes())
-
-
-def untransformed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what transforms of torch.func have wrapped: the numbers of all samples, without gradients or tangents."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor.detach()

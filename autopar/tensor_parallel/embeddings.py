@@ -11,7 +11,6 @@ from torch import nn
 
 from autopar.distributed.axis import Axis, Group
 from autopar.distributed.collectives import gather, reduce_
-from autopar.distributed.derivatives import on_values
 from autopar.errors import ConfigError
 from autopar.foreign.tensors import assert_soon
 from autopar.layout import Layout
@@ -104,6 +103,6 @@ def _check_ids(ids: torch.Tensor, size: int) -> None:
     if not ids.is_cpu or torch.compiler.is_compiling():  # looking at them would make the host wait
         assert_soon(((ids >= 0) & (ids < size)).all(), f"index out of range in an embedding of {size} rows")
     elif ids.numel():
-        low, high = on_values(lambda ids: [int(bound) for bound in torch.aminmax(ids)], ids)
+        low, high = (int(bound) for bound in torch.aminmax(ids))
         if low < 0 or high >= size:
             raise IndexError(f"index out of range in an embedding of {size} rows: ids run from {low} to {high}")

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.distributed.derivatives import is_transformed
 from autopar.distributed.rng import TorchGenerators
 from autopar.errors import ConfigError
 from autopar.foreign.modules import own_modules
@@ -114,12 +113,6 @@ class _Present(torch.autograd.Function):
 def _run(caller: Any, lists: Sequence[Any], forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     """Run the forward of a module that calls experts, with outputs from the ranks that hold them."""
     path, like = caller.autopar.path, first_floats((args, kwargs))
-    if is_transformed():
-        raise ConfigError(
-            f"torch.func (grad, vmap, jvp and the like) and dual tensors do not go through the experts of {path}, "
-            "modules that ranks\n  hold whole (expert_parallel_size). loss.backward() does; so do they with "
-            "expert_parallel_size: 1."
-        )
     if like is None:
         raise ConfigError(f"expert_parallel_size: {path} is given no hidden states, [..., hidden], for its experts")
     inside = _of_this_rank(caller)

@@ -25,9 +25,9 @@ from autopar.distributed import gloo_collectives
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather, all_to_all, even_layout, gather, gather_sum, reduce_scatter, run
 from autopar.distributed.collectives import scatter as own_part
-from autopar.distributed.derivatives import is_transformed, on_values, scale_gradient
+from autopar.distributed.derivatives import scale_gradient
 from autopar.errors import ConfigError
-from autopar.foreign.autograd import in_backward, untransformed
+from autopar.foreign.autograd import in_backward
 from autopar.layout import Block, Layout, even_shards
 from autopar.tensor_parallel.region_modules import RegionModule
 from autopar.tensor_parallel.whole_hooks import described, users_hook
@@ -55,7 +55,6 @@ class ExpertParallel(RegionModule):
             return torch.empty_like(hidden)
         if not torch.compiler.is_compiling():
             self._refuse_hooks()
-        self._refuse_vmap(chosen)
         x = hidden.reshape(chosen.shape[0], -1)
         y = self._exchanged(x, chosen, weights)
         y = y + self._without_experts(x, chosen, weights) if self.autopar.once else y
@@ -76,13 +75,6 @@ class ExpertParallel(RegionModule):
         w = weights.masked_fill(chosen < self.autopar.layout.size, 0).sum(-1, keepdim=True)
         return sum((getattr(self, name)(x) * w for name in self.autopar.once), torch.zeros_like(x)).to(x.dtype)
 
-    def _refuse_vmap(self, given: torch.Tensor) -> None:
-        if is_transformed() and untransformed(given).ndim > given.ndim:
-            raise ConfigError(
-                "vmap: experts that ranks hold whole (expert_parallel_size) are given as many tokens as a router says, "
-                "another number\n  for each sample. Take one sample after the other, or expert_parallel_size: 1."
-            )
-
     def _refuse_hooks(self) -> None:
         for path, module in self.named_modules():  # type: ignore[attr-defined]
             hook = users_hook(module) if path else None
@@ -99,7 +91,7 @@ class ExpertParallel(RegionModule):
         owner, local, known = self._placed(ids.reshape(-1))
         w = w.reshape(-1).masked_fill(~known, 0)
         order = torch.argsort(owner, stable=True)
-        out_splits, in_splits = on_values(lambda owner: _splits(owner, axis), owner)
+        out_splits, in_splits = _splits(owner, axis)
         rows = all_to_all(x[order // k], axis, out_splits, in_splits)  # [received, hidden]
         y = self._compute(rows, all_to_all(local[order], axis, out_splits, in_splits))
         back = all_to_all(y, axis, in_splits, out_splits)  # [tokens/tp * k, hidden], in the order of sending
@@ -108,7 +100,7 @@ class ExpertParallel(RegionModule):
 
     def _by_all_reduce(self, x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         axis, k = self.tp, ids.shape[1]
-        layout = on_values(lambda x: _layout_of_tokens(x, axis), x)
+        layout = _layout_of_tokens(x, axis)
         x, w = gather_sum(x, axis, 0, layout), gather_sum(w, axis, 0, layout)  # [all tokens, hidden], [all tokens, k]
         owner, local, known = self._placed(gather(ids, axis, layout, 0).reshape(-1))
         if x.is_meta:  # even routes
@@ -138,7 +130,7 @@ class ExpertParallel(RegionModule):
 
     def _compute(self, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         if not rows.is_meta and not torch.compiler.is_compiling() and not in_backward():  # which computes blocks again
-            on_values(self._count, local)
+            self._count(local)
         replicas = self.tp.size // self.beside.size  # [Note: gradients over replicas]
         rows = scale_gradient(rows, float(replicas)) if replicas > 1 else rows
         y = self._outputs(rows, local)

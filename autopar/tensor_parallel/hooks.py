@@ -30,7 +30,7 @@ from autopar.checks.forward import ForwardCheck, named_arguments, parameters_of
 from autopar.checks.module_tree import ModuleTree
 from autopar.distributed import gloo_collectives
 from autopar.distributed.collectives import run
-from autopar.distributed.derivatives import check_transforms, on_values
+from autopar.distributed.derivatives import refuse_transforms
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import sync_generators
@@ -115,7 +115,7 @@ def attach(
         tree = ModuleTree(module) if plan.tp > 1 else None
         before = BeforeForward(region, check, tree, parameters_of(module))
         before.outermost, before.sharded = module is model, plan.shards > 1 or mpu.pp.size > 1
-        before.untransformed = _untransformed(mpu)
+        before.together = before.sharded or mpu.cp.size > 1
         if check is not None or plan.tp > 1:
             before.model = module
         module.register_forward_pre_hook(before, with_kwargs=True)
@@ -144,16 +144,6 @@ def look_again(model: nn.Module) -> None:
                 hook.tree.check(module)
 
 
-def _untransformed(mpu: MPU) -> str:
-    """Return what transforms of torch.func do not go through; nothing if they do."""
-    if mpu.cp.size > 1:
-        return "context_parallel_size: its ranks exchange rows and states"
-    if mpu.pp.size > 1:
-        return "pipeline stages, whose graphs lie in several processes"
-    shared = mpu.ep.size > mpu.tp.size
-    return "experts that several replicas share (expert_parallel_size above tensor_parallel_size)" if shared else ""
-
-
 def detach(model: nn.Module) -> None:
     """Undo :func:`attach`."""
     for module in _callable_alone(model):
@@ -176,8 +166,7 @@ def _callable_alone(model: nn.Module) -> Iterator[nn.Module]:
 class BeforeForward(Hook, CompiledCheck):
     """Forward pre-hook: check weights, modules, and consistency over tp and cp, before the outermost model runs."""
 
-    outermost = sharded = False
-    untransformed = ""
+    outermost = sharded = together = False
     model: nn.Module
 
     def __init__(
@@ -226,15 +215,15 @@ class BeforeForward(Hook, CompiledCheck):
     def _check(
         self, model: nn.Module, arguments: Mapping[str, Any], *, compiled: bool = False, going_on: bool = False
     ) -> None:
-        if self.sharded or self.untransformed:
-            check_transforms(self.untransformed, lambda: [*model.parameters(), arguments])
+        if self.together:
+            refuse_transforms(lambda: [*model.parameters(), arguments])
         if self._or_report(lambda: self.tree is not None and self.tree.check(model)):
             self.region.find_dropout(model)  # also in new modules
             if self.check is not None:
                 self.check.reset()
         if self.check is not None:
             before = functools.partial(self.check.before_forward, model, compiled=compiled, going_on=going_on)
-            on_values(before, arguments)
+            before(arguments)
 
     def _or_report(self, step: Callable[[], T]) -> T:
         """Do what this rank alone may refuse the forward for; then the others raise as well."""
@@ -269,7 +258,7 @@ class AfterForward(Hook):
             return output  # inside another of the model's forwards
         check = None if torch.compiler.is_compiling() else self.check
         if check is not None and (output is not None or getattr(sys.exc_info()[1], "completes", False)):
-            on_values(check.after_forward, model)
+            check.after_forward(model)
         return None if output is None else gather_attentions(output, self.mpu.tp, self.layouts)
 
 

@@ -19,15 +19,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from autopar.distributed import collectives
 from autopar.distributed.axis import Axis, Group, axis_of
 from autopar.distributed.collectives import even_layout
-from autopar.distributed.derivatives import any_order, is_transformed, keep_none, on_values
+from autopar.distributed.derivatives import any_order, keep_none
 from autopar.errors import ConfigError
 from autopar.foreign.tensors import assert_soon
-from autopar.layout import Block, Layout, even_shards
+from autopar.layout import even_shards
 
 if TYPE_CHECKING:
     from autopar.tensor_parallel.logits_shards import Shards
@@ -73,18 +72,11 @@ def vocab_parallel_cross_entropy(
     _check_arguments(logits, target, label_smoothing, reduction)
     if vocab_size is None:
         width = torch.tensor([logits.shape[-1]], device=logits.device)
-        widths = on_values(torch.Tensor.tolist, collectives.gather(width, axis, even_layout(axis.size, axis.size), 0))
+        widths = collectives.gather(width, axis, even_layout(axis.size, axis.size), 0).tolist()
     else:
         widths = [stop - start for start, stop in even_shards(vocab_size, axis.size)]
 
     rows = logits.reshape(target.numel(), logits.shape[-1])  # [tokens, vocab/tp]
-    if is_transformed():
-        ends = [sum(widths[: rank + 1]) for rank in range(axis.size)]
-        ranges = tuple((end - width, end) for end, width in zip(ends, widths, strict=True))
-        whole = collectives.gather(_wide(rows), axis, Layout.of(1, [Block("column", ends[-1], 1, ranges)]), 1)
-        flat = target.reshape(-1).long()
-        loss = F.cross_entropy(whole, flat, None, None, ignore_index, None, reduction, label_smoothing)
-        return loss.view(target.shape) if reduction == "none" else loss
 
     def losses(targets: Targets) -> torch.Tensor:
         made: torch.Tensor = VocabParallelCrossEntropy.apply(rows, targets, label_smoothing, widths, axis)

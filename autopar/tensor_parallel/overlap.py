@@ -26,7 +26,7 @@ import torch
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy, reduce, start_all_reduce
-from autopar.distributed.derivatives import any_order, is_transformed, is_watched, keep_none
+from autopar.distributed.derivatives import any_order, is_watched, keep_none
 from autopar.distributed.profiling import named_collective, record
 from autopar.foreign.c10d import in_fake_world
 
@@ -90,7 +90,6 @@ def can_overlap(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> bool:
         and not torch.compiler.is_compiling()
         and (x.is_meta or not torch.is_autocast_enabled(x.device.type))
         and not torch.is_anomaly_enabled()  # would read the gradient before the sum is there
-        and not is_transformed()
         and not is_watched(x)  # what the layer returns was kept: it must not be written to
     )
 

@@ -28,7 +28,6 @@ from transformers import PreTrainedModel
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy
-from autopar.distributed.derivatives import is_transformed, on_values
 from autopar.distributed.rng import TorchGenerators, follow_streams, seed_torch, unfollow_streams
 from autopar.foreign.tensors import version_of
 from autopar.layout import Layout
@@ -147,7 +146,7 @@ class Region:
             training: mode of the head; ``nbytes``: of the whole logits.
         """
         wanted = (self._has_labels or torch.is_grad_enabled()) and not self.is_evaluated(training, nbytes)
-        return wanted and self.tracking is None and not torch.compiler.is_compiling() and not is_transformed()
+        return wanted and self.tracking is None and not torch.compiler.is_compiling()
 
     def is_evaluated(self, training: bool, nbytes: int) -> bool:
         """Check whether whole logits of so many bytes are gathered in the forward, before they are read.
@@ -175,7 +174,7 @@ class Region:
         """
         if self.tracking is not None:
             return self.alias(x)
-        if not (x.requires_grad and torch.is_grad_enabled()) and not is_transformed():
+        if not (x.requires_grad and torch.is_grad_enabled()):
             return x  # nothing to sum; also inference tensors, which have no version
         if not shared:
             return copy(x, self.axis)
@@ -262,7 +261,7 @@ class Region:
         if self.tracking is not None:
             return self.mark_replicated(x)
         self.draw_alike()
-        if x.requires_grad and torch.is_grad_enabled() and not is_transformed():
+        if x.requires_grad and torch.is_grad_enabled():
             self._entered = Entered(x, rows, self.axis, self.rows)
         return x
 
@@ -319,7 +318,7 @@ class Region:
     # A generator's state is not for a graph of torch.compile: with dropout it ends here, and another one begins.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _seed(self) -> None:
-        seed = on_values(lambda rank: int(torch.randint(2**62, ()).item()) + _OFFSET + rank, self.axis.rank)
+        seed = int(torch.randint(2**62, ()).item()) + _OFFSET + self.axis.rank
         self._outside = TorchGenerators.now()
         seed_torch(seed)
         follow_streams(self._follow)

@@ -27,7 +27,7 @@ from autopar.distributed.collectives import (
     reduce_scatter,
     scatter,
 )
-from autopar.distributed.derivatives import any_order, is_transformed, is_watched, keep_none
+from autopar.distributed.derivatives import any_order, is_watched, keep_none
 from autopar.distributed.profiling import named_collective
 from autopar.foreign.tensors import version_of
 from autopar.layout import Layout
@@ -103,7 +103,6 @@ def can_save_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and x.dtype == weight.dtype
         and not torch.compiler.is_compiling()
         and (x.is_meta or not torch.is_autocast_enabled(x.device.type))
-        and not is_transformed()
         and not is_watched(x)
     )
 
@@ -206,8 +205,6 @@ def sum_flat(tensors: Sequence[torch.Tensor | None], axis: Axis) -> list[torch.T
 
 def summed_over_rows(parameters: Sequence[nn.Parameter | None], axis: Axis) -> Mapping[int, torch.Tensor]:
     """Return what stands for each parameter in a forward with rows, by id: its gradient is summed over the axis."""
-    if is_transformed():
-        return {id(p): copy(p, axis) for p in parameters if p is not None}
     trained = [p for p in parameters if p is not None and p.requires_grad] if torch.is_grad_enabled() else []
     if not trained:
         return {}

@@ -22,12 +22,12 @@ def test_what_it_says_raises_does() -> None:
     table = section(DOCS / "limitations.md", "## What raises", "## What warns")
     rows = len(re.findall(r"^\| ", table, re.MULTILINE)) - 1  # without the head of the table
     # eleven here, seven in the next test, one in tests/data_parallel/test_fully_sharded_compositions.py,
-    # two in tests/checkpoint/test_dtensor_optimizer.py, four in
-    # tests/distributed/test_derivatives.py and test_transforms_refused.py, one in
+    # two in tests/checkpoint/test_dtensor_optimizer.py, two in
+    # tests/distributed/test_derivatives.py and test_transforms.py, one in
     # tests/pipeline_parallel/test_inference.py and in tests/test_continuous_batching.py
     # one in tests/data_parallel/test_sharded_dtensors.py
     # one in tests/data_parallel/test_whole_numbers.py
-    assert rows == 29
+    assert rows == 27
     model = parallel(gpt2(), 2)
     staged, _ = training(gpt2().eval(), stages=2)
     cache = gpt2()(torch.tensor([[1, 2]]), use_cache=True).past_key_values

@@ -38,7 +38,7 @@ RUN = {
     DOCS / "inference.md": 6,
     DOCS / "launching.md": 1,
     DOCS / "long-sequences.md": 1,
-    DOCS / "own-code.md": 5,
+    DOCS / "own-code.md": 4,
     DOCS / "quantized.md": 4,
     DOCS / "peft.md": 3,
     DOCS / "planner.md": 1,
@@ -90,7 +90,6 @@ def test_own_code(tmp_path: Path) -> None:
     pruned = autopar.full(names["weight"])
     assert 0.25 < float((pruned == 0).float().mean()) < 0.35
     assert all(parameter.grad is not None for parameter in names["model"].parameters())
-    assert names["norms"].shape == (2,) and names["product"].keys() == names["shards"].keys()
 
 
 @distributed(world_size=2)
