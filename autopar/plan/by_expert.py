@@ -78,10 +78,8 @@ def shard_by_expert(matches: list[RuleMatch], ranks: int) -> tuple[list[RuleMatc
         if match.path in mixtures:
             if match.path not in listed:
                 attributes.append(_check(match))
-            parts = (Part(str(match.rule.by_expert)),)
-            result.append(
-                replace(match, rule=replace(match.rule, kind="experts", parts=parts, opens=False, closes=False))
-            )
+            experts = replace(match.rule, kind="experts", parts=(Part(str(match.rule.by_expert)),))
+            result.append(replace(match, rule=replace(experts, opens=False, closes=False)))
         elif holder and match.rule.kind == "once" and isinstance(match.module, nn.Module):
             result.append(replace(match, rule=Rule(_NO_EXPERT, match.rule.where)))
         elif holder and isinstance(match.module, torch.Tensor):

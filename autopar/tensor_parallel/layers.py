@@ -327,7 +327,8 @@ def parallel_class(plain: type[nn.Module], plan: ModulePlan, *, stored: bool = F
         return _layer_class(plain, layer)  # type: ignore[arg-type]
     replicas = {name for name, layout in plan.layouts.items() if layout.replicated}
     mixin = _REGION_MODULES.get(plan.rule, RegionModule)
-    if mixin is ExpertParallel and len(argument_names(plain)) < 3:  # no indices of experts and no weights
+    takes_routes = mixin is ExpertParallel and len(argument_names(plain)) >= 3  # type: ignore[arg-type]
+    if mixin is ExpertParallel and not takes_routes:  # no indices of experts and no weights
         mixin = SortedExperts
     return region_class(plain, mixin, tuple(sorted(plan.summed | replicas)))  # type: ignore[arg-type]
 

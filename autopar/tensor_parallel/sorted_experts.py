@@ -46,7 +46,7 @@ class SortedExperts(ExpertParallel):
         else:
             counts = torch.bincount(local, minlength=here).tolist()
         order = torch.argsort(local, stable=True)
-        if len(argument_names(type(self))) > 1:
+        if len(argument_names(type(self))) > 1:  # type: ignore[arg-type]
             y: torch.Tensor = super(ExpertParallel, self).forward(rows[order], counts)
             return y[torch.argsort(order)]
         most = max(1, *counts)
