@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,9 @@ from autopar.distributed.mesh import MPU, rank_groups
 from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.distributed.process import Accelerator
 from autopar.errors import ConfigError
+from autopar.foreign.groups import number_of_next_group
 from tests.pool import pooled
+from tests.small import gpt2
 
 
 def test_the_groups_of_every_axis_partition_a_world_of_ten_thousand():
@@ -137,3 +141,21 @@ def test_more_processes_than_gpus_is_an_error_with_both_numbers(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(ConfigError, match="4 processes were started on a machine with 2 GPUs"):
         MPU(tensor_parallel_size=2)
+
+
+@pooled(world_size=4)
+def test_ranks_that_have_made_other_numbers_of_groups_meet(tmp_path: Path) -> None:
+    """torch would name the next group otherwise on each of them, and every rank would wait for the others."""
+    ids = torch.arange(10).view(2, 5)
+
+    def apart() -> None:
+        for _ in range(dist.get_rank()):
+            dist.new_group([dist.get_rank()], use_local_synchronization=True)  # counts since torch 2.14
+            number_of_next_group(number_of_next_group() + 1)
+
+    apart()
+    model = autopar.initialize(gpt2(), {"model_parallelism": {"tensor_parallel_size": 2}})
+    assert torch.allclose(model(ids).logits, gpt2()(ids).logits, atol=1e-5)
+    apart()
+    model.save_parallelized(str(tmp_path), async_save=True)
+    autopar.deparallelize(model)

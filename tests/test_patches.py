@@ -56,9 +56,9 @@ def _and_ours(plain: Callable[[], str]) -> str:
 
 def test_another_version_without_the_function_is_an_error() -> None:
     class Accelerator:
-        __module__ = "accelerate.accelerator"
+        __module__ = "torch.accelerator"
 
-    with pytest.raises(ConfigError, match=r"accelerate [\d.]+ has no accelerate.accelerator.Accelerator.gather, which"):
+    with pytest.raises(ConfigError, match=r"torch [\d.]+\S* has no torch.accelerator.Accelerator.gather, which"):
         patches.patch_member(Accelerator, "gather", lambda plain: plain)
 
 

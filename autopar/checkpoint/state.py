@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.distributed.agree import Ranks
 from autopar.distributed.axis import Axis
+from autopar.distributed.digest import number_groups_alike
 from autopar.distributed.mesh import MPU
 from autopar.distributed.owned_groups import owned_groups
 from autopar.errors import CheckpointError, listed
@@ -58,6 +59,7 @@ class _Channel:
         self.rank, self.world_size = mpu.rank, mpu.world_size
         self.control: dist.ProcessGroup | None = None
         if mpu.world_size > 1:
+            number_groups_alike(dist.group.WORLD)
             self.control = dist.new_group(backend="gloo", timeout=_PATIENCE, group_desc="autopar/background")
             owned_groups(self).append(self.control)
 

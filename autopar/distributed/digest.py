@@ -12,11 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.process import device_of_numbers
+from autopar.foreign.groups import number_of_next_group
 
 __all__ = [
     "checksum",
     "extremes",
     "hexdigest",
+    "number_groups_alike",
     "of_checksum",
     "of_tensor",
     "of_text",
@@ -102,6 +104,14 @@ def extremes(numbers: Sequence[int], group: Any) -> tuple[list[int], list[int]]:
     all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
     largest, smallest = pair.tolist()
     return largest, [-number for number in smallest]
+
+
+def number_groups_alike(group: Any) -> None:
+    """Let the ranks of a group give the next process group one name, or each would wait for the others forever.
+
+    Since torch 2.14 it also counts groups that some ranks have made by themselves (``use_local_synchronization``).
+    """
+    number_of_next_group(extremes([number_of_next_group()], group)[0][0])
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

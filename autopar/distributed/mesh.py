@@ -41,6 +41,7 @@ from autopar.distributed.axis import Axis, check_divides, device_of_group
 from autopar.distributed.broadcast_data import Dtypes, broadcast_data
 from autopar.distributed.collectives import even_layout
 from autopar.distributed.cpu_transport import choose_transport
+from autopar.distributed.digest import number_groups_alike
 from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.distributed.owned_groups import owned_groups
 from autopar.distributed.process import TIMEOUT, start_process_group
@@ -158,6 +159,7 @@ class MPU(MeshAccessors):
         self._lines: dict[str, DeviceMesh] = {}  # by the names of their axes
         self._alive = True
         made: dict[tuple[int, ...], Any] = {}
+        number_groups_alike(dist.group.WORLD)
         groups = rank_groups(self.sizes, ep, zero_shard_size)
         axes = {name: self._make_axis(name, groups[name], made) for name in groups}
         for axis in filter(None, axes.values()):  # stages in the middle have no embedding

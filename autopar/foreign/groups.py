@@ -13,6 +13,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.distributed_c10d import _get_default_group as default_group
 from torch.distributed.distributed_c10d import _get_default_store as default_store
+from torch.distributed.distributed_c10d import _world
 from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "leave_out_of_ddp",
     "left_out_of_ddp",
     "meshes_of_fsdp",
+    "number_of_next_group",
     "reduce_gradients",
     "set_timeout",
 ]
@@ -65,6 +67,13 @@ def destroy(groups: Iterable[Any]) -> None:
         with contextlib.suppress(ValueError):  # user code has destroyed it
             dist.destroy_process_group(group)
     _clear_sharding_prop_cache()
+
+
+def number_of_next_group(number: int | None = None) -> int:
+    """Return the number by which torch names the next process group of this rank; with ``number`` it is this one."""
+    if number is not None:
+        _world.group_count = number
+    return _world.group_count
 
 
 def is_flat_parameter(parameter: torch.Tensor) -> bool:

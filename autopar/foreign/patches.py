@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import sys
 import weakref
@@ -43,7 +42,7 @@ SETS = {
 }
 """Module of a library -> the module whose ``install()`` patches that library, as soon as the first one is imported."""
 
-TESTED = {"torch": "2.13", "accelerate": "1.15", "deepspeed": "0.19.8"}
+TESTED = {"torch": "2.13 and 2.14", "accelerate": "1.15", "deepspeed": "0.19.8"}
 
 
 class Patch(NamedTuple):
@@ -201,10 +200,7 @@ def _note(name: str, body: _Body, undo: Callable[[], None]) -> None:
 
 @functools.cache
 def _version(library: str) -> str:
-    try:
-        return importlib.metadata.version(library)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+    return str(getattr(sys.modules[library], "__version__", "unknown"))
 
 
 # -- libraries that are imported later ---------------------------------------------------------------------------------

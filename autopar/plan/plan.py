@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -48,7 +49,7 @@ class Piece:
     ``shape``, ``stride`` and ``offset`` are those of the view, in elements of the whole contiguous tensor.
 
     Attributes:
-        name: in the file; of a part of a :class:`Joined`, the stored tensor that it is a view of.
+        name: in the file; of a part of a :class:`Joined`, the stored tensor that it is a view of. "": zeros.
         joined: what it is a view of, if that is not one stored tensor.
     """
 
@@ -68,17 +69,23 @@ class Piece:
     def sources(self) -> Iterator[str]:
         """Yield the stored tensors that it is joined from; none for a view of one."""
         for part in self.joined.parts if self.joined else ():
-            if part.joined is None:
-                yield part.name
-            else:
+            if part.joined is not None:
                 yield from part.sources()
+            elif part.name:
+                yield part.name
+
+    def zeros(self) -> int:
+        """Return how many elements are those of no stored tensor."""
+        parts = self.joined.parts if self.joined else ()
+        return sum(part.zeros() if part.joined or part.name else math.prod(part.shape) for part in parts)
 
     def renamed(self, rename: Callable[[str], str]) -> Piece:
         """Return the same with other names of stored tensors."""
         if self.joined is None:
             return self
         parts = [
-            part.renamed(rename) if part.joined else replace(part, name=rename(part.name)) for part in self.joined.parts
+            part.renamed(rename) if part.joined else replace(part, name=part.name and rename(part.name))
+            for part in self.joined.parts
         ]
         return replace(self, joined=replace(self.joined, parts=tuple(parts)))
 

@@ -147,7 +147,7 @@ def _named(converted: dict[str, torch.Tensor], views: _ViewTracking) -> tuple[di
     pieces: dict[str, list[Piece]] = {}
     for saved, tensor in converted.items():
         source = views.piece(tensor, saved)
-        if source is None:
+        if source is None or not source[0]:
             raise ValueError(f"{saved} is computed")
         name, piece = source
         if tensor is views.stored.get(name):
@@ -164,7 +164,10 @@ def _check_complete(state: dict[str, torch.Tensor], renamed: dict[str, str], pie
     absent = [name for name in state if (name in renamed) == (name in sources)]
     if absent:
         raise ValueError(f"{absent[0]} is {'saved twice' if absent[0] in renamed else 'not saved'}")
-    before, after = sum(state[name].numel() for name in sources), sum(math.prod(part.shape) for part in parts)
+    before, after = (
+        sum(state[name].numel() for name in sources),
+        sum(math.prod(part.shape) - part.zeros() for part in parts),
+    )
     if before != after:
         raise ValueError(f"{before} elements become {after}")
 
@@ -180,6 +183,7 @@ class _ViewTracking(TorchDispatchMode):
         super().__init__()
         self.stored = stored
         self._names = {id(tensor): name for name, tensor in stored.items()}
+        self._zeros: list[torch.Tensor] = []
         self._made: dict[int, tuple[torch.Tensor, Joined]] = {}  # the tensor is kept, so that its id stays its own
 
     def piece(self, tensor: torch.Tensor, saved: str | None = None) -> tuple[str, Piece] | None:
@@ -192,7 +196,7 @@ class _ViewTracking(TorchDispatchMode):
         view = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
         name = self._names.get(id(base))
         if name is not None:
-            return name, Piece(name if saved is None else saved, *view)
+            return name, Piece((saved or name) if name else "", *view)
         made = self._made.get(id(base))
         if made is None:
             return None
@@ -210,6 +214,9 @@ class _ViewTracking(TorchDispatchMode):
                 sizes = torch.empty(args[0].shape, device="meta").view(args[1]).shape
                 return self._note(args[0].new_empty(sizes), [args[0]], 0)
         result = func(*args, **kwargs)
+        if func is _ATEN.new_zeros.default:  # rows that fill a table up
+            self._zeros.append(result)  # kept, so that its id stays its own
+            self._names[id(result)] = ""
         if func is _ATEN.cat.default:
             self._note(result, *_arguments(*args, **kwargs))
         elif func is _ATEN.stack.default:

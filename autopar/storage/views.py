@@ -136,6 +136,8 @@ def open_piece(piece: Piece, of: str, stored: Callable[[str], LazyTensor]) -> La
     Raises:
         CheckpointError: the piece does not lie inside what it is a view of.
     """
+    if piece.joined is None and not of:
+        return InMemory(torch.zeros(piece.shape, dtype=torch.bool))  # the least of dtypes
     if piece.joined is None:
         whole = stored(of)
     else:

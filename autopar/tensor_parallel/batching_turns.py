@@ -21,7 +21,7 @@ import torch.distributed as dist
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 
 from autopar.distributed.axis import Axis
-from autopar.distributed.digest import of_text
+from autopar.distributed.digest import number_groups_alike, of_text
 from autopar.distributed.failures import FailureLog
 from autopar.errors import ConsistencyError, PipelineError
 from autopar.foreign.groups import backends_of, default_group, set_timeout
@@ -258,6 +258,7 @@ class _Groups:
         idle = set.intersection(*everyone)
         if not idle:
             alone = axis.size < dist.get_world_size()
+            number_groups_alike(axis.group)
             self.made.append(dist.new_group(axis.ranks, backend="gloo", use_local_synchronization=alone))
             return len(self.made) - 1
         self.idle.discard(min(idle))
