@@ -93,7 +93,8 @@ class StateEntry:
 
 def is_sharded(due: TensorPlan) -> bool:
     """Tell whether several ranks hold different parts of a tensor."""
-    return due.layout is not None and due.layout.axis_size > 1
+    layout = due.layout
+    return layout is not None and any(layout.ranges(rank) != layout.ranges(0) for rank in range(layout.axis_size))
 
 
 def _same(one: Layout | None, other: Layout | None) -> bool:

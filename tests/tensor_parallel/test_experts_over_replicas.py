@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from autopar.errors import ConfigError
+from tests.data_parallel.whole_optimizers import MATRICES
 from tests.pool import pooled
 from tests.tensor_parallel.mixtures import batches, close, compare, mixtral, qwen3, reference, train, wholes
 
@@ -78,6 +79,42 @@ def test_fully_sharded_stages_are_saved_and_resumed_on_other_meshes(stage: int, 
     due = wholes(first)
     for model, _ in resumed:
         assert all(close(weight, due[name]) for name, weight in wholes(model).items())
+
+
+@pytest.mark.tier("test", only=("Adafactor",))
+@pytest.mark.parametrize("name", ["Adafactor", "shampoo", "galore"])
+@pooled(world_size=2)
+def test_statistics_of_whole_matrices_are_saved_and_resumed_on_any_mesh(name: str, tmp_path: Path) -> None:
+    experts: dict[str, Any] = {"ep": 2}
+    data = torch.cat([own[0] for own in batches(0, 2, even=True)])
+    plain = mixtral()
+    other = MATRICES[name](plain.parameters())
+    for _ in range(2):
+        other.zero_grad()
+        plain(input_ids=data, labels=data).loss.backward()
+        other.step()
+    due = dict(plain.named_parameters())
+
+    def stepped(config: dict[str, Any], resumed: str = "") -> tuple[Any, Any]:
+        model = mixtral()
+        model, own = autopar.initialize(model, config, optimizer=MATRICES[name](model.parameters()))
+        if resumed:
+            model.from_parallelized(tmp_path / resumed, optimizer=own)
+        mine = data.chunk(model.mpu.dp.size)[model.mpu.dp.rank]
+        model(input_ids=mine, labels=mine).loss.backward()
+        autopar.average_gradients(model)
+        own.step()
+        return model, own
+
+    for saved, first, others in (
+        ("ep", experts, [{**experts, "zero": {"stage": 1}}, {"tp": 2}]),
+        ("tp", {"tp": 2}, [experts]),
+    ):
+        model, own = stepped(first)
+        model.save_parallelized(tmp_path / saved, optimizer=own)
+        for config in others:
+            model, _ = stepped(config, saved)
+            assert all(close(weight, due[key]) for key, weight in wholes(model).items()), (first, config)
 
 
 @pytest.mark.tier("test")
