@@ -202,8 +202,12 @@ def test_made_before_or_after_it_is_refused_where_its_steps_would_be_others() ->
         loss.backward()
         return loss
 
-    with pytest.raises(ConfigError, match="LBFGS"):
+    with pytest.raises(ConfigError, match="LBFGS is not supported") as caught:
         searching.step(closure)
+    with pytest.raises(ConfigError) as given:
+        whole_model = gpt2()
+        autopar.initialize(whole_model, {}, optimizer=torch.optim.LBFGS(whole_model.parameters()))
+    assert str(given.value) == str(caught.value)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     piped = autopar.initialize(gpt2(), {"model_parallelism": pp})
     piped.execute_pipeline(language_batches(131)[0])
