@@ -217,10 +217,11 @@ def apply(model: nn.Module, state: Parallelized, given: Given) -> None:
 
 def undo(model: nn.Module, state: Parallelized) -> None:
     """Take back all steps, the last one first, and destroy the process groups, unless a copy goes on with them."""
+    with state.failures.wait("deparallelize", range(state.mpu.world_size)):
+        (kept,), _ = extremes([int(state.shares_its_mesh)], None)  # some ranks alone may hold a copy
     while state.undo:
         state.undo.pop()(model, state)
     del model._autopar, model.mpu
     state.forget()
-    (kept,), _ = extremes([int(state.shares_its_mesh)], None)  # some ranks alone may hold a copy
     if not kept:
         state.mpu.destroy()

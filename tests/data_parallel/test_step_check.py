@@ -147,6 +147,24 @@ def _step_alone() -> None:
     say("noticed")
 
 
+def _deparallelize_alone() -> None:
+    model = _model(pipeline={"timeout": TIMEOUT})
+    if dist.get_rank() == 1:
+        wait_for("noticed", [0])
+        return
+    with pytest.raises(
+        PipelineError, match=r"deparallelize failed: one of the ranks \[0, 1\].*\n.*rank 1 said nothing"
+    ):
+        autopar.deparallelize(model)
+    assert model.mpu.model_parallel_is_initialized(), "nothing has changed"
+    say("noticed")
+
+
+@pytest.mark.tier("all")
+def test_a_replica_that_does_not_deparallelize_is_named_within_the_timeout() -> None:
+    spawn(__name__, "_deparallelize_alone", 2, 60.0)
+
+
 @pytest.mark.tier("all")
 def test_a_replica_that_never_steps_is_named_within_the_timeout() -> None:
     spawn(__name__, "_step_alone", 2, 60.0)
