@@ -149,7 +149,8 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, EvaluationMixin, CheckpointMi
         check_stages(config or model._autopar.config, self)
         check_heads(config or model._autopar.config, base_of(model), self.args)
         if config is not None:
-            whole = config.tensor_parallel_size > 1 and wants_whole_model(self.args)
+            sharded = max(config.tensor_parallel_size, config.expert_parallel_size) > 1
+            whole = sharded and wants_whole_model(self.args)
             if self.optimizer is None and (config.zero_stage or config.precision != "fp32" or whole):
                 self.create_optimizer()
             initialize(model, config, policy=policy, optimizer=self.optimizer)
