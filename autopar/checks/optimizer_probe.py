@@ -24,16 +24,7 @@ from torch.optim.optimizer import Optimizer
 from autopar.errors import ConfigError
 from autopar.plan.plan import Plan
 
-__all__ = [
-    "SHOWN",
-    "Behaviour",
-    "probe",
-    "refuse_lbfgs",
-    "refuse_unlike",
-    "refuse_whole_state",
-    "stepping",
-    "warn_of_fp16",
-]
+__all__ = ["SHOWN", "Behaviour", "probe", "refuse_unlike", "refuse_whole_state", "stepping", "warn_of_fp16"]
 
 _SHAPE = (128, 80)  # halves are large enough for optimizers that keep small tensors in fp32
 _STEPS = (4, 32)  # the second run sees what begins later: preconditioners after a warm-up, say
@@ -94,12 +85,16 @@ def stepping(
     Raises:
         ConfigError: no way is right.
     """
-    if max(tp, stages, experts) > 1 or zero == 1:
-        refuse_lbfgs(optimizer)
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS) and (whole or max(tp, stages, experts) > 1):
+        raise ConfigError(
+            f"{name} is not supported with shards, with stages, or as optimizer= of autopar.initialize: it computes "
+            "gradients inside of\n  step(closure), where they can neither be averaged, unscaled nor clipped.\n"
+            "  Use an optimizer that needs no closure (AdamW, SGD, Muon ...)."
+        )
     found = probe(optimizer, group)
     if found is None:
         return "parts"
-    name = type(optimizer).__name__
     sharded = f"tensor_parallel_size={tp}" if tp >= experts else f"expert_parallel_size={experts}"
     alone = max(tp, experts) == 1
     if found.beside > 0:
@@ -116,17 +111,6 @@ def stepping(
     if not whole or zero == 3:
         return "parts"
     return "duplicated" if found.beside or found.draws else whole
-
-
-def refuse_lbfgs(optimizer: Optimizer) -> None:
-    """Raise ConfigError for LBFGS."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError(
-            f"{type(optimizer).__name__} is not supported with shards, stages or an optimizer for "
-            "autopar.initialize(..., optimizer=optimizer): it computes\n  gradients inside of step(closure), where they "
-            "can neither be averaged, unscaled nor clipped.\n  Use an optimizer that needs no closure (AdamW, SGD, "
-            "Muon ...)."
-        )
 
 
 def _whole_text(name: str, found: Behaviour, sharded: str, zero: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.checks.optimizer_probe import refuse_lbfgs, stepping
+from autopar.checks.optimizer_probe import stepping
 from autopar.config import ParallelConfig
 from autopar.data_parallel.muon import fused
 from autopar.distributed.mesh import MPU
@@ -48,7 +48,6 @@ def check_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, config:
         raise ConfigError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if hasattr(optimizer, "_autopar"):
         raise ConfigError(f"this {type(optimizer).__name__} belongs to a parallelized model already; make a new one")
-    refuse_lbfgs(optimizer)
     if lr_scheduler is not None and getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
         raise ConfigError("lr_scheduler drives another optimizer than the one that was passed to initialize")
     if config.optimizer_split_fused:

@@ -36,7 +36,7 @@ def test_what_is_refused():
     ):
         refused(text, config)
     refused("optimizer must be a torch.optim.Optimizer, not object", optimizer=lambda model: object())
-    refused("LBFGS is not supported with shards, stages or", optimizer=lambda m: torch.optim.LBFGS(m.parameters()))
+    refused("LBFGS is not supported with shards, with stages", optimizer=lambda m: torch.optim.LBFGS(m.parameters()))
     other = sgd(gpt2())
     refused("in group 0 of SGD are not parameters of GPT2LMHeadModel", optimizer=lambda model: other)
     scheduler = torch.optim.lr_scheduler.StepLR(other, 1)
