@@ -117,7 +117,7 @@ def _load(
     check_folder(folder)
     try:
         with on_cpu():
-            if (folder / MANIFEST).is_file():
+            if (folder / MANIFEST).exists():
                 return _from_shards(model_class, folder, config, verify, given, trained), {}
             with lazy_init():
                 model, info = model_class.from_pretrained(path, **given, output_loading_info=True)

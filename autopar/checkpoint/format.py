@@ -33,7 +33,7 @@ from autopar.checkpoint.staging import MANIFEST, REMOVED, leftovers
 from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import CheckpointError, nearest
 from autopar.plan.plan import Piece, TensorPlan
-from autopar.storage.files import NAME, checksum
+from autopar.storage.files import NAME, checksum, small_file
 
 __all__ = ["MANIFEST", "PARTS", "SHARDED_EXTRA", "WEIGHTS", "Manifest", "parse_size", "sizes_text", "versions"]
 
@@ -265,13 +265,11 @@ class Manifest:
         """
         path = folder / file
         try:
-            if path.is_fifo():  # reading would wait for a writer
-                raise CheckpointError(f"{path} is a named pipe; a manifest is a file")
-            text = path.read_bytes()
+            text = small_file(path)
         except FileNotFoundError:
             raise CheckpointError(_why_missing(folder)) from None
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
         try:
             data = json.loads(text)
             version = data["format_version"]

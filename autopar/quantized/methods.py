@@ -40,8 +40,11 @@ def check_folder(folder: Path) -> None:
     Raises:
         ConfigError: they are not. Without this, transformers would ask for a package to be installed first.
     """
+    path = folder / "config.json"
+    if not path.is_file():  # a named pipe might be read forever
+        return
     try:
-        method = json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"]
+        method = json.loads(path.read_text())["quantization_config"]["quant_method"]
     except (OSError, ValueError, KeyError, TypeError):  # plain, a name on the hub, or damaged: transformers says so
         return
     if not _with_argument(method):

@@ -20,7 +20,7 @@ import xxhash
 
 from autopar.errors import CheckpointError
 
-__all__ = ["NAME", "Closing", "OutputFile", "RangeFile", "checksum", "checksum_of", "file_checksum"]
+__all__ = ["NAME", "Closing", "OutputFile", "RangeFile", "checksum", "checksum_of", "file_checksum", "small_file"]
 
 _opening = threading.Lock()
 
@@ -226,6 +226,16 @@ def checksum_of(chunks: Iterable[bytes | memoryview]) -> str:
     for chunk in chunks:
         state.update(chunk)
     return state.hexdigest()
+
+
+def small_file(path: Path) -> bytes:
+    """Read a file of a folder that others may have made.
+
+    Raises ``OSError`` as the system does, and for a named pipe or a device, which might be read forever.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError("it must be a regular file")
+    return path.read_bytes()
 
 
 def file_checksum(path: Path) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from autopar.errors import CheckpointError, first_line
-from autopar.storage.files import RangeFile
+from autopar.storage.files import RangeFile, small_file
 from autopar.storage.lazy_tensor import InMemory, LazyTensor, Stored
 from autopar.storage.safetensors_io import SafetensorsReader, nbytes
 from autopar.storage.views import permuted
@@ -50,7 +50,7 @@ def damage(folder: Path) -> str:
     """Tell which of the small files in ``folder`` that loading reads is damaged, and why; "" if none is."""
     for path in sorted([*folder.glob("config.json"), *folder.glob("*.index.json")]):
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = json.loads(small_file(path))
         except (OSError, ValueError, RecursionError) as error:
             return f"{path} cannot be read: {error}"
         if not isinstance(data, dict):

@@ -27,6 +27,7 @@ from autopar.plan.plan import Plan
 from autopar.policy.match import find_policy, given_policy
 from autopar.policy.schema import Policy
 from autopar.quantized.layers import stored_weights
+from autopar.storage.files import small_file
 from autopar.storage.lazy_tensor import InMemory, LazyTensor
 from autopar.storage.safetensors_io import dtype_of, nbytes
 
@@ -107,7 +108,7 @@ def _open(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
     """Return the model of the folder with its weights on the meta device."""
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(small_file(path))
         names = config.get("architectures") or []
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is no Hugging Face checkpoint: config.json is missing") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import autopar
 from autopar.errors import CheckpointError, ConfigError
+from autopar.tools.split import split_checkpoint
 from tests.checkpoint.loading import both, shared, tp
 from tests.checkpoint.refusals import refusals
 from tests.pool import pooled
@@ -135,6 +137,15 @@ def test_damaged_small_files(tmp_path, kind):
             load = functools.partial(autopar.from_pretrained, AutoModelForCausalLM, path, verify=False)
             refuse((name, text), (message, str(path)), load)
             (path / name).write_text(right)
+        for name in (CONFIG, INDEX) if kind == "files" else (CONFIG, "autopar.json"):
+            (path / name).rename(tmp_path / name)
+            os.mkfifo(path / name)
+            load = functools.partial(autopar.from_pretrained, AutoModelForCausalLM, path, verify=False)
+            refuse((name, "a named pipe"), f"{name} cannot be read: it must be a regular file", load)
+            if kind == "files":
+                load = functools.partial(split_checkpoint, path, tmp_path / "split", tp=2)
+                refuse((name, "split"), f"{name} cannot be read: it must be a regular file", load)
+            os.replace(tmp_path / name, path / name)
     autopar.from_pretrained(AutoModelForCausalLM, path, verify=False)  # it was nothing else
 
 
