@@ -18,6 +18,7 @@ __all__ = [
     "check_adapters",
     "check_layer",
     "check_merged",
+    "enable_all",
     "is_adapted",
     "is_peft_model",
     "is_tuner",
@@ -71,6 +72,18 @@ def tuner_layers(root: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, module in root.named_modules():
         if _is(module, _TUNERS) and isinstance(getattr(module, "base_layer", None), nn.Module):
             yield path, module
+
+
+def enable_all(root: nn.Module) -> None:
+    """Let all adapters of ``root`` run in its forward: none is disabled, inactive or merged. ``root`` is a copy."""
+    for module in root.modules():
+        if _is(module, _TUNERS) and isinstance(getattr(module, "base_layer", None), nn.Module):
+            layer: Any = module
+            names = {name for kind in layer.adapter_layer_names for name in getattr(layer, kind)}
+            layer._disable_adapters, layer._active_adapter, layer.merged_adapters = False, sorted(names), []
+        elif _is(module, _SAVED):
+            wrapper: Any = module
+            wrapper._disable_adapters, wrapper._active_adapter = False, list(wrapper.modules_to_save)[:1]
 
 
 def plain_name(model: nn.Module, name: str) -> str | None:

@@ -9,7 +9,7 @@ is refused. Parameters that rows were computed with have their gradients summed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.adapters import enable_all, saved_copies, tuner_layers
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
 from autopar.dry_run.activation_tracking import ActivationTracking, tracking_hooks
@@ -104,7 +105,7 @@ class _Rehearsal:
 
     def _plan(self) -> SequencePlan:
         expected = self._expected()
-        entries, wholes = _entries_of(self.plan_inside, self.blocks)
+        entries, wholes = _entries_of(self.plan_inside, self.blocks, dict(_wrapped(self.model)))
         wholes |= self._drawn_for_samples()
         entries = _outermost(entries, wholes)
         inputs: tuple[str, ...] = ()
@@ -191,6 +192,7 @@ class _Rehearsal:
 
     def _copy(self) -> PreTrainedModel:
         copied = meta_copy(self.model)
+        enable_all(copied)
         for module in copied.modules():
             if isinstance(module, PreTrainedModel) and hasattr(module.config, "output_router_logits"):
                 module.config.output_router_logits = self.routers
@@ -265,7 +267,20 @@ class _Rehearsal:
                 raise _Problem(owner, f"{self.start}{name} works on rows and on whole sequences")
             if owner not in ran[block]:
                 raise _Problem("", f"rows of {self.start}{block} meet what was made of {self.start}{name} outside")
-        return tuple(sorted(names))
+        return tuple(sorted(names | self._copies_of(names)))
+
+    def _copies_of(self, names: set[str]) -> set[str]:
+        """Return the parameters of modules that may run in place of those that ran (``modules_to_save``)."""
+        found = set[str]()
+        for path, module in self.model.named_modules():
+            copies = saved_copies(module)
+            starts = [f"{path}.{inside}." for inside, _ in copies]
+            own = {name.removeprefix(start) for start in starts for name in names if name.startswith(start)}
+            inside = [
+                (start, dict(copied.named_parameters())) for start, (_, copied) in zip(starts, copies, strict=True)
+            ]
+            found |= {start + name for start, parameters in inside for name in own & parameters.keys()}
+        return found
 
     def _full(self, found: SequencePlan) -> SequencePlan:
         """With names from the root."""
@@ -292,15 +307,26 @@ def _lists_of_blocks(stages: StagePlan) -> tuple[tuple[str, ...], ...]:
     return tuple(blocks for blocks in found if blocks)
 
 
-def _entries_of(plan: Plan, blocks: Sequence[str]) -> tuple[set[str], set[str]]:
+def _wrapped(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the paths of modules inside of PEFT's wrappers, each with that of its outermost wrapper."""
+    for path, layer in tuner_layers(model):
+        yield from ((f"{path}.{name}", path) for name, _ in layer.named_modules() if name)
+    for path, module in model.named_modules():
+        yield from ((f"{path}.{name}", path) for name, _ in saved_copies(module))
+
+
+def _entries_of(plan: Plan, blocks: Sequence[str], wrapped: Mapping[str, str]) -> tuple[set[str], set[str]]:
     """Return the modules at which rows must become whole: those that a region begins in, and those that mix rows.
 
     A column-parallel layer begins a region in the module that holds it, whose code reads the length of the sequence;
-    where that is the block itself, in the layer.
+    where that is the block itself, in the layer. ``wrapped`` leads from a layer to what PEFT has put around it.
     """
     entries, wholes = set[str](), set[str]()
     for block in blocks:
-        for path, rule in _inside(plan, block):
+        for inner, rule in _inside(plan, block):
+            path = inner
+            while path in wrapped:
+                path = wrapped[path]
             parent = path.rpartition(".")[0]
             place = path if parent == block or path == block else parent
             if rule.rule in _WHOLE or rule.gather_output:
