@@ -17,6 +17,7 @@ from autopar.adapters import is_peft_model, is_tuner
 from autopar.distributed.plain_collectives import all_reduce
 from autopar.errors import ConfigError
 from autopar.layout import Layout
+from autopar.quantized.layers import stored_weights
 from autopar.swap import bind, unbind
 from autopar.tensor_parallel.embeddings import look_up
 from autopar.tensor_parallel.region_modules import RegionModule
@@ -63,10 +64,17 @@ def _refused(name: str) -> Callable[..., NoReturn]:
                 "are sharded.\n  Use autopar.integrations.add_adapter(model, name, config). After it, "
                 "model.load_adapter(dir, name) reads an adapter's files."
             )
+        instead = (
+            "model.merge_adapter() merges in place, and then\n  model.save_parallelized(dir, merge_checkpoints=True) "
+            "writes the merged model."
+        )
+        if stored_weights(self):
+            instead = (
+                "With a quantized base\n  this is the only way: merge_checkpoints=True would leave its weights out."
+            )
         raise ConfigError(
             f"{name}: the plan of this {type(self).__name__}, whose layers are sharded, names its adapters.\n"
-            f"  autopar.deparallelize(model).{name}(...) works on the whole model. model.merge_adapter() merges in "
-            "place, and then\n  model.save_parallelized(dir, merge_checkpoints=True) writes the merged model."
+            f"  autopar.deparallelize(model).{name}(...) works on the whole model. {instead}"
         )
 
     return method

@@ -57,8 +57,13 @@ def test_weights_are_not_packed_and_go_on_training(config: dict[str, Any]) -> No
 @pooled(world_size=2)
 def test_merged_adapters() -> None:
     plain, model = adapted("nf4"), autopar.initialize(adapted("nf4"), {"tp": 2})
+    with raises_everywhere(ConfigError, "deparallelize(model).merge_and_unload(...)", "this is the only way: merge_ch"):
+        model.merge_and_unload()
     plain.merge_adapter(), model.merge_adapter()
     close(model(IDS).logits[:], plain(IDS).logits, "logits")
+    plain.unmerge_adapter(), model.unmerge_adapter()
+    logits = autopar.deparallelize(model).merge_and_unload()(IDS).logits  # as the error says
+    close(logits, plain.merge_and_unload()(IDS).logits, "logits of the merged model")
 
 
 @pytest.mark.tier("sweep")
