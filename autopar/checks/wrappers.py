@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from autopar.adapters import is_adapted
+from autopar.adapters import is_adapted, is_peft_model
 from autopar.call_site import calls
 from autopar.checks.process_hooks import forget, listen
 from autopar.distributed.mesh import MPU
@@ -90,6 +90,8 @@ class WrapperCheck:
             _check_group("SyncBatchNorm", submodule.process_group, self.mpu)
         elif name == "base_layer" and submodule is not None and is_adapted(module) and self._is_ours([submodule]):
             self._refuse_adapters()
+        elif name == "base_model" and is_peft_model(module) and submodule is not None and self._is_ours([submodule]):
+            self._refuse_adapters()  # prompts and prefixes: a PeftModel around the model itself
 
     def _leave_to_us(self, wrapper: Any, inside: nn.Module) -> None:
         """Check that a wrapper leaves the experts out, which other replicas hold others of."""

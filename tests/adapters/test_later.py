@@ -130,3 +130,18 @@ def test_other_models_and_what_is_refused():
     model, _ = autopar.initialize(model, TP, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     with raises_everywhere(ConfigError, "get_peft_model: the model was initialized with an optimizer", "come first"):
         get_peft_model(model, _config())
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig"])
+@pooled(world_size=2)
+def test_prompts_and_prefixes_after_initialize(kind: str):
+    settings = {"encoder_hidden_size": 8} if kind == "PromptEncoderConfig" else {}
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3, **settings)
+    model, plain = autopar.initialize(llama(), TP), llama()
+    with raises_everywhere(ConfigError, "by the sizes of this rank's shards of Llama", "integrations.get_peft_model("):
+        peft.get_peft_model(model, config)
+    torch.manual_seed(5)
+    plain = peft.get_peft_model(plain, config)
+    torch.manual_seed(5)
+    model = get_peft_model(model, config)
+    close(torch.stack(_steps(model, 2)), torch.stack(_steps(plain, 2)), "losses")
