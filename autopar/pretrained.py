@@ -17,12 +17,12 @@ from autopar.checkpoint.format import MANIFEST
 from autopar.checkpoint.optimizer_weights import has_master_weights
 from autopar.checkpoint.shards import Shards
 from autopar.config import ParallelConfig
-from autopar.deferred_init.context import in_lazy_init, lazy_init, on_cpu
+from autopar.deferred_init.context import adapter_first, in_lazy_init, lazy_init, on_cpu
 from autopar.deferred_init.files import differs, explained, point_to
 from autopar.distributed.agree import same_on_every_rank
 from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import AutoparError, CheckpointError, ConfigError, clip
-from autopar.foreign.transformers import from_config, has_own_adapters
+from autopar.foreign.transformers import from_config
 from autopar.policy.schema import Policy
 from autopar.quantized.methods import check_folder
 
@@ -126,13 +126,6 @@ def _load(
     except Exception as error:  # whatever transformers stumbles over
         own = {name: value for name, value in given.items() if name not in ("config", "dtype")}
         raise explained(error, folder, own) from error
-    if has_own_adapters(model):
-        raise ConfigError(
-            f"{path} holds an adapter, which comes to a model before it is parallelized:\n"
-            "  with autopar.lazy_init(): model = ...from_pretrained(base)\n"
-            "  model = peft.get_peft_model(model, peft.PeftConfig.from_pretrained(folder))\n"
-            "  model = autopar.initialize(model, config); model.load_adapter(folder, 'default')"
-        )
     if strict and (info["missing_keys"] or info["unexpected_keys"]):
         raise CheckpointError(differs(str(path), model, info))
     return model, info
@@ -156,6 +149,8 @@ def _checked(
             "  Build a module of your own, pass it to autopar.initialize(model, config, policy=...), and call\n"
             "  model.from_parallelized(folder) for a folder that save_parallelized wrote."
         )
+    if str(getattr(model_class, "__module__", "")).partition(".")[0] == "peft":
+        raise ConfigError(adapter_first(str(path)))
     if in_lazy_init():
         raise ConfigError("from_pretrained inside lazy_init would make a model without memory: call it after the with.")
     if not callable(getattr(model_class, "from_pretrained", None)):

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers import initialization as hf_init
+from transformers.integrations.peft import PeftAdapterMixin
 
 from autopar.deferred_init.sources import Init, by_parameter, set_source, sources_of
 from autopar.errors import ConfigError
@@ -31,7 +32,7 @@ from autopar.storage.lazy_tensor import InMemory
 from autopar.swap import replace_storage
 from autopar.tensor_tracking import storage_key, tensors_in
 
-__all__ = ["in_lazy_init", "lazy_init", "on_cpu"]
+__all__ = ["adapter_first", "in_lazy_init", "lazy_init", "on_cpu"]
 
 _WRITE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"}
 _NO_WRITE = {"requires_grad_", "detach_", "share_memory_"}
@@ -56,7 +57,7 @@ def lazy_init() -> Iterator[None]:
         ConfigError: for a write into the weights of a model that was built or loaded inside, and for buffers on the
             meta device (``torch.device("meta")`` inside).
         ConfigError: from a ``from_pretrained`` inside, for what cannot be loaded lazily: quantized checkpoints,
-            ``device_map``.
+            ``device_map``, and for the files of an adapter.
         CheckpointError: from a ``from_pretrained`` inside, for files that are missing or damaged.
     """
     patches, models = _Patches(), _Models()
@@ -113,10 +114,27 @@ def _patch_transformers(patches: _Patches, models: _Models, empty: _EmptyOnMeta)
         with empty.off():  # what is missing in the files is initialized for real
             return plain(*args, **kwargs)
 
+    def load_adapter(_: Any, model: Any, path: Any = None, *args: Any, **kwargs: Any) -> NoReturn:
+        named = path or kwargs.get("peft_model_id") or kwargs.get("model_id")
+        raise ConfigError(adapter_first(str(named or "adapter_state_dict")))
+
+    for owner in (PeftAdapterMixin, getattr(sys.modules.get("peft"), "PeftModel", None)):
+        if owner is not None:
+            patches.set(owner, "load_adapter", load_adapter)
     patches.set(PreTrainedModel, "__init__", begin)
     patches.set(PreTrainedModel, "init_weights", init_weights)
     patches.set(PreTrainedModel, "_load_pretrained_model", load)
     patches.set(PreTrainedModel, "_finalize_model_loading", finalize)
+
+
+def adapter_first(path: str) -> str:
+    """Return what an error says about the files of an adapter, which a model without memory cannot read."""
+    return (
+        f"{path} holds an adapter, whose values are read after the model is parallelized:\n"
+        "  with autopar.lazy_init(): model = AutoModelForCausalLM.from_pretrained(base)\n"
+        "  model = peft.get_peft_model(model, peft.PeftConfig.from_pretrained(folder))\n"
+        "  model = autopar.initialize(model, config); model.load_adapter(folder, 'default')"
+    )
 
 
 def in_lazy_init() -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.deferred_init.context import on_cpu
+from autopar.deferred_init.context import adapter_first, on_cpu
 from autopar.deferred_init.random_init import DeferredParameter, InitSteps, adapter_parameters
 from autopar.deferred_init.sources import by_parameter, clear_sources, sources_of
 from autopar.distributed.broadcast_data import sync_parameters
@@ -24,6 +24,7 @@ from autopar.distributed.rng import same_draws
 from autopar.errors import ConfigError, listed
 from autopar.foreign.modules import own_parameters
 from autopar.foreign.tensors import version_of
+from autopar.foreign.transformers import has_own_adapters
 from autopar.plan.plan import Plan
 from autopar.quantized.layers import stored_weights
 from autopar.quantized.stored import Part, StoredWeight
@@ -219,6 +220,8 @@ def _pending(model: nn.Module, plan: Plan) -> dict[int, DeferredParameter]:
 
 
 def _uninitialised(model: nn.Module, names: list[str]) -> str:
+    if has_own_adapters(model):
+        return adapter_first(type(model).__name__)
     return (
         f"nothing gives {len(names)} parameters of {type(model).__name__} their values: {listed(names)}\n"
         "  Initialize them with torch.nn.init in the constructor, write a reset_parameters (in a Hugging Face model an "

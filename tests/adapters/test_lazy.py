@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import autopar
 from autopar.errors import ConfigError
-from tests.adapters.adapted import batch, peft, whole_of
+from tests.adapters.adapted import batch, peft, whole_of, with_lora
 from tests.parity import close
 from tests.pool import pooled
 from tests.small import llama
+from tests.worlds import raises_everywhere
 
 _Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
@@ -60,3 +61,42 @@ def test_adapters_begin_as_peft_begins(tmp_path: Path, inside: bool):
     close(model(**batch()).logits[:], plain(**batch()).logits, "logits")
     name = "base_model.model.lm_head.modules_to_save.default.weight"
     assert torch.equal(found[name], plain.lm_head.weight)
+
+
+@pooled(world_size=2)
+def test_files_of_an_adapter_are_for_a_parallelized_model(tmp_path: Path):
+    base, folder, size = tmp_path / "base", tmp_path / "adapter", {"model_parallelism": {"tensor_parallel_size": 2}}
+    if dist.get_rank() == 0:
+        llama().save_pretrained(base)
+        with_lora(LlamaForCausalLM.from_pretrained(base)).save_pretrained(folder)
+    dist.barrier()
+
+    def inside(load: Any) -> Any:
+        with autopar.lazy_init():
+            return load()
+
+    def after() -> Any:
+        model = inside(lambda: LlamaForCausalLM.from_pretrained(base))
+        model.load_adapter(folder)
+        return autopar.initialize(model, size)
+
+    calls = [
+        lambda: autopar.from_pretrained(AutoModelForCausalLM, folder, size),
+        lambda: autopar.from_pretrained(peft.AutoPeftModelForCausalLM, folder, size),
+        lambda: inside(lambda: AutoModelForCausalLM.from_pretrained(folder)),
+        lambda: inside(lambda: LlamaForCausalLM.from_pretrained(base).load_adapter(folder)),
+        lambda: inside(lambda: peft.PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(base), folder)),
+        lambda: inside(lambda: peft.AutoPeftModelForCausalLM.from_pretrained(folder)),
+        after,
+    ]
+    for call in calls:
+        with raises_everywhere(
+            ConfigError, "holds an adapter, whose values are read after", "model.load_adapter(folder"
+        ):
+            call()
+    model = inside(lambda: AutoModelForCausalLM.from_pretrained(base))  # as the error says
+    model = peft.get_peft_model(model, peft.PeftConfig.from_pretrained(folder))
+    model = autopar.initialize(model, size)
+    model.load_adapter(folder, "default")
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    close(model.eval()(**batch()).logits[:], plain.eval()(**batch()).logits, "logits")
