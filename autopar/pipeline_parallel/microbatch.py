@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
+from transformers.utils.generic import ModelOutput
 
 from autopar.errors import ConfigError
 from autopar.pipeline_parallel.p2p import map_tensors
@@ -71,17 +72,17 @@ def split(
 ) -> list[dict[str, Any]]:
     """Split a batch into micro-batches of ``size`` samples (the last may be smaller), or ``count`` as even as can be.
 
-    Every tensor whose dim 0 is ``samples`` long is split, also inside tuples, lists and dicts; everything else goes
-    into each micro-batch whole. ``position_ids`` of several kinds, ``[kinds, batch, seq]``, are split in dim 1. A batch
-    of fewer samples than ``count`` gives that many micro-batches of one. Images, and targets in several rows of each
-    sample, go with their samples (:func:`sample_rows`); a micro-batch without
-    images has no argument for them.
+    Every tensor whose dim 0 is ``samples`` long is split, also inside tuples, lists and dicts; so are lists and tuples
+    with an entry for each sample (:func:`_cut`). Everything else goes into each micro-batch whole. ``position_ids`` of
+    several kinds, ``[kinds, batch, seq]``, are split in dim 1. A batch of fewer samples than ``count`` gives that many
+    micro-batches of one. Images, and targets in several rows of each sample, go with their samples
+    (:func:`sample_rows`); a micro-batch without images has no argument for them.
 
     Args:
         config: of the model, which says what stands for an image in the text.
 
     Raises:
-        ConfigError: it cannot be told to which samples images belong.
+        ConfigError: it cannot be told to which samples images, or the entries of a list, belong.
     """
     if count is not None:
         count = max(min(count, samples), 1)
@@ -104,7 +105,7 @@ def split(
             if name in own
             else narrow(value, 1)
             if _of_several_kinds(name, value)
-            else map_tensors(value, narrow)
+            else _cut(name, value, samples, slice(start, stop), narrow)
             for name, value in batch.items()
             if name not in own or own[name][0] < own[name][1]
         }
@@ -115,6 +116,46 @@ def split(
 def _apart(part: Any) -> Any:
     """A part of a tensor, of its own where a model may write: some do into their labels. Lists are apart."""
     return part.clone() if isinstance(part, torch.Tensor) and not part.is_floating_point() else part
+
+
+def _cut(name: str, value: Any, samples: int, part: slice, narrow: Callable[[torch.Tensor], Any]) -> Any:
+    """Return the part of a value: entries of a list that has one for each sample, or rows of the tensors in it.
+
+    Raises:
+        ConfigError: a list of ``samples`` entries may be either.
+    """
+    if len(range(samples)[part]) == samples or isinstance(value, ModelOutput):
+        return map_tensors(value, narrow)
+    if isinstance(value, dict):
+        return {key: _cut(f"{name}[{key!r}]", entry, samples, part, narrow) for key, entry in value.items()}
+    if not isinstance(value, list | tuple) or hasattr(value, "_fields"):
+        return map_tensors(value, narrow)
+    if len(value) != samples:
+        return type(value)(_cut(f"{name}[{n}]", entry, samples, part, narrow) for n, entry in enumerate(value))
+    rows = [
+        not isinstance(entry, dict) and all(tensor.shape[:1] == (samples,) for tensor in tensors)
+        for entry in value
+        if (tensors := [tensor for tensor in _tensors_in(entry) if tensor.ndim])
+    ]
+    listed = isinstance(value, list)
+    numbers = listed and _is_list_of(value, int | float)
+    unclear = any(rows) and (all(rows) if listed else len(rows) == samples or not all(rows))
+    if numbers or unclear:
+        raise ConfigError(
+            f"execute_pipeline: {name} is a {type(value).__name__} of {samples} "
+            f"{'numbers' if numbers else f'entries with tensors of {samples} rows'}, and the batch has {samples} "
+            "samples: whether it has one entry for each sample is not known.\n"
+            f"  Give a tensor with one row for each sample, or one micro-batch (pipeline.microbatch_size: {samples})."
+        )
+    if any(rows) and not listed:  # tensors of all samples, and None
+        return map_tensors(value, narrow)
+    return value[part] if listed or _tensors_in(value) else value
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    map_tensors(value, found.append)
+    return found
 
 
 def _of_several_kinds(name: str, value: Any) -> bool:
@@ -222,11 +263,11 @@ def sample_rows(batch: Mapping[str, Any], samples: int, config: Any) -> dict[str
         for name, value in tensors.items()
         if _TARGETS.fullmatch(name) and len(value) > samples and len(value) % samples == 0
     }
-    left = {name: value for name, value in batch.items() if name in tensors or _is_list_of_numbers(value)}
+    left = {name: x for name, x in batch.items() if name in tensors or _is_list_of(x, int | float | torch.Tensor)}
     for medium in _MEDIA if config is not None else ():
         listed = {name: left.pop(name) for name in list(left) if medium.arguments.fullmatch(name)}
         grid = next((value for name, value in listed.items() if name.endswith("grid_thw")), None)
-        listed_alike = all(name in tensors and len(value) == samples for name, value in listed.items())
+        listed_alike = all(len(x) == samples and not _is_list_of(x, int | float) for x in listed.values())
         if grid is not None or not listed_alike:
             found |= _of_medium(medium, listed, grid, tensors.get("input_ids"), samples, config)
     return found
@@ -260,9 +301,9 @@ def _of_medium(
     return {name: [ends[length][start] for start in starts] for name, length in lengths.items()}
 
 
-def _is_list_of_numbers(value: Any) -> bool:
+def _is_list_of(value: Any, kind: Any) -> bool:
     """Return whether it is data of a list, such as the seconds of each video."""
-    return isinstance(value, list | tuple) and bool(value) and all(isinstance(entry, int | float) for entry in value)
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(entry, kind) for entry in value)
 
 
 def _token(medium: _Medium, config: Any) -> int | None:

@@ -109,6 +109,8 @@ def merge_outputs(outputs: list[Any], sizes: list[int], weights: list[float]) ->
         return type(first)(**{name: merge_outputs([o[name] for o in outputs], sizes, weights) for name in first})
     if isinstance(first, dict):
         return {name: merge_outputs([o[name] for o in outputs], sizes, weights) for name in first}
+    if isinstance(first, list) and _has_samples(outputs, sizes):
+        return [entry for output in outputs for entry in output]
     if isinstance(first, list | tuple):
         merged = [merge_outputs(list(entries), sizes, weights) for entries in zip(*outputs, strict=True)]
         return type(first)(*merged) if hasattr(first, "_fields") else type(first)(merged)
@@ -117,6 +119,13 @@ def merge_outputs(outputs: list[Any], sizes: list[int], weights: list[float]) ->
         listed = {name: [getattr(output, name) for output in outputs] for name in names}
         return replace(first, **{name: merge_outputs(entries, sizes, weights) for name, entries in listed.items()})
     return first
+
+
+def _has_samples(outputs: list[Any], sizes: list[int]) -> bool:
+    """Return whether lists hold one entry for each sample, and not tensors of all samples."""
+    tensors = [(entry, size) for output, size in zip(outputs, sizes, strict=True) for entry in output]
+    rows = all(isinstance(entry, torch.Tensor) and entry.shape[:1] == (size,) for entry, size in tensors)
+    return all(len(output) == size for output, size in zip(outputs, sizes, strict=True)) and not rows
 
 
 def _has_rows(parts: list[torch.Tensor], sizes: list[int]) -> bool:

@@ -16,7 +16,7 @@ from tests.parity import close
 from tests.pool import pooled
 from tests.random_models import Case, batches, build
 from tests.small import llama
-from tests.worlds import raises_everywhere
+from tests.worlds import distributed, raises_everywhere
 
 
 def _config(pp: int, stage: int = 0) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def test_a_loss_without_trained_weights_is_left_out(pp: int) -> None:
 
 
 @pytest.mark.tier("test")
-@pooled(world_size=2)
+@distributed(world_size=2)
 def test_replicas_that_gather_weights_refuse_it() -> None:
     model = autopar.initialize(llama().train(), _config(1, 3))
 
