@@ -154,7 +154,7 @@ def test_context_ranks_count_among_the_sizes():
             "model_parallelism.context_parallel_method must be auto, ulysses or gather, not ring",
         ),
         ({"sequence_parallel": 1}, "model_parallelism.sequence_parallel must be true or false, not 1 (int)"),
-        ({"cp_size": 2}, "'cp_size' is accelerate's name: write model_parallelism: {context_parallel_size: 2}"),
+        ({"cp_size": 2}, "'cp_size' is accelerate's name: write {cp: 2}"),
     ],
 )
 def test_each_mistake_about_sequences_has_its_message(section, message):
@@ -268,19 +268,21 @@ def test_null_is_the_default_of_every_key_and_section(tmp_path):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({"tp_size": 2}, "'tp_size' is ColossalAI's name: write model_parallelism: {tensor_parallel_size: 2}"),
+        ({"tensor_parallel": 2}, "'tensor_parallel' is DeepSpeed's name: write {tp: 2}"),
+        ({"pipeline_parallel": 2}, "there is no key 'pipeline_parallel': write {pp: ...}"),
+        ({"model_parallelism": {"tp": 2}}, "'tp' belongs outside of the section 'model_parallelism': write {tp: 2}"),
+        ({"tp_size": 2}, "'tp_size' is ColossalAI's name: write {tp: 2}"),
         (
             {"--tensor-model-parallel-size": 4},
-            "'--tensor-model-parallel-size' is Megatron-LM's name: write model_parallelism: {tensor_parallel_size: 4}",
+            "'--tensor-model-parallel-size' is Megatron-LM's name: write {tp: 4}",
         ),
         (
             {"context_parallel_size": 2},
-            "'context_parallel_size' belongs into the section 'model_parallelism': {model_parallelism: "
-            "{context_parallel_size: ...}}",
+            "'context_parallel_size' belongs into the section 'model_parallelism'; outside of it write {cp: 2}",
         ),
         (
             {"sp_size": 2},
-            "'sp_size' is ColossalAI's, accelerate's name: write model_parallelism: {context_parallel_size: 2}",
+            "'sp_size' is ColossalAI's, accelerate's name: write {cp: 2}",
         ),
         (
             {"muon_split_qkv": True},
@@ -312,14 +314,13 @@ def test_null_is_the_default_of_every_key_and_section(tmp_path):
         ),
         (
             {"parallel": {"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}},
-            "'parallel' is ColossalAI's name: write model_parallelism: {tensor_parallel_size: ..., "
-            "pipeline_parallel_size: ...}",
+            "'parallel' is ColossalAI's name: write {tp: ..., pp: ...}",
         ),
         ({"zero": {"enabled": True}}, "'enabled' is DeepSpeed's name: write enable"),
         ({"precision": "fp16"}, "section 'precision' must hold keys, not 'fp16' (str): write precision: {dtype: fp16}"),
         (
             {"pipeline": 2},
-            "section 'pipeline' must hold keys, not 2 (int): write model_parallelism: {pipeline_parallel_size: 2}",
+            "section 'pipeline' must hold keys, not 2 (int): write {pp: 2}",
         ),
         (
             {"consistency_check": False},

@@ -11,12 +11,12 @@ from autopar.errors import clip
 
 __all__ = ["explain"]
 
-_TP = "model_parallelism.tensor_parallel_size"
-_PP = "model_parallelism.pipeline_parallel_size"
-_EP = "model_parallelism.expert_parallel_size"
-_CP = "model_parallelism.context_parallel_size"
+_TP = "tp"
+_PP = "pp"
+_EP = "ep"
+_CP = "cp"
 
-# What means the same here: library -> its name -> section.key of ours.
+# What means the same here: library -> its name -> section.key of ours, or a short name of a size.
 _RENAMED: dict[str, dict[str, str]] = {
     "ColossalAI": {
         "tp_size": _TP,
@@ -39,6 +39,7 @@ _RENAMED: dict[str, dict[str, str]] = {
         "distributed_timeout_minutes": "pipeline.timeout",
     },
     "DeepSpeed": {
+        "tensor_parallel": _TP,
         "autotp_size": _TP,
         "sequence_parallel_size": _CP,
         "loss_scale_window": "precision.growth_interval",
@@ -111,7 +112,7 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         "moe_dp_size": _DATA_PARALLEL,
         "tp_mode": "weights are sharded along one dimension ('1d'); leave it out",
         "mode": "weights are sharded along one dimension ('1d'); leave it out",
-        "parallel": "write model_parallelism: {tensor_parallel_size: ..., pipeline_parallel_size: ...}",
+        "parallel": "write {tp: ..., pp: ...}",
         "gradient_accumulation": _ACCUMULATE,
         "gradient_handler": "DistributedDataParallel or execute_pipeline averages gradients; leave it out",
         "amp": _FP16,
@@ -161,7 +162,6 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         "train_batch_size": _BATCH,
         "train_micro_batch_size_per_gpu": _BATCH,
         "gradient_accumulation_steps": _ACCUMULATE,
-        "tensor_parallel": "write model_parallelism: {tensor_parallel_size: ...}",
         "fp16": _FP16,
         "bf16": _BF16,
         "bfloat16": _BF16,
@@ -212,7 +212,7 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         "data_parallelism": "ZeRO is the section zero: {stage: ...}; " + _DATA_PARALLEL,
         "data_parallel_size": _DATA_PARALLEL,
         "distributed_data_parallel": _DDP,
-        "expert_parallelism": "write model_parallelism: {expert_parallel_size: ...}",
+        "expert_parallelism": "write {ep: ...}",
         "tensor_parallel_depth": "weights are sharded along one dimension ('1d'); leave it out",
         "tensor_parallel_mode": "weights are sharded along one dimension ('1d'); leave it out",
         "lazy_initialization": _LAZY,
@@ -235,6 +235,10 @@ _GUESSED = {
     "data_parallel_size": _DATA_PARALLEL,
     "world_size": _DATA_PARALLEL,
     "sp": "write model_parallelism: {sequence_parallel: true}",
+    "data_parallel": _DATA_PARALLEL,
+    "pipeline_parallel": "write {pp: ...}",
+    "context_parallel": "write {cp: ...}",
+    "expert_parallel": "write {ep: ...}",
 }
 
 
@@ -255,5 +259,7 @@ def explain(key: object, value: Any = None) -> str | None:
     section, _, own = home.rpartition(".")
     simple = type(value) in (bool, int, float, str) and name != _SECONDS
     written = f"{own}: {clip(str(value)) if simple else '...'}"
+    if home in (_TP, _PP, _EP, _CP) or section:
+        written = f"{section}: {{{written}}}".removeprefix(": ")
     unit = " (in seconds)" if name == _SECONDS else ""
-    return f"'{key}' is {owners} name: write {f'{section}: {{{written}}}' if section else written}{unit}"
+    return f"'{key}' is {owners} name: write {written}{unit}"

@@ -132,7 +132,9 @@ def check_section(
     """Return the values of a section that are right; what is wrong with the others is added to ``problems``."""
     checked: dict[str, Any] = {}
     for key, value in content.items():
-        if key not in known:
+        if key in SHORT and key not in known:
+            problems.append(f"'{key}' belongs outside of the section '{section}': write {{{key}: {clip(str(value))}}}")
+        elif key not in known:
             problems.append(
                 explain(key, value)
                 or f"unknown key '{clip(str(key))}' in section '{section}'.{nearest(str(key), known)} "
@@ -172,6 +174,10 @@ def explain_unknown(section: object, content: object) -> str:
     """Return what to write instead of a section that is unknown."""
     for name, keys in SECTIONS.items():
         if section in keys and section != "enable" and explain(section, content) is None:
+            short = next((axis for axis, size in SHORT.items() if size == section), None)
+            if short is not None:
+                written = f"{{{short}: {clip(str(content))}}}"
+                return f"'{section}' belongs into the section '{name}'; outside of it write {written}"
             return f"'{section}' belongs into the section '{name}': {{{name}: {{{section}: ...}}}}"
     known = [*SECTIONS, *PLAIN]
     return (
@@ -197,7 +203,9 @@ def explain_section(section: str, content: object) -> str:
         return f": write {section}: {{enable: {str(content).lower()}}}"
     home, _, key = _CHIEF.get(section, "").partition(".")
     fits = key and check_value(f"{home}.{key}", content, SECTIONS[home][key]) is None
-    return f": write {home}: {{{key}: {content}}}" if fits else ""
+    short = next((axis for axis, size in SHORT.items() if size == key), None)
+    written = f"{home}: {{{key}: {content}}}" if short is None else f"{{{short}: {content}}}"
+    return f": write {written}" if fits else ""
 
 
 def _name(kind: type) -> str:
