@@ -20,6 +20,8 @@ __all__ = ["EvaluationMixin"]
 class EvaluationMixin(ParallelBase):
     """Loops without gradients."""
 
+    _items_weight: float | None = None  # of the number of items, while a batch is evaluated
+
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate on all ranks; what is gathered leaves out the samples that fill the last batch up."""
         replicas = self.model.mpu.dp.size
@@ -38,28 +40,43 @@ class EvaluationMixin(ParallelBase):
 
         Samples that only fill a batch up do not count in it.
         """
-        generates = getattr(self.args, "predict_with_generate", False) and not prediction_loss_only
-        summed = self._sums_over_replicas(inputs) and not generates
-        self.autopar_alone, self.autopar_counted = not summed, False
+        if self.model.mpu.dp.size == 1:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **others)
+        own, rows = self._own_rows(inputs), rows_of(inputs)
+        batch = self._own_samples(inputs, own, rows)
+        counted = _first_rows(inputs, own, rows) if 0 < own < rows else inputs
+        self._items_weight, self.autopar_evaluates = self._weight_of(counted, own), True
         try:
-            if self.model.mpu.dp.size == 1:
-                return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **others)
-            own, rows = self._own_rows(inputs), rows_of(inputs)
-            if summed:
-                batch = _without_labels(inputs, own)
-            elif own == rows or not own or self.has_own_loss():  # which may gather over the replicas
-                batch = inputs
-            else:
-                batch = _first_rows(inputs, own, rows)
             loss, logits, labels = super().prediction_step(model, batch, prediction_loss_only, ignore_keys, **others)
         finally:
-            self.autopar_alone = False
+            weight, self._items_weight, self.autopar_evaluates = self._items_weight, None, False
         if loss is not None:
-            divided = summed and self.autopar_counted  # by the labels of all replicas
-            loss = self._mean_over_replicas(loss, 1.0 if divided else self._weight(inputs, own))
+            loss = self._mean_over_replicas(loss, weight)
         if rows_of(batch) < rows:
             logits, labels = _refill(logits, own, rows), _refill(labels, own, rows)
         return loss, logits, labels
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Count the items to divide by; in evaluation such that a loss is a mean over this replica's labels.
+
+        A loss that was to be divided by the items of all replicas is to be multiplied by their number, too.
+        """
+        items = super()._get_num_items_in_batch(*args, **kwargs)
+        if items is None or not self._items_weight or not self.args.average_tokens_across_devices:
+            return items
+        return items * self._items_weight
+
+    def _own_samples(self, inputs: Any, own: int, rows: int) -> Any:
+        """Return the first ``own`` of ``rows`` samples, or all, of which the labels of these alone count."""
+        if own == rows:
+            return inputs
+        gathers = self.has_own_loss()  # perhaps over the replicas
+        if own and not gathers:
+            return _first_rows(inputs, own, rows)
+        labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+        if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or (gathers and labels.ndim < 2):
+            return inputs
+        return {**inputs, "labels": labels.index_fill(0, torch.arange(own, rows, device=labels.device), -100)}
 
     def _own_rows(self, inputs: Any) -> int:
         """Return how many samples of this replica's batch belong to the dataset."""
@@ -68,28 +85,12 @@ class EvaluationMixin(ParallelBase):
             return rows
         return int(max(0, min(rows, state.remainder - self.model.mpu.dp.rank * rows)))
 
-    def _weight(self, inputs: Any, own: int) -> float:
-        """Return how much a mean over this replica's labels, or samples, counts."""
-        labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
-        if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
-            return float(own)
-        labels = labels[:own, 1:] if getattr(self, "_loss_shifts_labels", False) else labels[:own]
-        return float(labels.ne(-100).sum())
-
     def _mean_over_replicas(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
         dp = self.model.mpu.dp
         share = loss.double() * weight if weight else torch.zeros_like(loss, dtype=torch.float64)
-        both = torch.stack([share, torch.full_like(share, weight)])
         with waiting(self.model.mpu, "the loss of an evaluation", dp.ranks):
-            all_reduce(both, group=dp.group)
-        return (both[0] / both[1]).to(loss.dtype)
-
-
-def _without_labels(inputs: Any, own: int) -> Any:
-    """Let the samples after the first ``own`` count nothing in a sum over labels."""
-    labels = inputs["labels"].clone()
-    labels[own:] = -100
-    return {**inputs, "labels": labels}
+            all_reduce(share, group=dp.group)
+        return (share / dp.size).to(loss.dtype)
 
 
 def _first_rows(value: Any, count: int, rows: int) -> Any:

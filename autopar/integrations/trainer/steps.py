@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import seed_worker
 
 from autopar.adapters import is_peft_model
+from autopar.call_site import warn_user
+from autopar.checks.step import adds_router_loss
 from autopar.data_parallel.gradients import average_gradients, clip_grad_norm_
+from autopar.distributed.failures import waiting
+from autopar.distributed.gloo_collectives import all_gather_into_tensor
+from autopar.distributed.plain_collectives import broadcast
+from autopar.distributed.process import device_of_numbers
+from autopar.pipeline_parallel.microbatch import batch_size, label_count, weights_over_replicas
+from autopar.swap import swap
 
 __all__ = ["ParallelBase", "StepMixin", "base_of"]
+
+_UNKNOWN = (
+    "because it is not known over which labels its loss is a mean, so gradients may differ from those of one process.\n"
+    "  Give compute_loss_func=, which divides the sum of the losses by num_items_in_batch."
+)
+_OF_USER = (
+    "which is right only if each is divided by num_items_in_batch and multiplied by accelerator.num_processes.\n"
+    "  If they are, write loss_is_scaled_for_ga = True into the class, which turns this warning off."
+)
 
 
 class ParallelBase(Trainer):
@@ -23,8 +43,12 @@ class ParallelBase(Trainer):
     Attributes:
         model: it has ``mpu`` and ``_autopar``.
         autopar_ready: whether it is parallelized already.
-        autopar_counted: whether the last loss was given the number of items to divide by.
-        autopar_alone: while a loss is computed: whether it is this replica's own, see ``get_tp_size``.
+        autopar_alone: while a loss is computed: whether the trainer must not multiply it, see ``get_tp_size``.
+        autopar_evaluates: whether a loss is evaluated.
+        autopar_weight: the weight of this replica's loss in a training step; None where it is not weighted.
+        autopar_reached: whether the last loss came from ``compute_loss`` of this class, which weighs it.
+        autopar_counts: the labels of the replicas' last batches, where they differ.
+        autopar_told: whether the warning that losses of replicas are averaged equally was given.
     """
 
     model: Any
@@ -38,24 +62,59 @@ class ParallelBase(Trainer):
     compute_loss_func: Any
     autopar_ready: bool = False
     autopar_alone: bool = False
-    autopar_counted: bool = False
+    autopar_evaluates: bool = False
+    autopar_weight: float | None = None
+    autopar_reached: bool = False
+    autopar_counts: Sequence[int] = ()
+    autopar_told: bool = False
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss as the trainer does; and remember whether it is divided by the items of all replicas."""
-        given = args[1] if len(args) > 1 else kwargs.get("num_items_in_batch")
-        self.autopar_counted = given is not None
-        routers, replicas = self.model._autopar.dp.routers, self.model.mpu.dp.size
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute the loss as the trainer does, weighted so that the mean over the replicas is that of their batch.
+
+        A loss that is a mean is multiplied by the weight. A loss that is divided by the number of items does not
+        change, since this number is multiplied by the weight, too. So it need not be known which one it is.
+        """
+        self._refuse_user_function(inputs)
+        routers, weight, items = self.model._autopar.dp.routers, self.autopar_weight, num_items_in_batch
+        # the trainer multiplies a loss that was given their number by the replicas
+        replicas = self.model.mpu.dp.size if items is not None and self.args.average_tokens_across_devices else 1
+        weighted = self._is_weighted(inputs)
+        self.autopar_reached, self.autopar_alone = True, weighted or not self._sums_over_replicas(inputs)
+        if weighted and items is not None:
+            items = items * (weight or 1.0) / replicas
+        shares = 1 if self.autopar_alone else replicas
+        together = routers is not None and (self.autopar_evaluates or shares > 1)
+        try:
+            with routers.share_of_sum(shares) if together else nullcontext():
+                found: Any = super().compute_loss(
+                    model, inputs, return_outputs=return_outputs, num_items_in_batch=items
+                )
+        finally:
+            self.autopar_alone = False
+        if weight is None:
+            return found
+        return (_times(found[0], weight), *found[1:]) if return_outputs else _times(found, weight)
+
+    def _refuse_user_function(self, inputs: Any) -> None:
         takes_own = self.compute_loss_func is None and self.label_smoother is None and "labels" in inputs
-        if replicas > 1 and takes_own and self.args.average_tokens_across_devices:
+        if self.model.mpu.dp.size > 1 and takes_own and self.args.average_tokens_across_devices:
             self.model._autopar.own_loss(base_of(self.model)).refuse_user_function(
-                f"{replicas} data-parallel replicas",
+                f"{self.model.mpu.dp.size} data-parallel replicas",
                 "Give ParallelTrainer(compute_loss_func=...), a sum over labels divided by num_items_in_batch, or use "
                 "tensor parallelism.",
             )
-        if routers is None or self.autopar_alone or not self.autopar_counted:
-            return super().compute_loss(model, inputs, *args, **kwargs)
-        with routers.share_of_sum(replicas):  # as the loss around it is
-            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _is_weighted(self, inputs: Any) -> bool:
+        """Return whether ``compute_loss`` of this class weighs the losses of the replicas.
+
+        A trainer that derives from transformers' may have weighted its loss itself. The loss of routers is one of all
+        replicas.
+        """
+        of_transformers = getattr(super().compute_loss, "__func__", None) is Trainer.compute_loss
+        routed = self.model._autopar.dp.routers is not None and adds_router_loss(base_of(self.model), inputs)
+        return of_transformers and self.model.mpu.dp.size > 1 and not routed
 
     def has_own_loss(self) -> bool:
         """Return whether ``compute_loss`` is not that of transformers' trainer, but of a class that derives from it."""
@@ -65,6 +124,61 @@ class ParallelBase(Trainer):
         """Return whether a class between autopar's and transformers' trainer has a ``method`` of its own."""
         homes = [home for home in type(self).__mro__ if method in vars(home)]
         return next((home for home in homes if not home.__module__.startswith("autopar.")), Trainer) is not Trainer
+
+    def _weight_of(self, inputs: Any, samples: int | None = None) -> float:
+        """Return the weight of this replica's loss, which makes the mean over the replicas that of their batch.
+
+        A collective of the replicas.
+
+        Args:
+            samples: of the batch that belong to the dataset, 0 if it only fills up; None in training.
+        """
+        counts, kind = self._counts(inputs) if samples != 0 else ([], "mean")
+        dp = self.model.mpu.dp
+        own = torch.zeros(max(len(self.label_names), 1), dtype=torch.float64, device=device_of_numbers(dp.group))
+        own[: len(counts)] = torch.tensor(counts)
+        every = own.new_empty(dp.size * len(own))
+        with waiting(self.model.mpu, "the labels of the replicas' batches", dp.ranks):
+            all_gather_into_tensor(every, own, dp.group)
+        found: list[list[float]] = every.view(dp.size, -1).tolist()
+        self.autopar_counts = [int(sum(one)) for one in found] if any(one != found[0] for one in found) else []
+        if kind == "sum":
+            return float(dp.size)
+        if kind == "unknown" and samples is None:
+            self._warn_of_replicas(type(base_of(self.model)).__name__, _UNKNOWN)
+            return 1.0
+        return weights_over_replicas([1.0], [first for first, *_ in found], dp.rank)[0]
+
+    def _counts(self, inputs: Any) -> tuple[list[float], str]:
+        """Count the labels of a batch, or its samples, over which its loss is a mean.
+
+        Returns:
+            The count, and ``mean``, or ``sum`` for a loss that is none; or the count of each target, and ``unknown``,
+            for a loss of which nothing is known, or that is made of several means.
+        """
+        model, main_input = base_of(self.model), getattr(base_of(self.model), "main_input_name", "")
+        if not isinstance(inputs, Mapping) or not any(isinstance(value, torch.Tensor) for value in inputs.values()):
+            return [float(rows_of(inputs))], "mean"
+        loss = self.model._autopar.own_loss(model)
+        made_here = self.label_smoother is not None or self.compute_loss_func is not None or self.has_own_loss()
+        if made_here or (loss.kind is None and self.model_accepts_loss_kwargs):  # which the trainer counts for
+            return [float(label_count(inputs, main_input, getattr(self, "_loss_shifts_labels", False)))], "mean"
+        if loss.reduction(inputs, 1) != "microbatch":
+            return [float(label_count(inputs, main_input, loss.shifted))], "mean"
+        if type(model).__name__.endswith("ForCTC") and "labels" in inputs:  # a mean over sequences
+            return [float(batch_size(inputs, main_input))], model.config.ctc_loss_reduction
+        width = inputs[main_input].shape[-1] if isinstance(inputs.get(main_input), torch.Tensor) else math.inf
+        given = {name: inputs[name] for name in self.label_names if isinstance(inputs.get(name), torch.Tensor)}
+        ends = {name: width if name.endswith("_positions") else math.inf for name in given}  # ignored from there on
+        counts = [float((each.ne(-100) & each.lt(ends[name])).sum()) for name, each in given.items()]
+        return counts or [float(rows_of(inputs))], "unknown"
+
+    def _warn_of_replicas(self, name: str, advice: str) -> None:
+        """Warn once that losses of batches with different numbers of labels are averaged equally."""
+        if self.autopar_counts and not self.autopar_told:
+            self.autopar_told = True
+            counts = " and ".join(map(str, self.autopar_counts))
+            warn_user(f"{name}: the losses of replicas with {counts} labels are averaged equally, {advice}")
 
     def _torch_optimizer(self) -> Any:
         """Return the optimizer without accelerate's wrapper."""
@@ -92,10 +206,13 @@ class StepMixin(ParallelBase):
     _norm: torch.Tensor | None = None
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        loader = super()._get_dataloader(*args, **kwargs)
-        if isinstance(loader.worker_init_fn, partial):  # seeded by the process's rank; a replica reads one batch
+        loader, mpu = super()._get_dataloader(*args, **kwargs), self.model.mpu
+        base = getattr(loader, "base_dataloader", loader)  # accelerate has wrapped it
+        if isinstance(base.worker_init_fn, partial):  # seeded by the process's rank; a replica reads one batch
             workers = self.args.dataloader_num_workers
-            loader.worker_init_fn = partial(seed_worker, num_workers=workers, rank=self.model.mpu.dp.rank)
+            base.worker_init_fn = partial(seed_worker, num_workers=workers, rank=mpu.dp.rank)
+        if base.num_workers and mpu.model.size > 1:
+            swap(base, _SeededAlike, autopar_mpu=mpu)
         return loader
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -104,13 +221,21 @@ class StepMixin(ParallelBase):
         if ours.mpu.pp.size > 1:
             loss = self._staged_step(ours, inputs, num_items_in_batch)
         else:
-            self.autopar_alone = not self._sums_over_replicas(inputs)
-            try:
-                loss = super().training_step(model, inputs, num_items_in_batch)
-            finally:
-                self.autopar_alone = False
+            loss = self._weighted_step(model, inputs, num_items_in_batch)
         if self.accelerator.sync_gradients:
             average_gradients(ours)
+        return loss
+
+    def _weighted_step(self, model: nn.Module, inputs: Any, num_items: Any) -> torch.Tensor:
+        """Run the trainer's own step with the weight of this replica's loss."""
+        weighted = self._is_weighted(inputs)
+        self.autopar_weight, self.autopar_reached = self._weight_of(inputs) if weighted else None, False
+        try:
+            loss = super().training_step(model, inputs, num_items)
+        finally:
+            self.autopar_weight = None
+        if weighted and not self.autopar_reached and not getattr(self, "loss_is_scaled_for_ga", None):
+            self._warn_of_replicas(f"{type(self).__name__}.compute_loss", _OF_USER)
         return loss
 
     def _staged_step(self, model: Any, inputs: Any, num_items: Any) -> torch.Tensor:
@@ -122,10 +247,15 @@ class StepMixin(ParallelBase):
             batch["num_items_in_batch"] = num_items
         else:
             scale /= self.current_gradient_accumulation_steps
+        reduction, weight = model._autopar.own_loss(base_of(model)).reduction(batch, 1), 1.0
+        if reduction != "sum" and model.mpu.dp.size > 1 and model._autopar.config.pipeline.loss_reduction == "tokens":
+            weight = self._weight_of(batch)
+        if reduction == "microbatch":
+            scale, weight = scale * weight, 1.0  # the gradients of a mean are weighted already
         scaling = _Scaling(scale, getattr(self._torch_optimizer(), "scale_loss", None))
         with model.no_sync():
             out = model.execute_pipeline(batch, optimizer=scaling, broadcast_loss=True)
-        return out.loss.to(self.args.device) * scale
+        return _times(out.loss.to(self.args.device), weight) * scale
 
     def get_tp_size(self) -> int:
         """Return 1: the processes that the accelerator counts are replicas.
@@ -160,6 +290,31 @@ class StepMixin(ParallelBase):
                 norm.copy_(optimizer.gradient_norm)
 
         self._torch_optimizer().register_step_post_hook(fill)
+
+
+class _SeededAlike(DataLoader[Any]):
+    """A ``DataLoader`` whose workers draw the same random numbers on all ranks of a replica."""
+
+    autopar_mpu: Any
+
+    def __iter__(self) -> Any:
+        if self._iterator is not None:  # persistent workers go on
+            return super().__iter__()
+        mpu, own = self.autopar_mpu, torch.get_rng_state()
+        shared = own.to(device_of_numbers(mpu.model.group), copy=True)
+        with waiting(mpu, "the seeds of a loader's workers", mpu.model.ranks):
+            broadcast(shared, mpu.model)
+        torch.set_rng_state(shared.cpu())
+        try:
+            return super().__iter__()
+        finally:
+            if not torch.equal(own, shared.cpu()):
+                torch.set_rng_state(own)
+
+
+def _times(loss: torch.Tensor, weight: float) -> torch.Tensor:
+    """Multiply a loss by its weight; a mean over no labels is nan, and counts nothing."""
+    return (loss if weight else loss.nan_to_num()) * weight
 
 
 class _Scaling:
