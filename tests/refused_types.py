@@ -203,6 +203,8 @@ NOT_IN_CONTEXT = {
         "musicgen_melody",
         "nllb-moe",
         "nystromformer",
+        "omniasr_audio",
+        "omniasr_ctc",
         "parakeet_ctc",
         "perceiver",
         "phi4_multimodal",

@@ -41,7 +41,8 @@ def sample_inputs(model: PreTrainedModel, batch: int = _BATCH, length: int = _SE
     elif main in ("pixel_values", "pixel_values_videos"):
         inputs = {main: _pixels(config, batch)}
     elif main in ("input_features", "input_values"):
-        inputs = {main: _sound(main, config, batch)}
+        sound = _sound(main, getattr(config, "audio_config", None) or config, batch)
+        inputs = {main: sound.unsqueeze(1) if "padding_mask" in taken else sound}  # with it waves have channels
     elif main == "inputs_embeds" or "inputs_embeds" in taken:
         inputs = {"inputs_embeds": _empty(batch, length, config.hidden_size)}
     else:
