@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import gc
 import time
@@ -23,6 +24,7 @@ from autopar.context_parallel.rank_states import StatesOfRank
 from autopar.context_parallel.rows import rows_layout
 from autopar.distributed import neighbours
 from autopar.dry_run.context_parallel import plan_rows
+from autopar.foreign.transformers import CACHES
 from autopar.policy.match import find_policy
 from tests.context_parallel.test_exactness import batches, labelled_on_one_rank, made, packed, padded_left, sizes
 from tests.parity import check, close, language_batches
@@ -52,15 +54,17 @@ def handed(model_type: str, head: str) -> dict[str, HandedStates | None]:
     model = build(Case(model_type, head), 6, 3)
     plan = plan_rows(model, find_policy(model), "", 2)
     assert plan.in_runs == any(where.states is not None for where in plan.whole.values())
-    return {type(model.get_submodule(path)).__name__: where.states for path, where in plan.whole.items()}
+    found = {type(model.get_submodule(path)).__name__: where.states for path, where in plan.whole.items()}
+    assert all(states is None or states.argument in CACHES for states in found.values())
+    return {name: states and dataclasses.replace(states, argument="cache") for name, states in found.items()}
 
 
 def test_which_modules_hand_on_states() -> None:
-    assert handed(*KINDS["gated delta"]) == {"Qwen3NextGatedDeltaNet": HandedStates("cache_params", 1, True)}
-    assert handed(*KINDS["short convolution"]) == {"Lfm2ShortConv": HandedStates("past_key_values", 1, True)}
-    assert handed(*KINDS["state space"]) == {"BambaMixer": HandedStates("cache_params", 1, True)}
+    assert handed(*KINDS["gated delta"]) == {"Qwen3NextGatedDeltaNet": HandedStates("cache", 1, True)}
+    assert handed(*KINDS["short convolution"]) == {"Lfm2ShortConv": HandedStates("cache", 1, True)}
+    assert handed(*KINDS["state space"]) == {"BambaMixer": HandedStates("cache", 1, True)}
     assert handed(*KINDS["rows that are read early"]) == {
-        "ZayaCCAProjection": HandedStates("past_key_values", 0, False)
+        "ZayaCCAProjection": HandedStates("cache", 0, False)
     }
 
 
