@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from autopar import activation_checkpoint, compiled_blocks
 from autopar.config import ParallelConfig
 from autopar.config.sections import explain_argument
-from autopar.data_parallel.fully_sharded import check_offload, check_tied_experts
+from autopar.data_parallel.fully_sharded import check_layer_drop, check_offload, check_tied_experts
 from autopar.data_parallel.optimizer_state import check_optimizer, check_state
 from autopar.data_parallel.precision import DTYPES
 from autopar.deferred_init.context import in_lazy_init
@@ -126,6 +126,8 @@ def make_plans(model: nn.Module, call: Call, mpu: MPU, optimizer: Any) -> tuple[
         plan.check_zero(call.config.zero_stage)
         check_forwards(model, plan)
         check_tied_experts(plan, call.config)
+        if call.config.fully_sharded and mpu.dp_cp.size > 1:
+            check_layer_drop(model, call.config.zero_stage)
         if optimizer is not None:
             check_state(optimizer, model, plan, call.config)
 

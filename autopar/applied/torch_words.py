@@ -56,8 +56,8 @@ def _of_dtensors(error: BaseException, stage: int) -> str | None:
         return None
     return (
         f"autopar: with zero.stage {stage} parameters and gradients are torch's DTensors; a replica has some rows of "
-        "each. Of p:\n  p.full_tensor() is all of it, on all ranks; p.to_local() is what is here;\n  a penalty has a "
-        "backward of its own: loss.backward(), then (0.01 * penalty).backward();\n  "
+        "each. Of p:\n  autopar.full(p) is all of it, on all ranks, also for a penalty in the loss; p.to_local() is "
+        "what is here;\n  a module inside of a block gets its weights in the forward of the block: call the block;\n  "
         "torch.distributed.tensor.distribute_tensor(whole, p.device_mesh, p.placements) makes a DTensor of a mask,\n  "
         "or of new values for p.copy_()."
     )

@@ -39,13 +39,23 @@ from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_reads import aside
 from autopar.errors import ConfigError
 from autopar.foreign.autograd import has_hooks
-from autopar.foreign.groups import drop_gradients, free_weights, gathered_parameters, reduce_gradients
+from autopar.foreign.groups import (
+    begin_forward,
+    drop_gradients,
+    end_forward,
+    forward_order,
+    free_weights,
+    gathered_parameters,
+    reduce_gradients,
+    running,
+)
 from autopar.foreign.modules import own_parameters
 from autopar.foreign.patches import hold, release
 from autopar.foreign.transformers import caches_in, given_cache, holds_tokens, unsplit_modules
+from autopar.plan.blocks import dropped_blocks
 from autopar.plan.plan import Plan
 
-__all__ = ["FullySharded", "blocks_of", "check_offload", "check_tied_experts"]
+__all__ = ["FullySharded", "blocks_of", "check_layer_drop", "check_offload", "check_tied_experts"]
 
 
 def check_offload(cpu_offload: bool) -> None:
@@ -67,8 +77,25 @@ def check_tied_experts(plan: Plan, config: ParallelConfig) -> None:
         )
 
 
+def check_layer_drop(model: nn.Module, stage: int) -> None:
+    """Raise ConfigError where replicas would leave out different blocks, whose weights they gather together."""
+    dropped = dropped_blocks(model)
+    if dropped:
+        raise ConfigError(
+            f"zero.stage={stage} is not supported with {dropped}, which leaves out blocks at random: the replicas "
+            "gather weights together and\n  must run the same blocks. Set it to 0 (in the config, before the model is "
+            "made), or use zero.stage 1."
+        )
+
+
 _ADVICE = (
     "All replicas hold them: call the model on every rank, with a batch of its own, and print or save on one of them."
+)
+
+
+_SAME_MODULES = (
+    "Replicas gather weights together, and must run the same modules in the same order: give each of them a batch that "
+    "uses\n  the same modules (an image in each, or in none), skip no blocks at random, or use zero.stage 1."
 )
 
 
@@ -102,6 +129,9 @@ class FullySharded:
         experts: Set[str] = frozenset(),
     ) -> None:
         self.failures, self._mpu, self.read = failures, mpu, set[tuple[str, int]]()
+        self._compares = config.consistency_check and mpu.dp_cp.size > 1
+        self._at, self._ran = (0, ""), 0  # blocks of this forward so far, and the last of them; groups before it
+        self._next = dict[tuple[int, str], str]()  # what came after it in the forward before; "": nothing
         self._stage = config.zero_stage
         self._keeps = config.zero_stage == 2  # weights, from a block's forward to its backward
         self._check_hooks(model, before=True)
@@ -116,16 +146,24 @@ class FullySharded:
         how: dict[str, Any] = {"offload_policy": offload, "reshard_after_forward": False if self._keeps else None}
         for module in _modules_of(model, experts):
             fully_shard(module, mesh=mpu.copies_mesh, mp_policy=own, **how)
-        for module in (*blocks_of(inner, blocks), model):
+        groups = blocks_of(inner, blocks)
+        for module in (*groups, model):
             fully_shard(module, mesh=mpu.fsdp_mesh, mp_policy=policy, **how)
         for module in model.modules():
             if hasattr(module, "idle_zeros"):  # experts: FSDP2 reduces the same gradients on all ranks
                 module.idle_zeros = True  # type: ignore[assignment]
         self.model: Any = model
         self._gathered = self._passing = False  # whether weights may be, whether a pass of micro-batches runs
-        for module in blocks_of(inner, blocks):  # generate may call what is inside of the model
+        self._paths = {module: path for path, module in model.named_modules()}
+        for module in groups:  # generate may call what is inside of the model
             module.register_forward_pre_hook(self._before_block)
             module.register_forward_hook(self._after_block)
+        self._entered: nn.Module | None = None  # a module that is called by itself
+        inside = {each for module in groups for each in module.modules() if each is not module}
+        for module in {*model.modules()} - {model} - inside:
+            if next(module.parameters(), None) is not None:
+                module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+                module.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
         model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)  # before FSDP's own
         model.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
         encodes = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
@@ -191,6 +229,23 @@ class FullySharded:
         if not torch.is_grad_enabled() and not _goes_on(given_cache(kwargs)):
             self._meet()
         self._gathered = True
+        self._at, self._ran = (0, self._paths[model]), len(forward_order(self.model))
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Gather the root's weights for a module that is called by itself, not by the model."""
+        if self._entered is not None or running(self.model) != "IDLE":
+            return None
+        self._before_forward(module, args, kwargs)
+        self._entered = module
+        return begin_forward(self.model, args, kwargs)
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        if self._entered is not module:
+            return None
+        self._entered = None
+        output = end_forward(self.model, output)
+        self._after_forward(self.model, args, kwargs, output)
+        return output
 
     def _meet(self) -> None:
         """Wait until all ranks are about to gather weights for a forward without gradients: one may evaluate alone."""
@@ -199,8 +254,18 @@ class FullySharded:
             what = f"weights, sharded by zero.stage {self._stage}, in a forward without gradients"
             meet(axis, what, self.failures.timeout, _ADVICE)
 
-    def _before_block(self, *_: Any) -> None:
+    def _before_block(self, module: nn.Module, *_: Any) -> None:
         self._gathered = True
+        if not torch.compiler.is_compiling() and running(self.model) == "FORWARD":  # not when a backward runs it again
+            self._compare(self._paths[module])
+
+    def _compare(self, path: str) -> None:
+        """Meet the other replicas where this forward leaves the order of the last one: all do so, or one is alone."""
+        at, self._at = self._at, (self._at[0] + 1, path)
+        if self._compares and self._next.get(at) != path:
+            what = f"the weights of {path} (block {at[0]} of a forward, sharded by zero.stage {self._stage})"
+            meet(self._mpu.dp_cp, what if path else "no more weights", self.failures.timeout, _SAME_MODULES)
+            self._next[at] = path
 
     def _after_block(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -217,6 +282,9 @@ class FullySharded:
             )
 
     def _after_forward(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        ran = forward_order(self.model)[self._ran :] if self._at[0] == 0 else []  # compiled blocks, without hooks
+        for path in (*filter(None, ran), "") if output is not None else ():  # None: it has failed
+            self._compare(path)
         if not torch.is_grad_enabled() and given_cache(kwargs) is None:  # generate goes on with them
             self.reshard()
 

@@ -21,10 +21,13 @@ __all__ = [
     "PrefixStore",
     "backend_of",
     "backends_of",
+    "begin_forward",
     "default_group",
     "default_store",
     "destroy",
     "drop_gradients",
+    "end_forward",
+    "forward_order",
     "free_weights",
     "gathered_parameters",
     "has_timeout",
@@ -34,6 +37,7 @@ __all__ = [
     "meshes_of_fsdp",
     "number_of_next_group",
     "reduce_gradients",
+    "running",
     "set_timeout",
 ]
 
@@ -117,6 +121,32 @@ def drop_gradients(root: FSDPModule) -> None:
                 held.unsharded_accumulated_grad = None
                 if hasattr(held, "_unsharded_param"):
                     held._unsharded_param.grad = None
+
+
+def running(root: FSDPModule) -> str:
+    """Return what FSDP2 runs of the model: ``IDLE``, ``FORWARD``, ``PRE_BACKWARD`` or ``POST_BACKWARD``."""
+    return str(root._get_fsdp_state()._training_state.name)
+
+
+def begin_forward(root: FSDPModule, args: Any, kwargs: Any) -> Any:
+    """Gather the root's own weights, as a call of the root does; return the inputs for the module that runs instead.
+
+    Source: ``torch.distributed.fsdp.register_fsdp_forward_method``.
+    """
+    state: Any = root._get_fsdp_state()
+    return state._pre_forward(root, args, kwargs)
+
+
+def end_forward(root: FSDPModule, output: Any) -> Any:
+    """Return the output that the caller gets after :func:`begin_forward`."""
+    state: Any = root._get_fsdp_state()
+    return state._post_forward(root, None, output)
+
+
+def forward_order(root: FSDPModule) -> list[str]:
+    """Return the paths of the groups that ran in forwards since the last backward, in their order."""
+    order = getattr(root._get_fsdp_state()._comm_ctx, "post_forward_order", ())
+    return [group._module_fqn or "" for group in order]
 
 
 def free_weights(root: FSDPModule) -> None:

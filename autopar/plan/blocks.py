@@ -232,11 +232,12 @@ def _any_above(name: str, paths: Sequence[str]) -> bool:
     return any(lies_in(name, path) for path in paths)
 
 
-def dropped_blocks(model: PreTrainedModel) -> str | None:
+def dropped_blocks(model: nn.Module) -> str | None:
     """Return the probability, above 0, by which a forward in training leaves out blocks (LayerDrop); None without."""
-    owners = {type(module).__name__: vars(module) for module in model.modules()} | {"config": vars(model.config)}
-    for place, values in owners.items():
-        for name, value in values.items():
-            if "layerdrop" in name and isinstance(value, float) and value > 0:
-                return f"{place}.{name}={value:g}"
+    for module in model.modules():
+        config = getattr(vars(module).get("config"), "__dict__", {})
+        for place, values in ((type(module).__name__, vars(module)), ("config", config)):
+            for name, value in values.items():
+                if "layerdrop" in name and isinstance(value, int | float) and value > 0:
+                    return f"{place}.{name}={value:g}"
     return None
