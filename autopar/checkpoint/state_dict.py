@@ -213,8 +213,10 @@ class MarkPartial(_Shared):
                     f"{package}'s {function}: this rank holds only its part of {shard.name}: that of "
                     f"{describe_ranks(ranks)}.\n{use_instead()}"
                 )
-            if shard.plan.shards > 1 and module.startswith("torch.distributed.checkpoint") and function in _DCP:
-                mark.warn(_of_dcp())
+            if module.startswith("torch.distributed.checkpoint") and function in _DCP:
+                _refuse_full(shard, model)
+                if shard.plan.shards > 1:
+                    mark.warn(_of_dcp())
         metadata[_MARK] = mark
         if prefix:
             return None  # part of another module's state dict, which goes on filling its own
@@ -346,18 +348,11 @@ def fqn_modifiers(self: nn.Module) -> dict[str, str]:
         ConfigError: they are asked for whole tensors, which they would make of one rank's shards.
     """
     shard = shard_of(self)
-    if shard is None or shard.plan.shards == 1:
+    if shard is None:
         return {}
-    for frame, function in frames_of("torch.distributed.checkpoint.state_dict"):
-        if function not in _FUNCTIONS:
-            continue
-        options = frame.f_locals.get("options")
-        if getattr(options, "full_state_dict", False) or getattr(options, "broadcast_from_rank0", False):
-            raise ConfigError(
-                f"torch's {function} with full_state_dict=True: {shard.name} is sharded without DTensors, and this is "
-                f"the part of {describe_ranks(shard.ranks(self))}.\n{use_instead()}"
-            )
-        if function.startswith("get") and not shard.warned:
+    _refuse_full(shard, self)
+    for _, function in frames_of("torch.distributed.checkpoint.state_dict") if shard.plan.shards > 1 else ():
+        if function in _FUNCTIONS[:2] and not shard.warned:
             shard.warned = True
             warn_user(
                 f"torch's {function} reads an optimizer of {shard.name}: it is what "
@@ -366,3 +361,17 @@ def fqn_modifiers(self: nn.Module) -> dict[str, str]:
                 "torch.distributed.checkpoint."
             )
     return {}
+
+
+def _refuse_full(shard: ModelShard, model: nn.Module) -> None:
+    """Raise ConfigError in torch's functions that would make a full state dict of one rank's shards or stage."""
+    if shard.plan.shards == 1 and shard.mpu.pp.size == 1:  # DTensors, which torch joins
+        return
+    for frame, function in frames_of("torch.distributed.checkpoint.state_dict"):
+        options = frame.f_locals.get("options")
+        full = getattr(options, "full_state_dict", False) or getattr(options, "broadcast_from_rank0", False)
+        if full and function in ("get_model_state_dict", *_FUNCTIONS):
+            raise ConfigError(
+                f"torch's {function} with full_state_dict=True: {shard.name} is sharded without DTensors, and this is "
+                f"the part of {describe_ranks(shard.ranks(model))}.\n{use_instead()}"
+            )

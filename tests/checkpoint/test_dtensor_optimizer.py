@@ -12,9 +12,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 from torch.distributed.tensor import DTensor
 
@@ -114,15 +117,34 @@ def test_torchs_own_reader_of_optimizers_warns(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         get_optimizer_state_dict(model, optimizer)  # once a model
         set_optimizer_state_dict(model, optimizer, mine)  # this rank's own
+
+
+@pytest.mark.parametrize("stages", [1, 2], ids=["tp", "pp"])
+@pooled(world_size=2)
+def test_full_state_dicts_of_torch_are_refused(stages: int) -> None:
+    """Torch would take one rank's shards, or its stage, for all of them."""
+    model = autopar.initialize(llama(), {"tp": 2 // stages, "pp": stages})
+    optimizer = torch.optim.AdamW(model.parameters())
     for option in ({"full_state_dict": True}, {"full_state_dict": True, "broadcast_from_rank0": True}):
         options = StateDictOptions(**option)
         for call in (
+            lambda options=options: get_model_state_dict(model, options=options),
+            lambda options=options: get_model_state_dict(model.model, options=options),
             lambda options=options: get_optimizer_state_dict(model, optimizer, options=options),
             lambda options=options: get_state_dict(model, optimizer, options=options),
-            lambda options=options: set_optimizer_state_dict(model, optimizer, mine, options=options),
+            lambda options=options: set_optimizer_state_dict(model, optimizer, {}, options=options),
+            lambda options=options: set_state_dict(
+                model, optimizer, model_state_dict={}, optim_state_dict={}, options=options
+            ),
         ):
-            with pytest.raises(ConfigError, match=r"full_state_dict=True(?s:.*)tensor-parallel rank [01] of 2"):
+            axis = "pipeline" if stages == 2 else "tensor-parallel"
+            with pytest.raises(ConfigError, match=rf"full_state_dict=True(?s:.*){axis} rank [01] of 2"):
                 call()
+        values = llama(seed=5).state_dict() if model.mpu.rank == 0 or len(option) == 1 else {}
+        set_model_state_dict(model, values, options=options)  # each rank takes its own
+        expected = autopar.initialize(llama(seed=5), {"tp": 2 // stages, "pp": stages})
+        assert all(torch.equal(*two) for two in zip(model.parameters(), expected.parameters(), strict=True))
+        expected.mpu.destroy()
 
 
 @pooled(world_size=2)
