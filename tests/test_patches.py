@@ -79,6 +79,7 @@ def test_they_are_there_while_a_model_lives() -> None:
     first = parallel(gpt2(), 2)
     assert _of_torch() == [
         "torch.amp.grad_scaler.GradScaler._unscale_grads_",
+        "torch.autograd.grad",
         "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler._unscale_grads_",
         *(f"torch.distributed.tensor.DTensor.{name}" for name in _OF_DTENSORS),
         "torch.nn.utils.clip_grad._clip_grads_with_norm_",
@@ -88,7 +89,7 @@ def test_they_are_there_while_a_model_lives() -> None:
     assert {patch.version for patch in autopar.patches() if patch.name in _of_torch()} == {torch.__version__}
     second = parallel(gpt2(), 2)
     autopar.deparallelize(first)
-    assert len(_of_torch()) == 5 + len(_OF_DTENSORS)  # the second one needs them
+    assert len(_of_torch()) == 6 + len(_OF_DTENSORS)  # the second one needs them
     autopar.deparallelize(second)
     assert autopar.patches() == []
     third = parallel(gpt2(), 2)

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 from autopar.applied.state import Parallelized
 from autopar.checks.process_hooks import listeners
+from autopar.data_parallel.fully_sharded import FullySharded
 from autopar.data_parallel.replica_norm import ReplicaNorm
 from autopar.distributed import collectives
 from autopar.distributed.axis import Axis
@@ -109,8 +110,8 @@ def full(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
 
     The result is the same on every tensor-parallel rank; the gradient of a rank's shard is its part of the gradient.
     A tensor that no rank shards, or a parameter of a plain model, is returned as it is. With ``zero.stage`` 2 and 3
-    rows of other replicas are joined, too, and a penalty has a backward of its own. A collective of the
-    tensor-parallel ranks, there of all replicas'::
+    rows of other replicas are joined, too, and the gradient of the shard is the mean over the replicas. A collective of
+    the tensor-parallel ranks, there of all replicas'::
 
         loss = model(**batch).loss + 0.1 * (autopar.full(model.lm_head.weight) - start).norm()
 
@@ -144,6 +145,12 @@ def full(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
             rows = _rows_of_replicas(tensor)
             summed = collectives.sum_replicas(rows, axis, layout) if layout.replicated else rows
             return collectives.gather(summed, axis, layout, layout.dim)
+    if isinstance(tensor, DTensor):
+        for sharded in listeners(FullySharded):
+            over = sharded.axis_of(tensor.device_mesh)
+            if over is not None:
+                with sharded.failures.wait("autopar.full", over.ranks):
+                    return _rows_of_replicas(tensor)
     of_plain_model = isinstance(asked, nn.Parameter) and asked.numel() > 0
     parallel = any(model.mpu.shards.size > 1 or model.mpu.pp.size > 1 for model in listeners(ReplicaNorm))
     if parallel and not of_plain_model:
@@ -156,8 +163,14 @@ def full(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def _rows_of_replicas(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the rows that ZeRO 2 and 3 keep on other replicas."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """Return a tensor with the rows that ZeRO 2 and 3 keep on other replicas; its gradient is their mean."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    replicas = tensor.device_mesh.size()
+    joined = tensor.full_tensor(grad_placements=[Partial()] * tensor.device_mesh.ndim)
+    if joined.requires_grad:
+        joined.register_hook(lambda gradient: gradient / replicas)
+    return joined
 
 
 def _sharding(due: TensorPlan, plan: Plan, mpu: MPU) -> tuple[Axis, Layout | None]:

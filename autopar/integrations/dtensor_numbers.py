@@ -9,6 +9,8 @@ DTensor are a copy, and ``.data`` of one is not what it computes with.
 
 Random numbers for such a parameter are drawn for all of it, and a rank keeps those of its rows: under one seed they are
 those of one process. (On the CPU torch would draw the same numbers for the rows of each rank.)
+
+``torch.autograd.grad`` does not reach such parameters: FSDP2 computes with others, gathered ones, and frees them.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 
 from autopar.call_site import place_of_user
@@ -23,7 +26,8 @@ from autopar.checks.process_hooks import listeners
 from autopar.data_parallel.fully_sharded import FullySharded
 from autopar.distributed.barrier import meet
 from autopar.errors import ConfigError
-from autopar.foreign.patches import patch_entry, patch_setter
+from autopar.foreign.groups import gathered_parameters
+from autopar.foreign.patches import patch_entry, patch_name, patch_setter
 from autopar.foreign.tensors import ITEM, RANDOM, WRITES, base_of, name_of_operator, operators_of_dtensors
 from autopar.layout import replica_rows
 
@@ -50,6 +54,7 @@ def install() -> None:
     for operator in WRITES:
         patch_entry(table, f"{kind}.{str(operator).removeprefix('aten.')}", operator, _write)
     patch_setter(DTensor, "data", _assign)
+    patch_name(torch.autograd, "grad", _grad)
 
 
 @torch.no_grad()
@@ -122,6 +127,27 @@ def _assign(plain: Any, tensor: DTensor, value: Any) -> None:
         )
     with torch.no_grad():
         tensor.data.copy_(value)
+
+
+def _grad(plain: Any, outputs: Any, inputs: Any, *args: Any, **how: Any) -> Any:
+    """The body of ``torch.autograd.grad``: raise where it cannot differentiate a loss by sharded parameters."""
+    listed = [inputs] if isinstance(inputs, torch.Tensor | GradientEdge) else list(inputs)
+    sharded = [each for each in listed if isinstance(each, DTensor) and _model_of(each)[0] is not None]
+    gathered = [id(each) for each in listed] if how.get("create_graph") else []
+    found: Any = ()
+    if not any(gathered_parameters(model.model).intersection(gathered) for model in listeners(FullySharded)):
+        try:
+            found = plain(outputs, listed, *args, **how)
+        except RuntimeError as error:
+            if not sharded or "appears to not have been used in the graph" not in str(error):
+                raise
+        if not sharded or any(gradient is not None for gradient in found):
+            return found
+    raise ConfigError(
+        "torch.autograd.grad(loss, parameters) is not supported with zero.stage 2 and 3: torch's FSDP2 computes with "
+        "gathered weights,\n  whose gradients come into parameter.grad, and frees them. Use loss.backward() and "
+        "parameter.grad; for create_graph=True zero.stage 1, or tensor_parallel_size."
+    )
 
 
 def _by_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -175,9 +175,43 @@ def test_a_second_derivative_is_refused(stage: int) -> None:
     loss = model(inputs_embeds=hidden, labels=IDS).loss
     with raises_everywhere(ConfigError, f"create_graph=True with zero.stage {stage}: torch's FSDP2 frees the weights"):
         torch.autograd.grad(loss, hidden, create_graph=True)
+    weight, head = model.model.layers[0].mlp.up_proj.weight, model.lm_head.weight
+    for inputs in (weight, [weight, head], head):
+        loss = model(IDS, labels=IDS).loss
+        with raises_everywhere(ConfigError, "torch.autograd.grad(loss, parameters) is not supported with zero.stage 2"):
+            torch.autograd.grad(loss, inputs, create_graph=True)
+    loss = model(IDS, labels=IDS).loss
+    if isinstance(weight, DTensor):
+        with raises_everywhere(ConfigError, "Use loss.backward() and parameter.grad"):
+            torch.autograd.grad(loss, weight, allow_unused=True)
     model = autopar.initialize(
         llama().train(), {"zero": {"stage": stage}, "activation_checkpointing": {"enable": True}}
     )
     loss = model(IDS, labels=IDS).loss
     loss.backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def regularised(model: Any, full: Any, ids: torch.Tensor) -> torch.Tensor:
+    """A loss with parameters in it: before the forward, and after it, where FSDP2 holds some of them gathered."""
+    before = sum(full(parameter).norm() for parameter in model.parameters())
+    loss = model(ids, labels=ids).loss
+    table = full(model.model.embed_tokens.weight)
+    after = sum(full(parameter).norm() for parameter in model.parameters())
+    return loss + 0.01 * (before + after) + 0.1 * torch.nn.functional.embedding(ids, table).square().mean()
+
+
+@pytest.mark.parametrize("stage", mainly(3, 2, later="all"))
+@pooled(world_size=2)
+def test_full_parameters_in_the_loss_of_replicas(stage: int) -> None:
+    plain = llama().train()
+    model = autopar.initialize(copy.deepcopy(plain), {"zero": {"stage": stage}})
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert type(autopar.full(parameter)) is torch.Tensor and torch.equal(autopar.full(parameter), other)
+    ids = torch.arange(40).view(4, 10)
+    mine = ids.chunk(2)[model.mpu.dp.rank]  # the mean over replicas: embeddings of other tokens on each
+    for _ in range(2):
+        regularised(model, autopar.full, mine).backward()
+        regularised(plain, lambda parameter: parameter, ids).backward()
+    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        close(autopar.full(parameter.grad, of=parameter), other.grad, f"gradient of {name}")
