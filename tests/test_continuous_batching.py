@@ -6,8 +6,10 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -89,6 +91,26 @@ def test_generate_batch() -> None:
         ids = torch.tensor([PROMPTS[1]])
         alone = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
     assert generated(model)[1][1] == alone[0, 7:].tolist()
+
+
+@pooled(world_size=2)
+def test_a_cache_without_a_size_leaves_the_hosts_memory_to_the_other_ranks() -> None:
+    """transformers takes 60 % of all that is not this process's, on each rank of the host."""
+    free, asked_for, measure = 64 << 20, [], PagedAttentionMemoryHandler.get_available_memory
+    real, all_of_it = psutil.virtual_memory, psutil.Process().memory_info().rss + (1 << 30)
+    way: dict[str, Any] = {"num_blocks": None, "max_memory_percent": None}
+    expected = generated(grouped())
+    try:
+        psutil.virtual_memory = lambda: SimpleNamespace(total=all_of_it, available=free)
+        PagedAttentionMemoryHandler.get_available_memory = (  # type: ignore[method-assign]
+            lambda self: asked_for.append(measure(self)) or asked_for[-1]
+        )
+        for mesh in ({"tp": 2}, {}):  # two ranks of a replica; two replicas
+            assert generated(autopar.initialize(grouped(), mesh), **way) == expected
+            assert generated(autopar.initialize(grouped(), mesh), **way) == expected
+    finally:
+        psutil.virtual_memory, PagedAttentionMemoryHandler.get_available_memory = real, measure  # type: ignore[method-assign]
+    assert len(asked_for) == 4 and all(0.25 * free < each < 0.31 * free for each in asked_for), asked_for
 
 
 def windows() -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-__all__ = ["kept_manager", "takes_ranks"]
+__all__ = ["free_part", "kept_manager", "takes_ranks"]
 
 _HELPER = (
     "tp_all_reduce_state",
@@ -33,3 +33,11 @@ def takes_ranks() -> bool:
 def kept_manager(model: Any) -> Any:
     """Return the manager that a model keeps for another session; None if it keeps none."""
     return vars(model).get("_cached_continuous_batching_manager")
+
+
+def free_part() -> float:
+    """Return how much is free of the host's memory that transformers takes for free: all that is not this process's."""
+    import psutil  # type: ignore[import-untyped]
+
+    memory = psutil.virtual_memory()
+    return min(1.0, memory.available / (memory.total - psutil.Process().memory_info().rss))

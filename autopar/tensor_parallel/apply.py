@@ -66,7 +66,7 @@ def attach(
         check = ForwardCheck(mpu, failures, region.draws, steps, int(number) if every is None else every)
         if not config.fully_sharded:
             check.find_sharded(inner)
-    hooks.attach(inner, plan, mpu, region, failures, check, fully_sharded=config.fully_sharded)
+    hooks.attach(inner, plan, mpu, region, failures, check)
     if mpu.tp_cp.size > 1:
         hooks.draw_seeds_alike(inner)
     if (plan.tp > 1 or config.loss_chunk) and config.loss_gather_logits == "on_read":

@@ -8,6 +8,7 @@ KV heads for the paged cache, and deadlines around its steps.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_reads import hidden
 from autopar.errors import ConfigError
-from autopar.foreign.batching import kept_manager, takes_ranks
+from autopar.foreign.batching import free_part, kept_manager, takes_ranks
 from autopar.swap import swap
 from autopar.tensor_parallel.config_view import config_view, set_value
 from autopar.tensor_parallel.given_caches import cache_layouts
@@ -38,18 +39,31 @@ def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
     if reason:
         _refuse(self, reason)
     if mpu.tp.size == 1:
-        return type(self).init_continuous_batching(self, *args, **kwargs)
+        return _sharing_host(self, mpu, *args, **kwargs)
     heads = _own_kv_heads(self, mpu)
     if self._autopar_check is not None:
         self._autopar_check.check_call("init_continuous_batching")
     cached = kept_manager(self)
     if cached is not None and not isinstance(cached, _OverRanks):
         self.destroy_cached_continuous_batching_manager()  # of the plain model
-    manager = type(self).init_continuous_batching(self, *args, **kwargs)
+    manager = _sharing_host(self, mpu, *args, **kwargs)
     if not isinstance(manager, _OverRanks):
         swap(manager, _OverRanks)
         manager.over_ranks(failures, self._autopar_check, heads)
     self._autopar_region.batching = weakref.ref(manager)
+    return manager
+
+
+def _sharing_host(model: Any, mpu: MPU, *args: Any, **kwargs: Any) -> Any:
+    """Make transformers' manager; on the CPU its cache leaves memory to the other ranks of the host.
+
+    Ranks take the smallest size, before any allocates.
+    """
+    kept = kept_manager(model)
+    manager = type(model).init_continuous_batching(model, *args, **kwargs)
+    config, ranks = manager.continuous_batching_config, int(os.environ.get("LOCAL_WORLD_SIZE") or mpu.world_size)
+    if manager is not kept and ranks > 1 and mpu.device.type == "cpu" and config.num_blocks is None:
+        config.max_memory_percent *= free_part() / ranks
     return manager
 
 
