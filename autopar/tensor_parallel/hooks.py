@@ -23,7 +23,7 @@ from transformers import (
     StopStringCriteria,
 )
 from transformers.generation.stopping_criteria import ConfidenceCriteria
-from transformers.generation.streamers import TextStreamer
+from transformers.generation.streamers import BaseStreamer, TextStreamer
 
 from autopar import activation_checkpoint
 from autopar.checks.forward import ForwardCheck, named_arguments, parameters_of
@@ -31,6 +31,7 @@ from autopar.checks.module_tree import ModuleTree
 from autopar.distributed import gloo_collectives
 from autopar.distributed.collectives import run
 from autopar.distributed.derivatives import refuse_transforms
+from autopar.distributed.digest import extremes
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import sync_generators
@@ -75,6 +76,40 @@ class AgreedCriteria(StoppingCriteria):
         raise AttributeError(name)
 
 
+class GuardedStreamer(BaseStreamer, StoppingCriteria):
+    """A streamer that may raise on one rank alone: then ``generate`` stops on all ranks of the replica.
+
+    Args:
+        streamer: None on a rank without one.
+
+    Attributes:
+        error: raised by the streamer.
+    """
+
+    def __init__(self, streamer: Any) -> None:
+        self.streamer = streamer
+        self.error: Exception | None = None
+
+    def put(self, value: Any) -> None:
+        """Give tokens to the streamer, until it raises."""
+        self._try("put", value)
+
+    def end(self) -> None:
+        """Tell the streamer that there are no more tokens."""
+        self._try("end")
+
+    def _try(self, method: str, *args: Any) -> None:
+        try:
+            if self.streamer is not None and self.error is None:
+                getattr(self.streamer, method)(*args)
+        except Exception as error:
+            self.error = error
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Return which sequences are done: all of them, if the streamer has raised."""
+        return torch.full((len(input_ids),), self.error is not None, device=input_ids.device)
+
+
 def agreed(criteria: Sequence[Any], failures: FailureLog) -> StoppingCriteriaList:
     """Return the criteria, with those on which ranks may differ as one on which they agree, the last one."""
     apart = [one for one in criteria if type(one) not in _OF_TOKENS]
@@ -98,8 +133,6 @@ def attach(
     region: Region,
     failures: FailureLog,
     check: ForwardCheck | None,
-    *,
-    fully_sharded: bool = False,
 ) -> None:
     """Register hooks and methods on ``model`` and its base model (which users call by itself, too).
 
@@ -108,7 +141,6 @@ def attach(
     Args:
         failures: where ``generate`` publishes its errors.
         check: compares over tp and cp when a forward begins; None for no checks.
-        fully_sharded: replicas gather weights for each forward, so all of them take the same steps.
     """
     layouts = head_layouts(plan) if plan.tp > 1 and isinstance(model, PreTrainedModel) else []
     for module in _callable_alone(model):
@@ -127,8 +159,7 @@ def attach(
             bind(module, _OWNER, resize_token_embeddings=_refuse_resize)
             if (mpu.model.size > 1 or plan.experts) and callable(getattr(module, "generate", None)):
                 bind(module, _OWNER, generate=_generate, _get_stopping_criteria=_get_stopping_criteria)
-            together = mpu.model.size > 1 or plan.experts or fully_sharded
-            if together and callable(getattr(module, "init_continuous_batching", None)):
+            if mpu.world_size > 1 and callable(getattr(module, "init_continuous_batching", None)):
                 bind(module, _OWNER, init_continuous_batching=continuous_batching.init_continuous_batching)
                 bind(module, _OWNER, generate_batch=continuous_batching.generate_batch)
         module._autopar_failures = failures  # type: ignore[assignment]
@@ -269,6 +300,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """``generate`` that samples alike on all ranks of a model replica, from the first one's random state.
 
     A ``TextStreamer`` prints on the first rank of the replica only; what gives the text to a program does so on all.
+    A streamer that raises ends this call on all ranks. It raises where it did; other ranks return what there is.
     Replicas that share experts go on until the last of them has come to its end.
     """
     failures: FailureLog = self._autopar_failures
@@ -284,14 +316,25 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         if check is not None and mpu.pp.size == 1:
             check.check_call("generate")
         sync_generators(mpu.model)
+        guard = GuardedStreamer(kwargs.get("streamer"))
+        given = guard.streamer is not None
+        if extremes([int(given)], mpu.model.group)[0][0] if mpu.model.size > 1 else given:  # on some rank
+            self._autopar_region.streamer = kwargs["streamer"] = guard
         first = contextlib.nullcontext() if check is None else check.first_only()
-        with first, activation_checkpoint.paused(self), hidden():
-            return type(self).generate(self, *args, **kwargs)
+        try:
+            with first, activation_checkpoint.paused(self), hidden():
+                tokens = type(self).generate(self, *args, **kwargs)
+        finally:
+            self._autopar_region.streamer = None
+    if guard.error is not None:
+        raise guard.error
+    return tokens
 
 
 def _get_stopping_criteria(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the criteria that ``generate`` asks after each token; transformers' own method of this private name."""
-    return agreed(type(self)._get_stopping_criteria(self, *args, **kwargs), self._autopar_failures)
+    guard, criteria = self._autopar_region.streamer, type(self)._get_stopping_criteria(self, *args, **kwargs)
+    return agreed([*criteria, *([] if guard is None else [guard])], self._autopar_failures)
 
 
 def _prints(streamer: Any) -> bool:

@@ -58,7 +58,10 @@ class Region:
         rows_of_parameters: id of a parameter -> what rows are computed with instead.
         rows_are_out: whether a list of blocks has begun with rows, and its last block has not run.
         row_tensors: id -> hidden states that are rows, and what makes them whole.
+        streamer: of the ``generate`` that runs, if a rank has one.
     """
+
+    streamer: Any = None
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
