@@ -2,6 +2,8 @@
 
 A hook on a column-parallel layer would see this rank's features. Its place in torch's own dict of hooks is taken by an
 object that gathers what the hook reads, and cuts what it returns; both are differentiable. Handles still remove it.
+After it the module continues with a shard of what the hook got, so that the hook may keep that for the backward. In
+sequence parallelism a block with hooks inside computes with whole sequences.
 Nothing is gathered where no hook is. All ranks have the same hooks: that is compared when a forward begins.
 :mod:`~autopar.tensor_parallel.seen_values` says which tensors are gathered, and how;
 :mod:`autopar.context_parallel.row_hooks` does so for rows that the ranks of the context-parallel axis have.
