@@ -40,6 +40,7 @@ NOT_REHEARSED = {
         "switch_transformers",
         "udop",
         "vilt",
+        "voxtral_realtime",
     )
 }
 
@@ -130,6 +131,7 @@ NOT_BY_ROWS = {
         "videomae",
         "vilt",
         "vitdet",
+        "voxtral_realtime",
         "wav2vec2-conformer",
         "xlm",
         "xlnet",
@@ -251,6 +253,7 @@ NOT_IN_CONTEXT = {
         "vit_msn",
         "vitdet",
         "vivit",
+        "voxtral_realtime",
         "wav2vec2",
         "wav2vec2-bert",
         "wav2vec2-conformer",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.errors import listed, nearest
@@ -12,7 +13,7 @@ from autopar.policy.files import reference
 from autopar.policy.load import own_policies
 from autopar.policy.schema import Policy
 
-__all__ = ["advice"]
+__all__ = ["advice", "convolutional"]
 
 _MOST_NAMES = 6
 
@@ -27,6 +28,18 @@ class _Likeness(NamedTuple):
     name: str
     without_rule: tuple[str, ...]
     without_module: tuple[str, ...]
+
+
+def convolutional(model: nn.Module) -> str:
+    """Return the reason why a convolutional net has no policy; empty for any other model."""
+    if not isinstance(model, PreTrainedModel) or "heads" in str(model.config.to_dict()):
+        return ""
+    if not any(isinstance(module, nn.Conv2d) for module in model.modules()):
+        return ""
+    return (
+        f"{type(model).__name__} is a convolutional net, which autopar's policies do not cover.\n  Use torch's "
+        "DistributedDataParallel, or its fully_shard for the memory of weights and states."
+    )
 
 
 def advice(model: PreTrainedModel, kinds: dict[str, str]) -> str:

@@ -23,7 +23,7 @@ from transformers import __version__ as transformers_version
 from autopar.errors import PolicyError, UnsupportedModelError, tell
 from autopar.foreign.transformers import tensor_plan
 from autopar.on_demand import tool
-from autopar.policy.advice import advice
+from autopar.policy.advice import advice, convolutional
 from autopar.policy.described_model import base_of, config_of, hugging_face_model
 from autopar.policy.load import load_policies, own_policies, policy_files, policy_text, read_user_policy
 from autopar.policy.schema import DERIVED, Policy
@@ -75,6 +75,8 @@ def find_policy(model: nn.Module, policy: str | Path | Mapping[str, Any] | Polic
             "narrow one of them with match.config"
         )
     if not found:
+        if not listed and (reason := convolutional(model)):
+            raise UnsupportedModelError(reason)
         reason = f"no policy lists model_type '{config.model_type}' of {type(model).__name__}"
         if not listed:
             try:

@@ -10,7 +10,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    ConvNextConfig,
+    ConvNextModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    ResNetConfig,
+    ResNetModel,
+)
 from transformers.modeling_outputs import BaseModelOutput
 
 import autopar
@@ -199,6 +208,16 @@ def test_a_model_of_which_nothing_can_be_sharded(monkeypatch: pytest.MonkeyPatch
     text = str(error.value)
     assert text.startswith("no policy lists model_type 'someones_toy' of Toy, and no policy can be derived for Toy: ")
     assert len(text.splitlines()) <= 10
+
+
+@pytest.mark.parametrize("kind", ["convnext", "resnet"])
+def test_a_convolutional_net_is_named(kind: str) -> None:
+    stages = {"hidden_sizes": [8, 8, 8, 16], "depths": [1, 1, 1, 1]}
+    net = ConvNextModel(ConvNextConfig(**stages)) if kind == "convnext" else ResNetModel(ResNetConfig(**stages))
+    text = f"{type(net).__name__} is a convolutional net, which autopar's policies do not cover"
+    for find in (find_policy, derive):
+        with pytest.raises(UnsupportedModelError, match=text):
+            find(net)
 
 
 def test_a_large_model_takes_the_policy_of_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from autopar.errors import UnsupportedModelError
+from autopar.policy.advice import convolutional
 from autopar.tools.derivation.feature_tracking import FeatureTracking
 
 __all__ = ["Decisions", "Names", "Trace", "is_linear", "underivable"]
@@ -104,6 +105,8 @@ class Trace:
 
 def underivable(model: nn.Module, why: str, *, by_hand: bool = True) -> UnsupportedModelError:
     """Return the error of a model of which no policy can be derived."""
+    if reason := convolutional(model):
+        return UnsupportedModelError(reason)
     hint = ". Write one by hand: docs/policies.md leads through it" if by_hand else ""
     return UnsupportedModelError(f"no policy can be derived for {type(model).__name__}: {why}{hint}")
 
