@@ -21,7 +21,6 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput
 
 import autopar
-from autopar.tools.verification.small_models import randomise
 from tests.pool import pooled
 from tests.random_models import Case, batches, build
 from tests.tensor_parallel.mixtures import wholes
@@ -101,9 +100,16 @@ def _omni(kind: str) -> Any:
     return Qwen3OmniMoeForConditionalGeneration(Qwen3OmniMoeConfig(**parts))
 
 
+def _draw(model: nn.Module) -> None:
+    """Draw all weights in float64; experts of talkers have no initial values."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.double().parameters():
+        nn.init.normal_(parameter, std=0.2, generator=generator)
+
+
 def _talk(model: Any) -> torch.Tensor:
     """Return the logits of a talker for what a thinker says, ``[batch, seq, codes]``."""
-    said = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(1))
+    said = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     ids = torch.arange(12).view(2, 6)
     if isinstance(model, Qwen2_5OmniForConditionalGeneration):
         logits: torch.Tensor = model.talker(input_ids=ids, thinker_reply_part=said).logits
@@ -128,12 +134,15 @@ def _compare(plain: Any, model: Any, run: Any) -> None:
 @pooled(world_size=2)
 def test_omni_models_that_think_and_talk(kind: str) -> None:
     plain = _omni(kind)
-    randomise(plain, 0)
+    _draw(plain)
     for module in plain.modules():
         if isinstance(module, PreTrainedModel):
             module.config._experts_implementation = "eager"
     model = autopar.initialize(copy.deepcopy(plain), {"tp": 2})
-    data = batches(_THINKERS[kind], plain.thinker.config, 2)
+    data = [
+        {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
+        for batch in batches(_THINKERS[kind], plain.thinker.config, 2)
+    ]
 
     def run(each: Any) -> list[torch.Tensor]:
         outputs = [each.thinker(**batch) for batch in data]
@@ -197,12 +206,12 @@ def _gemma3n(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_gemma3n_with_an_image_encoder_that_stays_whole() -> None:
     with pytest.MonkeyPatch.context() as patch:
         plain = _gemma3n(patch)
-        randomise(plain, 0)
+        _draw(plain)
         model = autopar.initialize(copy.deepcopy(plain), {"tp": 2})
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 120, (2, 14), generator=generator)
     ids[:, 2:11] = 128
-    batch = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 12, 12, generator=generator)}
+    batch = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 12, 12, generator=generator).double()}
 
     def run(each: Any) -> list[torch.Tensor]:
         out = each(**batch, labels=ids.masked_fill(ids == 128, -100))
