@@ -238,3 +238,17 @@ def test_the_package_alone_imports_none_of_it():
         "assert not {'accelerate', 'transformers.trainer', 'trl'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="counts processes by their GPUs")
+@pooled(world_size=2)
+def test_without_a_gpu_the_arguments_need_use_cpu(tmp_path):
+    with (
+        launched(),
+        raises_everywhere(
+            ConfigError,
+            "TrainingArguments count 1 processes, expected 2, because this machine has no GPU\n"
+            "  Write TrainingArguments(use_cpu=True).",
+        ),
+    ):
+        trainer_of(tmp_path, 2, use_cpu=False)

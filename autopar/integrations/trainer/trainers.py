@@ -5,6 +5,7 @@ The model of one is initialized, and its accelerator sees the replicas.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from autopar.checks.optimizer_probe import refuse_unlike
 from autopar.config import ParallelConfig
 from autopar.data_parallel.optimizer_state import check_optimizer
 from autopar.distributed.mesh import MPU
+from autopar.distributed.process import accelerator
 from autopar.errors import ConfigError
 from autopar.integrations.trainer.accelerator import show_replicas
 from autopar.integrations.trainer.arguments import (
@@ -117,11 +119,17 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, EvaluationMixin, CheckpointMi
                 "parallel trainer would not keep them apart from the model:\n  give peft.get_peft_model(model, config)"
                 " instead of model.add_adapter(config), or merge them first"
             )
-        world = dist.get_world_size() if dist.is_initialized() else self.args.world_size
+        world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
         if world != self.args.world_size:
+            without_gpu = not self.args.use_cpu and accelerator() is None
+            fix = (
+                "Write TrainingArguments(use_cpu=True)."
+                if without_gpu
+                else ("Start with torchrun or accelerate launch, or set RANK, WORLD_SIZE and LOCAL_RANK.")
+            )
             raise ConfigError(
-                f"TrainingArguments count {self.args.world_size} processes, and the world has {world}: start with "
-                "torchrun or accelerate launch, or set RANK, WORLD_SIZE and LOCAL_RANK"
+                f"TrainingArguments count {self.args.world_size} processes, expected {world}"
+                f"{', because this machine has no GPU' if without_gpu else ''}\n  {fix}"
             )
         state = vars(model).get("_autopar")
         if state is None:
