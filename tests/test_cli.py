@@ -178,3 +178,13 @@ def test_a_table_that_is_too_wide_becomes_a_list() -> None:
         "    merged as h.one.weight and",
         "      h.other.weight",
     ]
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [(999, "999 B"), (999_900, "1 MB"), (123_456, "123 KB"), (999.6e9, "1 TB"), (1.2345e15, "1,234 TB")],
+)
+def test_sizes_have_no_exponents(count, words):
+    from autopar.tools.tables import size
+
+    assert size(count) == words

@@ -220,7 +220,7 @@ class P2P:
                 if tensor.numel():
                     self._start(tensor.detach().contiguous(), peer, group, message.tag + 1, message.name, label)
         except RuntimeError as error:
-            raise self._failure(message.name, peer, error, sending=True) from error
+            raise self._failure(message.name, peer, error) from error
 
     def send_to_others(self, value: Any, message: Message) -> None:
         """Send ``value`` to all others."""
@@ -322,22 +322,24 @@ class P2P:
         return pickle.loads(header.numpy().tobytes())
 
     def _wait(self, tensor: torch.Tensor, peer: int, group: Any, tag: int, name: str) -> None:
+        begin = time.monotonic()
         try:
             work: Any = dist.irecv(tensor, peer, group=group, tag=tag)
             work.wait(timedelta(seconds=self.timeout + GRACE * self._behind(peer)))
         except RuntimeError as error:
-            raise self._failure(name, peer, error) from error
+            raise self._failure(name, peer, error, waited=time.monotonic() - begin) from error
 
     def _behind(self, peer: int) -> int:
         """Count the ranks that the peer may wait for in turn: the rank next to one that hangs should notice first."""
         place = self.axis.ranks.index(peer)
         return place if place < self.axis.rank else self.axis.size - 1 - place
 
-    def _failure(self, name: str, peer: int, error: Exception, *, sending: bool = False) -> PipelineError:
+    def _failure(self, name: str, peer: int, error: Exception, *, waited: float | None = None) -> PipelineError:
         place = self.axis.ranks.index(peer)
-        doing = "could not send" if sending else f"waited up to {self.timeout:g} s (pipeline.timeout) for"
+        seconds = f"{waited or 0:.1f} s" if (waited or 0) < self.timeout else f"{self.timeout:g} s (pipeline.timeout)"
+        doing = "could not send" if waited is None else f"waited {seconds} for"
         text = (
             f"rank {self.axis.ranks[self.axis.rank]} (place {self.axis.rank} of the pipeline) {doing} {name} "
-            f"{'to' if sending else 'from'} rank {peer} (place {place}): that process ended, failed or hangs."
+            f"{'to' if waited is None else 'from'} rank {peer} (place {place}): that process ended, failed or hangs."
         )
         return self.failures.failure(text, [peer], error)

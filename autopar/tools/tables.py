@@ -73,10 +73,15 @@ def shape(sizes: Iterable[int]) -> str:
     return " x ".join(map(str, sizes)) or "scalar"
 
 
+def digits(value: float) -> str:
+    """Return a positive number with at least three digits, without an exponent where it is large."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
+
+
 def size(count: float) -> str:
     """Return a number of bytes with three digits and a unit."""
     for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000:
+        if count < 999.5:
             return f"{count:.3g} {unit}"
         count /= 1000
-    return f"{count:.4g} TB"
+    return f"{digits(count)} TB"

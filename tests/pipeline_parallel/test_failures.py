@@ -58,6 +58,7 @@ def _die_in_the_third_forward(doomed: int) -> None:
     assert time.monotonic() - started < 17
     # ... waited for something from it, or could not send it something
     assert f" rank {doomed} (place {doomed}): that process ended" in str(info.value), str(info.value)
+    assert "(pipeline.timeout)" not in str(info.value)  # nobody waited that long
 
 
 @pytest.mark.tier("all")
@@ -76,7 +77,7 @@ def test_a_stage_that_hangs() -> None:
     if dist.get_rank() == 2:
         piped.register_forward_pre_hook(lambda *_: wait_for("noticed", [0, 1]))
     started = time.monotonic()
-    message = rf"rank 1 .*waited up to {TIMEOUT} s \(pipeline.timeout\) for stage 2's gradient of micro-batch 0"
+    message = rf"rank 1 .*waited {TIMEOUT} s \(pipeline.timeout\) for stage 2's gradient of micro-batch 0"
     with pytest.raises(PipelineError, match=message if dist.get_rank() < 2 else None):  # also told to rank 0
         piped.execute_pipeline(batch)
     say("noticed")

@@ -167,11 +167,11 @@ def _sections(config: Path | None, given: dict[str, dict[str, Any]]) -> dict[str
 
 
 def _in_words(found: Rehearsal) -> list[str]:
-    from autopar.tools.tables import lines, table
+    from autopar.tools.tables import digits, lines, table
 
     shown = table("axis", "calls", "GB sent", "to other nodes")
     for name, traffic in found.traffic.items():
-        shown.add_row(name, str(traffic.calls), f"{traffic.bytes / 1e9:.3g}", f"{traffic.between / 1e9:.3g}")
+        shown.add_row(name, str(traffic.calls), digits(traffic.bytes / 1e9), digits(traffic.between / 1e9))
     kinds = sum(call.kind == "new_group" for _, call in next(iter(found.traces.values())))
     calls = ", ".join(f"{found.calls(part)} in the {part}" for part in _PARTS)
     head = [
@@ -193,18 +193,22 @@ def _counted(found: Rehearsal) -> list[str]:
     """Return memory and time where they were counted."""
     if not found.held or found.timeline is None:
         return []
+    from autopar.tools.tables import digits, size
+
     rank, most = max(found.held.items(), key=lambda pair: pair[1].peak)
-    parts = ", ".join(f"{name} {getattr(most, name) / 1e9:.3g}" for name in ("weights", "gradients", "optimizer"))
-    held = f"rank {rank} holds most: {most.peak / 1e9:.3g} GB ({parts})"
+    parts = ", ".join(f"{name} {size(getattr(most, name))}" for name in ("weights", "gradients", "optimizer"))
+    held = f"rank {rank} holds most: {size(most.peak)} ({parts})"
     time, waits = found.timeline.time, [found.timeline.spent(rank)["wait"] for rank in found.timeline.slots]
     shares = f"{min(waits) / time:.1%} to {max(waits) / time:.1%}" if time else "none"
-    return [held, f"{time:.3g} s a step, of which ranks wait {shares}, if nothing overlaps"]
+    return [held, f"{digits(time)} s a step, of which ranks wait {shares}, if nothing overlaps"]
 
 
 def _saved(found: Rehearsal) -> list[str]:
     """Return who writes most of a checkpoint; a loop of the user's own may save none."""
+    from autopar.tools.tables import size
+
     rank, most = max(found.written.items(), key=lambda pair: pair[1])
-    return [f"rank {rank} writes most of a checkpoint: {most / 1e9:.3g} GB"] if most else []
+    return [f"rank {rank} writes most of a checkpoint: {size(most)}"] if most else []
 
 
 def _to_json(found: Rehearsal) -> dict[str, Any]:
