@@ -76,7 +76,7 @@ class _Column(ParallelLayer):
             return self._logits(x)
         y = self._product(x, self._parameter("weight"), None if self.skip_bias_add else bias)  # [..., out/tp]
         if plan.gather_output:
-            full = gather(y, self.tp, self.autopar_layouts["weight"])  # [..., out]
+            full = self.region.mark_replicated(gather(y, self.tp, self.autopar_layouts["weight"]))  # [..., out]
             if self.skip_bias_add:
                 return full, bias if bias is None else gather(bias, self.tp, self.autopar_layouts["bias"])
             return full

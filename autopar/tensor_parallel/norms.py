@@ -47,6 +47,8 @@ class GlobalMeans(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in (torch.mean, torch.Tensor.mean):
             return self._mean(*args, **kwargs)
+        if func in (torch.sum, torch.Tensor.sum) and self.groups is None:
+            return self._mean(*args, **kwargs) * self.layout.size
         if func in (F.layer_norm, torch.layer_norm):
             return self._layer_norm(*args, **kwargs)
         if func in (F.rms_norm, torch.rms_norm):
