@@ -274,3 +274,5 @@ LATE_IN_CONTEXT = {
     "musicgen_decoder",
     "speecht5",
 }
+# Model types whose merged folder has the names in memory: their tensors for the hub are computed, not views.
+NAMES_IN_MEMORY = {"inkling2_loop", "inkling2_loop_text"}

@@ -38,7 +38,14 @@ from tests.once import by_rank_0
 from tests.parity import check
 from tests.pool import pooled
 from tests.random_models import Case, auto_heads, batches, build, cases, heads_of, kind, of_type
-from tests.refused_types import LATE_IN_CONTEXT, NOT_BY_ROWS, NOT_IN_CONTEXT, NOT_REHEARSED, ROWS_ON_FOUR
+from tests.refused_types import (
+    LATE_IN_CONTEXT,
+    NAMES_IN_MEMORY,
+    NOT_BY_ROWS,
+    NOT_IN_CONTEXT,
+    NOT_REHEARSED,
+    ROWS_ON_FOUR,
+)
 from tests.representatives import REPRESENTATIVES, every_fourth, first_types, one_of_each_structure
 
 # Heads and KV heads at each size: sharded unevenly (6 as 4 + 2), unevenly with replicas, fewer KV heads than ranks.
@@ -262,7 +269,7 @@ def test_one_of_each_structure_on_two(name: str) -> None:
 @pooled(world_size=2, timeout=600)
 def test_every_head_on_two(model_type: str) -> None:
     main = _main(model_type)[:1]
-    _run(main, 2, rows=True, merges=True, once=True)
+    _run(main, 2, rows=True, merges=model_type not in NAMES_IN_MEMORY, once=True)
     # That gradients add up and that a step finds its parameters is no matter of the head.
     _run([case for case in cases(model_type) if case not in main], 2, thorough=False)
 

@@ -32,9 +32,12 @@ from autopar.tools.cli import app
 from autopar.tools.split import split_checkpoint
 from tests.checkpoint.tiny import rewrite_manifest
 from tests.random_models import Case, build, cases, of_type
+from tests.refused_types import NAMES_IN_MEMORY
 from tests.representatives import REPRESENTATIVES, first_types
 
-WHOLE = sorted(name for name in supported_model_types() if not of_type(name).inside)  # the others are inside these
+WHOLE = sorted(  # the others are inside these
+    name for name in supported_model_types() if not of_type(name).inside and name not in NAMES_IN_MEMORY
+)
 
 # Several tensors of the model make one tensor of the file.
 JOINED = [
