@@ -12,6 +12,7 @@ NOT_REHEARSED = {
         "dots3_note_audio_encoder",
         "dots3_note_vision_encoder",
         "funnel",
+        "gemma3n_audio",
         "idefics",
         "jetmoe",
         "instructblip",

@@ -63,9 +63,7 @@ def test_which_modules_hand_on_states() -> None:
     assert handed(*KINDS["gated delta"]) == {"Qwen3NextGatedDeltaNet": HandedStates("cache", 1, True)}
     assert handed(*KINDS["short convolution"]) == {"Lfm2ShortConv": HandedStates("cache", 1, True)}
     assert handed(*KINDS["state space"]) == {"BambaMixer": HandedStates("cache", 1, True)}
-    assert handed(*KINDS["rows that are read early"]) == {
-        "ZayaCCAProjection": HandedStates("cache", 0, False)
-    }
+    assert handed(*KINDS["rows that are read early"]) == {"ZayaCCAProjection": HandedStates("cache", 0, False)}
 
 
 def test_a_scan_that_begins_at_zero_gets_all_rows() -> None:
