@@ -22,6 +22,7 @@ VENV := .venv/.installed
 MODELS := .cache/packages/.installed
 GGUF_TOOLS := .cache/gguf-tools/.installed
 OLDEST := .cache/transformers-oldest/.installed
+NEWEST := .cache/newest/.installed
 DEEPSPEED := .cache/deepspeed/.installed
 TORCHAO := .cache/torchao/.installed
 COMPRESSED := .cache/compressed-tensors/.installed
@@ -67,7 +68,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start many processes, and each would compile autopar and the tests again.
 unexport PYTHONDONTWRITEBYTECODE PYTHONOPTIMIZE
 
-.PHONY: help venv real-models fetch demo check test test-all sweep verify-all durations mutations lint docs bench gpu clean
+.PHONY: help venv real-models fetch demo check test test-all newest sweep verify-all durations mutations lint docs bench gpu clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -154,6 +155,14 @@ $(BUILD_TOOLS): $(VENV) Makefile
 	  { echo "error: could not download the build backend: $(BUILD_PACKAGES)" >&2; exit 1; }
 	@touch $@
 
+# The newest versions that the ranges of pyproject.toml admit, with what these need that .venv lacks; torch stays.
+$(NEWEST): $(VENV) pyproject.toml Makefile
+	@rm -rf $(@D)
+	@mkdir -p $(@D)
+	$(BIN)/python -m pip install -q --no-deps --no-compile --upgrade $(PIP_ARGS) --target $(@D) \
+	  $$($(BIN)/python -m tests.newest --ranges) || { echo "error: could not download the newest versions" >&2; exit 1; }
+	@touch $@
+
 fetch: real-models $(OLDEST) $(DEEPSPEED) $(TORCHAO) $(COMPRESSED) $(TRL) $(DOCS) $(BUILD_TOOLS) ## fetch all that make test-all needs
 
 demo: $(VENV) ## train on NPROC=4 CPU processes (tutorials/demo.py)
@@ -175,12 +184,16 @@ test: $(VENV) ## also run what a change needs first over ranks (5 minutes)
 # Goes on where it was stopped: what has passed on exactly this tree is not repeated (rm -r .pytest_cache to repeat it).
 test-all: $(VENV) fetch ## also run every policy, all other tests over ranks, the oldest transformers (25 minutes more)
 	$(PYTEST) $(PYTEST_ARGS) --tier all --reuse
-	PYTHONPATH="$(CURDIR)/$(dir $(OLDEST))" $(PYTEST) $(PYTEST_ARGS) --tier all --reuse tests/test_oldest.py
+	PYTHONPATH="$(CURDIR)/$(dir $(OLDEST))" $(PYTEST) $(PYTEST_ARGS) --tier all --reuse tests/test_version_ends.py
+
+newest: $(VENV) $(NEWEST) ## run what versions can break with the newest that pyproject.toml admits; new model types (minutes)
+	PYTHONPATH="$(CURDIR)/$(dir $(NEWEST))" $(PYTEST) $(PYTEST_ARGS) --tier all tests/test_version_ends.py tests/test_foreign.py
+	PYTHONPATH="$(CURDIR)/$(dir $(NEWEST))" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.newest
 
 # Goes on where it was stopped, too. SHARD=1/4 takes the first of four parts, for four machines.
 sweep: $(VENV) fetch ## also run every head on 2 and 4 ranks, every rule weakened, all saved forms (SHARD=1/4: a part)
 	AUTOPAR_TEST_TIMEOUT=10 $(PYTEST) $(PYTEST_ARGS) --tier sweep --reuse --shard $(SHARD)
-	PYTHONPATH="$(CURDIR)/$(dir $(OLDEST))" $(PYTEST) $(PYTEST_ARGS) --tier sweep --reuse tests/test_oldest.py
+	PYTHONPATH="$(CURDIR)/$(dir $(OLDEST))" $(PYTEST) $(PYTEST_ARGS) --tier sweep --reuse tests/test_version_ends.py
 
 # Each goes on where it was stopped; results are in benchmarks/out/, and --help tells how to choose model types.
 verify-all: $(VENV) ## verify every model type, and compare each over more meshes than the tests have (two hours)

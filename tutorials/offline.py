@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging as python_logging
 import os
 import shutil
 import tempfile
@@ -21,6 +22,9 @@ from transformers.utils import logging
 
 from autopar.distributed.mesh import MPU
 from autopar.distributed.process import start_process_group
+
+# peft imports it with transformers' Trainer: on each rank it would warn of a kernel for CPUs that is not there.
+python_logging.getLogger("bitsandbytes").setLevel(python_logging.ERROR)
 
 HERE = Path(__file__).resolve().parent
 TEXT = HERE / "data" / "state_of_the_union.txt"

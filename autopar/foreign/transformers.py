@@ -45,7 +45,7 @@ EXPERTS = "_experts_implementation"  # of a config: how the experts of a mixture
 RECOMPUTE = "_gradient_checkpointing_func"  # of a module: what runs its forward again
 _CONVERSIONS = "_weight_conversions"  # of a loaded model: what was done to the tensors of the files
 # Arguments and outputs that hold keys, values and states of earlier tokens: since 5.24 by the first name.
-CACHES = ("cache", "past_key_values", "past_key_value", "cache_params", "layer_past")
+CACHES = ("cache", "past_key_values", "past_key_value", "cache_params", "layer_past", "layer_state")
 INITIALIZED = "_is_hf_initialized"  # of a module or tensor: it was loaded, and is not drawn
 
 

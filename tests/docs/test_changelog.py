@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import tomllib
 
+from packaging.requirements import Requirement
+
 import autopar
 from autopar.checkpoint.format import FORMAT_VERSION, WITH_EXPERTS
 from tests.docs.pages import DOCS, ROOT
-from tests.test_oldest import OLDEST
+from tests.test_version_ends import OLDEST
 
 TEXT = (DOCS / "changelog.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -27,21 +29,26 @@ def test_the_version_is_that_of_the_package() -> None:
 
 
 def test_what_it_works_with_is_what_the_package_asks_for() -> None:
-    needs = {"Python": f"python{PROJECT['requires-python']}"}
-    for text in [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["trainer"]]:
-        needs[re.split(r"[<>=]", text)[0]] = text
-    needs["PEFT"] = PROJECT["optional-dependencies"]["peft"][0]
-    assert row("Python")[0] == "3.11 or newer" and needs["Python"] == "python>=3.11"
-    assert row("torch")[0] == "2.13, 2.14" and needs["torch"] == "torch>=2.13,<2.15"
-    assert row("transformers")[0].startswith("5.20 or newer, below 6;")
-    assert needs["transformers"] == "transformers>=5.20,<6"
-    assert row("accelerate")[0] == "1.15 or newer" and needs["accelerate"] == "accelerate>=1.15"
-    assert row("PEFT")[0] == "0.21 or newer" and needs["PEFT"] == "peft>=0.21"
+    extras = PROJECT["optional-dependencies"]
+    wanted = [*PROJECT["dependencies"], *(text for listed in extras.values() for text in listed)]
+    needs = {one.name: one.specifier for one in map(Requirement, wanted)}
+    pythons = [text.rpartition(" ")[2] for text in PROJECT["classifiers"] if "Python :: 3." in text]
+    assert row("Python")[0] == f"{pythons[0]} to {pythons[-1]}" and PROJECT["requires-python"] == f">={pythons[0]}"
+    rows = {"torch": "torch", "transformers": "transformers", "accelerate": "accelerate", "TRL": "trl", "PEFT": "peft"}
+    for name, package in rows.items():
+        ends = {one.operator: one.version for one in needs[package]}
+        first, (major, minor) = ends[">="], ends["<"].split(".")
+        last = f"{major}.{int(minor) - 1}"
+        assert row(name)[0].split(";")[0] == (first if first == last else f"{first} to {last}"), "what nobody ran"
+        ran = re.findall(r"[\d.]+", row(name)[1])
+        assert {version.rpartition(".")[0] for version in ran} >= {last} and all(map(needs[package].contains, ran))
+    for package in ("torch", "transformers", "accelerate", "peft", "bitsandbytes"):
+        assert needs[package].contains(PINNED[package]) and any(one.operator == "<" for one in needs[package])
 
 
 def test_what_the_tests_run_with_is_what_is_pinned() -> None:
-    assert row("torch")[1] == PINNED["torch"]
-    assert row("transformers")[1] == f"{PINNED['transformers']}, and {OLDEST}"
+    assert row("torch")[1].split("; ")[0] == PINNED["torch"]
+    assert row("transformers")[1] == f"{PINNED['transformers']}; {OLDEST}"
     assert row("accelerate")[1] == PINNED["accelerate"] and row("PEFT")[1] == PINNED["peft"]
     (deepspeed,) = re.findall(r"deepspeed==([\d.]+)", (ROOT / "Makefile").read_text())
     assert row("DeepSpeed") == [deepspeed, f"{deepspeed}, on CPUs"]

@@ -1,0 +1,68 @@
+"""What a newer transformers brings: a line for each model type without a policy. ``python -m tests.newest``.
+
+A small model of it gets a derived policy (*derived*), is refused in words (*refused*), or ends otherwise (*fails*).
+``make newest`` prints them with the newest versions that ``pyproject.toml`` admits; ``--ranges`` prints these ranges.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+import warnings
+from pathlib import Path
+
+import torch
+import transformers
+from packaging.requirements import Requirement
+from transformers import CONFIG_MAPPING
+
+from autopar.errors import AutoparError, first_line
+from autopar.policy.match import supported_model_types
+from autopar.tools.derivation.derive import derive
+from autopar.tools.verification.small_models import small_config
+from tests.random_models import heads_of
+
+NEWEST = ("transformers", "accelerate", "peft", "trl")
+
+
+def ranges() -> list[str]:
+    """Return the ranges in ``pyproject.toml`` of the libraries whose newest versions are tried."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    listed = [
+        *project["dependencies"],
+        *(text for extra in project["optional-dependencies"].values() for text in extra),
+    ]
+    return sorted({text for text in listed if Requirement(text).name in NEWEST})
+
+
+def outcome(model_type: str) -> str:
+    """Return what ``derive`` makes of the largest head of a model type."""
+    try:
+        heads = heads_of(model_type)
+        usual = [
+            name for end in ("ForConditionalGeneration", "ForCausalLM", "Model") for name in heads if name.endswith(end)
+        ]
+        with torch.device("meta"):
+            model = heads[[*usual, *heads][0]](small_config(CONFIG_MAPPING[model_type]()))
+        derive(model)
+    except AutoparError as error:
+        return f"refused  {first_line(error)}"
+    except Exception as error:  # no refusal: a config without defaults, or a mistake
+        return f"fails    {type(error).__name__}: {first_line(error)}"
+    return "derived"
+
+
+def main() -> None:
+    """Print the ranges, or the table."""
+    if sys.argv[1:] == ["--ranges"]:
+        print(*ranges())
+        return
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    print(f"transformers {transformers.__version__}: model types without a policy")
+    for model_type in sorted(set(CONFIG_MAPPING) - set(supported_model_types())):
+        print(f"{model_type:36} {outcome(model_type)[:140]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
