@@ -6,6 +6,7 @@ A small model of it gets a derived policy (*derived*), is refused in words (*ref
 
 from __future__ import annotations
 
+import signal
 import sys
 import tomllib
 import warnings
@@ -22,6 +23,7 @@ from autopar.tools.derivation.derive import derive
 from autopar.tools.verification.small_models import small_config
 from tests.random_models import heads_of
 
+SECONDS = 20  # for a model type
 NEWEST = ("transformers", "accelerate", "peft", "trl")
 
 
@@ -33,6 +35,10 @@ def ranges() -> list[str]:
         *(text for extra in project["optional-dependencies"].values() for text in extra),
     ]
     return sorted({text for text in listed if Requirement(text).name in NEWEST})
+
+
+def stop(*_: object) -> None:
+    raise TimeoutError("it takes too long")
 
 
 def outcome(model_type: str) -> str:
@@ -60,8 +66,12 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     print(f"transformers {transformers.__version__}: model types without a policy")
+    signal.signal(signal.SIGALRM, stop)
     for model_type in sorted(set(CONFIG_MAPPING) - set(supported_model_types())):
-        print(f"{model_type:36} {outcome(model_type)[:140]}", flush=True)
+        signal.setitimer(signal.ITIMER_REAL, SECONDS, 1)
+        said = outcome(model_type)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(f"{model_type:36} {said[:140]}", flush=True)
 
 
 if __name__ == "__main__":
