@@ -129,6 +129,8 @@ def meta_copy(model: Model, *, gradients: bool = False) -> Model:
     for config in {id(m.config): m.config for m in copied.modules() if hasattr(m, "config")}.values():
         if hasattr(config, ATTENTION):
             setattr(config, ATTENTION, "eager")  # every model has it; it runs without data and reads every size
+        if "SequenceClassification" in type(model).__name__ and getattr(config, "pad_token_id", 0) is None:
+            config.pad_token_id = 0  # without one it takes one sample at a time
         if hasattr(config, EXPERTS):
             setattr(config, EXPERTS, "batched_mm")  # the one that does not look at data
     for module in copied.modules():  # without the user's hooks

@@ -79,7 +79,15 @@ class RuleMatch:
 
     def layout(self, parts: Sequence[Part], dim: int, elements: int, shown: str = "") -> Layout:
         """Return the layout of ``parts`` along a dim of ``elements``, of this module or of what is ``shown`` in it."""
-        return self.scope.table.layout(parts, dim, elements, shown or self.shown, self.rule.where, self.scope.block)
+        try:
+            return self.scope.table.layout(parts, dim, elements, shown or self.shown, self.rule.where, self.scope.block)
+        except PolicyError as error:
+            key = next((key for key, rule in self.scope.rules.items() if rule == self.rule), self.shown)
+            line = f"{{{key}: replicated}}"
+            section = self.scope.name.rpartition("/")[2]
+            rule = f"{section}: {line}" if self.scope.block is None else f"blocks: {{modules: {line}}}"
+            error.args = (f"{error}\n  If this module has another size, give a policy that replicates it: {rule}",)
+            raise
 
 
 def all_scopes(policy: Policy, prefix: str, model: nn.Module, tp: int) -> Iterator[Scope]:

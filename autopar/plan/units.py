@@ -179,6 +179,8 @@ class UnitTable:
             total = sum(c for c, w in zip(counts, widths, strict=True) if c is not None and w is None)
             each, width = 0, left // total if total else 0
         if left < 0 or (left % total if total else left):
+            if self.size == 1:  # nothing is sharded
+                return Layout.of(dim, [Block(parts[0].unit, elements, 1, ((0, elements),))])
             if left == elements:
                 raise PolicyError(
                     f"{what} has {elements} features, {listed} describes {total} equal parts: "

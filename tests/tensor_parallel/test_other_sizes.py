@@ -1,0 +1,77 @@
+"""Modules whose size is not the config's, and inputs of one sample: refused only where something is sharded by it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaForSequenceClassification
+
+import autopar
+from autopar.errors import PolicyError
+from tests.compare import same_gradients
+from tests.parity import close
+from tests.pool import pooled
+from tests.small import llama
+
+IDS = torch.randint(5, 131, (4, 8), generator=torch.Generator().manual_seed(1))
+
+
+def _resized() -> Any:
+    model = llama().train()
+    model.model.embed_tokens, model.lm_head = nn.Embedding(140, 24), nn.Linear(24, 7)
+    return model
+
+
+def of_features(outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    return outputs.logits.square().mean()
+
+
+@pytest.mark.tier("test")
+@pytest.mark.parametrize("sizes", [{"pipeline_parallel_size": 2}, {"context_parallel_size": 2}, {}])
+@pooled(world_size=2)
+def test_without_tensor_parallelism_sizes_need_not_be_those_of_the_config(sizes: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    plain = _resized()
+    model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": sizes, "pipeline": {"microbatch_size": 2}})
+    of_features(plain(IDS), {}).backward()
+    mine = IDS.chunk(model.mpu.dp.size)[model.mpu.dp.rank]
+    close(model(IDS).logits if model.mpu.pp.size == 1 else plain(IDS).logits, plain(IDS).logits, "logits")
+    model.execute_pipeline({"input_ids": mine}, of_features)
+    same_gradients(model, plain)
+    model.mpu.destroy()
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_with_tensor_parallelism_the_error_says_the_line_of_a_policy() -> None:
+    plain = _resized()
+    with pytest.raises(PolicyError, match=r"embed_tokens has 140 features(.|\n)*prefix: {embed_tokens: replicated}"):
+        autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"tensor_parallel_size": 2}})
+    policy: dict[str, Any] = {"extends": "llama", "prefix": {"embed_tokens": "replicated"}}
+    with pytest.raises(PolicyError, match=r"lm_head has 7 features(.|\n)*head: {lm_head\?: replicated}"):
+        autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"tensor_parallel_size": 2}}, policy=policy)
+    policy["head"] = {"lm_head?": "replicated"}
+    model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"tensor_parallel_size": 2}}, policy=policy)
+    close(model(IDS).logits, plain(IDS).logits, "logits")
+    model.mpu.destroy()
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_a_classifier_without_padding_token_takes_one_sample() -> None:
+    for sizes in ({"tensor_parallel_size": 2, "sequence_parallel": True}, {"context_parallel_size": 2}):
+        config = llama().config
+        config.pad_token_id, config.num_labels = None, 3
+        torch.manual_seed(0)
+        plain = LlamaForSequenceClassification(config).train()
+        model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": sizes})
+        batch = {"input_ids": IDS[:1], "labels": torch.tensor([1])}
+        expected, found = plain(**batch), model(**batch)
+        close(found.loss, expected.loss, "loss")
+        close(found.logits, expected.logits, "logits")
+        assert model.config.pad_token_id is None
+        model.mpu.destroy()
