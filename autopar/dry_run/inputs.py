@@ -130,7 +130,7 @@ def meta_copy(model: Model, *, gradients: bool = False) -> Model:
         if hasattr(config, ATTENTION):
             setattr(config, ATTENTION, "eager")  # every model has it; it runs without data and reads every size
         if "SequenceClassification" in type(model).__name__ and getattr(config, "pad_token_id", 0) is None:
-            config.pad_token_id = 0  # without one it takes one sample at a time
+            vars(config)["pad_token_id"] = 0  # without one it takes one sample at a time
         if hasattr(config, EXPERTS):
             setattr(config, EXPERTS, "batched_mm")  # the one that does not look at data
     for module in copied.modules():  # without the user's hooks
