@@ -121,9 +121,8 @@ def execute_pipeline(
         ConsistencyError: the stages of one replica got different batches (a sample of each tensor is compared) or
             stepped optimizers behind other calls, or the iterator has ended on some of them, or on some replicas.
         ConfigError: ``data`` is neither a batch nor an iterator, the outputs hold no loss to train with, the model's
-            own loss is not a mean over ``labels`` and there are several micro-batches, ``model.loss_function`` is
-            user-defined and there are several micro-batches or replicas and no ``count``, or ``criterion`` reads
-            weights of blocks or returns no tensor.
+            own loss is not a mean over ``labels`` (or is user-defined, without ``count``) and there are several
+            micro-batches, or ``criterion`` reads weights of blocks or returns no tensor.
         PipelineError: another stage, tensor-parallel rank or replica failed, ended, or did not deliver within
             ``pipeline.timeout``; names it.
 

@@ -173,13 +173,9 @@ class Pipeline:
             self._told = self._told or (count is None and self.loss.warn_of_replicas(counts))
         parts = microbatches if count else [dict(self.loss.counted(part)) for part in microbatches]
         shares = weights_of(parts, self.main_input, reduction, self.loss.shifted, count)
-        globally = counts and reduction == "tokens"
-        weights = weights_over_replicas(shares, counts, mpu.dp.rank) if globally else shares
-        if not (sum(counts) if globally else any(shares)):  # no label anywhere: NaN, and gradients as in one process
-            weights = [1 / len(shares)] * len(shares)
         return Step(
             microbatches=microbatches,
-            weights=weights,
+            weights=_weights(shares, counts if reduction == "tokens" else [], mpu.dp.rank),
             shares=shares,
             loss_of=self._loss_of(criterion, backward) if wants_loss else None,
             backward=backward,
@@ -280,6 +276,13 @@ class Pipeline:
         else:
             loss = self.p2p.receive(self.plan.rank_of[-1], _LOSS)
         return loss
+
+
+def _weights(shares: list[float], counts: list[float], replica: int) -> list[float]:
+    """Return what losses are multiplied by; without a label anywhere NaN is differentiated, as in one process."""
+    if not (sum(counts) if counts else any(shares)):
+        return [1 / len(shares)] * len(shares)
+    return weights_over_replicas(shares, counts, replica) if counts else shares
 
 
 @functools.cache
