@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import ConvNextConfig, ConvNextModel, PretrainedConfig, PreTrainedModel
 
 import autopar
 from autopar.tools.cli.models import of_task
@@ -125,3 +125,8 @@ def test_computed_dtypes_are_noted() -> None:
     with _Dtypes() as dtypes:
         (torch.ones(2, dtype=torch.float64).float() + 1).double()
     assert dtypes.found == {torch.float32, torch.float64}
+
+
+def test_images_are_as_large_as_the_strides_of_a_convolutional_net():
+    """Patches of 4 pixels, which three stages shrink by 8: two of them are left in each direction."""
+    assert build_small(ConvNextModel, ConvNextConfig()).config.image_size == 64

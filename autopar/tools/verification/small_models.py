@@ -127,9 +127,16 @@ def _changes(config: PretrainedConfig, block: int) -> Iterator[tuple[str, int]]:
         elif _HIDDEN.fullmatch(name) or (value == hidden and "size" in name):
             most = _HEADS * max(_WIDTH, block)
         elif name == "image_size" and type(getattr(config, "patch_size", None)) is int:
-            most = _PATCHES * config.patch_size
+            most = _PATCHES * config.patch_size * _stride(config)
         if most is not None and value > 1:
             yield name, min(value, most)
+
+
+def _stride(config: PretrainedConfig) -> int:
+    """Return by how much the stages of a convolutional net shrink its patches; 1 for a model with heads."""
+    depths = vars(config).get("depths")
+    convolves = _is_list(depths) and not any(_HEAD_COUNTS.fullmatch(name) for name in vars(config))
+    return 1 << (len(depths) - 1) if convolves else 1
 
 
 def _set_layers(config: PretrainedConfig) -> None:
