@@ -134,6 +134,7 @@ def _comments(kind: str, derived: Derived, sharded: float, report: Report | None
         lines.append(f"Sharded, and gathered for a forward that wants all heads: {listed(derived.gathered, _SHOWN)}.")
     if derived.whole:
         lines.append(f"Replicated, since no units were found that never meet: {listed(derived.whole, _SHOWN)}.")
+        lines.append("A layer of one unit is among these: the key projection of one head in multi-query attention.")
     if derived.unseen:
         lines.append(f"Replicated, since the forward did not reach them: {', '.join(derived.unseen)}.")
     return lines
