@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 import warnings
+from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import BertConfig, BertForSequenceClassification, LlamaForCausalLM, Trainer
 
 from autopar.errors import ConfigError, ShardWarning
@@ -228,57 +227,6 @@ def test_streams_and_recomputed_activations(tmp_path):
     streamed(tmp_path, 1)
 
 
-def masked(rows):
-    """A batch in which a worker replaces tokens by its random numbers."""
-    batch = collate(rows)
-    drawn = torch.rand(batch["input_ids"].shape) < 0.3
-    batch["input_ids"][drawn] = random.randrange(1, 131)
-    batch["input_ids"][:, 0] = int(np.random.randint(1, 131))
-    return batch
-
-
-def drawn_by_workers(folder, persistent, **given):
-    workers = {"dataloader_num_workers": 2, "dataloader_persistent_workers": persistent}
-    kind = Trainer
-    if given:
-        from autopar.integrations import ParallelTrainer as kind
-    trainer = kind(
-        llama(),
-        arguments(folder, 1, max_steps=-1, num_train_epochs=2, eval_strategy="epoch", **workers),
-        train_dataset=samples(8),
-        eval_dataset=samples(4, 1),
-        data_collator=masked,
-        **given,
-    )
-    trainer.train()
-    return [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row], history(trainer)
-
-
-@pooled(world_size=1)
-def workers_on_one_process(folder):
-    with launched():
-        torch.save([drawn_by_workers(folder, persistent) for persistent in (False, True)], folder / "workers.pt")
-
-
-@pooled(world_size=2)
-def workers_on_two_ranks(folder, mesh, same):
-    with launched():
-        for expected, persistent in zip(torch.load(folder / "workers.pt"), (False, True), strict=True):
-            found = drawn_by_workers(folder, persistent, parallel_config=mesh)
-            if same:
-                for mine, other in zip(found, expected, strict=True):
-                    assert torch.allclose(torch.tensor(mine), torch.tensor(other), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.tier("all")
-def test_random_numbers_of_workers(tmp_path):
-    """They are those of one process; with stages, which draw apart, those of one rank, or batches would differ."""
-    workers_on_one_process(tmp_path)
-    workers_on_two_ranks(tmp_path, {"tp": 2}, True)
-    workers_on_two_ranks(tmp_path, {"cp": 2}, True)
-    workers_on_two_ranks(tmp_path, {"pp": 2}, False)
-
-
 @pooled(world_size=4)
 def test_workers_of_a_replica_are_seeded_alike(tmp_path):
     """Their random augmentations are those of one batch, which the ranks of a replica share."""
@@ -286,3 +234,10 @@ def test_workers_of_a_replica_are_seeded_alike(tmp_path):
         trainer = trainer_of(tmp_path, 2, dataloader_num_workers=1)
         worker = trainer.get_train_dataloader().base_dataloader.worker_init_fn
         assert worker.keywords == {"num_workers": 1, "rank": trainer.mpu.dp.rank}
+        torch.manual_seed(dist.get_rank())  # stages, for one, draw apart
+        with mock.patch.object(DataLoader, "_get_iterator", lambda _: iter([torch.empty(()).uniform_().item()])):
+            (seed,) = iter(trainer.get_train_dataloader().base_dataloader)
+        seeds = [0.0] * 4
+        dist.all_gather_object(seeds, seed)
+        firsts = [torch.rand((), generator=torch.Generator().manual_seed(rank)).item() for rank in (0, 2)]
+        assert seeds == [firsts[0], firsts[0], firsts[1], firsts[1]]
