@@ -134,7 +134,7 @@ def _changes(config: PretrainedConfig, block: int) -> Iterator[tuple[str, int]]:
 
 def _stride(config: PretrainedConfig) -> int:
     """Return by how much the stages of a convolutional net shrink its patches; 1 for a model with heads."""
-    depths = vars(config).get("depths")
+    depths: Any = vars(config).get("depths")
     convolves = _is_list(depths) and not any(_HEAD_COUNTS.fullmatch(name) for name in vars(config))
     return 1 << (len(depths) - 1) if convolves else 1
 
