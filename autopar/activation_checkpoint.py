@@ -20,18 +20,6 @@ from autopar.foreign.tensors import schema_of
 from autopar.foreign.transformers import RECOMPUTE, recompute_function, set_recompute_function
 from autopar.swap import swap, unswap
 
-__all__ = [
-    "apply",
-    "check",
-    "keep",
-    "keep_on_cpu",
-    "paused",
-    "recompute",
-    "recomputed_layers",
-    "saved_operators",
-    "undo",
-]
-
 
 def check(model: nn.Module, blocks: Sequence[str], policy: object, every: int = 1) -> None:
     """Check that the activations of a model's blocks can be recomputed.

@@ -14,20 +14,6 @@ from torch import nn
 from autopar.errors import CheckpointError, ConfigError
 from autopar.foreign.modules import own_modules
 
-__all__ = [
-    "check_adapters",
-    "check_layer",
-    "check_merged",
-    "enable_all",
-    "is_adapted",
-    "is_peft_model",
-    "is_tuner",
-    "plain_name",
-    "saved_copies",
-    "seen_through",
-    "tuner_layers",
-]
-
 
 def seen_through(module: Any) -> list[tuple[str, Any]]:
     """Return what a policy describes in place of ``module``, each with its path from there.

@@ -11,20 +11,6 @@ from typing import Any
 
 from autopar.errors import ShardWarning
 
-__all__ = [
-    "OURS",
-    "calls",
-    "frames_of",
-    "is_installed",
-    "is_library",
-    "is_of_libraries",
-    "is_of_library",
-    "is_ours",
-    "line_of_user",
-    "place_of_user",
-    "warn_user",
-]
-
 _LIBRARIES = {"autopar", "torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "trl"}
 _LIBRARIES |= {"safetensors"}
 OURS = __file__.rpartition("/")[0] + "/"

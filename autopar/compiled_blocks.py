@@ -14,8 +14,6 @@ from torch import nn
 
 from autopar.errors import ConfigError, nearest
 
-__all__ = ["apply", "check", "undo"]
-
 
 def check(model: nn.Module, blocks: Sequence[str], policy: object, backend: str) -> None:
     """Check that blocks can be compiled.

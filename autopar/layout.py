@@ -25,17 +25,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "Block",
-    "Layout",
-    "Range",
-    "UnitRanges",
-    "aligned_shards",
-    "even_shards",
-    "replica_rows",
-    "replicated_shards",
-]
-
 Range = tuple[int, int]
 """``[start, stop)``."""
 

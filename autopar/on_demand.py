@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["lazy_names", "tool"]
-
 
 def tool(name: str) -> Any:
     """Return a module of :mod:`autopar.tools`, of which the core imports none before."""

@@ -26,8 +26,6 @@ from autopar.foreign.transformers import from_config
 from autopar.policy.schema import Policy
 from autopar.quantized.methods import check_folder
 
-__all__ = ["from_pretrained"]
-
 _REFUSED = {
     **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "write quantization_config=BitsAndBytesConfig(...)"),
     "gguf_file": "convert the file to safetensors first",

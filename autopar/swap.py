@@ -20,9 +20,6 @@ from torch import nn
 
 from autopar.foreign.tensors import swap_implementation
 
-__all__ = ["bind", "mixed_class", "plain_class", "replace_storage", "swap", "unbind", "unswap"]
-
-
 _OWNERS = "_autopar_methods"
 
 

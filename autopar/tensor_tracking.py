@@ -9,8 +9,6 @@ import torch
 
 from autopar.foreign.tensors import TorchDispatchMode, schema_of, storage_id, tree_leaves
 
-__all__ = ["PLAIN", "TensorTracking", "storage_key", "tensors_in", "written_in_place"]
-
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 """Types of values that are known by themselves: no tensor is in them."""
 

@@ -32,8 +32,6 @@ from autopar.policy.schema import Policy
 from autopar.quantized.layers import as_plain, check_dtype
 from autopar.quantized.methods import check_quantizer
 
-__all__ = ["Call", "check_call", "make_plans"]
-
 
 class Call(NamedTuple):
     """The arguments of ``initialize``, checked.

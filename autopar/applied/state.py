@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from autopar.pipeline_parallel.losses import OwnLoss
     from autopar.pipeline_parallel.pipeline import Pipeline
 
-__all__ = ["Parallelized"]
-
 _alive: weakref.WeakSet[Parallelized] = weakref.WeakSet()
 
 

@@ -37,8 +37,6 @@ from autopar.tensor_parallel import apply as tensor_parallel
 if TYPE_CHECKING:
     from autopar.dry_run.tensor_parallel import FirstForward
 
-__all__ = ["STEPS", "Given", "apply", "undo"]
-
 _log = logging.getLogger("autopar.api")
 
 

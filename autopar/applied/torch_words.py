@@ -14,8 +14,6 @@ from autopar.errors import AutoparError
 from autopar.tensor_parallel.parameter_marks import describe_stage
 from autopar.tensor_parallel.shape_errors import shards_named
 
-__all__ = ["explained"]
-
 _DTENSOR = ("DTensor", "Sharding propagation failed", "sharding strategy")
 _COPIES, _UNUSED = "FSDP does not support deepcopy", "appears to not have been used in the graph"
 _EMPTY, _ASSIGNED = "optimizer got an empty parameter list", "(torch.nn.Parameter or None expected)"

@@ -31,8 +31,6 @@ from autopar.foreign.modules import own_parameters
 from autopar.layout import Layout
 from autopar.plan.plan import Plan, TensorPlan
 
-__all__ = ["full", "whole"]
-
 _Numbers = tuple[int, int]
 
 

@@ -31,8 +31,6 @@ from autopar.errors import CheckpointError, listed
 from autopar.foreign.modules import own_parameters
 from autopar.storage.safetensors_io import dtype_of
 
-__all__ = ["Adapters", "adapter_weights", "alone", "options_of_peft", "save_adapters"]
-
 _CARD = "README.md"
 
 

@@ -17,17 +17,6 @@ from autopar.checkpoint.offline.merge import check_format
 from autopar.checkpoint.rotation import check_keep_last
 from autopar.errors import CheckpointError, nearest
 
-__all__ = [
-    "HUB_OPTIONS",
-    "SaveRequest",
-    "absolute",
-    "check_same_call",
-    "check_timeout",
-    "directory_of",
-    "hub_options",
-    "timeout_or_default",
-]
-
 HUB_OPTIONS = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
 _HUB = "it goes together with push_to_hub=True and merge_checkpoints=True"
 _RANKS = "leave it out: every rank calls it, writes what it holds, and rank 0 writes the config"

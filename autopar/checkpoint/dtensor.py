@@ -24,8 +24,6 @@ from autopar.errors import CheckpointError
 from autopar.foreign.tensors import TO_COPY, disabled_torch_function, wrapper_subclass
 from autopar.layout import Layout, Range
 
-__all__ = ["as_dtensor", "disjoint_ranges", "is_even_shard", "to_dtensor_state_dict"]
-
 _aten = torch.ops.aten
 
 

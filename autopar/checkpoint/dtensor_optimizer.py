@@ -22,8 +22,6 @@ from autopar.checkpoint.optimizer_weights import keeps_state, step_of
 from autopar.checkpoint.state import State, state_of
 from autopar.errors import CheckpointError, listed
 
-__all__ = ["OptimizerDTensors", "load_dtensor_state_dict", "to_dtensor_training_state"]
-
 _INSTEAD = "  Use model.save_parallelized(dir, optimizer=optimizer) and model.from_parallelized."
 _START = {"step": 0.0, "mu_product": 1.0, "mu": 1.0}  # of counters, before the first step; eta starts at lr
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")

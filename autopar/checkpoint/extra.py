@@ -30,8 +30,6 @@ from autopar.storage.files import checksum
 from autopar.storage.json_values import Json, encode, inside
 from autopar.storage.safetensors_io import dtype_name, dtype_of
 
-__all__ = ["Extra", "SavedShards", "check_extra", "merged_names", "unlike"]
-
 _DEEPEST = 8  # dictionaries in dictionaries that are searched for shards
 
 

@@ -21,8 +21,6 @@ from autopar.plan.plan import TensorPlan
 from autopar.storage.lazy_tensor import InMemory, LazyTensor
 from autopar.storage.views import open_piece
 
-__all__ = ["WholeWeights", "hf_weights"]
-
 
 def hf_weights(model: nn.Module, *, bucket_size: int | str = "512MB") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield ``(name, tensor)`` of the whole model on every rank, for a serving engine or a file of your own.

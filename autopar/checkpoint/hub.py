@@ -17,8 +17,6 @@ from autopar.checkpoint.state import state_of
 from autopar.distributed.agree import all_ranks, rank_zero
 from autopar.errors import CheckpointError
 
-__all__ = ["MergedModel", "push_merged", "upload"]
-
 
 class MergedModel(PushToHubMixin):
     """A folder in Hugging Face's form, as transformers uploads models."""

@@ -27,8 +27,6 @@ from autopar.errors import CheckpointError, listed, nearest
 from autopar.storage.json_values import decode
 from autopar.storage.safetensors_io import dtype_name, dtype_of
 
-__all__ = ["Loader", "TrainingObjects", "load"]
-
 
 @dataclass(frozen=True)
 class TrainingObjects:

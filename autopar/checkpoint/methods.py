@@ -36,8 +36,6 @@ from autopar.foreign.modules import add_state_dict_hook, state_dict_hooks
 from autopar.plan.plan import Plan
 from autopar.swap import bind, unbind
 
-__all__ = ["attach", "detach", "from_parallelized", "save_parallelized", "wait_for_save"]
-
 _OWNER = "checkpoints"
 
 

@@ -21,8 +21,6 @@ from autopar.layout import Layout
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.json_values import decode
 
-__all__ = ["COUNTERS", "OptimizerMetadata", "StateEntry", "is_sharded", "merge_metadata"]
-
 # 0-dim tensors that follow from the number of steps alone, so all ranks have the same. Others (the RMS of a parameter)
 # may be statistics.
 _LONGEST = 100_000  # of a list

@@ -30,8 +30,6 @@ from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.json_values import encode, encode_inline
 from autopar.storage.safetensors_io import dtype_name, dtype_of
 
-__all__ = ["OptimizerState", "Restoration", "Target", "alike", "named_groups", "new_option", "prepare", "take"]
-
 _ON_HOST = frozenset({"step", "mu_product"})  # where torch makes them, unless capturable or fused
 _STATISTICS = frozenset({"row_var", "col_var"})  # may have the parameter's shape by chance, if that has a 1
 _VALUES = (type(None), bool, int, float, str)

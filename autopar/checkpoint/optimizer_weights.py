@@ -25,20 +25,6 @@ from autopar.storage.safetensors_io import dtype_name, dtype_of
 if TYPE_CHECKING:
     from autopar.data_parallel.optimizer import ParallelStep
 
-__all__ = [
-    "LOSS_SCALE",
-    "TrainingWeights",
-    "as_stepped",
-    "has_master_weights",
-    "keeps_state",
-    "owns",
-    "parameters_by_name",
-    "saved_master_weights",
-    "states_only",
-    "step_of",
-    "writer_of",
-]
-
 LOSS_SCALE = "loss_scale"
 _MASTER = "master"
 

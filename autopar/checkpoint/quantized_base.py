@@ -27,8 +27,6 @@ from autopar.storage.safetensors_io import dtype_name
 if TYPE_CHECKING:
     from autopar.checkpoint.shards import Shards
 
-__all__ = ["QuantizedBase", "base_tensors", "digests_here", "name_of", "notes_of", "read_base", "warn_of_another"]
-
 
 @dataclass(frozen=True)
 class QuantizedBase:

@@ -19,8 +19,6 @@ from autopar.distributed.rng_tracker import RandomStateTracker, StreamState
 from autopar.errors import CheckpointError
 from autopar.storage.json_values import Json, decode, encode_inline
 
-__all__ = ["choose", "restore", "take"]
-
 _WHERE = "random states"
 _MT19937 = 624  # words of numpy's state
 _SPREAD = 1 << 20  # more than there are tensor-parallel ranks

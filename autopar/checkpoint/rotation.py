@@ -20,20 +20,6 @@ from autopar.checkpoint.format import Manifest
 from autopar.checkpoint.staging import ABANDONED, HIDDEN, MANIFEST, REMOVED, fsync
 from autopar.errors import CheckpointError, listed
 
-__all__ = [
-    "Member",
-    "check_keep_last",
-    "is_checkpoint",
-    "latest",
-    "members",
-    "next_order",
-    "place_in_series",
-    "rotate",
-    "series",
-    "series_of",
-]
-
-
 _NUMBERED = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
 _HEAD = re.compile(rb'\n "order": (\d{1,18}),\n "follows": (\d{1,18}),\n')
 

@@ -34,8 +34,6 @@ from autopar.plan.plan import TensorPlan
 from autopar.storage.files import file_checksum
 from autopar.storage.safetensors_io import SafetensorsWriter
 
-__all__ = ["Writer", "prepare_alike", "save", "write_shard"]
-
 Made = TypeVar("Made")
 
 _SHARDS = ".shards"  # inside the temporary folder, while merging

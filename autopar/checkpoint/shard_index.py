@@ -14,8 +14,6 @@ from autopar.plan.plan import TensorPlan
 from autopar.storage.files import NAME
 from autopar.storage.safetensors_io import dtype_of
 
-__all__ = ["FileRecord", "Part", "shard_name"]
-
 _HEX = re.compile(r"[0-9a-f]{16}")
 
 

@@ -22,8 +22,6 @@ from autopar.storage.views import narrowed
 if TYPE_CHECKING:
     from autopar.distributed.mesh import MPU
 
-__all__ = ["Shards", "StoredShard", "assign_verification"]
-
 
 class StoredShard(NamedTuple):
     """One tensor's shard in one file."""

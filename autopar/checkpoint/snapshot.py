@@ -36,8 +36,6 @@ from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.json_values import encode
 from autopar.storage.safetensors_io import dtype_name
 
-__all__ = ["Snapshot", "check_replicas", "digest_parameters", "snapshot"]
-
 
 @dataclass(frozen=True)
 class Snapshot:

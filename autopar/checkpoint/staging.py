@@ -20,8 +20,6 @@ from autopar.errors import CheckpointError
 from autopar.storage.files import checksum
 from autopar.storage.safetensors_io import SafetensorsReader
 
-__all__ = ["ABANDONED", "HIDDEN", "MANIFEST", "MERGED", "REMOVED", "Staging", "fsync", "fsync_files", "leftovers"]
-
 MANIFEST = "autopar.json"
 REMOVED = ".autopar.json.removed"  # the manifest of a checkpoint whose files are being deleted
 # The files of a checkpoint, in autopar's form and in Hugging Face's. Everything else in a target is the user's.

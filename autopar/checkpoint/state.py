@@ -31,17 +31,6 @@ from autopar.foreign.c10d import in_fake_world
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.quantized.layers import stored_weights
 
-__all__ = [
-    "STATE",
-    "Background",
-    "State",
-    "check_fsdp_shard",
-    "config_writer",
-    "local_tensors",
-    "parameters_elsewhere",
-    "state_of",
-]
-
 _log = logging.getLogger(__name__)
 _PATIENCE = timedelta(hours=2)
 

@@ -29,20 +29,6 @@ from autopar.errors import CheckpointError, ConfigError, listed
 from autopar.layout import replica_rows
 from autopar.plan.plan import Plan, TensorPlan
 
-__all__ = [
-    "MODEL_SHARD",
-    "Mark",
-    "MarkPartial",
-    "ModelShard",
-    "PartialStateDict",
-    "ShardOnLoad",
-    "ShardPartOnLoad",
-    "describe_ranks",
-    "fqn_modifiers",
-    "shard_of",
-    "use_instead",
-]
-
 MODEL_SHARD = "_autopar_shard"
 _MARK = "autopar"
 _WHOLE_MODEL_SAVERS = {

@@ -21,8 +21,6 @@ from autopar.errors import ConsistencyError
 from autopar.foreign.tensors import no_overrides
 from autopar.plan.plan import Plan
 
-__all__ = ["SharedExperts"]
-
 
 class SharedExperts:
     """Compare, when the model is called, whether all ranks with other experts of its layers do the same.

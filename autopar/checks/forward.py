@@ -37,8 +37,6 @@ from autopar.distributed.rng import Generators, begun_stream
 from autopar.errors import ConsistencyError
 from autopar.foreign.transformers import CACHES
 
-__all__ = ["ForwardCheck", "leaves", "named_arguments", "parameters_of"]
-
 _WATCHED = 4  # first forwards of a mode in which it is seen which generators the model draws from
 _WATCHED_AGAIN = 16  # and every so many later ones
 

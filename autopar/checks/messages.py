@@ -6,17 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from autopar.errors import listed
 
-__all__ = [
-    "different",
-    "explanation",
-    "router_loss",
-    "same_experts",
-    "same_gradient",
-    "same_shard",
-    "unlike_gradients",
-    "unlike_weights",
-]
-
 _TURN_OFF = "  consistency_check: {enable: false} turns this check off."
 
 

@@ -20,8 +20,6 @@ from autopar.adapters import tuner_layers
 from autopar.errors import ConfigError
 from autopar.foreign.modules import own_modules, own_parameters
 
-__all__ = ["ModuleTree"]
-
 _WHEN = (
     "  Add or replace modules (adapters, heads, parametrizations) before autopar.initialize, or take the model back\n"
     "  with autopar.deparallelize(model), change it, and initialize it again."

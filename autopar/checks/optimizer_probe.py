@@ -24,8 +24,6 @@ from torch.optim.optimizer import Optimizer
 from autopar.errors import ConfigError
 from autopar.plan.plan import Plan
 
-__all__ = ["SHOWN", "Behaviour", "probe", "refuse_unlike", "refuse_whole_state", "stepping", "warn_of_fp16"]
-
 _SHAPE = (128, 80)  # halves are large enough for optimizers that keep small tensors in fp32
 _STEPS = (4, 32)  # the second run sees what begins later: preconditioners after a warm-up, say
 _LAST_BITS = 128  # in which two equal runs may differ: four in each of 32 steps

@@ -22,8 +22,6 @@ from autopar.checks.optimizer_probe import probe
 from autopar.distributed.shard_reads import switch
 from autopar.foreign.autograd import step_hooks
 
-__all__ = ["forget", "listen", "listeners"]
-
 _Kind = TypeVar("_Kind")
 
 _listeners: list[weakref.ref[Any]] = []  # in the order in which they began to listen

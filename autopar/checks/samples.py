@@ -27,19 +27,6 @@ from autopar.foreign.modules import own_parameters
 from autopar.foreign.tensors import no_overrides, writes_into
 from autopar.quantized.layers import without_memory
 
-__all__ = [
-    "OVERFLOW",
-    "Digests",
-    "FreeWeights",
-    "ShardSample",
-    "WeightSamples",
-    "digest_step",
-    "first_elements",
-    "local_part",
-    "plain_settings",
-    "sample_shard",
-]
-
 OVERFLOW = -1  # the digest of a gradient that is not finite
 _ELEMENTS = 16384  # of one sample
 _TENSORS = 8  # replicated weights in one sample, at most

@@ -39,8 +39,6 @@ from autopar.distributed.mesh import MPU
 from autopar.errors import ConsistencyError
 from autopar.foreign.groups import PrefixStore, default_store
 
-__all__ = ["StepCheck", "adds_router_loss"]
-
 _log = logging.getLogger(__name__)
 
 _WHOLE = 3  # first steps, of which all gradients and weights are compared

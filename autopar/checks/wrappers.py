@@ -29,8 +29,6 @@ from autopar.errors import ConfigError
 from autopar.foreign.groups import left_out_of_ddp, meshes_of_fsdp
 from autopar.foreign.transformers import forget_own_adapters
 
-__all__ = ["WrapperCheck", "group_call", "in_trainer", "refuse_flat"]
-
 _MESH = 'mesh=model.mpu.mesh["dp"]'
 
 

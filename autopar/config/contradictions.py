@@ -9,8 +9,6 @@ from autopar.config.pipeline import SPLIT_BACKWARD
 from autopar.config.sections import FULLY_SHARDED, SAVED
 from autopar.errors import clip, nearest
 
-__all__ = ["contradictions", "does_not_divide", "unfit"]
-
 
 def contradictions(values: Mapping[str, Any]) -> list[str]:
     """List what is wrong with values that are right one by one."""

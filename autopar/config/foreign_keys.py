@@ -9,8 +9,6 @@ from typing import Any
 
 from autopar.errors import clip
 
-__all__ = ["explain"]
-
 _TP = "tp"
 _PP = "pp"
 _EP = "ep"

@@ -27,8 +27,6 @@ from autopar.config.sections import (
 from autopar.errors import ConfigError
 from autopar.policy.yaml_reader import plain, read_text, yaml_tree
 
-__all__ = ["ParallelConfig", "read_config"]
-
 _SHOWN = 8  # problems in one message
 _NO_PIPELINE = PipelineConfig()
 

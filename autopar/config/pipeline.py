@@ -9,8 +9,6 @@ from typing import Any
 
 from autopar.errors import clip, nearest
 
-__all__ = ["SCHEDULES", "SPLIT_BACKWARD", "PipelineConfig"]
-
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble", "zbv", "dualpipev")
 SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev")  # gradients of weights come later than those of inputs
 _FOLDED = ("zbv", "dualpipev")

@@ -10,20 +10,6 @@ from typing import Any
 from autopar.config.foreign_keys import explain
 from autopar.errors import clip, nearest
 
-__all__ = [
-    "FIELDS",
-    "PLAIN",
-    "SAVED",
-    "SECTIONS",
-    "SHORT",
-    "check_section",
-    "check_value",
-    "describe",
-    "explain_argument",
-    "explain_section",
-    "explain_unknown",
-]
-
 SECTIONS: dict[str, dict[str, type]] = {
     "model_parallelism": {
         "enable": bool,

@@ -29,8 +29,6 @@ from autopar.tensor_parallel.config_view import drop_value, set_value, view_of_c
 from autopar.tensor_parallel.hooks import BeforeForward
 from autopar.tensor_parallel.sharded_logits import sharded_logits
 
-__all__ = ["apply", "undo"]
-
 _MODELS = itertools.count(1)
 
 

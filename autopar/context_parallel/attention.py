@@ -35,8 +35,6 @@ from autopar.foreign.modules import own_parameters
 from autopar.foreign.transformers import attention_of
 from autopar.layout import Layout
 
-__all__ = ["IMPLEMENTATION", "Implementation", "attention_over_rows", "plain_attention", "register"]
-
 IMPLEMENTATION = "autopar_rows"
 """Name of :func:`attention_over_rows` among transformers' attention functions."""
 _MOST = 1 << 24

@@ -29,8 +29,6 @@ from autopar.layout import Layout
 from autopar.tensor_parallel.sequence_parallel import argument_names
 from autopar.tensor_tracking import tensors_in
 
-__all__ = ["BlockBoundary", "NeedsAllRows", "gather_all"]
-
 
 class BlockBoundary:
     """Class before that of a block.

@@ -20,8 +20,6 @@ from autopar.foreign.tensors import SequenceKey, keystr, tree_map_with_path
 from autopar.layout import Layout
 from autopar.tensor_parallel.sequence_parallel import argument_names
 
-__all__ = ["HandedStates", "Key", "States", "argument_of", "own_arguments", "place_of", "with_states"]
-
 Key = tuple[str, int]
 """Which kind of state, ``conv`` or ``recurrent``, and its number in the module."""
 

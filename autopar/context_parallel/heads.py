@@ -32,8 +32,6 @@ from autopar.tensor_parallel.norms import GlobalMeans
 from autopar.tensor_parallel.parallelize import resize
 from autopar.tensor_parallel.region_modules import shard_input, with_inputs
 
-__all__ = ["Heads", "heads_of"]
-
 # Of these nothing is left but cuts and sums: what sums gradients where a region begins is done by whoever averages.
 _RULES = frozenset(("", "column", "row", "sharded", "replicated", "enter_output", "norm_over"))
 

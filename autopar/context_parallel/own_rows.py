@@ -19,8 +19,6 @@ from autopar.context_parallel.state import OwnModule, RowState
 from autopar.foreign.tensors import keystr, tree_flatten, tree_flatten_with_path, tree_map_with_path, tree_unflatten
 from autopar.layout import Layout
 
-__all__ = ["OwnRows", "may_own_rows"]
-
 
 def may_own_rows(module: nn.Module) -> bool:
     """Check whether a module in front of the blocks may treat rows apart: an embedding, or a function of positions."""

@@ -20,8 +20,6 @@ from autopar.distributed.profiling import named_collective
 from autopar.foreign.c10d import in_fake_world
 from autopar.foreign.tensors import tree_flatten, tree_unflatten
 
-__all__ = ["Links", "StatesOfRank"]
-
 _KINDS = ("conv", "recurrent")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
 _HEADER = 16  # numbers: which state, its dtype, its dims

@@ -27,8 +27,6 @@ from autopar.tensor_parallel.seen_values import Seen
 from autopar.tensor_parallel.sequence_parallel import argument_names
 from autopar.tensor_parallel.whole_hooks import described
 
-__all__ = ["RowHooks", "is_experts"]
-
 
 class RowHooks:
     """Says for each module of a model over rows what its hooks are to see.

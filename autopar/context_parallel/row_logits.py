@@ -24,8 +24,6 @@ from autopar.tensor_parallel.logits_shards import BY_ELEMENT, asked_shape
 from autopar.tensor_parallel.loss import check_targets
 from autopar.tensor_parallel.sharded_logits import Gradients, LogitsPart
 
-__all__ = ["RowsOfLogits"]
-
 
 @dataclass(frozen=True)
 class RowsOfLogits(LogitsPart):

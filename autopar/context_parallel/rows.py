@@ -26,8 +26,6 @@ from autopar.distributed.shard_reads import PLAIN
 from autopar.foreign.tensors import tree_map
 from autopar.layout import Block, Layout, even_shards
 
-__all__ = ["entered", "exchange", "heads_layout", "join", "keys_layout", "rows_layout"]
-
 
 def rows_layout(length: int, ranks: int, *, zigzag: bool = False) -> Layout:
     """Return the layout of ``length`` rows along dim 1.

@@ -24,8 +24,6 @@ from autopar.layout import Layout
 from autopar.tensor_parallel.seen_values import Seen, mapped, tensors_of
 from autopar.tensor_parallel.whole_hooks import described
 
-__all__ = ["WORKS", "GradientsOfRows", "Place", "SeenRows"]
-
 
 @dataclass(frozen=True)
 class Place:

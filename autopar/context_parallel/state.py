@@ -20,8 +20,6 @@ from autopar.foreign.autograd import in_backward
 from autopar.layout import Layout
 from autopar.tensor_parallel.regions import Region
 
-__all__ = ["OwnModule", "RowPlan", "RowState", "Snapshot", "WholeModule"]
-
 
 @dataclass
 class WholeModule:

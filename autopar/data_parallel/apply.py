@@ -26,8 +26,6 @@ from autopar.plan.plan import Plan
 if TYPE_CHECKING:
     from autopar.data_parallel.optimizer import ParallelStep
 
-__all__ = ["DataParallel"]
-
 
 class DataParallel:
     """The checks of a model's wrappers and of its optimizers' steps; every rank makes it.

@@ -15,9 +15,6 @@ from autopar.distributed.failures import waiting
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError, ConsistencyError
 
-__all__ = ["ReplicaDataLoader", "ResumableSampler", "gather_for_metrics", "prepare_dataloader"]
-
-
 _log = logging.getLogger(__name__)
 
 

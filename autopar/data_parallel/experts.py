@@ -20,8 +20,6 @@ from autopar.distributed.mesh import MPU
 from autopar.foreign.groups import leave_out_of_ddp
 from autopar.plan.plan import Plan
 
-__all__ = ["ExpertGradients"]
-
 
 class ExpertGradients:
     """The experts' parameters of a model, and the DDP around it, if there is one."""

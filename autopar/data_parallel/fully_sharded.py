@@ -55,8 +55,6 @@ from autopar.foreign.transformers import caches_in, given_cache, holds_tokens, u
 from autopar.plan.blocks import dropped_blocks
 from autopar.plan.plan import Plan
 
-__all__ = ["FullySharded", "blocks_of", "check_layer_drop", "check_offload", "check_tied_experts"]
-
 
 def check_offload(cpu_offload: bool) -> None:
     """Raise ConfigError where FSDP2 cannot offload: it copies through an accelerator's streams."""

@@ -19,17 +19,6 @@ from autopar.errors import ConsistencyError
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan
 
-__all__ = [
-    "Alike",
-    "TiedWeights",
-    "average_over_replicas",
-    "buckets",
-    "flattened",
-    "held_alike",
-    "runs_of",
-    "sum_gradients",
-]
-
 Alike = Mapping[int, tuple[int, ...]]
 """``id(parameter)`` -> those of the ranks that hold a stage's shards that hold the same one of it."""
 

@@ -22,18 +22,6 @@ from autopar.foreign.modules import own_parameters
 from autopar.layout import Layout, replica_rows
 from autopar.plan.plan import Plan
 
-__all__ = [
-    "average_gradients",
-    "clip_factor",
-    "clip_grad_norm_",
-    "counted_here",
-    "gradient_norm",
-    "own_axis",
-    "own_norm",
-    "scale_gradients",
-    "tensor_norm",
-]
-
 
 def counted_here(names: Iterable[str], plan: Plan, mpu: MPU) -> frozenset[str]:
     """Return the parameters of this stage, by canonical name, that no earlier stage holds too.

@@ -17,8 +17,6 @@ from autopar.foreign.optimizers import muon_rates, newton_schulz
 from autopar.layout import Layout
 from autopar.plan.plan import TensorPlan
 
-__all__ = ["MuonSteps", "fused"]
-
 
 @dataclass(frozen=True)
 class _Parts:

@@ -43,8 +43,6 @@ from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.plan.plan import Plan, TensorPlan
 
-__all__ = ["ParallelStep"]
-
 _log = logging.getLogger(__name__)
 
 _LARGEST = 2.0**15  # of the powers of two that fp16 can hold

@@ -12,8 +12,6 @@ import torch
 from autopar.distributed.digest import sum_of_bits
 from autopar.errors import ConfigError
 
-__all__ = ["OptimizerProxy"]
-
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 

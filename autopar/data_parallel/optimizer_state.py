@@ -17,19 +17,6 @@ from autopar.distributed.process import cores_of_a_rank
 from autopar.errors import ConfigError
 from autopar.plan.plan import Plan
 
-__all__ = [
-    "check_optimizer",
-    "check_state",
-    "few_threads",
-    "host_of",
-    "keep_stage",
-    "move_state",
-    "rebind",
-    "shard_state",
-    "stepped_whole",
-    "stepping_of",
-]
-
 _log = logging.getLogger(__name__)
 
 

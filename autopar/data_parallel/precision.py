@@ -19,21 +19,6 @@ from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.foreign.transformers import fp32_modules
 
-__all__ = [
-    "DTYPES",
-    "GradScaler",
-    "LossScale",
-    "MasterWeights",
-    "agree_on_found",
-    "agree_on_overflow",
-    "fp32_gradients",
-    "keeps_fp32",
-    "not_finite",
-    "to_fp32",
-    "to_half",
-]
-
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 

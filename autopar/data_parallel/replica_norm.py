@@ -23,8 +23,6 @@ from autopar.foreign.groups import is_flat_parameter
 from autopar.foreign.patches import hold, release
 from autopar.plan.plan import Plan
 
-__all__ = ["LAYER", "ReplicaNorm", "mark_layer"]
-
 LAYER = "autopar_layer"  # of a parameter: the class of the layer that was constructed by hand
 
 

@@ -26,8 +26,6 @@ from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.foreign.patches import hold, patch_name, patches, release
 
-__all__ = ["RouterLoss", "balancing_module", "is_switch_loss"]
-
 _NAME = "load_balancing_loss_func"
 _balancing: contextvars.ContextVar[RouterLoss | None] = contextvars.ContextVar("balancing", default=None)
 

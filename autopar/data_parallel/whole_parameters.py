@@ -26,8 +26,6 @@ from autopar.layout import Layout
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.safetensors_io import dtype_of, nbytes
 
-__all__ = ["WholeParameters", "sharded_over"]
-
 _PLAIN = (bool, int, float, str, tuple, type(None))
 _ROUND = 64 * 1024 * 1024  # bytes of whole parameters that are exchanged at once
 

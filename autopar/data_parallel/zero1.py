@@ -13,8 +13,6 @@ from autopar.data_parallel.grad_sync import flattened
 from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
 
-__all__ = ["OwnedParameters", "assign", "broadcast_from_owners"]
-
 
 class OwnedParameters:
     """The parameters of an optimizer, each with the replica that owns it: keeps its state and its fp32 weight.

@@ -32,8 +32,6 @@ from autopar.storage.lazy_tensor import InMemory
 from autopar.swap import replace_storage
 from autopar.tensor_tracking import storage_key, tensors_in
 
-__all__ = ["adapter_first", "in_lazy_init", "lazy_init", "on_cpu"]
-
 _WRITE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"}
 _NO_WRITE = {"requires_grad_", "detach_", "share_memory_"}
 

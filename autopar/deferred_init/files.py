@@ -31,8 +31,6 @@ from autopar.storage.lazy_conversion import Sketch
 from autopar.storage.safetensors_io import dtype_name
 from autopar.swap import replace_storage
 
-__all__ = ["differs", "explained", "load_lazily", "point_to"]
-
 _log = logging.get_logger(f"transformers.{__name__}")  # shown, and turned off, together with transformers' own reports
 
 

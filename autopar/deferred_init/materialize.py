@@ -32,8 +32,6 @@ from autopar.storage.lazy_tensor import InMemory, map_shard, read_shard
 from autopar.swap import replace_storage
 from autopar.tensor_parallel.quantized_product import part_on
 
-__all__ = ["Materializer", "deferred_fingerprint", "reading_threads"]
-
 _MOST_THREADS = 8  # more of them wait for each other's memory
 
 

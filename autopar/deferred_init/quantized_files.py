@@ -20,8 +20,6 @@ from autopar.quantized.layers import empty_weight, stored_weight
 from autopar.storage.lazy_tensor import LazyTensor
 from autopar.storage.packed import Packed, open_packed
 
-__all__ = ["Collector", "collected", "point_to_packed"]
-
 
 class Collector:
     """Stands for the operation of transformers that makes a quantized weight.

@@ -27,9 +27,6 @@ from autopar.layout import Layout
 from autopar.storage.lazy_tensor import InMemory, LazyTensor
 from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in
 
-__all__ = ["DeferredParameter", "InitSteps", "adapter_inits", "adapter_parameters"]
-
-
 _Step = tuple[nn.Module, Callable[[], Any]]
 
 

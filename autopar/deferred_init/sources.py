@@ -13,8 +13,6 @@ from autopar.foreign.modules import own_parameters
 from autopar.foreign.tensors import version_of
 from autopar.storage.lazy_tensor import LazyTensor
 
-__all__ = ["Init", "Source", "by_parameter", "clear_sources", "set_source", "sources_of"]
-
 _SOURCES = "_autopar_sources"
 
 

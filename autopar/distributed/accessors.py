@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from autopar.distributed.axis import Axis
 
-__all__ = ["MeshAccessors"]
-
 _AXES = {  # in a name -> the axis, and its ranks in words
     "tensor_parallel": ("tp", "the ranks that hold the shards of one layer"),
     "tensor_model_parallel": ("tp", "the ranks that hold the shards of one layer"),

@@ -32,8 +32,6 @@ from autopar.distributed.uncaught import shorten_uncaught
 from autopar.errors import AutoparError, CheckpointError, ConsistencyError
 from autopar.foreign.groups import default_group
 
-__all__ = ["Ranks", "all_ranks", "differences", "rank_zero", "same_on_every_rank"]
-
 T = TypeVar("T")
 
 _SHOWN = 4  # differences that an error lists

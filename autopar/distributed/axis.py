@@ -12,8 +12,6 @@ from autopar.distributed.process import accelerator
 from autopar.errors import ConfigError
 from autopar.foreign.c10d import in_fake_world
 
-__all__ = ["Axis", "Group", "HasTensorAxis", "Transport", "axis_of", "check_divides", "device_of", "device_of_group"]
-
 
 class Transport(Protocol):
     """A transport that carries collectives of an axis instead of its process group, where it can."""

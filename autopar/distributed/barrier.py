@@ -20,8 +20,6 @@ from autopar.distributed.trace import as_one
 from autopar.errors import CheckpointError, ConsistencyError
 from autopar.foreign.groups import PrefixStore, default_store
 
-__all__ = ["barrier", "meet", "names_of"]
-
 _PREFIX = "autopar/barrier"
 _WARN_AFTER = 5.0  # seconds in which nobody wonders
 

@@ -27,8 +27,6 @@ from autopar.quantized.layers import stored_weights, without_memory
 if TYPE_CHECKING:
     from autopar.distributed.mesh import MPU
 
-__all__ = ["broadcast_data", "sync_parameters"]
-
 Dtypes = torch.dtype | Mapping[Any, torch.dtype]
 
 

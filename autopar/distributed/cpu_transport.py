@@ -20,8 +20,6 @@ from autopar.distributed.process import Process
 from autopar.distributed.trace import VARIABLE as TRACE
 from autopar.errors import ConfigError
 
-__all__ = ["choose_transport"]
-
 _ORDERED = ("x86_64", "AMD64")  # processors on which flags are seen after the data, without barriers
 
 

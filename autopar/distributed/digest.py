@@ -14,19 +14,6 @@ from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.process import device_of_numbers
 from autopar.foreign.groups import number_of_next_group
 
-__all__ = [
-    "checksum",
-    "extremes",
-    "hexdigest",
-    "number_groups_alike",
-    "of_checksum",
-    "of_tensor",
-    "of_text",
-    "of_values",
-    "sum_of_bits",
-    "sum_of_elements",
-]
-
 _SMALL = 1 << 16  # bytes on the CPU up to which hashing costs less than summing
 _BITS = 62  # an int64, with room for its negative
 

@@ -28,9 +28,6 @@ from autopar.distributed.process import Process
 from autopar.errors import PipelineError, first_line
 from autopar.foreign.groups import PrefixStore, backends_of, default_group, default_store, has_timeout, set_timeout
 
-__all__ = ["GRACE", "FailureLog", "Report", "waiting"]
-
-
 GRACE = 3.0  # seconds that a rank is given to publish why it failed
 _GRACE_AFTER_DEATH = 1.0  # seconds for the others, once some process is known to have ended; and for the store
 _LONGEST = 4000  # characters of a report

@@ -19,15 +19,6 @@ import torch.distributed as dist
 from autopar.foreign.c10d import in_fake_world
 from autopar.foreign.groups import default_group
 
-__all__ = [
-    "all_gather_into_tensor",
-    "all_reduce",
-    "all_to_all_single",
-    "broadcast",
-    "finish",
-    "reduce_scatter_tensor",
-]
-
 _CROWDED = int(os.environ.get("LOCAL_WORLD_SIZE") or 1) > (os.cpu_count() or 1)
 _POLL = 0.0 if _CROWDED else 1e-3  # seconds; who waits longer sleeps, and leaves the core to another rank
 

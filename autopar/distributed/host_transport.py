@@ -43,8 +43,6 @@ from autopar.distributed.process import Process
 from autopar.foreign.groups import backend_of
 from autopar.foreign.tensors import is_in_torch_dispatch_mode, no_dispatch_modes
 
-__all__ = ["HostTransport", "segment_bytes"]
-
 _SLOT = 1 << 20  # bytes
 _ONE_STEP = 1 << 16  # bytes up to which three ranks and more add up everything themselves
 _BROADCAST = 1 << 18  # bytes above which gloo's broadcast is the faster one (benchmarks/collectives.py)

@@ -49,8 +49,6 @@ from autopar.distributed.rng_tracker import RandomStateTracker
 from autopar.errors import ConfigError, nearest
 from autopar.foreign.groups import destroy
 
-__all__ = ["MPU", "new_pipeline_group", "rank_groups"]
-
 _AXES = ("pp", "dp", "cp", "tp")  # of the mesh, the slowest first
 _DIMS = ("pp", "edp", "inner", "cp", "tp")  # the same, with dp in two
 

@@ -17,8 +17,6 @@ from autopar.distributed.collectives import run
 from autopar.distributed.gloo_collectives import all_gather_into_tensor, finish
 from autopar.foreign.autograd import after_backward, current_backward
 
-__all__ = ["Neighbours"]
-
 _TAGS = 1 << 16
 _BEGUN: Counter[tuple[int, ...]] = Counter()  # passes of all models over these ranks, as far as this one knows
 _AHEAD = 16  # messages that a rank has sent and does not know received; then it waits for the oldest

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 from autopar.foreign.groups import default_group, destroy
 
-__all__ = ["destroy_dropped", "dropped", "owned_groups"]
-
 
 class _Owned(NamedTuple):
     owner: weakref.ref[Any]

@@ -14,20 +14,6 @@ from autopar.distributed.digest import extremes
 from autopar.distributed.recompute_tape import note_on_meta, running
 from autopar.layout import Block, Layout, even_shards
 
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "broadcast",
-    "even_layout",
-    "extremes_over",
-    "owned",
-    "reduce_scatter",
-    "run",
-    "start_all_reduce",
-    "sum_in_place",
-    "sum_shards",
-]
-
 
 def run(collective: Callable[..., Any], axis: Axis, *args: Any, kept: bool = True) -> None:
     """Run one of ``gloo_collectives`` by what carries it; if a rank failed, the error names it and its reason.

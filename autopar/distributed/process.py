@@ -31,18 +31,6 @@ from torch.distributed.rendezvous import rendezvous
 from autopar.errors import ConfigError
 from autopar.foreign.groups import HashStore, PrefixStore
 
-__all__ = [
-    "TIMEOUT",
-    "Accelerator",
-    "Process",
-    "accelerator",
-    "cores_of_a_rank",
-    "device_of_numbers",
-    "end_after_gloo",
-    "name_of_attempt",
-    "start_process_group",
-]
-
 TIMEOUT = timedelta(minutes=10)
 _PAUSE = 0.05  # seconds between two looks at the store, and at the end for threads of gloo
 _OF_THE_HOST = ("gloo", "mpi", "ucc", "fake", "undefined", None)  # backends whose tensors are the CPU's

@@ -16,8 +16,6 @@ from torch.autograd import profiler
 from autopar.distributed.axis import Axis
 from autopar.foreign.autograd import PROFILER_RUNS
 
-__all__ = ["is_profiling", "listening", "named_collective", "record"]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _NOTHING = nullcontext()
 _listeners: list[Callable[[str], AbstractContextManager[Any]]] = []

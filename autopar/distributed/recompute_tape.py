@@ -20,8 +20,6 @@ import torch
 from autopar.errors import ConsistencyError
 from autopar.foreign.tensors import TorchDispatchMode, no_dispatch_modes, schema_of, tree_map_only
 
-__all__ = ["KeptOperators", "Tape", "note_on_meta", "running"]
-
 
 class _Running(threading.local):
     """The tape that keeps or gives collectives in this thread now: backward passes recompute in threads of autograd's.

@@ -19,21 +19,6 @@ import torch.distributed as dist
 from autopar.distributed.axis import Axis
 from autopar.distributed.process import accelerator, device_of_numbers
 
-__all__ = [
-    "Generators",
-    "TorchGenerators",
-    "base_seed",
-    "begun_stream",
-    "follow_streams",
-    "kept",
-    "same_draws",
-    "seed_torch",
-    "seeded",
-    "switch_stream",
-    "sync_generators",
-    "unfollow_streams",
-]
-
 _followers: list[Callable[[], None]] = []  # called when another stream begins
 _begun: list[TorchGenerators] = []  # the states with which the last stream began
 

@@ -26,16 +26,6 @@ from autopar.distributed.process import accelerator
 from autopar.distributed.rng import TorchGenerators
 from autopar.errors import ConfigError, nearest
 
-__all__ = [
-    "MODEL_PARALLEL_STREAM",
-    "RandomStateTracker",
-    "StreamState",
-    "checkpoint",
-    "get_cuda_rng_tracker",
-    "manual_seed",
-    "model_parallel_cuda_manual_seed",
-]
-
 MODEL_PARALLEL_STREAM = "model-parallel-rng"
 """Name of the stream that differs between the ranks of a tensor-parallel group."""
 

@@ -17,8 +17,6 @@ from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 
-__all__ = ["StopSignal"]
-
 
 class StopSignal:
     """Note signals, so that all ranks can save at the same step and end by themselves::

@@ -34,8 +34,6 @@ from autopar.foreign.c10d import (
 )
 from autopar.foreign.tensors import dispatch_modes
 
-__all__ = ["VARIABLE", "Call", "Group", "Recorder", "as_one", "read", "trace_from_environment", "where"]
-
 VARIABLE = "AUTOPAR_TRACE"
 _CARRIERS = (
     "agree.py",

@@ -25,8 +25,6 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.process import end_after_gloo
 from autopar.errors import AutoparError, PipelineError, first_line
 
-__all__ = ["publish_uncaught", "shorten_uncaught"]
-
 _HIDDEN = ("autopar", "torch")  # packages whose frames an error of autopar does not show
 _HEAD_START = 1.0  # seconds: torchrun ends all ranks with the first, and rank 0 has the most to print
 

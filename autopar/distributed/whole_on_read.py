@@ -12,8 +12,6 @@ import torch
 
 from autopar.foreign.tensors import no_overrides, tree_map_only
 
-__all__ = ["FACTS", "WholeOnRead", "name_of", "parts_of", "without_overrides"]
-
 # What the tensor itself answers, without its elements.
 FACTS = frozenset(
     (

@@ -29,8 +29,6 @@ from autopar.foreign.tensors import base_of
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.tensor_tracking import tensors_in
 
-__all__ = ["ActivationTracking", "Kind", "TrackedReplay", "tracking_hooks"]
-
 
 class Kind(NamedTuple):
     """Facts about a tensor."""

@@ -28,8 +28,6 @@ from autopar.plan.stages import Reads, elements_of
 from autopar.policy.described_model import model_inside
 from autopar.policy.schema import Policy
 
-__all__ = ["find_reads", "trace_reads"]
-
 
 def find_reads(model: nn.Module, policy: Policy) -> Reads | None:
     """Trace what the blocks of a model read, or where its head looks at values, those of its base model.

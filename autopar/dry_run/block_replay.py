@@ -24,8 +24,6 @@ from autopar.layout import Layout
 from autopar.swap import swap, unswap
 from autopar.tensor_tracking import PLAIN, storage_key
 
-__all__ = ["BlockReplay", "Form", "form_of", "tensor_of"]
-
 _PLAIN = (*PLAIN, Layout)
 
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]

@@ -35,9 +35,6 @@ from autopar.plan.make_plan import make_plan
 from autopar.policy.schema import Policy
 from autopar.tensor_parallel.seen_values import tensors_of
 
-__all__ = ["check_beside_sequence", "modules_by_heads", "plan_rows"]
-
-
 _TRIES = 60
 
 

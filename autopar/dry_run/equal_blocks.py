@@ -22,8 +22,6 @@ from autopar.adapters import is_adapted
 from autopar.foreign.modules import own_buffers, own_modules, own_parameters
 from autopar.plan.plan import ModulePlan, Plan
 
-__all__ = ["EqualBlocks", "equal_blocks"]
-
 _LISTS = (nn.ModuleList, nn.Sequential)  # exactly these: a subclass may have a forward of its own
 _FEWEST = 2  # blocks in a list
 _PLAIN = (bool, int, float, str, type(None))

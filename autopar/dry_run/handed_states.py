@@ -23,8 +23,6 @@ from autopar.foreign.tensors import tree_flatten_with_path, tree_map_with_path
 from autopar.foreign.transformers import initialize_weights
 from autopar.tensor_parallel.sequence_parallel import argument_names
 
-__all__ = ["calls_of", "hand_on_states"]
-
 _WAYS = ((1, True), (0, True), (0, False))  # spare rows of convolutions, and whether these are apart: the least first
 _LARGE = 1 << 16  # numbers of a weight that is not made
 _CHUNK = 4  # rows that scans take at a time: few rows are several chunks

@@ -13,8 +13,6 @@ from transformers import PreTrainedModel
 from autopar.foreign.modules import remove_forward_hooks
 from autopar.foreign.transformers import ATTENTION, EXPERTS
 
-__all__ = ["keep_kernels", "meta_copy", "pixel_shape", "sample_inputs", "without_cache"]
-
 _BATCH, _SEQ, _FRAMES = 2, 5, 8
 
 _OWN = frozenset(vars(nn.Module()))

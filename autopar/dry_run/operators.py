@@ -17,23 +17,6 @@ import torch
 from autopar.foreign.tensors import ITEM, schema_of
 from autopar.tensor_tracking import PLAIN, TensorTracking, storage_key, tensors_in
 
-__all__ = [
-    "ALONG",
-    "CONSTANT",
-    "EMPTY",
-    "MOVES",
-    "RANDOM",
-    "SHAPE_ONLY",
-    "SIZES",
-    "ValuelessTracking",
-    "autocast_on_meta",
-    "matrices_of",
-    "name_of",
-    "on_meta",
-    "reduced_dims",
-]
-
-
 CONSTANT = frozenset(("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"))
 """The result has the shape of the argument, and none of its values: one number everywhere."""
 

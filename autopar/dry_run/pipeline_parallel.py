@@ -30,8 +30,6 @@ from autopar.pipeline_parallel.stage_forward import (
 from autopar.plan.stages import StagePlan
 from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in
 
-__all__ = ["evaluating", "rehearse_stages"]
-
 
 def rehearse_stages(
     model: PreTrainedModel,

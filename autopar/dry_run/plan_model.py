@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from autopar.context_parallel.state import RowPlan
     from autopar.tensor_parallel.sequence_parallel import SequencePlan
 
-__all__ = ["ModelPlans", "Plans", "check_plan", "plan_model", "plans_of", "prepared", "uncollected", "warn_no_dry_run"]
-
-
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -22,8 +22,6 @@ from autopar.dry_run.operators import ALONG, CONSTANT, EMPTY, SIZES, ValuelessTr
 from autopar.foreign.tensors import base_of, schema_of, tree_map
 from autopar.tensor_tracking import tensors_in
 
-__all__ = ["MixedRows", "RowTracking", "prime_beside"]
-
 _PRIMES = (29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 23, 19, 17, 13, 11, 7, 5)
 
 

@@ -22,8 +22,6 @@ from autopar.layout import Block, Layout
 from autopar.tensor_parallel.sequence_parallel import argument_names
 from autopar.tensor_tracking import tensors_in
 
-__all__ = ["BATCH", "ROWS", "Call", "goes_on"]
-
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a module, with all rows."""
 

@@ -35,8 +35,6 @@ from autopar.tensor_parallel.attentions import gather_hidden_states
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.sequence_parallel import SequencePlan
 
-__all__ = ["plan_sequence"]
-
 
 def plan_sequence(
     model: nn.Module, prefix: str, plan: Plan, stages: StagePlan, *, routers: bool = True

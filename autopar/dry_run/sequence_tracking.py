@@ -22,9 +22,6 @@ from autopar.tensor_parallel.sequence_parallel import RowsOfList, SequencePlan, 
 from autopar.tensor_parallel.sequence_rows import rows_of
 from autopar.tensor_tracking import tensors_in
 
-__all__ = ["SampleRows", "SequenceTracking", "note_given", "note_inputs", "note_modules"]
-
-
 _ROWS = Kind("rows")
 
 

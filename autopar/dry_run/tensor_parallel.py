@@ -39,8 +39,6 @@ from autopar.tensor_parallel.hooks import Hook
 from autopar.tensor_parallel.parallelize import apply
 from autopar.tensor_parallel.regions import Region
 
-__all__ = ["FirstForward", "below", "check_plan", "check_plan_with", "different_ranks", "run", "shapes_of"]
-
 
 def check_plan(model: nn.Module, prefix: str, plan: Plan) -> bool:
     """Run the shard of the first tp rank on the meta device, and that of the last one where it is another.

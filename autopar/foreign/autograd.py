@@ -8,22 +8,6 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-__all__ = [
-    "PROFILER_RUNS",
-    "after_backward",
-    "current_backward",
-    "forward_class",
-    "has_hooks",
-    "in_backward",
-    "input_metadata",
-    "is_functorch_active",
-    "is_transformed",
-    "next_sequence_number",
-    "run_backward",
-    "sequence_number",
-    "step_hooks",
-]
-
 PROFILER_RUNS = "_is_profiler_enabled"  # attribute of torch.autograd.profiler: whether one runs
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-__all__ = ["free_part", "kept_manager", "takes_ranks"]
-
 _HELPER = (
     "tp_all_reduce_state",
     "tp_all_reduce_min",

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch.optim import _muon
 
-__all__ = ["muon_rates", "newton_schulz"]
-
 
 def newton_schulz(direction: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
     """Return what Muon steps along instead of a direction: a matrix, nearly orthogonal, in bfloat16."""

@@ -17,21 +17,6 @@ from typing import Any, NamedTuple
 
 from autopar.errors import ConfigError
 
-__all__ = [
-    "SETS",
-    "Patch",
-    "hold",
-    "load",
-    "patch_body",
-    "patch_entry",
-    "patch_member",
-    "patch_name",
-    "patch_setter",
-    "patches",
-    "release",
-    "when_imported",
-]
-
 _Body = Callable[..., Any]
 
 SETS = {

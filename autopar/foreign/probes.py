@@ -27,8 +27,6 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from autopar.foreign import autograd, batching, c10d, fake_world, groups, modules, optimizers, tensors, transformers
 
-__all__ = ["PROBES", "Probe", "failures"]
-
 
 class Probe(NamedTuple):
     """One private name.

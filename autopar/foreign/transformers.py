@@ -10,36 +10,6 @@ import torch
 from torch import nn
 from transformers import Cache, EncoderDecoderCache
 
-__all__ = [
-    "ATTENTION",
-    "CACHES",
-    "EXPERTS",
-    "INITIALIZED",
-    "RECOMPUTE",
-    "adapters_available",
-    "as_never_quantized",
-    "attention_of",
-    "caches_in",
-    "dtype_plan",
-    "forget_own_adapters",
-    "fp32_modules",
-    "from_config",
-    "given_cache",
-    "has_accelerate_hook",
-    "has_own_adapters",
-    "holds_states",
-    "holds_tokens",
-    "initialize_weights",
-    "is_initialized",
-    "recompute_function",
-    "set_loss_function",
-    "set_recompute_function",
-    "swaps_features",
-    "tensor_plan",
-    "unsaved_keys",
-    "unsplit_modules",
-]
-
 ATTENTION = "_attn_implementation"  # of a config: the name of the function that attends
 EXPERTS = "_experts_implementation"  # of a config: how the experts of a mixture are multiplied
 RECOMPUTE = "_gradient_checkpointing_func"  # of a module: what runs its forward again

@@ -31,8 +31,6 @@ from autopar.errors import ConfigError
 from autopar.foreign.modules import steps_of
 from autopar.foreign.patches import patch_body, patch_member, patch_name
 
-__all__ = ["alive", "counting_replicas", "inside", "install"]
-
 _UNSET: Any = object()
 _meant: ContextVar[Any] = ContextVar("the MPU of the model that is meant; None: all processes", default=_UNSET)
 

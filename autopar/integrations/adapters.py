@@ -15,8 +15,6 @@ from autopar.adapters import is_peft_model, is_tuner
 from autopar.api import Parallelized, deparallelize, initialize
 from autopar.errors import AutoparError, ConfigError
 
-__all__ = ["add_adapter", "get_peft_model"]
-
 
 def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default", **options: Any) -> Any:
     """Put adapters into a parallelized model, as ``peft.get_peft_model`` into a plain one; every rank calls it.

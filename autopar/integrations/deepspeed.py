@@ -21,8 +21,6 @@ from autopar.foreign.patches import patch_member, patch_name
 from autopar.integrations.accelerate import alive, inside
 from autopar.layout import Layout
 
-__all__ = ["install"]
-
 
 def install() -> None:
     """Patch DeepSpeed, which has been imported."""

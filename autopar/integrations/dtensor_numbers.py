@@ -31,8 +31,6 @@ from autopar.foreign.patches import patch_entry, patch_name, patch_setter
 from autopar.foreign.tensors import ITEM, RANDOM, WRITES, base_of, name_of_operator, operators_of_dtensors
 from autopar.layout import replica_rows
 
-__all__ = ["install"]
-
 _ADVICE = (
     "A norm or a sum of a parameter under zero.stage 2 and 3 is that of all replicas' shards, and takes all of them:\n"
     "  read it on all (if rank == 0: around the print, not around .item()), or read parameter.to_local(), the shard."

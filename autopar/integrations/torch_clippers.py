@@ -26,8 +26,6 @@ from autopar.distributed.shard_reads import aside
 from autopar.errors import ConfigError
 from autopar.foreign.patches import patch_body, patch_member
 
-__all__ = ["install"]
-
 _Given = list[tuple["ReplicaNorm", dict[str, torch.Tensor]]]
 
 

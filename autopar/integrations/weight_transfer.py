@@ -25,8 +25,6 @@ from autopar.distributed.agree import rank_zero
 from autopar.distributed.digest import of_tensor
 from autopar.errors import CheckpointError, first_line
 
-__all__ = ["Engine", "HttpEngine", "TensorInfo", "WeightTransfer"]
-
 
 class TensorInfo(NamedTuple):
     """A tensor as an update announces it before its bytes.

@@ -22,8 +22,6 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from autopar.foreign.autograd import forward_class, input_metadata
 
-__all__ = ["Halves", "WeightGradients", "backward_halves", "stage_backward_input", "stage_backward_weight"]
-
 _Gradients = tuple[torch.Tensor | None, ...]
 
 

@@ -21,8 +21,6 @@ from autopar.errors import ConsistencyError
 from autopar.pipeline_parallel.p2p import P2P, Message, map_tensors
 from autopar.pipeline_parallel.step_count import StepReport, check_steps, warn_of_idle
 
-__all__ = ["Report", "digest_of", "read_batch"]
-
 _REPORT = Message("its report on the batch", 1_000_000_000)
 _SAMPLE = 65536  # elements that a digest looks at
 _PLAIN = (bool, int, float, str, list, tuple, dict, type(None))

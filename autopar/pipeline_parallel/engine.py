@@ -23,8 +23,6 @@ from autopar.pipeline_parallel.stage_forward import StageContext, StageForward, 
 from autopar.pipeline_parallel.step_count import StepCount
 from autopar.plan.stages import StagePlan
 
-__all__ = ["Engine", "Step"]
-
 _FIRST, _EVERY = 3, 10  # passes before which copies of weights are compared
 _NAMES = {"F": "forward", "B": "backward", "I": "backward to its input", "W": "backward to its weights"}
 

@@ -17,8 +17,6 @@ from autopar.pipeline_parallel.outputs import complete, incomplete, unavailable
 from autopar.pipeline_parallel.p2p import Message
 from autopar.pipeline_parallel.stage_forward import StageForward, StageOutput, Streams, run_stage
 
-__all__ = ["call_through_stages"]
-
 _RESULT = Message("the model's result", 1_000_001)
 
 

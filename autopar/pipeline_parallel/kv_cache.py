@@ -15,8 +15,6 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-__all__ = ["copy_caches", "find_cache", "kind_of_cache", "record_length", "record_lengths", "tokens_of"]
-
 
 def find_cache(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cache | None:
     """Return the cache among the arguments of a call; None without one."""

@@ -24,9 +24,6 @@ from autopar.foreign.transformers import set_loss_function
 from autopar.policy.match import is_encoder_decoder, loss_kind
 from autopar.policy.schema import Policy
 
-__all__ = ["LossOf", "OwnLoss", "loss_in"]
-
-
 _MEANS = (ForCausalLMLoss, ForMaskedLMLoss, ForSequenceClassificationLoss, ForTokenClassification)
 _LABELS = ("labels", "shift_labels")
 _OTHER_TARGETS = ("label", "target", "_positions", "masked_pos", "mask_time_indices", "observed_mask")  # parts of names

@@ -20,8 +20,6 @@ from autopar.swap import bind, unbind
 if TYPE_CHECKING:
     from autopar.pipeline_parallel.pipeline import Pipeline
 
-__all__ = ["PipelineOutput", "attach", "detach", "execute_pipeline", "no_sync", "pipeline_of"]
-
 _OWNER = "the pipeline"
 
 

@@ -20,16 +20,6 @@ from transformers.utils.generic import ModelOutput
 from autopar.errors import ConfigError
 from autopar.pipeline_parallel.p2p import map_tensors
 
-__all__ = [
-    "batch_size",
-    "label_count",
-    "next_batch",
-    "sample_rows",
-    "split",
-    "weights_of",
-    "weights_over_replicas",
-]
-
 
 def next_batch(data: Any) -> dict[str, Any]:
     """Return the batch in ``data``: itself if it is a mapping, else the next one of an iterator.

@@ -16,8 +16,6 @@ from transformers.utils.generic import ModelOutput
 from autopar.errors import UnsupportedModelError
 from autopar.swap import plain_class, swap
 
-__all__ = ["complete", "incomplete", "merge_outputs", "unavailable"]
-
 
 def incomplete(output: Any, names: Sequence[str]) -> Any:
     """Return ``output`` without these entries; reading one of them, or all entries in a row, raises."""

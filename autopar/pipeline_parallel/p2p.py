@@ -30,8 +30,6 @@ from autopar.distributed.process import accelerator
 from autopar.errors import PipelineError, first_line
 from autopar.foreign.c10d import in_fake_world
 
-__all__ = ["P2P", "Message", "TensorMeta", "map_tensors"]
-
 _LENGTH = 8  # bytes of a header's length
 _HEADER = 2048  # bytes of a message's header, which is one message where that is enough: each costs a round trip
 _OF_HEADERS = 0  # gloo's tag of all headers; tensors have the message's tag and 1

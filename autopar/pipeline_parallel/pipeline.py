@@ -39,8 +39,6 @@ from autopar.pipeline_parallel.stage_weights import release, reload
 from autopar.plan.stages import StagePlan, refuse_collected
 from autopar.swap import bind, unbind
 
-__all__ = ["Pipeline"]
-
 _LOSS = Message("the loss", 1_000_000)
 _OWNER = "stages"
 

@@ -27,8 +27,6 @@ from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in, wri
 if TYPE_CHECKING:
     from autopar.pipeline_parallel.stage_forward import StageForward
 
-__all__ = ["Examined", "Provenance", "check_padding", "examine", "explain"]
-
 _PADDING = re.compile(r"padding token|pad_token", re.IGNORECASE)
 
 # Operations that read shapes and dtypes only.

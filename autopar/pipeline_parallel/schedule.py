@@ -24,8 +24,6 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Action", "forwards", "make_schedule"]
-
 _Slots = list[tuple[str, int]]
 
 

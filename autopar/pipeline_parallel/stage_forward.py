@@ -32,17 +32,6 @@ from autopar.pipeline_parallel.provenance import Provenance, check_padding, exam
 from autopar.plan.stages import StagePlan
 from autopar.swap import swap, unswap
 
-__all__ = [
-    "StageContext",
-    "StageForward",
-    "StageOutput",
-    "Streams",
-    "mark_boundaries",
-    "run_stage",
-    "switching",
-    "unmark_boundaries",
-]
-
 
 class StageOutput(NamedTuple):
     """Output of one stage, input of the next one.

@@ -28,8 +28,6 @@ from autopar.quantized.layers import stored_weight
 from autopar.swap import replace_storage, swap, unswap
 from autopar.tensor_tracking import storage_key
 
-__all__ = ["Placeholder", "ReleasedWeights", "make_placeholder", "release", "reload"]
-
 
 class ReleasedWeights:
     """Tensors that left a model on this rank: enough to put them back.

@@ -24,8 +24,6 @@ from autopar.plan.matching import RuleMatch, join
 from autopar.plan.plan import AttributePlan, ModulePlan
 from autopar.plan.rules import TensorRule
 
-__all__ = ["adapter_rules", "expert_attributes"]
-
 
 def adapter_rules(
     root: nn.Module, matches: Sequence[RuleMatch], modules: Mapping[str, ModulePlan], tp: int

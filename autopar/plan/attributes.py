@@ -13,8 +13,6 @@ from autopar.plan.matching import Scope, join, walk
 from autopar.plan.plan import AttributePlan, InputPlan, ModulePlan
 from autopar.policy.schema import Ratio
 
-__all__ = ["scaled_attributes", "sliced_inputs"]
-
 
 def scaled_attributes(scope: Scope, modules: Mapping[str, ModulePlan]) -> Iterator[AttributePlan]:
     """Yield each attribute of a scope with its value on every rank."""

@@ -12,8 +12,6 @@ from autopar.foreign.transformers import CACHES
 from autopar.plan.matching import Scope, all_scopes, around, join, matches_of
 from autopar.policy.schema import Policy
 
-__all__ = ["Blocks", "dropped_blocks", "lies_in"]
-
 # Tensors that the forward of every decoder takes.
 _USUAL = {
     *("input_ids", "attention_mask", "position_ids", "token_type_ids", "inputs_embeds", "cache_position", "labels"),

@@ -25,8 +25,6 @@ from autopar.plan.units import UnitTable
 from autopar.policy.schema import BY_EXPERT, HIDDEN, Part, Rule
 from autopar.quantized.layers import StandIn
 
-__all__ = ["expert_names", "mixtures_in", "rules_of", "shard_by_expert"]
-
 MIXTURES = frozenset(("experts", "expert_modules", "calls_experts", "one_expert"))
 """Rules of plans for modules that have experts, are one, or call them."""
 

@@ -15,8 +15,6 @@ from autopar.plan.plan import Plan, TensorPlan
 from autopar.policy.schema import DERIVED, Policy
 from autopar.quantized.layers import stored_weights
 
-__all__ = ["derived_notice", "held", "ranges", "rows", "rule_of", "summarise", "whole_share"]
-
 
 def rule_of(plan: Plan, tensor: TensorPlan) -> str:
     """Name the rule of a tensor and its units: ``column heads | kv_heads``; ``replicated`` if every rank holds all."""

@@ -23,8 +23,6 @@ from autopar.plan.tensors import plan_tensors
 from autopar.policy.described_model import model_inside, model_type_of
 from autopar.policy.schema import Policy
 
-__all__ = ["make_plan"]
-
 
 def make_plan(root: nn.Module, policy: Policy, tp: int, *, experts: int = 1) -> Plan:
     """Return what each of ``tp`` ranks will hold of ``root``. Works on the meta device and in one process.

@@ -24,18 +24,6 @@ from autopar.policy.schema import BY_EXPERT, Input, Part, Policy, Ratio, Rule, T
 from autopar.policy.yaml_reader import Where
 from autopar.quantized.layers import block_of
 
-__all__ = [
-    "RuleMatch",
-    "Scope",
-    "all_scopes",
-    "check_overlap",
-    "check_regions",
-    "join",
-    "matches_of",
-    "rows_of",
-    "walk",
-]
-
 
 @dataclass(frozen=True)
 class Scope:

@@ -17,8 +17,6 @@ from autopar.foreign.transformers import has_accelerate_hook
 from autopar.plan.plan import Plan
 from autopar.policy.schema import Policy
 
-__all__ = ["check_forwards", "check_kernels", "drop_plain_forward"]
-
 
 def check_kernels(policy: Policy, model: nn.Module) -> None:
     """Raise UnsupportedModelError if a function that the policy names is not transformers' own torch code."""

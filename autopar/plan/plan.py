@@ -21,8 +21,6 @@ from torch import nn
 from autopar.errors import ConfigError
 from autopar.layout import Layout
 
-__all__ = ["AttributePlan", "InputPlan", "Joined", "ModulePlan", "Piece", "Plan", "TensorPlan"]
-
 
 @dataclass(frozen=True)
 class Joined:

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from autopar.plan.matching import RuleMatch
 
-__all__ = ["advise"]
-
 
 def advise(opening: RuleMatch, unit: str, inside: Sequence[RuleMatch]) -> str:
     """Return a line to end the error on ``opening`` with, from the rules of its scope; empty if none is likely.

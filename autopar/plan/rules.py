@@ -17,8 +17,6 @@ from autopar.plan.plan import ModulePlan
 from autopar.policy.schema import BY_EXPERT, HIDDEN, Part
 from autopar.quantized.layers import StandIn
 
-__all__ = ["TensorRule", "tensor_rules_of"]
-
 
 @dataclass(frozen=True)
 class TensorRule:

@@ -20,8 +20,6 @@ from autopar.plan.blocks import Blocks
 from autopar.policy.described_model import model_inside
 from autopar.policy.schema import Policy
 
-__all__ = ["Reads", "StagePlan", "elements_of", "make_stages", "partition", "rank_of_stage", "refuse_collected"]
-
 _COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 

@@ -27,8 +27,6 @@ from autopar.layout import Layout
 from autopar.plan.plan import Joined, Piece, TensorPlan
 from autopar.quantized.layers import StandIn
 
-__all__ = ["plan_tensors", "saved_form"]
-
 
 def plan_tensors(
     root: nn.Module,

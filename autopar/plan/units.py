@@ -14,8 +14,6 @@ from autopar.layout import Block, Layout, UnitRanges, aligned_shards, even_shard
 from autopar.policy.schema import HIDDEN, INFERRED, Part, UnitSpec
 from autopar.policy.yaml_reader import Where
 
-__all__ = ["UnitTable"]
-
 
 class UnitTable:
     """The units of one tower, counted in one config.

@@ -13,8 +13,6 @@ from autopar.policy.files import reference
 from autopar.policy.load import own_policies
 from autopar.policy.schema import Policy
 
-__all__ = ["advice", "convolutional"]
-
 _MOST_NAMES = 6
 
 

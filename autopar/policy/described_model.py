@@ -13,8 +13,6 @@ from autopar.errors import UnsupportedModelError
 from autopar.policy.files import reference
 from autopar.policy.schema import Policy
 
-__all__ = ["base_of", "config_of", "hugging_face_model", "model_inside", "model_type_of"]
-
 
 def model_inside(root: nn.Module, policy: Policy | None) -> tuple[str, Any]:
     """The path and the model in ``root`` that is parallelized.

@@ -17,21 +17,6 @@ from autopar.errors import PolicyError, nearest
 from autopar.policy.merge import merge, mounted_in_block, mounted_in_model, overlay
 from autopar.policy.yaml_reader import Fail, Node, Where, plain, read_text, yaml_tree
 
-__all__ = [
-    "PolicyName",
-    "comes_with_autopar",
-    "compose",
-    "extended",
-    "fail_in",
-    "policy_files",
-    "policy_folder",
-    "policy_text",
-    "policy_tree",
-    "reference",
-    "user_tree",
-    "variants_of",
-]
-
 
 @functools.cache
 def policy_folder() -> Path:

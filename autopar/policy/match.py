@@ -28,15 +28,6 @@ from autopar.policy.described_model import base_of, config_of, hugging_face_mode
 from autopar.policy.load import load_policies, own_policies, policy_files, policy_text, read_user_policy
 from autopar.policy.schema import DERIVED, Policy
 
-__all__ = [
-    "DERIVE",
-    "find_policy",
-    "given_policy",
-    "loss_kind",
-    "policies_of",
-    "supported_model_types",
-]
-
 
 def supported_model_types() -> dict[str, str]:
     """Return model_type -> name of the policy that describes it (of several, of the last)."""

@@ -9,8 +9,6 @@ from autopar.errors import PolicyError, nearest
 from autopar.policy.schema import BY_EXPERT, KINDS
 from autopar.policy.yaml_reader import Node, Where, plain
 
-__all__ = ["merge", "mounted_in_block", "mounted_in_model", "overlay"]
-
 _PATH = re.compile(r"([\w-]+|\*)\??(\.([\w-]+|\*)\??)*")
 _OF_BLOCK = re.compile(r"(?<![\w.])block\.")
 _IN_MODEL = (

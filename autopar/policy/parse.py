@@ -23,8 +23,6 @@ from autopar.policy.schema import (
 )
 from autopar.policy.yaml_reader import Node, Where, plain
 
-__all__ = ["parse_policy"]
-
 _TOWER = ("units", "prefix", "every_stage", "blocks", "suffix", "attributes", "inputs")
 _TOP = ("match", *_TOWER, "towers", "head", "head_attributes", "models", "without_kernels", "loss")
 _MATCH = ("model_type", "transformers", "config", "class")

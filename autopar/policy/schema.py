@@ -12,24 +12,6 @@ from typing import Any, NamedTuple
 
 from autopar.policy.yaml_reader import Where
 
-__all__ = [
-    "BY_EXPERT",
-    "DERIVED",
-    "HIDDEN",
-    "INFERRED",
-    "KINDS",
-    "LISTED",
-    "LOSSES",
-    "SUPPORTED",
-    "Input",
-    "Part",
-    "Policy",
-    "Ratio",
-    "Rule",
-    "Tower",
-    "UnitSpec",
-]
-
 BY_EXPERT = "by_expert"
 """Kind of a rule that says nothing but this: modules in a list are experts. Each has rules of its own."""
 DERIVED = "derived"

@@ -16,8 +16,6 @@ import yaml
 
 from autopar.errors import missing
 
-__all__ = ["Fail", "Node", "Where", "plain", "plain_tree", "read_text", "yaml_tree"]
-
 Fail = Callable[[str, "int | str | None"], Exception]
 """Makes the error of a file, from what is wrong and the line (or key path) it is in, if it is in one."""
 

@@ -22,8 +22,6 @@ from autopar.foreign.modules import own_parameters
 from autopar.layout import Layout
 from autopar.quantized.stored import InFile, Kind, Part, Piece, ToFile
 
-__all__ = ["IN_4_BIT", "FourBit", "config_of", "functional", "with_memory"]
-
 _BLOCK = 64  # numbers that share a scale
 _NESTED = " with quantized scales"
 _GROUP = 256  # scales that are quantized together

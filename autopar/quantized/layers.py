@@ -15,22 +15,6 @@ from autopar.foreign.modules import own_parameters
 from autopar.quantized import bitsandbytes, torchao
 from autopar.quantized.stored import Kind, StoredWeight
 
-__all__ = [
-    "KINDS",
-    "StandIn",
-    "as_plain",
-    "block_of",
-    "check_dtype",
-    "empty_weight",
-    "form_kept",
-    "keep_form",
-    "prepare",
-    "stand_in",
-    "stored_weight",
-    "stored_weights",
-    "without_memory",
-]
-
 _FORMATS: dict[str, Callable[[nn.Module], StoredWeight | None]] = {
     bitsandbytes.LIBRARY: bitsandbytes.find,
     torchao.LIBRARY: torchao.find,

@@ -11,8 +11,6 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from autopar.errors import ConfigError
 
-__all__ = ["check_folder", "check_quantizer", "dequantizes"]
-
 _SHARDED = ("bitsandbytes", "torchao")
 
 

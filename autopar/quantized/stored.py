@@ -9,8 +9,6 @@ import torch
 
 from autopar.layout import Layout
 
-__all__ = ["InFile", "Kind", "Part", "Piece", "StoredWeight", "ToFile", "join", "shard"]
-
 
 class Piece(NamedTuple):
     """One tensor of a stored weight, viewed with a dim for the outputs and one for the inputs, ``[out, in, ...]``.

@@ -24,8 +24,6 @@ from autopar.foreign.modules import own_parameters
 from autopar.layout import Layout
 from autopar.quantized.stored import InFile, Kind, Part, Piece, ToFile
 
-__all__ = ["LIBRARY", "EightBitTensor", "empty_weight", "find", "prepare"]
-
 LIBRARY = "torchao.utils"  # imported by whoever has made such a layer
 _FORMATS = {"Int8Tensor": "torchao int8", "Float8Tensor": "torchao float8"}
 _STEP = "_autopar_step"  # attribute of a layer: what its weight does not show

@@ -20,8 +20,6 @@ import xxhash
 
 from autopar.errors import CheckpointError
 
-__all__ = ["NAME", "Closing", "OutputFile", "RangeFile", "checksum", "checksum_of", "file_checksum", "small_file"]
-
 _opening = threading.Lock()
 
 

@@ -16,8 +16,6 @@ from autopar.storage.lazy_tensor import InMemory, LazyTensor, Stored
 from autopar.storage.safetensors_io import SafetensorsReader, nbytes
 from autopar.storage.views import permuted
 
-__all__ = ["damage", "open_files", "same_values"]
-
 _CHUNK = 1 << 24  # bytes that are compared at a time
 
 

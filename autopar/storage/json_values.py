@@ -26,8 +26,6 @@ from autopar.distributed.shard_reads import PLAIN
 from autopar.errors import CheckpointError, first_line
 from autopar.storage.safetensors_io import dtype_name, dtype_of
 
-__all__ = ["Json", "decode", "encode", "encode_inline", "inside"]
-
 Json = Any
 """None, bool, int, finite float, str, and lists and dicts with str keys of these."""
 

@@ -31,8 +31,6 @@ from autopar.storage.lazy_tensor import Box, InMemory, Joined, LazyTensor
 from autopar.storage.views import Converted, lazy_view, reshaped, unsqueezed
 from autopar.tensor_tracking import written_in_place
 
-__all__ = ["Computed", "Sketch"]
-
 _ATEN = torch.ops.aten
 
 

@@ -24,19 +24,6 @@ import torch
 from autopar.layout import Layout, Range
 from autopar.storage.files import RangeFile
 
-__all__ = [
-    "Box",
-    "InMemory",
-    "Joined",
-    "LazyTensor",
-    "Stored",
-    "map_shard",
-    "memory",
-    "read_shard",
-    "whole_box",
-    "with_range",
-]
-
 Box = tuple[Range, ...]
 """For each dim a range ``[start, stop)``."""
 

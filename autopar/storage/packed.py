@@ -14,8 +14,6 @@ from autopar.storage.files import RangeFile
 from autopar.storage.lazy_tensor import Box, LazyTensor, read_shard
 from autopar.storage.views import reshaped
 
-__all__ = ["Packed", "open_packed", "read_packed"]
-
 _LARGE = ("absmax", "SCB", "qdata", "scale", "zero_point", "weight")  # ends of names
 
 

@@ -20,8 +20,6 @@ from autopar.errors import CheckpointError
 from autopar.storage.files import Closing, OutputFile, RangeFile, checksum, checksum_of
 from autopar.storage.lazy_tensor import LazyTensor, Stored, memory
 
-__all__ = ["Entry", "SafetensorsReader", "SafetensorsWriter", "dtype_name", "dtype_of", "nbytes"]
-
 # The format's names in its own order; a file holds tensors from the last of these to the first, then by name.
 _CODES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,

@@ -16,8 +16,6 @@ from autopar.plan.plan import Piece
 from autopar.storage.files import RangeFile
 from autopar.storage.lazy_tensor import Box, InMemory, Joined, LazyTensor, Stored, whole_box
 
-__all__ = ["Converted", "lazy_view", "narrowed", "open_piece", "permuted", "reshaped", "unsqueezed"]
-
 
 class View(LazyTensor):
     """Ranges of the dims of ``base``, in any order, with dims of size 1 left out or added.

@@ -22,8 +22,6 @@ from autopar.swap import bind, unbind
 from autopar.tensor_parallel.embeddings import look_up
 from autopar.tensor_parallel.region_modules import RegionModule
 
-__all__ = ["AdapterOfRows", "DropoutAlike", "DropoutApart", "Magnitude", "MagnitudeOfParts", "attach", "detach"]
-
 _OWNER = "tensor parallelism of adapters"
 
 

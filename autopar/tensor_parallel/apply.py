@@ -20,8 +20,6 @@ from autopar.plan.stages import StagePlan
 from autopar.tensor_parallel import hooks, parameter_marks
 from autopar.tensor_parallel.regions import Region
 
-__all__ = ["apply", "attach", "chunk_head", "keep_logits_sharded", "mark_parameters", "undo"]
-
 _MODELS = itertools.count(1)  # every rank makes the same ones, in the same order
 
 

@@ -16,9 +16,6 @@ from autopar.layout import Block, Layout
 from autopar.plan.plan import Plan
 from autopar.tensor_parallel.regions import Region
 
-__all__ = ["gather_attentions", "gather_hidden_states", "head_layouts"]
-
-
 _OTHER_HEADS = ("kv_heads", "state_heads", "key_heads", "value_heads")
 
 

@@ -26,8 +26,6 @@ from autopar.distributed.failures import FailureLog
 from autopar.errors import ConsistencyError, PipelineError
 from autopar.foreign.groups import backends_of, default_group, set_timeout
 
-__all__ = ["Progress", "RankTurns"]
-
 _FLUSH, _HARD = 1, 2  # how soon a rank wants to stop, in transformers' numbers
 _KEPT = 10_000  # requests of the first rank that may still be given to another one
 _LONG = 365 * 24 * 3600.0

@@ -22,8 +22,6 @@ import torch
 from autopar.checks.forward import leaves
 from autopar.foreign.tensors import leave_alone
 
-__all__ = ["CompiledCheck", "checked_arguments", "no_graph_of_its_own"]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _CHECKS: weakref.WeakValueDictionary[int, CompiledCheck] = weakref.WeakValueDictionary()

@@ -9,8 +9,6 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-__all__ = ["config_view", "drop_value", "set_value", "view_of_config"]
-
 
 class _View:
     """Mixin first in the MRO. Its __init_subclass__ keeps transformers from turning the view into a dataclass."""

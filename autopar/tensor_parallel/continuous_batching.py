@@ -28,8 +28,6 @@ from autopar.swap import swap
 from autopar.tensor_parallel.config_view import config_view, set_value
 from autopar.tensor_parallel.given_caches import cache_layouts
 
-__all__ = ["check_thread", "forget", "generate_batch", "init_continuous_batching"]
-
 
 def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Make transformers' manager, over the ranks of a tensor-parallel group. Every rank of a replica calls it."""

@@ -24,8 +24,6 @@ from autopar.tensor_parallel.parallel_layer import (
     seeded_axis,
 )
 
-__all__ = ["HiddenParallelEmbedding", "VocabParallelEmbedding", "look_up"]
-
 
 class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
     """An embedding with its rows sharded: mask, look up, sum. ``[...] -> [..., hidden]``, weight Shard(0).

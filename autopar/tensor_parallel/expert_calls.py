@@ -24,8 +24,6 @@ from autopar.errors import ConfigError
 from autopar.foreign.modules import called_instead, own_buffers
 from autopar.foreign.tensors import tree_leaves, tree_map, version_of
 
-__all__ = ["Calls", "first_floats"]
-
 
 class _Call(NamedTuple):
     """One call of an expert.

@@ -11,8 +11,6 @@ from autopar.distributed.gloo_collectives import all_reduce
 from autopar.errors import ConfigError
 from autopar.tensor_parallel.experts import ExpertParallel
 
-__all__ = ["expert_load"]
-
 
 @torch.no_grad()
 def expert_load(model: nn.Module, *, reset: bool = True) -> dict[str, torch.Tensor]:

@@ -28,8 +28,6 @@ from autopar.tensor_parallel.expert_calls import Calls, first_floats
 from autopar.tensor_parallel.experts import ExpertParallel
 from autopar.tensor_parallel.region_modules import RegionModule
 
-__all__ = ["ExpertCaller", "ModuleExperts"]
-
 
 class ModuleExperts(ExpertParallel):
     """A list of experts, of which this rank holds some. Each parameter lies on one rank.

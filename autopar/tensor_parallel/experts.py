@@ -32,8 +32,6 @@ from autopar.layout import Block, Layout, even_shards
 from autopar.tensor_parallel.region_modules import RegionModule
 from autopar.tensor_parallel.whole_hooks import described, users_hook
 
-__all__ = ["ExpertParallel"]
-
 
 class ExpertParallel(RegionModule):
     """Experts, of which this rank holds some: ``[tokens, hidden] -> [tokens, hidden]``. Parameters Shard(0).

@@ -20,8 +20,6 @@ from autopar.foreign.transformers import caches_in, holds_states, holds_tokens
 from autopar.layout import Block, Layout
 from autopar.tensor_parallel.compiled_forward import no_graph_of_its_own
 
-__all__ = ["MarkCaches", "ShardCaches", "cache_layouts", "goes_on"]
-
 _SHARDED = "_autopar_local"
 _NOT_CACHED = ("key_heads", "value_heads", "state_heads")  # of linear attention
 

@@ -48,9 +48,6 @@ from autopar.tensor_parallel.given_caches import MarkCaches, ShardCaches, cache_
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.whole_hooks import WholeHooks
 
-__all__ = ["AgreedCriteria", "Hook", "agreed", "attach", "detach"]
-
-
 _OF_TOKENS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria, ConfidenceCriteria)
 
 

@@ -25,8 +25,6 @@ from autopar.layout import Layout
 from autopar.tensor_parallel.loss import sharded_cross_entropy
 from autopar.tensor_parallel.sharded_logits import Change, Gradients, LogitsPart
 
-__all__ = ["BY_ELEMENT", "Head", "HeadState", "Shards", "asked_shape"]
-
 
 class Head(NamedTuple):
     """The product that makes logits: ``[..., hidden] -> [..., vocab/tp]``.

@@ -31,8 +31,6 @@ from autopar.layout import even_shards
 if TYPE_CHECKING:
     from autopar.tensor_parallel.logits_shards import Shards
 
-__all__ = ["check_targets", "sharded_cross_entropy", "vocab_parallel_cross_entropy"]
-
 Reduction = Literal["none", "mean", "sum"]
 
 

@@ -21,8 +21,6 @@ from autopar.layout import Layout
 from autopar.plan.plan import ModulePlan
 from autopar.tensor_parallel.region_modules import RegionModule
 
-__all__ = ["GlobalMeans", "ShardedNorm"]
-
 
 class ShardedNorm(RegionModule):
     """A norm over sharded features. ``[..., n/tp] -> [..., n/tp]``, weight Shard(0)."""

@@ -30,9 +30,6 @@ from autopar.distributed.derivatives import any_order, is_watched, keep_none
 from autopar.distributed.profiling import named_collective, record
 from autopar.foreign.c10d import in_fake_world
 
-__all__ = ["CONV1D", "LINEAR", "Late", "LateWeight", "WeightGradient", "attach", "can_overlap", "enter"]
-
-
 _LEAST = 1 << 16
 """Elements of the input, from which on it pays: the nodes cost some 50 us. Alike on all ranks, as shards are not."""
 

@@ -26,8 +26,6 @@ from autopar.plan.plan import ModulePlan
 from autopar.tensor_parallel.parameter_marks import mark_shard
 from autopar.tensor_parallel.regions import Region
 
-__all__ = ["FullWeight", "InitMethod", "ParallelLayer", "layout_of", "make_layer", "make_linear", "seeded_axis"]
-
 InitMethod = Callable[[torch.Tensor], Any]
 
 

@@ -29,19 +29,6 @@ from autopar.tensor_parallel.layers import parallel_class, plain_class
 from autopar.tensor_parallel.quantized_product import part_on
 from autopar.tensor_parallel.regions import Region
 
-__all__ = [
-    "apply",
-    "full_state_dict",
-    "hide_sizes",
-    "load_full_state_dict",
-    "resize",
-    "show_sizes",
-    "swap",
-    "swap_back",
-    "undo",
-]
-
-
 _OWNER = "printed sizes"
 
 

@@ -25,8 +25,6 @@ from autopar.layout import Layout
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.plan.stages import StagePlan
 
-__all__ = ["describe_stage", "mark", "mark_shard", "unmark"]
-
 _NAMES = ("tensor_model_parallel", "partition_dim", "partition_stride", "shared", "ds_pipe_replicated", "allreduce")
 
 

@@ -14,8 +14,6 @@ from autopar.quantized.stored import Part
 from autopar.tensor_parallel.overlap import WeightGradient
 from autopar.tensor_parallel.parallel_layer import ParallelLayer
 
-__all__ = ["StoredProduct", "part_on"]
-
 
 class StoredProduct(ParallelLayer):
     """A mixin before the column- or row-parallel layer, which is before the class of the weight's library."""

@@ -32,8 +32,6 @@ from autopar.plan.plan import InputPlan, ModulePlan
 from autopar.swap import mixed_class
 from autopar.tensor_parallel.regions import Region
 
-__all__ = ["RegionModule", "argument_names", "region_class", "shard_input", "with_inputs"]
-
 
 class RegionModule:
     """Mixin of a module at the border of a sharded region, or with parameters whose gradients are summed."""

@@ -35,8 +35,6 @@ from autopar.tensor_parallel.overlap import Late, WeightGradient, can_overlap
 from autopar.tensor_parallel.overlap import enter as enter_overlapped
 from autopar.tensor_parallel.sequence_rows import Entered, can_save_rows, gather_rows
 
-__all__ = ["Region"]
-
 _DRAWS = {
     *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
     *("bernoulli", "bernoulli_", "rand", "rand_like", "randn", "randn_like"),

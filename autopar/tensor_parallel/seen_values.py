@@ -20,9 +20,6 @@ from autopar.errors import ConfigError
 from autopar.foreign.tensors import version_of
 from autopar.layout import Layout
 
-__all__ = ["Chain", "Seen", "SeenShards", "Shards", "mapped", "tensors_of"]
-
-
 _HELD = "_autopar_full"  # attribute of a shard: the full tensor it was cut from, and its own version
 
 

@@ -36,8 +36,6 @@ from autopar.tensor_parallel.sequence_rows import (
     take_rows,
 )
 
-__all__ = ["RowsOfList", "SequencePlan", "apply", "argument_names", "undo"]
-
 
 @dataclass(frozen=True)
 class SequencePlan:

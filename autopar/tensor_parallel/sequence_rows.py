@@ -34,19 +34,6 @@ from autopar.layout import Layout
 from autopar.swap import mixed_class
 from autopar.tensor_parallel.overlap import Late, LateWeight, WeightGradient
 
-__all__ = [
-    "Entered",
-    "ReadByRows",
-    "can_save_rows",
-    "gather_rows",
-    "own_rows",
-    "reader_class",
-    "rows_of",
-    "sum_to_rows",
-    "summed_over_rows",
-    "take_rows",
-]
-
 
 @functools.lru_cache(maxsize=4096)
 def rows_of(length: int, ranks: int) -> Layout | None:

@@ -12,8 +12,6 @@ from autopar.distributed.axis import Axis
 from autopar.foreign.modules import own_parameters
 from autopar.layout import Layout
 
-__all__ = ["shards_named"]
-
 _LISTED = 3
 
 

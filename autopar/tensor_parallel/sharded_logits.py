@@ -29,8 +29,6 @@ from autopar.distributed.whole_on_read import WholeOnRead, without_overrides
 from autopar.foreign.tensors import tree_leaves, tree_map_only, wrapper_subclass
 from autopar.layout import Layout
 
-__all__ = ["Change", "Gradients", "LogitsPart", "ShardedLogits", "sharded_logits"]
-
 Change = Callable[[torch.Tensor], torch.Tensor]
 Gradients = Callable[..., Sequence[torch.Tensor | None]]
 

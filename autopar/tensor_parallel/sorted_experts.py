@@ -10,8 +10,6 @@ from autopar.layout import even_shards
 from autopar.tensor_parallel.experts import ExpertParallel
 from autopar.tensor_parallel.region_modules import argument_names
 
-__all__ = ["SortedExperts"]
-
 
 class SortedExperts(ExpertParallel):
     """Experts, of which this rank holds some: ``[rows, in] -> [rows, out]``, the rows of one expert after the other.

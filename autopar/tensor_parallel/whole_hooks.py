@@ -28,8 +28,6 @@ from autopar.foreign.modules import hooks_of, hooks_of_all, hooks_with_kwargs, o
 from autopar.plan.plan import ModulePlan
 from autopar.tensor_parallel.seen_values import Chain, Seen, SeenShards, Shards
 
-__all__ = ["WholeHooks", "described", "local_hooks", "users_hook"]
-
 _KINDS = ("forward", "forward_pre", "backward", "backward_pre")
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 _LOCAL = "_autopar_local_hooks"

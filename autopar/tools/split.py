@@ -31,8 +31,6 @@ from autopar.storage.files import small_file
 from autopar.storage.lazy_tensor import InMemory, LazyTensor
 from autopar.storage.safetensors_io import dtype_of, nbytes
 
-__all__ = ["split_checkpoint"]
-
 
 def split_checkpoint(
     source: str | os.PathLike[str],

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Column, Table
 
-__all__ = ["console", "fitting", "lines", "shape", "size", "table"]
-
 _WIDE = 10_000  # no line is folded
 
 

@@ -12,8 +12,6 @@ from autopar.checkpoint.offline.output import progress_bar
 from autopar.checkpoint.shards import Shards
 from autopar.errors import CheckpointError
 
-__all__ = ["check_checkpoint"]
-
 
 def check_checkpoint(directory: str | os.PathLike[str], *, progress: bool | None = None) -> dict[str, Any]:
     """Check that every file is there, that every byte is the one that was saved, and that nothing lies there besides.

@@ -24,8 +24,6 @@ from autopar.storage.lazy_tensor import LazyTensor
 from autopar.storage.safetensors_io import SafetensorsWriter, dtype_of, nbytes
 from autopar.storage.views import open_piece
 
-__all__ = ["check_format", "merge_checkpoint", "write_merged"]
-
 # File names of the weights, as transformers knows them.
 _FORMATS = {
     "safetensors": ("model{suffix}.safetensors", "model.safetensors.index.json"),

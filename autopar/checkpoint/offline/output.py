@@ -18,8 +18,6 @@ from tqdm import tqdm
 from autopar.checkpoint.staging import Staging, fsync_files
 from autopar.errors import CheckpointError
 
-__all__ = ["copy_small_files", "output_folder", "parse_dtype", "progress_bar"]
-
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx|index\.json|tmp|lock)|autopar\.json|\..*")
 
 

@@ -28,18 +28,6 @@ from autopar.policy.schema import HIDDEN, Policy, UnitSpec
 from autopar.storage.files import file_checksum
 from autopar.storage.safetensors_io import SafetensorsWriter, dtype_of, nbytes
 
-__all__ = [
-    "MOST",
-    "check_blocks",
-    "check_fits",
-    "check_sizes",
-    "reshard_checkpoint",
-    "stages_by_size",
-    "write_manifest",
-    "write_part",
-]
-
-
 _OWN = re.compile(r"::.*@tp(\d+)$")
 
 

@@ -17,8 +17,6 @@ from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.swap import swap
 
-__all__ = ["show_replicas"]
-
 
 def show_replicas(accelerator: Any, model: nn.Module, mpu: MPU) -> None:
     """Let ``accelerator`` count, shard and gather over the data-parallel axis of ``mpu``; changed in place.

@@ -10,15 +10,6 @@ from typing import Any
 from autopar.config import ParallelConfig
 from autopar.errors import ConfigError
 
-__all__ = [
-    "check_arguments",
-    "check_parallelized",
-    "check_stages",
-    "merge_arguments",
-    "parse_parallel_config",
-    "wants_whole_model",
-]
-
 # Of args.optim: what steps in backward; and what works element by element, and may be made of shards.
 _LAYERWISE = ("galore_adamw", "galore_adamw_8bit", "galore_adafactor", "apollo_adamw")
 _IN_BACKWARD = ("lomo", "adalomo", *(f"{name}_layerwise" for name in _LAYERWISE))

@@ -20,8 +20,6 @@ from autopar.checkpoint.random_states import restore, take
 from autopar.errors import CheckpointError
 from autopar.integrations.trainer.steps import ParallelBase
 
-__all__ = ["SHARDS", "CheckpointMixin"]
-
 SHARDS = "optimizer_shards"
 _TIMEOUT = 600.0  # seconds in which the other ranks come to a save or a load; callbacks run on rank 0 meanwhile
 

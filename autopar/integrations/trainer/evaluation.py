@@ -14,8 +14,6 @@ from autopar.distributed.gloo_collectives import all_reduce
 from autopar.errors import ConfigError
 from autopar.integrations.trainer.steps import ParallelBase, rows_of
 
-__all__ = ["EvaluationMixin"]
-
 
 class EvaluationMixin(ParallelBase):
     """Loops without gradients."""

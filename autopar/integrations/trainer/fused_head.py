@@ -16,8 +16,6 @@ from torch import nn
 from autopar.distributed import collectives
 from autopar.swap import bind, unbind
 
-__all__ = ["give_whole_head", "has_fused_head"]
-
 _ARGUMENT = "fused_lm_head"
 _OWNER = "the fused head"
 

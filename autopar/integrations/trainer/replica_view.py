@@ -29,8 +29,6 @@ from autopar.integrations.accelerate import counting_replicas
 from autopar.integrations.trainer.fused_head import give_whole_head, has_fused_head
 from autopar.integrations.trainer.steps import ParallelBase
 
-__all__ = ["ReplicaView", "check_heads", "count_replicas", "parallelize_reference", "seed_by_replica"]
-
 _HOW = (
     "  The ranks of a replica hold the same samples. In its own methods a trainer slices what it has gathered by\n"
     "  accelerator.process_index and num_processes, which count replicas there; args.process_index, a state of\n"

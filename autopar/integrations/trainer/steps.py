@@ -25,8 +25,6 @@ from autopar.distributed.process import device_of_numbers
 from autopar.pipeline_parallel.microbatch import batch_size, label_count, weights_over_replicas
 from autopar.swap import swap
 
-__all__ = ["ParallelBase", "StepMixin", "base_of"]
-
 _UNKNOWN = (
     "because it is not known over which labels its loss is a mean, so gradients may differ from those of one process.\n"
     "  Give compute_loss_func=, which divides the sum of the losses by num_items_in_batch."

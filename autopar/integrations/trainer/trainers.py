@@ -47,8 +47,6 @@ from autopar.integrations.trainer.steps import StepMixin, base_of
 if TYPE_CHECKING:
     from autopar.policy.schema import Policy
 
-__all__ = ["ParallelSeq2SeqTrainer", "ParallelTrainer", "ParallelTrainerMixin"]
-
 
 class ParallelTrainerMixin(ReplicaView, StepMixin, EvaluationMixin, CheckpointMixin):
     """Make a trainer of transformers, or one that derives from it, parallel: put it first among the base classes.

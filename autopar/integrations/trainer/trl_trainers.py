@@ -7,8 +7,6 @@ from typing import Any
 
 from autopar.integrations.trainer.trainers import ParallelTrainerMixin
 
-__all__ = ["NAMES"]
-
 NAMES = tuple(f"Parallel{kind}Trainer" for kind in ("DPO", "GRPO", "KTO", "RLOO", "Reward", "SFT"))
 
 

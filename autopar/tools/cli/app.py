@@ -14,8 +14,6 @@ import typer
 from autopar import __version__
 from autopar.errors import AutoparError, in_one_line
 
-__all__ = ["PP", "TP", "Json", "Model", "Policy", "Trust", "app", "errors", "print_json"]
-
 app = typer.Typer(
     name="autopar",
     help="Plan a run, prove it; work with checkpoints that autopar has written, and with policies.",

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from autopar.checkpoint.shard_index import FileRecord
     from autopar.layout import Layout
 
-__all__ = ["in_words"]
-
 _Source = Annotated[Path, typer.Argument(help="Folder that save_parallelized wrote.")]
 _Target = Annotated[Path, typer.Argument(help="Folder to make; it appears when it is whole.")]
 _Tp = Annotated[int, typer.Option("--tp", help="Tensor-parallel size of the new shards.")]

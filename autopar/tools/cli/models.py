@@ -24,8 +24,6 @@ from autopar.deferred_init.context import lazy_init
 from autopar.errors import ConfigError, clip, nearest, type_and_text
 from autopar.foreign.transformers import from_config
 
-__all__ = ["TASKS", "Head", "heads", "named_object", "of_task", "remote_classes"]
-
 
 def remote_classes(folder: Path, content: dict[str, Any]) -> tuple[PretrainedConfig, dict[str, type[PreTrainedModel]]]:
     """Run the code of a folder; return its config, and the classes that its ``auto_map`` names.

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from autopar.tools.planner.hardware import Gpu
     from autopar.tools.planner.search import Found, Space
 
-__all__ = ["plan"]
-
 _SHOWN = 12  # meshes that fall out
 
 

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 
     from autopar.tools.cli.models import Head
 
-__all__ = ["build", "policy"]
-
-
 policy = typer.Typer(
     help="Work with policies, which say how the weights of a model are sharded.",
     short_help="List, show, check and derive policies.",

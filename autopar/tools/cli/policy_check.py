@@ -21,8 +21,6 @@ from autopar.policy.described_model import model_inside
 from autopar.policy.match import find_policy, given_policy
 from autopar.policy.schema import Policy
 
-__all__ = ["check_policy", "resolve_policy"]
-
 _CP = 2  # the size with which context parallelism is tried where none is given
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from autopar.tools.derivation.derive import Derived
     from autopar.tools.verification.report import Report
 
-__all__ = ["new"]
-
 _SHOWN = 8  # names in a comment
 
 

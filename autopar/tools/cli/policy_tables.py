@@ -11,8 +11,6 @@ from typing import Any
 from autopar.plan.listing import ranges, rows
 from autopar.tools.tables import console, fitting, shape, size
 
-__all__ = ["print_report"]
-
 
 def print_report(report: dict[str, Any], *, brief: bool = False, places: bool = False) -> None:
     """Print a report of :mod:`autopar.tools.cli.policy_check`: tables, and the verdict where it has one.

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from autopar.tools.rehearsal.matching import Traces
     from autopar.tools.rehearsal.run import Rehearsal
 
-__all__ = ["rehearse", "trace", "ways_in_words"]
-
 _PARTS = ("step", "evaluation", "save", "load")
 _SHOWN = 5  # problems, and ranks that wait
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from autopar.tools.cli.models import Head
     from autopar.tools.verification.report import Report
 
-__all__ = ["verify"]
-
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 

@@ -16,8 +16,6 @@ from autopar.tools.derivation.block_lists import BlockList
 from autopar.tools.derivation.decisions import Names
 from autopar.tools.derivation.families import Named
 
-__all__ = ["Candidate", "candidates", "choices"]
-
 _NEVER = re.compile(
     r"head_dim|head_size$|head_width|kernel|chunk|rank|layer|state|hidden_size|d_model|experts|top_k|window"
 )

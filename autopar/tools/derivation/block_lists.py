@@ -16,8 +16,6 @@ from transformers import PreTrainedModel
 from autopar.foreign.modules import own_parameters
 from autopar.tools.derivation.decisions import Trace, is_linear
 
-__all__ = ["BlockList", "block_lists", "note_vocabulary", "sections_around"]
-
 _LISTS = (nn.ModuleList, nn.Sequential)
 _LAYERS_OF_A_BLOCK = 2
 

@@ -12,8 +12,6 @@ from autopar.tools.derivation.decisions import Decisions, Trace, underivable
 from autopar.tools.derivation.marks import Meeting
 from autopar.tools.derivation.trace import Traced, trace
 
-__all__ = ["decide", "sources_of"]
-
 _ROUNDS = 60
 _MOST_ENTERED = 3
 

@@ -14,8 +14,6 @@ from autopar.errors import UnsupportedModelError
 from autopar.policy.advice import convolutional
 from autopar.tools.derivation.feature_tracking import FeatureTracking
 
-__all__ = ["Decisions", "Names", "Trace", "is_linear", "underivable"]
-
 
 class Names:
     """Names that blocks share: paths with ``*`` for the number of a block, or of one of several equal modules in it."""

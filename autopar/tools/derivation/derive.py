@@ -30,8 +30,6 @@ from autopar.tools.derivation.policy_tree import marked, missing, policy_tree
 from autopar.tools.derivation.trace import Traced, traced
 from autopar.tools.derivation.unit_shapes import check_units
 
-__all__ = ["Derived", "derive"]
-
 _SIZES = (2, 4)
 _TRIES, _FEW_TRIES = 200, 6
 

@@ -18,8 +18,6 @@ from autopar.tools.derivation.decide import components
 from autopar.tools.derivation.decisions import Trace
 from autopar.tools.derivation.marks import unique_pairs
 
-__all__ = ["Family", "Member", "Named", "families", "named_families"]
-
 _KEYS = ("key_value", "kv")
 _SHORT = ("n_q", "n_kv")  # of heads
 

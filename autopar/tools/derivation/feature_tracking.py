@@ -23,8 +23,6 @@ from autopar.foreign.tensors import base_of, schema_of, tree_leaves, tree_map
 from autopar.tensor_tracking import tensors_in
 from autopar.tools.derivation.marks import ACTIVATION, CONSTANT, INSIDE, PARAMETER, Mark, MarkedTensors
 
-__all__ = ["FeatureTracking"]
-
 _FORMS = ("dtype", "device", "layout", "pin_memory", "memory_format")
 _LINEAR = {"mul", "div", "add", "sub", "mul_", "div_", "add_", "_to_copy", "clone", "neg"}
 

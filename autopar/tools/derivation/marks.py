@@ -13,21 +13,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.dry_run.operators import ValuelessTracking
 
-__all__ = [
-    "ACTIVATION",
-    "CONSTANT",
-    "INPUT",
-    "INSIDE",
-    "PARAMETER",
-    "Components",
-    "Mark",
-    "MarkedTensors",
-    "Meeting",
-    "Spoiled",
-    "places_of",
-    "unique_pairs",
-]
-
 
 def unique_pairs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return the different pairs of numbers at the same places of two tensors (that broadcast): ``[pairs, 2]``."""

@@ -16,8 +16,6 @@ from autopar.tools.derivation.block_lists import BlockList, note_vocabulary, sec
 from autopar.tools.derivation.decisions import Decisions, Trace, is_linear
 from autopar.tools.derivation.families import Family, Member, Named, named_families
 
-__all__ = ["marked", "missing", "policy_tree"]
-
 
 def policy_tree(
     root: PreTrainedModel,

@@ -21,8 +21,6 @@ from autopar.tools.derivation.decisions import Decisions, Names, Trace, is_linea
 from autopar.tools.derivation.feature_tracking import FeatureTracking
 from autopar.tools.derivation.marks import ACTIVATION, CONSTANT, INPUT, INSIDE, PARAMETER, Mark
 
-__all__ = ["Traced", "trace", "traced"]
-
 
 @dataclass(frozen=True)
 class Traced:

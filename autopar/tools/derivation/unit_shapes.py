@@ -32,8 +32,6 @@ from autopar.tools.derivation.feature_tracking import FeatureTracking
 from autopar.tools.derivation.marks import ACTIVATION
 from autopar.tools.derivation.trace import Traced, trace
 
-__all__ = ["check_units"]
-
 _COPIES = frozenset(("alias", "clone", "contiguous", "detach", "_to_copy", "lift_fresh", "view_as", "copy"))
 _REPEATS = frozenset(("expand", "repeat", "repeat_interleave"))
 _VIEWS = frozenset(("view", "_unsafe_view", "reshape", "_reshape_alias", "expand"))

@@ -15,8 +15,6 @@ from autopar.policy.files import PolicyName, extended, policy_folder
 from autopar.policy.load import read_user_policy
 from autopar.policy.yaml_reader import plain
 
-__all__ = ["composed", "yaml_text"]
-
 _SECTIONS = ("prefix", "every_stage", "suffix", "head")
 _NESTED = ("match", "units", "towers", "blocks", "modules", "attributes", *_SECTIONS)
 _TP = 2

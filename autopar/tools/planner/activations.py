@@ -32,8 +32,6 @@ from autopar.tools.planner.remembered import Remembered, is_kept
 from autopar.tools.planner.storages import Entry, FusedKernels, SavedStorages, Storages, alive
 from autopar.tools.planner.units import ForwardCount, Unit, collectives_of
 
-__all__ = ["count_forward"]
-
 _BEHIND = -1  # place of what comes behind the last element
 
 

@@ -17,8 +17,6 @@ from autopar.foreign.modules import own_parameters
 from autopar.quantized.layers import KINDS, stand_in
 from autopar.quantized.stored import Kind
 
-__all__ = ["add_lora", "kind_in", "kind_of", "mark_quantized"]
-
 
 def kind_of(name: str) -> Kind:
     """Return the form of weights that a name stands for. Raises ConfigError for another name."""

@@ -9,8 +9,6 @@ from typing import NamedTuple
 from autopar.pipeline_parallel.schedule import Action
 from autopar.tools.planner.stage_costs import StageCost
 
-__all__ = ["ActivationBytes", "Played", "Slot", "State", "most_kept", "peak_of", "play", "states_of", "step_time"]
-
 
 class ActivationBytes(NamedTuple):
     """Bytes of a rank's micro-batches at its peak.

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 from autopar.config import ParallelConfig
 
-__all__ = ["Candidate", "Estimate", "RankMemory", "Rows", "mesh_words"]
-
 
 class Rows(NamedTuple):
     """How sequences and experts lie on ranks: sizes of tp and cp, whether tp ranks hold rows between the regions.

@@ -17,8 +17,6 @@ from autopar.tools.planner.model_states import RankBytes
 from autopar.tools.planner.planned_model import PlannedModel
 from autopar.tools.planner.stage_costs import StageCost, stage_costs, volume
 
-__all__ = ["Estimator"]
-
 _RESERVE = 1_500_000_000  # bytes of a CUDA context, its kernels and NCCL's buffers
 _BUCKET = 32 * 1024 * 1024  # in which gradients are averaged
 _STEP_BYTES = 32  # that AdamW moves for each element: gradient, both moments and weight, read and written

@@ -12,8 +12,6 @@ import yaml
 
 from autopar.errors import ConfigError, nearest
 
-__all__ = ["GPUS", "Gpu", "find_gpu", "gpu_of"]
-
 
 @dataclass(frozen=True)
 class Gpu:

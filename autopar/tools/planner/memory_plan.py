@@ -25,8 +25,6 @@ from autopar.tools.planner.hardware import GPUS
 from autopar.tools.planner.model_states import ModelStates, RankBytes
 from autopar.tools.planner.planned_model import PlannedModel
 
-__all__ = ["MemoryPlan", "allocated_line", "plan_memory", "planned_bytes"]
-
 
 @dataclass(frozen=True)
 class MemoryPlan:

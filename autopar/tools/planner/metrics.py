@@ -16,8 +16,6 @@ from autopar.tools.planner.candidate import Rows
 from autopar.tools.planner.hardware import find_gpu, gpu_of
 from autopar.tools.planner.planned_model import PlannedModel
 
-__all__ = ["metrics"]
-
 _KNOWN = "_autopar_flops"
 
 

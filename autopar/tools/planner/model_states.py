@@ -24,8 +24,6 @@ from autopar.plan.stages import StagePlan
 from autopar.quantized.layers import StandIn
 from autopar.quantized.stored import Kind
 
-__all__ = ["OPTIMIZERS", "ModelStates", "RankBytes", "check_optimizer_name"]
-
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
 """Name -> tensors of the parameter's size that it keeps. Adam also keeps its step, 4 bytes a parameter."""
 

@@ -36,8 +36,6 @@ from autopar.tools.planner.candidate import Candidate, Rows
 from autopar.tools.planner.model_states import ModelStates
 from autopar.tools.planner.units import ForwardCount
 
-__all__ = ["PlannedModel"]
-
 
 class _Shard(NamedTuple):
     """A shard that can be counted.

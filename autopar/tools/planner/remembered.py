@@ -13,8 +13,6 @@ from autopar.activation_checkpoint import saved_operators
 from autopar.distributed.recompute_tape import Tape
 from autopar.tools.planner.storages import Operation, SavedStorages, Storages
 
-__all__ = ["Remembered", "is_kept"]
-
 
 class Remembered:
     """Number and bytes of the storages that ``activation_checkpointing.save`` keeps of a block's forward."""

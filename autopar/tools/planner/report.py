@@ -15,8 +15,6 @@ from autopar.tools.planner.search import Found, Space
 _PCIE = 20e9  # bytes a second between a GPU and the CPU's memory, of a PCIe 4 link; all GPUs of a node at a time
 _HOST = 4e9  # bytes of state a second that a GPU's share of the CPU steps: AdamW on 4 threads, measured
 
-__all__ = ["OnHost", "assumptions", "gigabytes", "needs", "on_host", "rejected", "to_json", "yaml_of"]
-
 
 def needs(memory: RankMemory) -> str:
     """Return what a candidate needs: ``needs 93 GB: activations 61, weights 18, ...``, the largest part first."""

@@ -14,8 +14,6 @@ from autopar.errors import AutoparError, ConfigError, first_line
 from autopar.tools.planner.candidate import Candidate, Estimate, RankMemory
 from autopar.tools.planner.estimate import Estimator
 
-__all__ = ["Found", "Space", "rehearsed", "search", "with_kept"]
-
 _SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")  # gpipe waits as long as 1f1b and holds more
 _MICROBATCHES = (1, 2, 4, 8, 16)
 _SAVES = (("attention",), ("collectives",), ("attention", "collectives"), SAVED)  # what recomputed blocks may keep

@@ -13,8 +13,6 @@ from autopar.tools.planner.hardware import Gpu
 from autopar.tools.planner.storages import Operation
 from autopar.tools.planner.units import Collective, ForwardCount, Unit
 
-__all__ = ["StageCost", "Travel", "seconds_of", "stage_costs", "volume"]
-
 _ATTENTION_BACKWARD = 2.5  # five products instead of two: the scores are computed again
 _ELEMENTWISE_BACKWARD = 1.5  # the gradient and what was saved are read
 

@@ -24,8 +24,6 @@ from autopar.foreign.autograd import next_sequence_number, run_backward
 from autopar.foreign.tensors import GROUPED_MM, ITEM, operator_of, schema_of
 from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in
 
-__all__ = ["Entry", "FusedKernels", "Operation", "SavedStorages", "Storages", "alive"]
-
 _GROUPED = ("_grouped_mm", "grouped_mm_fallback")
 _WIDEST_HEAD = 256  # of flash attention
 

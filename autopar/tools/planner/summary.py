@@ -11,8 +11,6 @@ from autopar.plan.listing import held as held_here
 from autopar.plan.listing import rows, rule_of
 from autopar.tools.tables import lines, shape, table
 
-__all__ = ["summary"]
-
 
 def summary(model: nn.Module) -> str:
     """Print a table of a parallelized model on the first rank: parameters, how they are sharded, what this rank holds.

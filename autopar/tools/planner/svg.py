@@ -9,8 +9,6 @@ from math import floor, log10
 from autopar.tools.planner.bubbles import Played
 from autopar.tools.planner.candidate import Estimate
 
-__all__ = ["LEFT", "WIDTH", "axis", "box", "draw", "legend", "opened", "text"]
-
 WIDTH, LEFT, _RIGHT = 1000, 80, 20
 _INSIDE = WIDTH - LEFT - _RIGHT
 _WAITING = "#eeeeee"

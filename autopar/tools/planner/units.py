@@ -12,8 +12,6 @@ import torch
 from autopar.foreign.autograd import input_metadata, sequence_number
 from autopar.tools.planner.storages import Operation
 
-__all__ = ["Collective", "ForwardCount", "Unit", "collectives_of"]
-
 
 class Collective(NamedTuple):
     """One call of a collective over tp, cp or ep.

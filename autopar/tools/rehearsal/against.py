@@ -10,8 +10,6 @@ from autopar.distributed.trace import Call
 from autopar.errors import ConfigError
 from autopar.tools.rehearsal.matching import Traces
 
-__all__ = ["Way", "check_world", "ranks_in", "ways"]
-
 _PARTS = ("step", "evaluation")
 _ON_GLOO = "pp control"
 

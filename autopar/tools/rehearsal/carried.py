@@ -13,8 +13,6 @@ import torch
 
 from autopar.distributed.trace import Call
 
-__all__ = ["CARRIED", "Members", "fill"]
-
 Members = list[list[torch.Tensor]]
 """Tensors that each rank of a group gives."""
 

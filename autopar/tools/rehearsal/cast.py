@@ -20,8 +20,6 @@ from autopar.tools.rehearsal.carried import CARRIED, Members, fill
 from autopar.tools.rehearsal.links import LeftAloneError, Links, packed, unpacked
 from autopar.tools.rehearsal.own_sizes import check_sizes
 
-__all__ = ["Answers", "Told", "standing_for", "standing_in"]
-
 
 def standing_for(rank: int, cast: Sequence[int], coordinates: Sequence[tuple[int, ...]]) -> int:
     """Return who of the cast stands for a rank: the one that shares most coordinates, earlier ones first."""

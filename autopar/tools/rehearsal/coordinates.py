@@ -8,8 +8,6 @@ from autopar.distributed.mesh import rank_groups
 from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.plan.plan import Plan
 
-__all__ = ["axes_of", "casts", "coordinates_of", "unlike_ranks"]
-
 _FEW = 8  # places of tensor-parallel, context-parallel and data-parallel ranks, all of which are rehearsed
 
 

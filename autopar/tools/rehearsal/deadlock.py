@@ -10,9 +10,6 @@ from autopar.distributed.barrier import names_of
 from autopar.distributed.trace import Call
 from autopar.tools.rehearsal.matching import MESSAGES, OF_THE_HOST, Traces
 
-__all__ = ["latest", "standing", "stuck", "waiting", "where_awaited"]
-
-
 Waited = Mapping[int, int]
 """The number of a message that is received -> of the call before which it is waited for."""
 

@@ -15,8 +15,6 @@ from autopar.checkpoint.quantized_base import QuantizedBase
 from autopar.checkpoint.snapshot import Snapshot
 from autopar.checkpoint.state import state_of
 
-__all__ = ["without_disk"]
-
 
 def without_disk(note: Callable[[int], None]) -> None:
     """Have this process, which is a rehearsed rank for the rest of its life, save and load without files.

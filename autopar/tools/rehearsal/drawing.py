@@ -10,8 +10,6 @@ from typing import Any
 from autopar.tools.planner.svg import LEFT, WIDTH, axis, box, legend, opened, text
 from autopar.tools.rehearsal.timeline import Slot, Timeline
 
-__all__ = ["chrome_trace", "draw"]
-
 _COLORS = {
     "forward": "#2f6fb7",
     "backward": "#2b7a3d",

@@ -13,8 +13,6 @@ import torch
 
 from autopar.tools.rehearsal.standstill import Standstill
 
-__all__ = ["LeftAloneError", "Links", "packed", "unpacked"]
-
 _WAIT = 180.0  # seconds for another process
 _LOOK = 0.5  # seconds until a process that waits looks whether all do
 _PART = 1 << 15  # bytes; a socket that takes something takes that at once

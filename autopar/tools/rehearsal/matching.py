@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 from autopar.distributed.trace import Call, Group
 
-__all__ = ["MESSAGES", "OF_THE_HOST", "Traces", "differences"]
-
 Traces = Mapping[int, Sequence[Call]]
 MESSAGES = ("send", "recv")
 OF_THE_HOST = "pp control"  # goes over gloo, whose tags keep messages apart, on GPUs as well

@@ -38,18 +38,6 @@ from autopar.tools.rehearsal.links import LeftAloneError, Links
 from autopar.tools.rehearsal.standstill import Standstill
 from autopar.tools.rehearsal.work import Held, Work, WorkCount
 
-__all__ = [
-    "Job",
-    "MakeOptimizer",
-    "Part",
-    "Rehearsed",
-    "inputs_of",
-    "optimizer_of",
-    "run_cast",
-    "train",
-    "without_memory",
-]
-
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer of a model's parameters."""
 

@@ -8,8 +8,6 @@ import torch
 
 from autopar.distributed.trace import Call
 
-__all__ = ["check_sizes"]
-
 
 def check_sizes(call: Call, place: int, out: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
     """Check a collective's tensors against the number of ranks.

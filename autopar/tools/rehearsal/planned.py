@@ -13,8 +13,6 @@ from autopar.tools.planner.report import gigabytes
 from autopar.tools.planner.search import Found
 from autopar.tools.rehearsal.run import Rehearsal, rehearse
 
-__all__ = ["check_rehearsed", "count"]
-
 
 def check_rehearsed(estimator: Estimator) -> None:
     """Raise ConfigError for a model that is planned, and that a rehearsal does not take."""

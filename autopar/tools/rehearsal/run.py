@@ -46,8 +46,6 @@ from autopar.tools.rehearsal.timeline import Timeline, play
 from autopar.tools.rehearsal.traffic import Traffic, traffic_of
 from autopar.tools.rehearsal.work import Held
 
-__all__ = ["Rehearsal", "rehearse"]
-
 # Of the configuration: without values, without shared memory, without an accelerator.
 _UNLIKE: dict[str, Any] = {"consistency_check": False, "cpu_transport": "gloo", "zero_cpu_offload": False}
 

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.sharedctypes import RawArray
 
-__all__ = ["Standstill"]
-
 _NOBODY = -1
 
 

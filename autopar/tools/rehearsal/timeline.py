@@ -12,8 +12,6 @@ from autopar.tools.planner.hardware import Gpu
 from autopar.tools.rehearsal.traffic import sent, speed_of
 from autopar.tools.rehearsal.work import Work
 
-__all__ = ["Slot", "Timeline", "play"]
-
 _MESSAGES = ("send", "recv")
 
 

@@ -9,8 +9,6 @@ from typing import NamedTuple
 from autopar.distributed.trace import Call
 from autopar.tools.planner.stage_costs import volume
 
-__all__ = ["Traffic", "sent", "speed_of", "traffic_of"]
-
 
 class Traffic(NamedTuple):
     """Traffic of a rank over one axis in a training step.

@@ -15,8 +15,6 @@ from autopar.tools.planner.hardware import Gpu
 from autopar.tools.planner.stage_costs import seconds_of
 from autopar.tools.planner.storages import FusedKernels, Storages
 
-__all__ = ["Held", "Work", "WorkCount"]
-
 
 class Work(NamedTuple):
     """Work of a rank before one of its calls.

@@ -25,8 +25,6 @@ from autopar.pipeline_parallel.losses import OwnLoss
 from autopar.policy.schema import Policy
 from autopar.tools.verification.outputs import measure, named, of_first, reseed, tolerance_of
 
-__all__ = ["Batch", "fit", "halves_agree", "make_batches", "part_of"]
-
 _FIRST = 3  # ids below are padding, begin and end of sequences in many configs
 _PADDED = 2  # columns at the end of the last sample
 _CLASSES = 2

@@ -23,8 +23,6 @@ from autopar.tools.verification.report import Culprit, Row
 from autopar.tools.verification.session import Session
 from autopar.tools.verification.training import generated, prompt_of
 
-__all__ = ["culprit_of_error", "diagnose"]
-
 
 def diagnose(session: Session, check: str, rows: Sequence[Row]) -> Culprit | None:
     """Find the first module that differs, after ``check`` has failed with ``rows``. Collective: all ranks call it.

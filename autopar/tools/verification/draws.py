@@ -28,8 +28,6 @@ from autopar.tools.verification.report import Row
 from autopar.tools.verification.session import Session
 from autopar.tools.verification.training import Named, worst_row
 
-__all__ = ["Draw", "Place", "dropout", "wrong_draws"]
-
 _OTHERS = "a stage draws other numbers than the plain model, or in another order"
 _RATE = 0.2  # where a model has none that is on
 

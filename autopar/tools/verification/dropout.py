@@ -12,8 +12,6 @@ from transformers import PretrainedConfig
 
 from autopar.foreign.modules import Dropout
 
-__all__ = ["Rate", "rates", "switch_off", "switched_on"]
-
 _USUAL = ("p", "dropout", "attention_dropout")
 _LAYERS = re.compile(r"layer_?drop")
 

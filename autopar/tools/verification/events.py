@@ -20,8 +20,6 @@ from autopar.tools.verification.outputs import OF_GRADIENTS, Distance, local, lo
 from autopar.tools.verification.recording import Entry, Recording
 from autopar.tools.verification.session import Session
 
-__all__ = ["Comparison", "Event", "Found", "first_difference", "over_ranks"]
-
 _PARTIAL = ("region", "experts", "expert_modules", "once")  # what runs inside of them has parts of sums
 _SMALL = 0.05  # of the largest gradient: what is smaller is measured by this
 

@@ -28,25 +28,6 @@ from autopar.layout import Layout, even_shards
 from autopar.pipeline_parallel.outputs import complete, unavailable
 from autopar.plan.plan import ModulePlan, Plan
 
-__all__ = [
-    "OF_GRADIENTS",
-    "TOLERANCES",
-    "Distance",
-    "Slices",
-    "floats_of",
-    "gathered",
-    "local",
-    "local_part",
-    "measure",
-    "named",
-    "of_first",
-    "reseed",
-    "same_floats",
-    "size_of_loss",
-    "tolerance_of",
-    "total_loss",
-]
-
 _MOST = 64  # combinations of cuts that are tried
 
 

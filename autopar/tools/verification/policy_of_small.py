@@ -25,8 +25,6 @@ from autopar.tools.derivation.derive import derive
 from autopar.tools.verification.batches import make_batches
 from autopar.tools.verification.small_models import LARGE, build_small
 
-__all__ = ["derived_tree", "losses_of", "measured_kind"]
-
 _SAMPLES, _TOKENS, _SEEN = 3, 10, 1e-6  # of a batch whose loss is measured; the difference that is one
 
 

@@ -27,8 +27,6 @@ from autopar import errors
 from autopar.errors import AutoparError, ConfigError, VerificationError
 from autopar.tools.verification.report import Report
 
-__all__ = ["Work", "forks", "run_on_ranks"]
-
 Work = Callable[..., Report]
 """Done on each rank; its ``alarm`` is to be called with a report when the rank fails while others may wait for it."""
 

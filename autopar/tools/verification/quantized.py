@@ -13,8 +13,6 @@ from autopar.errors import ConfigError, in_one_line
 from autopar.quantized.stored import Kind
 from autopar.tools.planner.adapted import add_lora
 
-__all__ = ["fine_tuned", "quantize"]
-
 
 def quantize(model: nn.Module, kind: Kind) -> nn.Module:
     """Return the model as ``from_pretrained(quantization_config=...)`` reads it.

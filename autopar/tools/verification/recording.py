@@ -19,8 +19,6 @@ from autopar.pipeline_parallel.outputs import complete
 from autopar.tensor_tracking import TensorTracking, tensors_in
 from autopar.tools.verification.report import Traffic
 
-__all__ = ["Collective", "Entry", "Recording", "counted", "recorded", "recording_of", "running"]
-
 
 @dataclass
 class Entry:

@@ -14,8 +14,6 @@ from autopar.tools.tables import lines, size, table
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Culprit", "RankMemory", "Report", "Row", "Traffic", "merged"]
-
 _LINES = 10  # of an error
 _VERDICTS = {True: "[green]holds[/]", False: "[red]differs[/]", None: "left out"}
 

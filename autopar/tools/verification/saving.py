@@ -24,8 +24,6 @@ from autopar.tools.verification.report import Row
 from autopar.tools.verification.session import Session
 from autopar.tools.verification.training import Named, pairs, weights, worst_row
 
-__all__ = ["reshard", "save"]
-
 
 def save(session: Session) -> list[Row]:
     """Save merged; compare names and bits with what the plain model saves."""

@@ -26,8 +26,6 @@ from autopar.errors import ConfigError, type_and_text
 from autopar.foreign.transformers import from_config
 from autopar.tools.verification.batches import make_batches
 
-__all__ = ["LARGE", "build_small", "randomise", "read_data", "small_config", "small_fields"]
-
 LARGE = 1 << 24  # parameters; a model with fewer is small enough for what is done with small ones
 
 _HEADS, _KV_HEADS, _WIDTH, _VOCABULARY, _FEATURES = 4, 2, 8, 131, 36

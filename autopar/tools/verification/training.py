@@ -28,8 +28,6 @@ from autopar.tools.verification.recording import recording_of
 from autopar.tools.verification.report import RankMemory, Row
 from autopar.tools.verification.session import Session
 
-__all__ = ["backward", "forward", "generate", "generated", "memory_of", "prompt_of", "step", "weights", "worst_row"]
-
 _SMALL = 0.05  # of the largest gradient or step: what is smaller is measured by this
 _TOKENS = 6  # that are generated
 _PADDING = 2  # columns on the left of the first prompt

@@ -36,8 +36,6 @@ from autopar.tools.verification.saving import reshard, save
 from autopar.tools.verification.session import Batch, PlainModelError, Session
 from autopar.tools.verification.training import backward, forward, generate, step, weights
 
-__all__ = ["CHECKS", "checks_of", "verify", "verify_on_ranks"]
-
 _BATCHES = 2  # whose gradients add up
 
 
