@@ -34,26 +34,26 @@ ROWS = [*CORE, ["integrations"], ["tools"], ["__init__", "__main__"]]
 TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["rehearsal", "verification"], ["cli"]]
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
-    "applied": 908,
-    "checkpoint": 6388,
-    "checks": 2293,
-    "config": 1024,
-    "context_parallel": 2848,
-    "data_parallel": 3198,
-    "deferred_init": 1245,
-    "distributed": 5691,
-    "dry_run": 3480,
-    "foreign": 1776,
-    "integrations": 2395,
-    "pipeline_parallel": 4063,
-    "plan": 3039,
-    "policy": 1643,
-    "quantized": 1109,
-    "storage": 1575,
-    "tensor_parallel": 6697,
-    "tools": 14701,
+    "applied": 911,
+    "checkpoint": 6278,
+    "checks": 2259,
+    "config": 1016,
+    "context_parallel": 2824,
+    "data_parallel": 3181,
+    "deferred_init": 1253,
+    "distributed": 5000,
+    "dry_run": 3461,
+    "foreign": 1786,
+    "integrations": 2556,
+    "pipeline_parallel": 3888,
+    "plan": 3048,
+    "policy": 1612,
+    "quantized": 1088,
+    "storage": 1560,
+    "tensor_parallel": 6739,
+    "tools": 14542,
 }
-LOADED = 147  # modules that initialize loads; fewer is better
+LOADED = 148  # modules that initialize loads; fewer is better
 ROOT = Path(__file__).parents[1] / "autopar"
 
 
