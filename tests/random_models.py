@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.auto import modeling_auto
 
 from autopar.tools.verification.dropout import switch_off
@@ -43,6 +44,10 @@ class Case:
         return f"{self.model_type} {self.head}{f' ({self.variant})' if self.variant else ''}"
 
 
+# The forward of Llama4ForConditionalGeneration reads it of an output that lacks it, in transformers 5.24.0.
+MoeCausalLMOutputWithPast.image_outputs = None  # type: ignore[attr-defined]
+
+
 def of_type(model_type: str) -> Kind:
     """What a model type needs beside the settings that all share."""
     return kind_of(model_type)
@@ -69,7 +74,7 @@ def heads_of(model_type: str) -> dict[str, type[PreTrainedModel]]:
     import transformers
 
     config_class = CONFIG_MAPPING[model_type]
-    found = {name: getattr(transformers, name) for name in auto_heads(model_type)}
+    found = {name: getattr(transformers, name) for name in auto_heads(model_type) if hasattr(transformers, name)}
     try:
         module = importlib.import_module(config_class.__module__.replace(".configuration_", ".modeling_"))
     except ModuleNotFoundError:  # the model type uses another one's classes

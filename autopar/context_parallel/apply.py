@@ -22,7 +22,14 @@ from autopar.context_parallel.state import RowPlan, RowState
 from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
 from autopar.foreign.modules import forward_hooks, remove_forward_hooks
-from autopar.foreign.transformers import ATTENTION, attention_of, recompute_function, set_recompute_function
+from autopar.foreign.transformers import (
+    ATTENTION,
+    attention_of,
+    caches_in,
+    holds_tokens,
+    recompute_function,
+    set_recompute_function,
+)
 from autopar.plan.blocks import lies_in
 from autopar.swap import swap, unswap
 from autopar.tensor_parallel.config_view import drop_value, set_value, view_of_config
@@ -116,9 +123,16 @@ class BeforeRows:
         if self.outermost:
             state.running = 0  # an interrupted forward did not end
         state.running += 1
+        caches = [cache for x in (*args, *kwargs.values()) if isinstance(x, Cache) for cache in caches_in(x)]
         if state.running > 1:
+            if state.cutting and any(map(holds_tokens, caches)):
+                raise ConfigError(
+                    f"context_parallel_size={state.axis.size}: {type(model).__name__} is given keys and values that "
+                    "another part of the model has cached in this forward, of this rank's rows only.\n  Use "
+                    "tensor_parallel_size, or sequence_parallel."
+                )
             return None
-        cached = kwargs.get("use_cache") is True or any(isinstance(x, Cache) for x in (*args, *kwargs.values()))
+        cached = kwargs.get("use_cache") is True or bool(caches)
         if not cached and (kwargs.get("output_attentions") or getattr(model.config, "output_attentions", False)):
             raise ConfigError(
                 "output_attentions=True: with context_parallel_size="

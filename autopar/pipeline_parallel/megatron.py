@@ -37,6 +37,8 @@ from autopar.pipeline_parallel.engine import Step
 from autopar.pipeline_parallel.methods import pipeline_of
 from autopar.pipeline_parallel.pipeline import Pipeline
 
+__all__ = ["get_forward_backward_func"]
+
 _NOT_NEEDED = (
     "seq_length",
     "micro_batch_size",

@@ -18,7 +18,7 @@ DERIVED = "derived"
 """Name of a policy that was derived because none lists the model type."""
 INFERRED = "inferred"
 HIDDEN = "hidden"
-SUPPORTED = ">=5.20,<6"
+SUPPORTED = ">=5.20,<5.25"
 """The versions of transformers for which a policy holds that names no others."""
 LISTED = ("column", "row", "sharded", "norm_over")
 """Kinds of rules that take a list of parts."""

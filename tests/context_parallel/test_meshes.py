@@ -112,10 +112,33 @@ def test_a_refusal_holds_where_it_is_known() -> None:
     assert holds(four) and not holds({**four, "type": "bert"}) and not holds({**four, "verdict": "equal"})
 
 
+# Model types whose policies are younger than the results of all meshes.
+YOUNGER = {
+    "apertus1p5",
+    "apertus1p5_text",
+    "chameleon",
+    "diffusion_gemma",
+    "dory",
+    "exaone",
+    "fast_vlm",
+    "gemma3n_audio",
+    "glm5_next",
+    "hy_v4_vl",
+    "lara_mini",
+    "inkling2_loop",
+    "inkling2_loop_text",
+    "muse_spark",
+    "omniasr",
+    "perception_lm",
+    "sarvam_mla",
+    "sarvam_moe",
+}
+
+
 def test_the_page_has_the_numbers_of_all_meshes() -> None:
     page = (Path(__file__).parents[2] / "docs" / "long-sequences.md").read_text()
     found = [line.split(" | ") for line in page.splitlines() if line.startswith("| context 2 x ")]
-    run = set(WHOLE) - NOT_IN_CONTEXT - LATE_IN_CONTEXT
+    run = set(WHOLE) - NOT_IN_CONTEXT - LATE_IN_CONTEXT - YOUNGER
     assert len(found) == 5 and run >= NOT_IN_STAGES.keys() | NOT_OVER_FOUR.keys()
     assert f"| context 4 | {len(run) - len(NOT_OVER_FOUR)} | {len(NOT_OVER_FOUR)}: " in page
     for mesh, equal, refused, wrong in found:

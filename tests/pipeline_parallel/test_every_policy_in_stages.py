@@ -34,15 +34,21 @@ REFUSED = {
     **dict.fromkeys(("gemma3n_text", "gemma4", "gemma4_text", "gemma4_text_inside", "gemma4_unified"), _LAYERS),
     # The head reads several layers; of XLM's four lists of layers the largest is the chain.
     **dict.fromkeys(("bridgetower", "dpt", "flava", "xlm"), _LAYERS),
-    # One block for all layers; two lists in turns, many times; blocks whose forward is called without the block.
-    **dict.fromkeys(("albert", "hrm_text", "squeezebert"), _ORDER),
+    # One block for all layers; two lists in turns, or some layers many times; blocks whose forward is called without
+    # the block.
+    **dict.fromkeys(("albert", "dory", "hrm_text", "inkling2_loop_text", "squeezebert"), _ORDER),
+    # The decoder reads keys and values of an encoder with the same weights, layer by layer.
+    "diffusion_gemma": "its forward does not run with the blocks 1 to 1 alone",
     # A backward pass of its own; a CLIP that stays fixed, and whose inner layers the head reads.
     **dict.fromkeys(("reformer", "clipseg"), _FIXED),
 }
 """Policy -> what ``initialize`` says of the model of its test."""
 
-LATER = {"ibert": "read ibert.embeddings.token_type_embeddings.weight, which another stage holds"}
-"""Policy -> what the first pass says: each stage looks at values of activations, for their range."""
+LATER = {
+    "ibert": "read ibert.embeddings.token_type_embeddings.weight, which another stage holds",
+    "pi0": "read embed_action_time.action_in_proj.bias, ",
+}
+"""Policy -> what the first pass says: stages look at values of activations, for their range; or embed actions."""
 
 WITHHELD = {"colpali": "image_hidden_states"}
 """Policy -> an entry of the outputs of a model without a loss that the last stage cannot give."""

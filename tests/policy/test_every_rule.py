@@ -32,6 +32,9 @@ from tests.pool import pooled
 from tests.random_models import Case, batches, build, cases, kind, of_type
 from tests.representatives import first_policies
 
+# Their merged checkpoints have the names in memory (NAMES_IN_MEMORY).
+pytestmark = pytest.mark.filterwarnings("ignore:how save_pretrained converts Inkling2Loop:UserWarning")
+
 POLICIES = list(own_policies())
 SECTIONS = ("prefix", "every_stage", "blocks", "suffix")
 ATTRIBUTES = ("block_attributes", "attributes", "block_inputs", "inputs")

@@ -143,6 +143,9 @@ def test_a_list_that_repeats_itself_for_each_expert() -> None:
     check(lambda: toy(Holder, n_experts=3), batches(), 2, policy=policy)
 
 
+OTHER = "  If this module has another size, give a policy that replicates it: blocks: {modules: {inner.up: replicated}}"
+
+
 def test_a_list_repeats_itself_in_modules_too_and_at_least_once() -> None:
     rules = {**MLP_RULES, "between": {"sharded": "ffn", "repeat": 2}}
     model = share(toy(lambda config: MLP(config, nn.Linear(1, 10))), toy_policy(FFN, rules), 2, 0)
@@ -150,7 +153,10 @@ def test_a_list_repeats_itself_in_modules_too_and_at_least_once() -> None:
     for repeat, message in [
         ("0", "'repeat' of inner.up is 0=0, which is no count"),
         ("n_expert", "'inner.up' is n_expert, which ToyConfig lacks. Did you mean 'n_experts'?"),
-        ("2", "inner.up has 30 features, [ffn, ffn, ffn, ffn] describes 20 equal parts: 30 / 20 is not whole"),
+        (
+            "2",
+            "inner.up has 30 features, [ffn, ffn, ffn, ffn] describes 20 equal parts: 30 / 20 is not whole\n" + OTHER,
+        ),
     ]:
         policy = toy_policy(FFN, {**STACKED, "inner.up": {"sharded": ["ffn", "ffn"], "repeat": repeat}})
         with pytest.raises(PolicyError) as info:

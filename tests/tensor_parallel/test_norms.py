@@ -216,7 +216,6 @@ class Varied(nn.Module):
     [
         ("var", "a norm over sharded features calls var, which is not known"),
         ("std", "a norm over sharded features calls std, which is not known"),
-        ("sum", "a norm over sharded features calls sum, which is not known"),
         ("amax", "a norm over sharded features calls amax, which is not known"),
         ("normalize", "a norm over sharded features calls normalize, which is not known"),
         ("linalg_vector_norm", "a norm over sharded features calls linalg_vector_norm, which is not known"),
