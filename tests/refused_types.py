@@ -192,7 +192,6 @@ NOT_IN_CONTEXT = {
         "idefics3_vision",
         "ijepa",
         "inkling2",
-        "inkling2_loop_text",
         "inkling2_text",
         "instructblip",
         "instructblip_vision_model",

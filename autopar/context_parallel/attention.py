@@ -113,7 +113,9 @@ def attention_over_rows(
     if layout is None:
         return function(module, query, key, value, attention_mask, **kwargs)
     if state.watch is not None:
-        return state.watch(module, query, key, value, attention_mask), None
+        return state.watch(
+            module, query, key, value, attention_mask, {n: x for n, x in kwargs.items() if n not in _BIASES}
+        ), None
     crosses = state.plan.crosses.get(str(module._autopar_path))
     if crosses is None:
         raise ConfigError(

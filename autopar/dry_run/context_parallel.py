@@ -327,13 +327,15 @@ class _Watch:
         self.plan, self.tracking = plan, tracking
 
     def __call__(
-        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, given: dict[str, Any]
     ) -> torch.Tensor:
         tracking = self.tracking
         if not tracking.holds_rows(query):
             raise MixedRows("attention of queries that are no rows")
         if tracking.holds_rows(mask):
             raise MixedRows("attention whose mask was cut")
+        if cut := next((name for name, each in given.items() if tracking.holds_rows(each)), None):
+            raise MixedRows(f"attention with {cut} of each row")
         crosses = not tracking.holds_rows(key)
         if self.plan.crosses.setdefault(module._autopar_path, crosses) != crosses:
             raise MixedRows("attention of its own rows one time and of another sequence the other time")

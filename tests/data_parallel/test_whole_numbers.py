@@ -199,17 +199,12 @@ def copied(model: Any) -> None:
     copy.deepcopy(model)
 
 
-def derived(model: Any) -> None:
-    torch.autograd.grad(model(IDS, labels=IDS).loss, list(model.parameters()))
-
-
 NOTES: dict[Change, str] = {
     mixed: "p.placements) makes a DTensor of a mask",
-    mixed_loss: "loss.backward(), then (0.01 * penalty).backward()",
-    sliced: "p.full_tensor() is all of it",
-    flattened: "p.full_tensor() is all of it",
+    mixed_loss: "autopar.full(p) is all of it, on all ranks, also for a penalty in the loss",
+    sliced: "autopar.full(p) is all of it",
+    flattened: "autopar.full(p) is all of it",
     copied: "Make a second model before autopar.initialize",
-    derived: "loss.backward() instead of torch.autograd.grad",
 }
 
 

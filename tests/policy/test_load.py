@@ -10,6 +10,7 @@ import pytest
 from autopar.errors import PolicyError
 from autopar.plan.make_plan import make_plan
 from autopar.policy.load import load_policy, own_policies, policy_folder, read_user_policy
+from autopar.policy.schema import SUPPORTED
 from tests.policy.written import refused, write
 from tests.small import llama
 
@@ -62,7 +63,7 @@ def test_a_policy_of_the_users_extends_what_comes_with_autopar(tmp_path: Path) -
     text = "extends: llama\nmatch: {model_type: mine}\nblocks:\n  modules:\n    post_attention_layernorm: ~\n"
     for source in (text, write(tmp_path, mine=text)):
         policy = read_user_policy(source)
-        assert policy.model_types == ("mine",) and policy.transformers == ">=5.20,<6"
+        assert policy.model_types == ("mine",) and policy.transformers == SUPPORTED
         blocks = policy.towers[0].blocks
         assert "post_attention_layernorm" not in blocks and "input_layernorm" in blocks
         assert str(blocks["mlp.down_proj"].where).startswith("policies/fragments/module_gated.yaml:")

@@ -383,11 +383,12 @@ def kept(model: Any, places: list[str], kind: str, *, every: bool) -> list[torch
         "before": lambda module, args, kwargs: keep([*args, *kwargs.values()]),
     }
     ours = {id(module) for module in model.model.modules()}
-    handles = [
-        register_module_forward_hook(
-            lambda module, args, out: keep(out) if id(module) in ours - {id(model.model)} else None
+    handles = []
+    if every:
+        inner = ours - {id(model.model)}
+        handles.append(
+            register_module_forward_hook(lambda module, args, out: keep(out) if id(module) in inner else None)
         )
-    ] * every
     for module in map(model.model.get_submodule, places):
         handles += [
             module.register_forward_hook(hooks["made"]),
