@@ -334,7 +334,8 @@ class _Watch:
             raise MixedRows("attention of queries that are no rows")
         if tracking.holds_rows(mask):
             raise MixedRows("attention whose mask was cut")
-        if cut := next((name for name, each in given.items() if tracking.holds_rows(each)), None):
+        floats = {name: x for name, x in given.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+        if cut := next((name for name, x in floats.items() if tracking.holds_rows(x)), None):
             raise MixedRows(f"attention with {cut} of each row")
         crosses = not tracking.holds_rows(key)
         if self.plan.crosses.setdefault(module._autopar_path, crosses) != crosses:

@@ -42,6 +42,7 @@ def _saved_bytes(model: Any) -> int:
         return x
 
     block = model.transformer.h[1]
+    autopar.local_hooks(block)  # with others the block would compute with full sequences
     block.register_forward_pre_hook(lambda *_: note(True))
     block.register_forward_hook(lambda *_: note(False))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
