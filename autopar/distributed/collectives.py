@@ -42,6 +42,7 @@ from autopar.distributed.plain_collectives import (
 )
 from autopar.distributed.profiling import named_collective
 from autopar.distributed.recompute_tape import note_on_meta
+from autopar.foreign.autograd import is_transformed
 from autopar.layout import Layout
 
 __all__ = [
@@ -250,7 +251,8 @@ def _sum_of_replicas(x: torch.Tensor, axis: Axis, layout: Layout) -> torch.Tenso
 def _apply(function: Any, x: torch.Tensor, axis: Axis, *args: Any) -> torch.Tensor:
     if axis.size == 1:
         return x
-    refuse_transforms(lambda: x)
+    if is_transformed():
+        refuse_transforms(lambda: x)
     if x.requires_grad and torch.is_grad_enabled():
         result: torch.Tensor = function.apply(x, axis, *args)
     else:  # as autograd would, without its cost

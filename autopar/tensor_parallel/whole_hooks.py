@@ -66,7 +66,8 @@ class WholeHooks:
         self._known: dict[int, Shards] | None = None
         self._places: list[tuple[dict[int, Any], str, Shards]] = []  # torch's own dicts, by kind
         self._dicts: list[dict[int, Any]] = []
-        self._fronts: list[Shards] = []  # of modules whose inputs are shards
+        # Modules whose inputs are shards, with torch's dicts of their forward pre-hooks and forward hooks.
+        self._fronts: list[tuple[Shards, dict[int, Any], dict[int, Any]]] = []
         self._blocks: list[tuple[str, Any, list[tuple[nn.Module, dict[int, Any]]]]] = []  # that compute with rows
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WholeHooks:
@@ -84,8 +85,8 @@ class WholeHooks:
         if self._known is None:
             self._find(model)
         assert self._known is not None
-        for shards in self._fronts:
-            hooks_of(shards.module, "forward_pre").pop(_FRONT, None)
+        for _, front, _ in self._fronts:
+            front.pop(_FRONT, None)
         places, hooked = list[str](), list[tuple[str, str, Any]]()
         for hooks, kind, shards in compress(self._places, self._dicts):
             if _LOCAL not in vars(shards.module):
@@ -102,9 +103,9 @@ class WholeHooks:
                 hooked += [(kind, path, found[0]) for path in seeing]
                 places += [f"{kind} on all modules" for _ in found]
         after = _has_users(hooks_of_all("forward")[0])
-        for shards in self._fronts:
-            if _LOCAL not in vars(shards.module) and (after or _has_users(hooks_of(shards.module, "forward"))):
-                hooks_of(shards.module, "forward_pre")[_FRONT] = _Front(shards, self.axis)
+        for shards, front, hooks in self._fronts:
+            if (after or (hooks and _has_users(hooks))) and _LOCAL not in vars(shards.module):
+                front[_FRONT] = _Front(shards, self.axis)
         everywhere = any(_has_users(hooks_of_all(kind)[0]) for kind in _KINDS)
         for path, block, inside in self._blocks:
             here = (_has_users(hooks) for module, hooks in inside if hooks and _LOCAL not in vars(module))
@@ -119,7 +120,11 @@ class WholeHooks:
         for path, module, seen in () if self.over_rows is None else self.over_rows.places():
             sharded[id(module)] = sharded.get(id(module), Shards(path, module))._replace(over_rows=seen)
         self._known = sharded
-        self._fronts = [shards for shards in sharded.values() if shards.given is not None]
+        self._fronts = [
+            (shards, hooks_of(shards.module, "forward_pre"), hooks_of(shards.module, "forward"))
+            for shards in sharded.values()
+            if shards.given is not None
+        ]
         self._blocks = [
             (path, block, [(module, hooks_of(module, kind)) for module in block.modules() for kind in _KINDS])
             for path, block in model.named_modules()
@@ -143,8 +148,8 @@ class WholeHooks:
             for hook in hooks_of_all(kind)[0].values():
                 for key in self._known or () if isinstance(hook, _WholeHook) else ():
                     hook.known.pop(key, None)
-        for shards in self._fronts:
-            hooks_of(shards.module, "forward_pre").pop(_FRONT, None)
+        for _, front, _ in self._fronts:
+            front.pop(_FRONT, None)
         self._known, self._places, self._dicts, self._fronts, self._blocks = None, [], [], [], []
 
 
