@@ -41,8 +41,8 @@ LINES = {
     "context_parallel": 2840,
     "data_parallel": 3181,
     "deferred_init": 1253,
-    "distributed": 5000,
-    "dry_run": 3463,
+    "distributed": 5002,
+    "dry_run": 3464,
     "foreign": 1786,
     "integrations": 2556,
     "pipeline_parallel": 3890,
@@ -50,7 +50,7 @@ LINES = {
     "policy": 1612,
     "quantized": 1088,
     "storage": 1560,
-    "tensor_parallel": 6739,
+    "tensor_parallel": 6744,
     "tools": 14542,
 }
 LOADED = 148  # modules that initialize loads; fewer is better
