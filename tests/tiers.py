@@ -41,7 +41,7 @@ TIERS = {
     "sweep": Tier("make sweep", 20000),
 }
 _ORDER = list(TIERS)
-MOST = 2.0
+MOST = 1.0
 
 
 def tier_of(item: pytest.Item) -> str:
