@@ -22,6 +22,9 @@ class _Owned(NamedTuple):
 _worlds: weakref.WeakKeyDictionary[Any, dict[int, _Owned]] = weakref.WeakKeyDictionary()
 """Default process group -> number of an owner, the same on all ranks -> its groups."""
 
+_MOST_OWNERS = 8
+"""Owners that may be alive before garbage is collected: that takes a few tenths of a second next to large libraries."""
+
 
 def owned_groups(owner: Any) -> list[Any]:
     """Return a list for the process groups of ``owner``. Every rank calls it, in the same order."""
@@ -33,7 +36,7 @@ def owned_groups(owner: Any) -> list[Any]:
 def dropped() -> set[int]:
     """Return the numbers of the owners that this rank has dropped."""
     owners = _worlds.get(default_group(), {})
-    if len(owners) > 1:
+    if len(owners) > _MOST_OWNERS:
         gc.collect()  # a model refers to itself
     return {number for number, (owner, _) in owners.items() if owner() is None}
 
