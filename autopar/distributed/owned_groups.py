@@ -22,7 +22,7 @@ class _Owned(NamedTuple):
 _worlds: weakref.WeakKeyDictionary[Any, dict[int, _Owned]] = weakref.WeakKeyDictionary()
 """Default process group -> number of an owner, the same on all ranks -> its groups."""
 
-_MOST_OWNERS = 8
+_MOST_OWNERS = 4
 """Owners that may be alive before garbage is collected: that takes a few tenths of a second next to large libraries."""
 
 
