@@ -15,7 +15,6 @@ from autopar.context_parallel.attention import Implementation, register
 from autopar.context_parallel.block_boundary import BlockBoundary, NeedsAllRows, Recomputed, gather_all
 from autopar.context_parallel.lazy_rows import whole_tensors
 from autopar.context_parallel.own_rows import OwnRows
-from autopar.context_parallel.row_hooks import RowHooks
 from autopar.context_parallel.row_logits import RowsOfLogits
 from autopar.context_parallel.rows import entered
 from autopar.context_parallel.state import RowPlan, RowState
@@ -68,20 +67,13 @@ def apply(model: nn.Module, plan: RowPlan, axis: Axis, method: str, *, gather_lo
     for module in _callable_alone(model):
         module.register_forward_pre_hook(BeforeRows(state, module is model), with_kwargs=True)
         module.register_forward_hook(AfterRows(state), always_call=True)
-    _show_all_rows(model, state)
+    found = (hook for module in _callable_alone(model) for _, _, hook in forward_hooks(module))
+    for hook in (hook for hook in found if isinstance(hook, BeforeForward)):
+        hook.whole_hooks.over_rows = state
     if plan.head is not None:
         modules[plan.head].register_forward_pre_hook(BeforeHead(state))
         modules[plan.head].register_forward_hook(AfterHead(state))
     return state
-
-
-def _show_all_rows(model: nn.Module, state: RowState) -> None:
-    """Let hooks of the user's see all rows, wherever a forward may begin."""
-    paths = {id(module): path for path, module in model.named_modules()}
-    for module in _callable_alone(model):
-        for _, _, hook in forward_hooks(module):
-            if isinstance(hook, BeforeForward):
-                hook.whole_hooks.over_rows = RowHooks(state, module, paths[id(module)])
 
 
 def _attend_over_rows(module: nn.Module, path: str, number: int, state: RowState) -> None:

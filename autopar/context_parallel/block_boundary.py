@@ -223,7 +223,7 @@ class NeedsAllRows:
         layout = state.layout(number)
         if not state.cutting or layout is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        if where.states is not None and state.tracking is None and path not in state.hooked:
+        if where.states is not None and state.tracking is None:
             own = own_arguments(self, (args, kwargs), where.states, where.inputs, layout, state.axis.rank)
             if own is not None:
                 anchors = (*tensors_in(own), *self.parameters())  # type: ignore[attr-defined]
@@ -232,7 +232,7 @@ class NeedsAllRows:
                 return states.behind(super().__call__(*args, **kwargs))  # type: ignore[misc]
         args, kwargs = self._gather((args, kwargs), state, number, layout, where)
         with _uncut(state), contextlib.nullcontext() if state.tracking is None else state.tracking.paused():
-            if where.heads is None or path in state.hooked or not where.heads.fits(self):  # type: ignore[arg-type]
+            if where.heads is None or not where.heads.fits(self):  # type: ignore[arg-type]
                 out = super().__call__(*args, **kwargs)  # type: ignore[misc]
             else:
                 args, kwargs = where.heads.slice_inputs(type(self), args, kwargs, state.axis)

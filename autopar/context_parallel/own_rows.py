@@ -41,8 +41,7 @@ class OwnRows:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state, (path, where) = self._autopar_rows, self._autopar_own
         plain = functools.partial(super().forward, *args, **kwargs)  # type: ignore[misc]
-        cut = state.cutting and path not in state.hooked
-        rows = _rows_of((args, kwargs), where, state) if cut else None
+        rows = _rows_of((args, kwargs), where, state) if state.cutting else None
         if rows is None:
             return plain()
         try:

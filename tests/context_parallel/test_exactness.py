@@ -263,6 +263,7 @@ def test_dropout_differs_over_the_rows_and_is_drawn_again_the_same() -> None:
     model.model.layers[0].mlp.dropout = nn.Dropout(0.5)
     model = autopar.initialize(model, sizes(2)).train()
     seen: list[torch.Tensor] = []
+    autopar.local_hooks(model.model.layers[0].mlp)
     model.model.layers[0].mlp.register_forward_hook(
         lambda module, args, out: seen.append(nn.functional.dropout(torch.ones(64)))
     )

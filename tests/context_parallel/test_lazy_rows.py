@@ -204,6 +204,7 @@ def test_readers_in_a_model(make: Callable[..., Any]) -> None:
     kept: dict[Any, list[torch.Tensor]] = {plain: [], parallel: []}
 
     def run(model: Any, hook: Any, **more: Any) -> torch.Tensor:
+        autopar.local_hooks(model.get_input_embeddings())
         handle = model.get_input_embeddings().register_forward_hook(hook)
         torch.manual_seed(0)
         out = model(**{**batch, **more}, use_cache=False)
