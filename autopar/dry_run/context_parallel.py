@@ -31,6 +31,7 @@ from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import AutoparError, ConfigError, first_line
 from autopar.plan.blocks import Blocks, dropped_blocks, lies_in
 from autopar.plan.make_plan import make_plan
+from autopar.policy.match import Described
 from autopar.policy.schema import Policy
 from autopar.tensor_parallel.sequence_parallel import argument_names
 
@@ -50,7 +51,7 @@ def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int, *, by_h
     """
     if not isinstance(model, PreTrainedModel):
         raise _refusal(model, ranks, "it is no Hugging Face model, whose attention can be exchanged")
-    blocks = Blocks(policy, prefix, model)
+    blocks = Blocks(Described(model, prefix, model, policy))
     paths = [path.removeprefix(f"{prefix}.") if prefix else path for path in blocks.paths]
     place = blocks.encoder_place or 0
     lists = tuple(tuple(each) for each in (paths[:place], paths[place:]) if each)
@@ -351,7 +352,7 @@ def modules_by_heads(model: nn.Module, policy: Policy, plan: RowPlan, ranks: int
     if not plan.whole:
         return {}
     try:
-        sharded = make_plan(model, policy, ranks)
+        sharded = make_plan(model, Described(model, "", model, policy), ranks)
         if not check_plan(model, "", sharded):
             return {}
     except AutoparError:  # fewer heads than ranks

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from autopar.foreign.transformers import CACHES
 from autopar.plan.matching import Scope, all_scopes, around, join, matches_of
-from autopar.policy.schema import Policy
+from autopar.policy.match import Described
 
 # Tensors that the forward of every decoder takes.
 _USUAL = {
@@ -24,15 +24,18 @@ _USUAL = {
 class Blocks:
     """The blocks of a model in forward order, and what lies in front of, behind and beside them.
 
+    Args:
+        described: The model, its path and its policy.
+
     Attributes:
         paths: of the blocks; of an encoder-decoder model the encoder's first.
         lists: paths of the lists of blocks.
         encoder_place: of the encoder among the elements (:mod:`autopar.plan.stages`); None without one.
     """
 
-    def __init__(self, policy: Policy, prefix: str, model: nn.Module) -> None:
-        self.prefix, self.model = prefix, model
-        scopes = list(all_scopes(policy, prefix, model, 1))
+    def __init__(self, described: Described) -> None:
+        self.prefix, self.model = prefix, model = described.prefix, described.model
+        scopes = list(all_scopes(described.policy, prefix, model, 1, described.policy_of))
         chains: dict[str, list[Scope]] = {}
         for scope in scopes:
             if scope.block is not None:

@@ -20,11 +20,12 @@ from autopar.plan.matching import RuleMatch, all_scopes, check_overlap, check_re
 from autopar.plan.plan import AttributePlan, ModulePlan, Plan
 from autopar.plan.rules import TensorRule
 from autopar.plan.tensors import plan_tensors
-from autopar.policy.described_model import model_inside, model_type_of
+from autopar.policy.described_model import model_type_of
+from autopar.policy.match import Described
 from autopar.policy.schema import Policy
 
 
-def make_plan(root: nn.Module, policy: Policy, tp: int, *, experts: int = 1) -> Plan:
+def make_plan(root: nn.Module, policy: Policy | Described, tp: int, *, experts: int = 1) -> Plan:
     """Return what each of ``tp`` ranks will hold of ``root``. Works on the meta device and in one process.
 
     Args:
@@ -34,9 +35,10 @@ def make_plan(root: nn.Module, policy: Policy, tp: int, *, experts: int = 1) -> 
         PolicyError: the policy does not describe this model (file and line).
         ConfigError: the size does not fit (both numbers, and what would).
     """
-    prefix, model = model_inside(root, policy)
+    described = Described.of(root, policy)
+    policy, prefix, model = described.policy, described.prefix, described.model
     check_adapters(root, tp)
-    scopes = list(all_scopes(policy, prefix, model, tp))
+    scopes = list(all_scopes(policy, prefix, model, tp, described.policy_of))
     names = _Names(root)
     found = [match for scope in scopes for met in matches_of(scope) for match in _replicated_if_too_few(met)]
     matches = names.distinct(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,7 +78,9 @@ class RuleMatch:
             raise
 
 
-def all_scopes(policy: Policy, prefix: str, model: nn.Module, tp: int) -> Iterator[Scope]:
+def all_scopes(
+    policy: Policy, prefix: str, model: nn.Module, tp: int, policy_of: Callable[[PreTrainedModel], Policy] = find_policy
+) -> Iterator[Scope]:
     """Yield every scope of a policy on a model, and those of the models inside it by their own policies."""
     if tp > 1:
         check_kernels(policy, model)
@@ -113,7 +115,7 @@ def all_scopes(policy: Policy, prefix: str, model: nn.Module, tp: int) -> Iterat
         for path, inside in walk(base, pattern, where):
             if not isinstance(inside, PreTrainedModel):
                 raise PolicyError(f"{path} is a {type(inside).__name__}, which has no policy of its own", where)
-            yield from all_scopes(find_policy(inside), join(base_path, path), inside, tp)
+            yield from all_scopes(policy_of(inside), join(base_path, path), inside, tp, policy_of)
 
 
 def _aligned(units: Mapping[str, UnitSpec], together: int) -> Mapping[str, UnitSpec]:

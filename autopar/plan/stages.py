@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from autopar.adapters import check_adapters
 from autopar.errors import ConfigError, UnsupportedModelError
 from autopar.plan.blocks import Blocks
-from autopar.policy.described_model import model_inside
+from autopar.policy.match import Described
 from autopar.policy.schema import Policy
 
 _COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -90,7 +90,7 @@ class StagePlan:
 
 def make_stages(
     root: nn.Module,
-    policy: Policy,
+    policy: Policy | Described,
     ranks: int,
     *,
     chunks: int = 1,
@@ -111,7 +111,7 @@ def make_stages(
         UnsupportedModelError: the blocks are not a chain, or a stage cannot run by itself.
     """
     check_adapters(root, 1, ranks)
-    blocks = Blocks(policy, *model_inside(root, policy))
+    blocks = Blocks(Described.of(root, policy))
     chunks = chunks if ranks > 1 else 1
     stages = ranks * chunks
     refuse_collected(blocks.model, stages, {})
@@ -136,9 +136,9 @@ def make_stages(
     return plan
 
 
-def elements_of(root: nn.Module, policy: Policy) -> tuple[tuple[str, ...], int | None]:
+def elements_of(root: nn.Module, policy: Policy | Described) -> tuple[tuple[str, ...], int | None]:
     """Return the elements of a model in forward order, and the place of its encoder among them."""
-    blocks = Blocks(policy, *model_inside(root, policy))
+    blocks = Blocks(Described.of(root, policy))
     return tuple(blocks.elements()), blocks.encoder_place
 
 

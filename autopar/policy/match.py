@@ -24,7 +24,7 @@ from autopar.errors import PolicyError, UnsupportedModelError, tell
 from autopar.foreign.transformers import tensor_plan
 from autopar.on_demand import tool
 from autopar.policy.advice import advice, convolutional
-from autopar.policy.described_model import base_of, config_of, hugging_face_model
+from autopar.policy.described_model import base_of, config_of, hugging_face_model, model_inside
 from autopar.policy.load import load_policies, own_policies, policy_files, policy_text, read_user_policy
 from autopar.policy.schema import DERIVED, Policy
 
@@ -87,6 +87,32 @@ def find_policy(model: nn.Module, policy: str | Path | Mapping[str, Any] | Polic
         raise UnsupportedModelError(reason + advice(model, supported_model_types()))
     _check_version(found[0], config)
     return found[0]
+
+
+class Described:
+    """A policy and the model that it describes, found once for all plans of a model.
+
+    Args:
+        root: The model that the user gave.
+        prefix: The path in ``root`` of the model that is parallelized.
+        model: That model: a Hugging Face model, or ``root``.
+        policy: Its policy.
+    """
+
+    def __init__(self, root: nn.Module, prefix: str, model: Any, policy: Policy) -> None:
+        self.root, self.prefix, self.model, self.policy = root, prefix, model, policy
+        self._of_models: dict[int, Policy] = {}
+
+    @classmethod
+    def of(cls, root: nn.Module, policy: Policy | Described) -> Described:
+        """Return ``policy`` if it is found already; else find the model in ``root`` that it describes."""
+        return policy if isinstance(policy, Described) else cls(root, *model_inside(root, policy), policy)
+
+    def policy_of(self, inside: PreTrainedModel) -> Policy:
+        """Return the policy of a Hugging Face model inside, found when a plan first asks for it."""
+        if id(inside) not in self._of_models:
+            self._of_models[id(inside)] = find_policy(inside)
+        return self._of_models[id(inside)]
 
 
 def policies_of(model_type: str) -> list[Policy]:
