@@ -13,8 +13,8 @@ import torch
 
 from autopar.context_parallel.rows import join
 from autopar.context_parallel.state import RowState
-from autopar.distributed.barrier import meet
-from autopar.distributed.derivatives import keep_none, single_backward
+from autopar.distributed.agree import meet
+from autopar.distributed.autograd_functions import keep_none, single_backward
 from autopar.distributed.whole_on_read import WholeOnRead, name_of
 from autopar.foreign.tensors import (
     tree_flatten,

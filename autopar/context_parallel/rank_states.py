@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from autopar.context_parallel.handed_states import HandedStates, Key, States
+from autopar.distributed.autograd_functions import named_collective, single_backward
 from autopar.distributed.axis import Axis
-from autopar.distributed.derivatives import single_backward
 from autopar.distributed.neighbours import Neighbours
-from autopar.distributed.profiling import named_collective
 from autopar.foreign.c10d import in_fake_world
 from autopar.foreign.tensors import tree_flatten, tree_unflatten
 

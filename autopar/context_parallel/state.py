@@ -16,7 +16,7 @@ from autopar.context_parallel.rank_states import Links
 from autopar.context_parallel.rows import rows_layout
 from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
-from autopar.foreign.autograd import in_backward
+from autopar.foreign.tensors import in_backward
 from autopar.layout import Layout
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.whole_hooks import described

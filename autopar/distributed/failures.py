@@ -22,11 +22,10 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from autopar.distributed.mesh import MPU
-from autopar.distributed.owned_groups import destroy_dropped, dropped
+from autopar.distributed.mesh import MPU, destroy_dropped, dropped
 from autopar.distributed.process import Process
 from autopar.errors import PipelineError, first_line
-from autopar.foreign.groups import PrefixStore, backends_of, default_group, default_store, has_timeout, set_timeout
+from autopar.foreign.c10d import PrefixStore, backends_of, default_group, default_store, has_timeout, set_timeout
 
 GRACE = 3.0  # seconds that a rank is given to publish why it failed
 _GRACE_AFTER_DEATH = 1.0  # seconds for the others, once some process is known to have ended; and for the store

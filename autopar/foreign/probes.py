@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from autopar.foreign import autograd, batching, c10d, fake_world, groups, modules, optimizers, tensors, transformers
+from autopar.foreign import c10d, fake_world, modules, tensors, transformers
 
 
 class Probe(NamedTuple):
@@ -108,8 +108,8 @@ class _Double(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        if autograd.in_backward() and autograd.current_backward() >= 0:
-            autograd.after_backward(lambda: _RAN.append(1))
+        if tensors.in_backward() and tensors.current_backward() >= 0:
+            tensors.after_backward(lambda: _RAN.append(1))
         return 2 * gradient
 
 
@@ -119,30 +119,30 @@ _RAN: list[int] = []
 def _backward() -> bool:
     _RAN.clear()
     x = torch.ones(1, requires_grad=True)
-    autograd.run_backward(_Double.apply(x).sum())
-    return _RAN == [1] and not autograd.in_backward() and float(x.grad) == 2  # type: ignore[arg-type]
+    tensors.run_backward(_Double.apply(x).sum())
+    return _RAN == [1] and not tensors.in_backward() and float(x.grad) == 2  # type: ignore[arg-type]
 
 
 def _nodes() -> bool:
-    before = autograd.next_sequence_number()
+    before = tensors.next_sequence_number()
     node = _Double.apply(torch.ones(3, requires_grad=True)).grad_fn
-    known = autograd.forward_class(node) is _Double and autograd.sequence_number(node) >= before
-    return known and tuple(autograd.input_metadata(node)[0].shape) == (3,)
+    known = tensors.forward_class(node) is _Double and tensors.sequence_number(node) >= before
+    return known and tuple(tensors.input_metadata(node)[0].shape) == (3,)
 
 
 def _transforms() -> bool:
     seen: list[bool] = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append(autograd.is_functorch_active())
+        seen.append(tensors.is_functorch_active())
         return x
 
     torch.func.vmap(look)(torch.ones(2))
     with torch.autograd.forward_ad.dual_level():
-        seen.append(autograd.is_transformed())
+        seen.append(tensors.is_transformed())
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        seen.append(getattr(torch.autograd.profiler, autograd.PROFILER_RUNS))
-    return seen == [True] * 3 and not autograd.is_transformed()
+        seen.append(getattr(torch.autograd.profiler, tensors.PROFILER_RUNS))
+    return seen == [True] * 3 and not tensors.is_transformed()
 
 
 def _modes() -> bool:
@@ -201,10 +201,10 @@ def _gradient_hooks() -> bool:
     hooked.register_hook(lambda gradient: None)
     behind.register_post_accumulate_grad_hook(lambda tensor: None)
     optimizer = torch.optim.SGD([hooked], lr=0.1)
-    before = autograd.step_hooks(optimizer)
+    before = tensors.step_hooks(optimizer)
     optimizer.register_step_pre_hook(_step_hook)
-    steps = (before, autograd.step_hooks(optimizer)) == ([], [_step_hook])
-    return steps and autograd.has_hooks(hooked) == (True, False) and autograd.has_hooks(behind) == (False, True)
+    steps = (before, tensors.step_hooks(optimizer)) == ([], [_step_hook])
+    return steps and tensors.has_hooks(hooked) == (True, False) and tensors.has_hooks(behind) == (False, True)
 
 
 def _dtensors() -> bool:
@@ -265,15 +265,15 @@ def _muon() -> bool:
     made = torch.optim.Muon([matrix], lr=0.1, nesterov=False)
     made.step()
     (group,) = made.param_groups
-    kept, rate = optimizers.muon_rates(group, [6, 4])
-    update = optimizers.newton_schulz(gradient.lerp(torch.zeros(6, 4), group["momentum"]), group)
+    kept, rate = tensors.muon_rates(group, [6, 4])
+    update = tensors.newton_schulz(gradient.lerp(torch.zeros(6, 4), group["momentum"]), group)
     return torch.allclose(matrix, weight * kept - rate * update, atol=1e-3) and rate > group["lr"]
 
 
 def _groups() -> bool:
-    named = (groups.default_group, groups.default_store, groups.PrefixStore)
+    named = (c10d.default_group, c10d.default_store, c10d.PrefixStore)
     left_out = "_ddp_params_and_buffers_to_ignore" in inspect.getsource(DistributedDataParallel.__init__)
-    return all(map(callable, named)) and not groups.is_flat_parameter(torch.ones(1)) and left_out
+    return all(map(callable, named)) and not c10d.is_flat_parameter(torch.ones(1)) and left_out
 
 
 def _operators_of_collectives() -> bool:
@@ -303,7 +303,7 @@ def _batching() -> bool:
     asked = inspect.getsource(continuous_api) + inspect.getsource(cache)
     kept = "self.model._cached_continuous_batching_manager = self" in asked
     heads = "find_num_key_value_heads(config)" in asked and "self.model.config.get_text_config()" in asked
-    return batching.takes_ranks() and kept and heads and batching.kept_manager(nn.Module()) is None
+    return transformers.takes_ranks() and kept and heads and transformers.kept_manager(nn.Module()) is None
 
 
 PROBES: dict[str, Probe] = {

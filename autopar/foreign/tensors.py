@@ -1,21 +1,25 @@
-"""torch's tensors: writes, views, subclasses without memory; operators and modes; and the walk through containers."""
+"""torch's tensors: writes, views, subclasses without memory; operators and modes; and the walk through containers.
+
+torch.autograd: which pass runs, what its nodes say, and whether transforms of torch.func run.
+
+torch's optimizers: the parts of a step of Muon, which torch has in one piece for whole matrices.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch._dynamo.eval_frame import skip_code as leave_alone  # code runs as it is, also in what is compiled
+from torch._dynamo.eval_frame import skip_code as leave_alone
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
+from torch.optim import _muon
 from torch.optim.optimizer import _foreach_supported_types as _stepped_by_foreach
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils._foreach_utils import _foreach_supported_types as _taken_by_foreach
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    is_in_torch_dispatch_mode,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 from torch.utils._pytree import (
@@ -32,34 +36,15 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
-    "FOREACH_TYPES",
-    "GROUPED_MM",
-    "ITEM",
-    "RANDOM",
-    "TO_COPY",
-    "UNSAFE_VIEW",
-    "WRITES",
     "SequenceKey",
     "TorchDispatchMode",
     "TreeSpec",
-    "assert_soon",
-    "base_of",
-    "disabled_torch_function",
     "dispatch_modes",
     "function_modes",
     "is_in_torch_dispatch_mode",
     "keystr",
     "leave_alone",
-    "let_foreach_take",
-    "name_of_operator",
     "no_dispatch_modes",
-    "no_overrides",
-    "operator_of",
-    "operators_of_dtensors",
-    "safe_softmax",
-    "schema_of",
-    "storage_id",
-    "swap_implementation",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_leaves",
@@ -67,9 +52,6 @@ __all__ = [
     "tree_map_only",
     "tree_map_with_path",
     "tree_unflatten",
-    "version_of",
-    "wrapper_subclass",
-    "writes_into",
 ]
 
 
@@ -152,3 +134,88 @@ def base_of(tensor: Any) -> Any:
 def storage_id(storage: Any) -> int:
     """Return a number that tells storages apart as long as they live."""
     return cast("int", storage._cdata)
+
+
+PROFILER_RUNS = "_is_profiler_enabled"  # attribute of torch.autograd.profiler: whether one runs
+
+
+current_backward = torch._C._current_graph_task_id  # () -> number of the pass that runs in this thread, or -1
+
+
+def has_hooks(tensor: torch.Tensor) -> tuple[bool, bool]:
+    """Return whether a tensor has hooks of its gradient, and hooks behind the accumulation of its gradient."""
+    behind = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return bool(tensor._backward_hooks), bool(behind)
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the hooks that an optimizer has of its own before its step."""
+    return list(optimizer._optimizer_step_pre_hooks.values())
+
+
+def in_backward() -> bool:
+    """Return whether a backward pass runs in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def after_backward(action: Callable[[], None]) -> None:
+    """Call ``action`` when the backward pass that runs is through."""
+    torch.autograd.Variable._execution_engine.queue_callback(action)
+
+
+def run_backward(
+    roots: torch.Tensor | Sequence[torch.Tensor],
+    gradients: Any = None,
+    keep_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = (),
+) -> None:
+    """Run ``torch.autograd.backward`` with function modes on: it would give itself to them, and run without them."""
+    tensors = (roots,) if isinstance(roots, torch.Tensor) else tuple(roots)
+    given = (gradients,) if gradients is None or isinstance(gradients, torch.Tensor) else tuple(gradients)
+    given = given if len(given) == len(tensors) else (None,) * len(tensors)
+    given = tuple(torch.ones_like(x) if g is None else g for x, g in zip(tensors, given, strict=True))
+    wanted = () if inputs is None else (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    keep = create_graph if keep_graph is None else keep_graph
+    torch.autograd.graph._engine_run_backward(
+        tensors, given, keep, create_graph, wanted, allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def next_sequence_number() -> int:
+    """Return the number that the next node of the graph gets."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def sequence_number(node: Any) -> int:
+    """Return in which place among all nodes one was made."""
+    return int(node._sequence_nr())
+
+
+def input_metadata(node: Any) -> Any:
+    """Return shape, dtype and device of the gradients that come to a node."""
+    return node._input_metadata
+
+
+def forward_class(node: Any) -> type:
+    """Return the ``torch.autograd.Function`` that a node is of."""
+    return node._forward_cls
+
+
+is_functorch_active = torch._C._are_functorch_transforms_active  # () -> whether a transform of torch.func runs
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of torch.func (grad, vmap, jvp) runs, or forward mode: tensors may be wrapped ones."""
+    return not torch.compiler.is_compiling() and (is_functorch_active() or forward_ad._current_level >= 0)
+
+
+def newton_schulz(direction: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+    """Return what Muon steps along instead of a direction: a matrix, nearly orthogonal, in bfloat16."""
+    return _muon._zeropower_via_newtonschulz(direction, group["ns_coefficients"], group["ns_steps"], group["eps"])
+
+
+def muon_rates(group: Mapping[str, Any], shape: Sequence[int]) -> tuple[Any, Any]:
+    """Return by what a step of Muon multiplies the weights of a matrix of ``shape``, and how far it goes."""
+    rate: Any = group["lr"].squeeze() if isinstance(group["lr"], torch.Tensor) else group["lr"]
+    return 1 - rate * group["weight_decay"], _muon._adjust_lr(rate, group["adjust_lr_fn"], torch.Size(shape))

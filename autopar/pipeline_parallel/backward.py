@@ -20,7 +20,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from autopar.foreign.autograd import forward_class, input_metadata
+from autopar.foreign.tensors import forward_class, input_metadata
 
 _Gradients = tuple[torch.Tensor | None, ...]
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autopar.data_parallel.grad_sync import TiedWeights
-from autopar.distributed.profiling import record
+from autopar.distributed.autograd_functions import record
 from autopar.distributed.rng import base_seed
 from autopar.errors import ConfigError
 from autopar.pipeline_parallel.backward import WeightGradients, stage_backward_input, stage_backward_weight

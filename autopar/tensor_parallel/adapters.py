@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autopar.adapters import is_peft_model, is_tuner
-from autopar.distributed.plain_collectives import all_reduce
+from autopar.distributed.collectives import all_reduce
 from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.quantized.layers import stored_weights

@@ -23,7 +23,7 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_reads import hidden
 from autopar.errors import ConfigError
-from autopar.foreign.batching import free_part, kept_manager, takes_ranks
+from autopar.foreign.transformers import free_part, kept_manager, takes_ranks
 from autopar.swap import swap
 from autopar.tensor_parallel.config_view import config_view, set_value
 from autopar.tensor_parallel.given_caches import cache_layouts

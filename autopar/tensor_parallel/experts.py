@@ -22,12 +22,12 @@ import torch
 import torch.nn.functional as F
 
 from autopar.distributed import gloo_collectives
+from autopar.distributed.autograd_functions import scale_gradient
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather, all_to_all, even_layout, gather, gather_sum, reduce_scatter, run
 from autopar.distributed.collectives import scatter as own_part
-from autopar.distributed.derivatives import scale_gradient
 from autopar.errors import ConfigError
-from autopar.foreign.autograd import in_backward
+from autopar.foreign.tensors import in_backward
 from autopar.layout import Block, Layout, even_shards
 from autopar.tensor_parallel.region_modules import RegionModule
 from autopar.tensor_parallel.whole_hooks import described, users_hook

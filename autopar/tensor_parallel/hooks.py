@@ -29,8 +29,8 @@ from autopar import activation_checkpoint
 from autopar.checks.forward import ForwardCheck, named_arguments, parameters_of
 from autopar.checks.module_tree import ModuleTree
 from autopar.distributed import gloo_collectives
+from autopar.distributed.autograd_functions import refuse_transforms
 from autopar.distributed.collectives import run
-from autopar.distributed.derivatives import refuse_transforms
 from autopar.distributed.digest import extremes
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU

@@ -24,10 +24,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autopar.distributed.autograd_functions import any_order, is_watched, keep_none, named_collective, record
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy, reduce, start_all_reduce
-from autopar.distributed.derivatives import any_order, is_watched, keep_none
-from autopar.distributed.profiling import named_collective, record
 from autopar.foreign.c10d import in_fake_world
 
 _LEAST = 1 << 16

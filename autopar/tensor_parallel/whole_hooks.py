@@ -22,7 +22,7 @@ from torch import nn
 from transformers.utils.generic import ModelOutput
 
 from autopar.call_site import is_of_library
-from autopar.distributed import collectives, plain_collectives
+from autopar.distributed import collectives
 from autopar.distributed.axis import Axis
 from autopar.distributed.shard_reads import inside_hook
 from autopar.errors import ConfigError
@@ -379,9 +379,9 @@ class SeenShards:
         if not gradient:
             full = collectives.gather(x, self.axis, layout, dim)
         elif layout.replicated:  # each of several ranks has a part
-            full = plain_collectives.sum_shards(x, self.axis, layout, dim)
+            full = collectives.sum_shards(x, self.axis, layout, dim)
         else:
-            full = plain_collectives.all_gather(x, self.axis, layout, dim)
+            full = collectives.all_gather(x, self.axis, layout, dim)
         self._cuts[full.shape] = dim, layout
         return self._noted(full)
 
@@ -392,7 +392,7 @@ class SeenShards:
         dim, layout = found
         if not gradient:
             return collectives.scatter(x, self.axis, layout, dim)
-        return plain_collectives.owned(layout.shard(x, self.axis.rank, dim), self.axis, layout, dim)
+        return collectives.owned(layout.shard(x, self.axis.rank, dim), self.axis, layout, dim)
 
     def _sharded(self, x: torch.Tensor) -> tuple[int, Layout] | None:
         """Return the dim along which a tensor is sharded, and how: features or heads; None if it is whole.
@@ -407,7 +407,7 @@ class SeenShards:
             ways.append((x.ndim - 1, x.shape[-1], self.layout))
         fit = [int(size == layout.local_size(self.axis.rank)) for _, size, layout in ways]
         if any(len({layout.local_size(rank) for rank in range(self.axis.size)}) > 1 for _, _, layout in ways):
-            _, fit = plain_collectives.extremes_over(self.axis, fit)
+            _, fit = collectives.extremes_over(self.axis, fit)
         found = [(dim, layout) for (dim, _, layout), fits in zip(ways, fit, strict=True) if fits]
         if len(found) > 1 and found[0][1] is found[1][1]:
             raise ConfigError(
