@@ -26,11 +26,9 @@ from autopar.errors import ConfigError, nearest
 from autopar.plan.own_forwards import check_forwards
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.stages import elements_of
-from autopar.policy.described_model import model_inside
-from autopar.policy.match import Described, find_policy, given_policy
+from autopar.policy.match import Described, find_policy, given_policy, model_inside
 from autopar.policy.schema import Policy
-from autopar.quantized.layers import as_plain, check_dtype
-from autopar.quantized.methods import check_quantizer
+from autopar.quantized.layers import as_plain, check_dtype, check_quantizer
 
 
 class Call(NamedTuple):

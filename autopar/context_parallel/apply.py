@@ -29,7 +29,7 @@ from autopar.foreign.transformers import (
     recompute_function,
     set_recompute_function,
 )
-from autopar.plan.blocks import lies_in
+from autopar.plan.stages import lies_in
 from autopar.swap import swap, unswap
 from autopar.tensor_parallel.config_view import drop_value, set_value, view_of_config
 from autopar.tensor_parallel.hooks import BeforeForward

@@ -25,8 +25,8 @@ from transformers.pytorch_utils import Conv1D
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy, reduce
 from autopar.foreign.modules import own_buffers, own_parameters
-from autopar.plan.blocks import lies_in
 from autopar.plan.plan import AttributePlan, InputPlan, ModulePlan, Plan
+from autopar.plan.stages import lies_in
 from autopar.tensor_parallel.config_view import drop_value, set_value, view_of_config
 from autopar.tensor_parallel.norms import GlobalMeans
 from autopar.tensor_parallel.parallelize import resize

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as hf_init
 from transformers.integrations.peft import PeftAdapterMixin
 
-from autopar.deferred_init.sources import Init, by_parameter, set_source, sources_of
+from autopar.deferred_init.files import Init, by_parameter, set_source, sources_of
 from autopar.errors import ConfigError
 from autopar.foreign.modules import own_buffers, own_parameters
 from autopar.foreign.tensors import function_modes, storage_id

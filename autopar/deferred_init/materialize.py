@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from autopar.deferred_init.context import adapter_first, on_cpu
+from autopar.deferred_init.files import by_parameter, clear_sources, sources_of
 from autopar.deferred_init.random_init import DeferredParameter, InitSteps, adapter_parameters
-from autopar.deferred_init.sources import by_parameter, clear_sources, sources_of
 from autopar.distributed.broadcast_data import sync_parameters
 from autopar.distributed.mesh import MPU
 from autopar.distributed.process import cores_of_a_rank

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as hf_init
 
 from autopar.adapters import tuner_layers
-from autopar.deferred_init.sources import sources_of
+from autopar.deferred_init.files import sources_of
 from autopar.distributed.rng import kept
 from autopar.errors import ConfigError
 from autopar.foreign.modules import own_parameters

@@ -29,8 +29,8 @@ from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.row_tracking import MixedRows, RowTracking, prime_beside
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import AutoparError, ConfigError, first_line
-from autopar.plan.blocks import Blocks, dropped_blocks, lies_in
 from autopar.plan.make_plan import make_plan
+from autopar.plan.stages import Blocks, dropped_blocks, lies_in
 from autopar.policy.match import Described
 from autopar.policy.schema import Policy
 from autopar.tensor_parallel.sequence_parallel import argument_names

@@ -10,8 +10,7 @@ from typing import Any
 from transformers import BertConfig, BertLMHeadModel, BertModel, EncoderDecoderModel
 
 import autopar
-from autopar.policy.described_model import model_inside
-from autopar.policy.match import find_policy
+from autopar.policy.match import find_policy, model_inside
 from tests.pool import pooled
 from tests.small import gpt2
 

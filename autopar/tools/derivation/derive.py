@@ -19,8 +19,8 @@ from autopar.errors import AutoparError, ConfigError
 from autopar.foreign.modules import own_modules
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan
-from autopar.policy.described_model import base_of
 from autopar.policy.load import read_user_policy
+from autopar.policy.match import base_of
 from autopar.tools.derivation.attributes import Candidate, candidates, choices
 from autopar.tools.derivation.block_lists import BlockList, block_lists
 from autopar.tools.derivation.decide import components, decide
