@@ -29,7 +29,7 @@ from autopar.distributed.rng import sync_generators
 from autopar.distributed.uncaught import publish_uncaught
 from autopar.errors import tell
 from autopar.on_demand import tool
-from autopar.pipeline_parallel import methods as pipeline_methods
+from autopar.pipeline_parallel import pipeline as pipeline_methods
 from autopar.plan.plan import derived_notice, held, summarise
 from autopar.quantized.layers import keep_form
 from autopar.tensor_parallel import apply as tensor_parallel

@@ -18,7 +18,7 @@ from autopar.distributed.axis import Axis
 from autopar.errors import AutoparError
 from autopar.foreign.modules import own_parameters
 from autopar.layout import Layout
-from autopar.tensor_parallel.parameter_marks import describe_stage
+from autopar.tensor_parallel.megatron import describe_stage
 
 _LISTED = 3
 

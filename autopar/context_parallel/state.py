@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autopar.context_parallel.handed_states import HandedStates
+from autopar.context_parallel.handed_states import HandedStates, Links
 from autopar.context_parallel.heads import Heads
-from autopar.context_parallel.rank_states import Links
 from autopar.context_parallel.rows import rows_layout
 from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError

@@ -30,7 +30,7 @@ from autopar.quantized.layers import stored_weights
 from autopar.quantized.stored import Part, StoredWeight
 from autopar.storage.lazy_tensor import InMemory, map_shard, read_shard
 from autopar.swap import replace_storage
-from autopar.tensor_parallel.quantized_product import part_on
+from autopar.tensor_parallel.layers import part_on
 
 _MOST_THREADS = 8  # more of them wait for each other's memory
 

@@ -19,8 +19,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.context_parallel.apply import apply
+from autopar.context_parallel.block_boundary import may_own_rows
 from autopar.context_parallel.heads import Heads, heads_of
-from autopar.context_parallel.own_rows import may_own_rows
 from autopar.context_parallel.state import OwnModule, RowPlan, RowState, WholeModule
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept

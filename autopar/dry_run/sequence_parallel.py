@@ -30,7 +30,7 @@ from autopar.plan.matching import around
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.stages import StagePlan, dropped_blocks, lies_in
 from autopar.tensor_parallel import parallelize, sequence_parallel
-from autopar.tensor_parallel.attentions import gather_hidden_states
+from autopar.tensor_parallel.hooks import gather_hidden_states
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.sequence_parallel import SequencePlan
 

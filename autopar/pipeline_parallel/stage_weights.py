@@ -3,7 +3,7 @@
 A parameter that another stage holds leaves the module. In its place stays a placeholder, a tensor without memory
 (:class:`Placeholder`), so that the model's own code in front of the blocks still runs and
 gives the right shapes; what it computes there is replaced by what the stage receives
-(:mod:`~autopar.pipeline_parallel.provenance` proves it). Its values are not a number.
+(:mod:`~autopar.pipeline_parallel.outputs` proves it). Its values are not a number.
 """
 
 from __future__ import annotations

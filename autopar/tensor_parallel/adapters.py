@@ -19,7 +19,7 @@ from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.quantized.layers import stored_weights
 from autopar.swap import bind, unbind
-from autopar.tensor_parallel.embeddings import look_up
+from autopar.tensor_parallel.layers import look_up
 from autopar.tensor_parallel.region_modules import RegionModule
 
 _OWNER = "tensor parallelism of adapters"

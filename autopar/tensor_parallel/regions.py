@@ -26,12 +26,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.distributed.autograd_functions import is_watched
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy
 from autopar.distributed.rng import TorchGenerators, follow_streams, seed_torch, unfollow_streams
+from autopar.foreign.c10d import in_fake_world
 from autopar.foreign.tensors import version_of
 from autopar.layout import Layout
-from autopar.tensor_parallel.overlap import Late, WeightGradient, can_overlap
+from autopar.tensor_parallel.overlap import Late, WeightGradient
 from autopar.tensor_parallel.overlap import enter as enter_overlapped
 from autopar.tensor_parallel.sequence_rows import Entered, can_save_rows, gather_rows
 
@@ -88,6 +90,16 @@ class Region:
         copied.model = f"{self.model}, copied"
         copied._dropouts = [(deepcopy(owner, memo), name) for owner, name in self._dropouts]
         return copied
+
+    def check_thread(self) -> None:
+        """Refuse a forward of another thread while requests run, whose collectives would meet those of the requests.
+
+        Raises:
+            ConfigError: Says what to do.
+        """
+        manager = None if self.batching is None else self.batching()
+        if manager is not None:
+            manager.check_thread()
 
     def find_dropout(self, model: nn.Module) -> None:
         """Find dropout: ``p`` of dropout modules, attributes called ``*drop*``, the config's for attention.
@@ -353,3 +365,29 @@ def _of_own(module: nn.Module) -> Iterator[tuple[Any, str]]:
 
 def _entries(owner: Any) -> Mapping[str, Any]:
     return owner if isinstance(owner, Mapping) else vars(owner)
+
+
+_LEAST = 1 << 16
+"""Elements of the input, from which on it pays: the nodes cost some 50 us. Alike on all ranks, as shards are not."""
+
+
+def can_overlap(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> bool:
+    """Return whether the sum of ``x``'s gradient can run beside the gradient of ``weight``: something else carries it.
+
+    Shared memory does not: there this process sums itself.
+    """
+    return (
+        weight.requires_grad
+        and x.requires_grad
+        and x.numel() >= _LEAST
+        and axis.size > 1
+        and (axis.transport is None or not x.is_cpu)
+        and torch.is_grad_enabled()
+        and type(x) is torch.Tensor
+        and x.dtype == weight.dtype
+        and (not x.is_meta or in_fake_world())
+        and not torch.compiler.is_compiling()
+        and (x.is_meta or not torch.is_autocast_enabled(x.device.type))
+        and not torch.is_anomaly_enabled()  # would read the gradient before the sum is there
+        and not is_watched(x)  # what the layer returns was kept: it must not be written to
+    )

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
+from autopar.context_parallel.block_boundary import OwnRows, may_own_rows
 from autopar.context_parallel.lazy_rows import LazyRows
-from autopar.context_parallel.own_rows import OwnRows, may_own_rows
 from autopar.context_parallel.state import OwnModule, RowPlan, RowState
 from autopar.distributed.axis import Axis
 from autopar.dry_run.context_parallel import plan_rows
