@@ -6,10 +6,9 @@ A layer, a block or an output gets it without a wrapper around it: its name, its
 Methods have owners. Tensor parallelism, the pipeline and checkpoints each give a model some. None puts its own over
 another's, so the order in which they do it does not matter, and each takes away what it gave.
 
-A module's view of the model's config: the same object state, with local sizes.
-
-Attention that reads ``self.config.num_attention_heads`` must see this rank's number, while everything else (and what is
-set later, such as the attention implementation) stays that of the model.
+A module's view of the model's config shares its state and has local sizes: attention that reads
+``self.config.num_attention_heads`` must see this rank's number, while everything else, and what is set later, stays
+that of the model.
 """
 
 from __future__ import annotations

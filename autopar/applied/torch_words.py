@@ -1,7 +1,4 @@
-"""Add to torch's words about shapes that do not fit: the weight of which this rank has a shard.
-
-Add to torch's words of an error that ends the process: what of the model is here, and what works with it.
-"""
+"""Add to torch's errors: the sharded weight whose shape does not fit, and what works with this rank's shards."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
-"""Modules in front of the blocks that compute this rank's rows only: embeddings, and rotary angles of positions.
-
-The rehearsal finds them: their operations treat rows apart, and what they return comes to the boundary of the blocks
-through others that do. They return lazy tensors (:mod:`~autopar.context_parallel.lazy_rows`).
-
-The boundaries of a list of blocks: the sequence is cut into rows before the first one, and joined behind the last.
+"""The boundaries of a list of blocks: the sequence is cut into rows before the first one, and joined behind the last.
 
 Everything before the first block is the model's own and sees the whole sequence: positions, masks, documents, and
 embeddings, which may be rows behind the scenes (:mod:`autopar.context_parallel.lazy_rows`). A block gets this rank's
 rows of the hidden states and of whatever else has a row for each position; masks stay whole. Modules that need all
 rows gather them, and keep their own of what they return.
+
+Modules before the blocks may compute this rank's rows only: embeddings, and rotary angles of positions. The dry run
+finds them: their operations treat rows apart, and what they return reaches the blocks through operations that do. They
+return lazy tensors.
 """
 
 from __future__ import annotations

@@ -1,21 +1,14 @@
-"""States that a module hands on from row to row, handed on from rank to rank: recurrences, and convolutions' last rows.
+"""State passing: recurrences and convolutions continue from the states of the rank before.
 
-A module that takes a cache keeps in it what the rows behind need to know of those in front: the state of a recurrence,
-and the last rows that a convolution saw. So each rank runs the module over its own rows with a cache of which the
-states are those of the rank before, and gives that of its own last row to the rank behind. Whether a module goes on
-from a state as if its rows were whole is found out by running it (:mod:`autopar.dry_run.handed_states`).
-:mod:`~autopar.context_parallel.handed_states` carries states from rank to rank.
-
-Messages between neighbours on an axis: to the rank behind or the one in front, in the order in which they are sent.
-
-Messages that go one way along an axis make no ring, so no two ranks wait for each other: a rank sends without waiting,
-and a receive waits for nothing but the ranks on that side.
-
-States of a module as they go from rank to rank, and their gradients back.
+A module that takes a cache keeps in it what later rows need of earlier ones: the state of a recurrence, and the last
+rows that a convolution saw. So each rank runs the module over its own rows with a cache that holds the states of the
+rank before, and sends those of its last row to the next rank. Running the module shows whether it continues from a
+state as if its rows were full (:mod:`autopar.dry_run.handed_states`).
 
 States go down the axis in the forward, their gradients up in the backward, message by message in one order: autograd
-runs what it has recorded in the reverse order. A rank waits for nobody on the other side, so the ranks in front may be
-some modules ahead. Shapes travel along once for each kind of call.
+runs what it has recorded in the reverse order. Messages that go one way make no ring, so no two ranks wait for each
+other: a rank sends without waiting, and earlier ranks may be some modules ahead. Shapes travel once for each kind of
+call.
 """
 
 from __future__ import annotations

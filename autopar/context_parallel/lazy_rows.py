@@ -1,13 +1,13 @@
-"""A lazy tensor in front of the blocks: it holds this rank's rows, and computes the whole on any other use.
+"""Lazy tensors under context parallelism: embeddings before the blocks, and logits after them.
 
-It may be added to others, scaled, normed and projected, which is done to the rows, and the block boundary opens it.
-Any other operation gets the whole tensor, which each rank computes by itself, as it would without rows.
+:class:`LazyRows` holds this rank's rows of an embedding, and computes the full tensor on any other use. It may be added
+to others, scaled, normed and projected, which is done to the rows, and the block boundary opens it. Any other operation
+gets the full tensor, which each rank computes by itself, as it would without context parallelism.
 
-This rank's rows of logits, and what may be done to them instead of to the whole logits.
-
-A loss takes ``[batch, rows, vocab]`` apart by rows: it casts, scales, shifts, flattens, and computes a cross entropy
-for each. All of that is done to this rank's rows, whose losses, one number a row, are gathered. They may be sharded by
-vocabulary as well (:mod:`autopar.tensor_parallel.sharded_logits`).
+:class:`RowsOfLogits` holds this rank's rows of logits. A loss takes ``[batch, rows, vocab]`` apart by rows: it casts,
+scales, shifts, flattens, and computes a cross entropy for each. All of that is done to this rank's rows, whose losses,
+one number a row, are gathered. The rows may be sharded by vocabulary too
+(:mod:`autopar.tensor_parallel.sharded_logits`).
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""Sources of the values of a lazily built module's parameters, which have no memory yet.
-
-Quantized weights in the files of a checkpoint: each rank reads its part of the numbers and of the scales.
-
-transformers puts the tensors of a weight together in one operation of each library. While a model is loaded lazily, a
-:class:`Collector` takes that operation's place and notes which they are, after all renames.
-
-Sources of a lazy model in files: of a Hugging Face checkpoint, or in the shards of one of ours.
+"""Sources of a lazy model's values: files of a Hugging Face checkpoint, or shards of an autopar checkpoint.
 
 The first is transformers' own loading with the files opened lazily: its renames, conversions and reports, without the
 data. In shards every tensor has the model's own name.
+
+Of quantized weights each rank reads its part of the numbers and of the scales. transformers puts the tensors of a
+weight together in one operation of each library. While a model is loaded lazily, a :class:`Collector` takes that
+operation's place and notes which they are, after all renames.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Wait for ranks that may never come, within a time-out.
+"""Give all ranks one verdict: all succeed, or all raise. A rank that never comes costs a time-out, not a hang.
 
-Ranks find each other through the key-value store of the default process group, in which no rank can get stuck. A call
-on some of the ranks only raises within the time-out and leaves nothing behind, so a later call works again.
-
-One verdict on every rank: all succeed alike, or all raise. Two ways, by what must not get stuck:
+:func:`meet` waits for ranks through the key-value store of the default process group, in which no rank can get stuck.
+A call on some of the ranks only raises within the time-out and leaves nothing behind, so a later call works again.
 
 :func:`same_on_every_rank` is for ``initialize``, before there is a mesh: over the default group, whatever its backend.
 
@@ -11,8 +9,6 @@ One verdict on every rank: all succeed alike, or all raise. Two ways, by what mu
 star around rank 0, over gloo, because the death of a rank closes its connection to rank 0 (or rank 0's to everyone),
 so the others learn it at once and by name. In a ring, the two neighbours would know and the rest would wait. torch's
 ``_DistWrapper`` (``torch/distributed/checkpoint/utils.py``) has the same idea without the deaths.
-
-Ranks that may never come are waited for in :mod:`autopar.distributed.agree`.
 """
 
 from __future__ import annotations

@@ -1,18 +1,15 @@
-"""Names in the traces of torch.profiler: collectives with their axis and shape, actions of a pipeline, messages.
-
-Nothing is recorded, formatted or allocated while no profiler runs: ``record_function`` alone would cost 8 us a call.
-
-Which derivatives go through sharded layers: of any order and mode. Others are refused, never left out.
+"""Shared parts of the autograd functions of sharded layers: second derivatives, and names in profiler traces.
 
 Collectives are linear, so the backward of each is another one, which can be differentiated in turn: that of ``copy`` is
 ``reduce``, and the other way round. A function that saves memory or waits beside other work has two backwards: its own,
 and a plain one that is run with ``create_graph=True`` (:func:`any_order`).
 
-torch.func (grad, vmap, jvp) and dual tensors need more of an autograd function than a backward: they are refused.
+torch's ``once_differentiable`` reports a missing second derivative only to a ``backward()`` that walks into it;
+``torch.autograd.grad`` goes around it and leaves the term out. Where there is no second backward here, the first one
+with ``create_graph=True`` raises (:func:`single_backward`). torch.func (grad, vmap, jvp) and dual tensors need more of
+an autograd function than a backward: they are refused.
 
-torch's own ``once_differentiable`` says that a second derivative is missing only to a ``backward()`` that walks into
-it; ``torch.autograd.grad`` goes around it and leaves the term out. Where there is no second backward here, the first
-one with ``create_graph=True`` raises (:func:`single_backward`).
+No name is formatted while no profiler runs: ``record_function`` alone would cost 8 us a call.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Collectives over one axis of the mesh without autograd; on the meta device they compute shapes and send nothing.
+"""Autograd collectives over one axis of the mesh: what the activations of a tensor-parallel layer go through.
 
-Autograd collectives over one axis of the mesh: what the activations of a tensor-parallel layer go through.
+The first functions are the collectives without autograd, which the autograd functions call.
 
 | function             | forward                    | backward                    | Megatron-LM (mappings.py)         |
 |----------------------|----------------------------|-----------------------------|-----------------------------------|

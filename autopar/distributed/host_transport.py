@@ -23,10 +23,8 @@ others, and can use the transport no more.
 **Memory.** An anonymous file (memfd) of the group's first rank, which the others open through /proc: it has no name
 that could stay behind, and the kernel frees it with the last process that maps it.
 
-Choose what carries a tensor-parallel group's collectives on the CPU: the config's ``cpu_transport``.
-
-``shm`` is :class:`~autopar.distributed.host_transport.HostTransport`, ``gloo`` the process group. All groups of a mesh
-get the same, because all ranks decide from what all of them have told.
+**Choice.** The config's ``cpu_transport`` is ``shm`` for this transport and ``gloo`` for the process group. All groups
+of a mesh get the same one, because all ranks decide from the facts of all ranks (:func:`attach`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Process groups that autopar makes. They are destroyed when all ranks have dropped the object that uses them.
-
-torch keeps a group, its threads and its connections until the group is destroyed. Two meshes never share a group: their
-models may run in different threads, and a collective that fails leaves messages behind.
-
-MPU, the model-parallel unit: sizes, ranks and process groups of the (pp, dp, cp, tp) mesh.
+"""MPU, the model-parallel unit: sizes, ranks and process groups of the (pp, dp, cp, tp) mesh.
 
 Ranks count tp fastest, then cp, then dp, then pp, as in Megatron-LM. With 16 ranks, tp 2, cp 2 and pp 2::
 
@@ -26,6 +21,10 @@ ranks, tp 2 and an expert-parallel size of 4::
     edp: [0, 4] [1, 5] [2, 6] ...     ranks that hold the same experts and get other sequences
 
 An MPU has no module-level state: two of them, with two shapes, may exist in one process.
+
+The process groups of a mesh are destroyed when all ranks have dropped it: torch keeps a group, its threads and its
+connections until then. Two meshes never share a group: their models may run in different threads, and a collective
+that fails leaves messages behind.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""torch.distributed's operators as its dispatcher sees them.
+"""torch.distributed: groups, stores, backends and time-outs, FSDP's groups, and operators as its dispatcher sees them.
 
 Every collective of Python or C++ becomes an operator ``c10d::...`` before a backend runs it. A dispatch mode sees it
 there, whoever called it: this library, FSDP2 or the reducer of ``DistributedDataParallel``.
-
-torch.distributed: the default group and store, backends and their time-outs, FSDP's groups of parameters.
 """
 
 from __future__ import annotations

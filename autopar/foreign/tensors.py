@@ -1,9 +1,4 @@
-"""torch's tensors: writes, views, subclasses without memory; operators and modes; and the walk through containers.
-
-torch.autograd: which pass runs, what its nodes say, and whether transforms of torch.func run.
-
-torch's optimizers: the parts of a step of Muon, which torch has in one piece for whole matrices.
-"""
+"""torch's tensors, containers, operators and dispatch modes; its autograd; the parts of a step of its Muon."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""transformers and peft: what a model says of itself in private names.
-
-transformers' continuous batching: whether ranks of a group may take part in one of it.
-"""
+"""transformers and peft: private names of models, and of continuous batching."""
 
 from __future__ import annotations
 

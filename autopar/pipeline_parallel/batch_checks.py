@@ -1,14 +1,12 @@
-"""The optimizer steps that stages of one replica have made, compared when a pass begins.
+"""The ranks of a pipeline agree on a pass before it begins: all have the same batch and the same past, or none starts.
 
-Which optimizers there are may differ by stage: one that holds weights of a single stage may exist on that stage only,
-one for each weight steps as often as there are weights, and each phase of a training may have a new one. So for each
-optimizer the passes are counted that a step of it came after. Optimizers that have first stepped after the same pass
-are compared between the stages; those that began at different times are not the same one.
+Each rank sends a few bytes: what it has read, how often optimizers have stepped its weights, and digests of its copies
+of weights that other stages hold too. So an error is the same on all ranks, and nothing has run.
 
-The ranks of a pipeline agree on a pass before it begins: all have the same batch and the same past, or none has one.
-
-Each tells the others in a few bytes what it has read, how often optimizers have stepped its weights, and what its
-copies of weights are that other stages hold, too. So what is wrong is the same error on all ranks, and nothing has run.
+Stages may have different optimizers: one that holds weights of a single stage may exist on that stage only, one for
+each weight steps as often as there are weights, and each phase of a training may have a new one. So for each optimizer
+the passes are counted that a step of it came after. Optimizers that have first stepped after the same pass are compared
+between the stages; those that began at different times are different optimizers.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Split backward of a stage: first the gradients of what it received, later those of its weights.
+"""The engine runs a schedule: forwards and backwards of this rank's stages, and the messages between them.
 
-The nodes of the graph from which something received can be reached are *on the way*. The first half runs along them
-and notes the gradients that arrive at those with an edge to the side, to weights. The second half runs from there.
+[Note: split backward] A split schedule computes first the gradients of what a stage received, later those of its
+weights. The nodes of the graph from which something received can be reached are *on the way*. The first half runs along
+them and notes the gradients that arrive at those with an edge to the side, to weights. The second half runs from there.
 Edges that hang together by nodes beside the way (a weight that is used in several places, a table that all blocks add)
 are one part of it, so that every gradient is counted once. A node with an edge to each side runs in both halves: a
-function written in Python may use up what it saved, so with one of those the first half is the whole backward, unless
+function written in Python may use up what it saved, so with one of those the first half is the full backward, unless
 that function says that it ``keeps_nothing``. Hooks of tensors on the way may run twice.
-
-The engine runs a schedule: forwards and backwards of this rank's stages, and what travels between them.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
-"""Outputs of a model in stages: of all micro-batches together, without entries that only another stage could compute.
+"""Results of a model in stages: outputs without entries of other stages, KV caches, and tensors from placeholders.
 
-Reading one of those raises.
+Outputs of all micro-batches are merged. Reading an entry that only another stage could compute raises.
 
-KV caches of a model in stages: each rank keeps the keys and values of its own layers, and sends no cache.
+Each rank keeps the keys and values of its own layers, and sends no cache. A model makes positions and masks from the
+length of the sequence so far, which it reads from one layer of its cache, often the first. So layers that run on other
+ranks get keys and values of width 1 and that length.
 
-A model makes positions and masks from the length of the sequence so far, for which it asks one layer of its cache,
-often the first. So layers that run on other ranks are told the length: they get keys and values of width 1.
-
-Provenance of tensors: which results of a stage were computed from tensors that it does not hold.
-
-The code in front of a stage's blocks runs on placeholders, and what it computes is replaced by what the stage receives.
-Were anything of it used after all, the result would be wrong. A dispatch mode follows each tensor from the placeholders
-on, through views, writes in place and comparisons too, where a value that is not a number leaves no trace.
+The code before a stage's blocks runs on placeholders, and what the stage receives replaces its results. If any of them
+were used after all, the result would be wrong. A dispatch mode follows each tensor from the placeholders on, through
+views, writes in place and comparisons, too, where a value that is not a number leaves no trace.
 """
 
 from __future__ import annotations

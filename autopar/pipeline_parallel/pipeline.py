@@ -1,9 +1,6 @@
-"""The methods ``execute_pipeline`` and ``no_sync`` of a parallelized model.
+"""A model in pipeline stages: built by ``initialize``, undone by ``deparallelize``, trained by ``execute_pipeline``.
 
-A model in one piece has them, too: it accumulates gradients over micro-batches. The code that runs them is loaded when
-they are first called.
-
-A model in pipeline stages: built by ``initialize``, undone by ``deparallelize``, trained by ``execute_pipeline``.
+A model in one piece has ``execute_pipeline`` and ``no_sync`` too: it accumulates gradients over micro-batches.
 """
 
 from __future__ import annotations

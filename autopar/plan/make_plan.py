@@ -1,7 +1,4 @@
-"""Attributes and arguments that ``forward`` reads: the whole model's value -> each rank's.
-
-make_plan: policy, model and tensor-parallel size -> a :class:`Plan`. Every check is here; the model is only read.
-"""
+"""make_plan: policy, model and tensor-parallel size -> a :class:`Plan`. Every check is here; the model is only read."""
 
 from __future__ import annotations
 

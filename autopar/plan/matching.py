@@ -1,7 +1,4 @@
-"""Which rule of a policy matches which module of a model, and whether the rules of a region agree.
-
-Advice for a region that a column opens and no row closes: which row was probably meant, and what to write.
-"""
+"""Which rule of a policy matches which module of a model, and whether the rules of a region agree."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Everything that can fail is checked by :func:`~autopar.plan.make_plan.make_plan` before a plan exists, from data that
 every rank has, so every rank raises the same error and the model is untouched.
 
-A plan in words: rows of a table, one for tensors that differ in a block's number alone; and a line for the log.
+:func:`summarise` and its neighbours show a plan in words: rows of a table, and a line for the log.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The blocks of a model in forward order, and the stages on which the tensors around them are needed.
-
-Pipeline stages: which blocks, and which tensors, each stage of a model holds. Pure, plain data, no process group.
+"""Pipeline stages: which blocks, and which tensors, each stage of a model holds. Pure, plain data, no process group.
 
 A model is a row of *elements* in forward order: its blocks; of an encoder-decoder model the encoder's blocks, then the
 encoder itself (its output is what the decoder reads), then the decoder's blocks. A stage is a contiguous run of them.

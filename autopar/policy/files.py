@@ -4,8 +4,6 @@
 replaces theirs, ``~`` deletes it. Two of the named files that say different things about the same key are an error
 unless this file decides: order never does. ``extends: {PATH: NAME}`` mounts a file under a path. A file with
 ``variants`` holds a policy for each of them, over what stands beside.
-
-Merge policy trees: what ``extends`` lays under a file, and a fragment that is mounted under a path.
 """
 
 from __future__ import annotations

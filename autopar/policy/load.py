@@ -1,6 +1,6 @@
-"""Reading a policy from a YAML tree that knows its lines. See ``policies/README.md`` for the form.
+"""Load policies: from a YAML tree that knows its lines, from autopar's own files, from a path, a dict or YAML text.
 
-Load policies: those that come with autopar by file or by name, and the user's from a path, a dict or YAML text.
+``policies/README.md`` describes the form.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The model that a policy describes: a Hugging Face model, or a plain module; and where its counts are read.
-
-Advise on a model that no policy lists: name the policy whose modules are named most like the model's.
-
-Which policy describes a model: one that is given, one that lists its ``model_type``, or one that is derived.
+"""Which policy describes a model: one that is given, one that lists its ``model_type``, or one that is derived.
 
 A ``model_type`` is listed in the policies and never guessed. Where no policy lists it, a ``tp_plan`` that transformers
 ships with the model says that somebody shards such models. It names modules and styles, and nothing of what features

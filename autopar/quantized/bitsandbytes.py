@@ -1,16 +1,14 @@
-"""Weights of bitsandbytes in 4 bit: NF4 and FP4 (Dettmers et al., "QLoRA", 2023), also with quantized scales.
-
-A block of 64 numbers beside each other along the inputs has one scale, and two numbers share a byte. Scales may be
-quantized in turn, in groups of 256 with a scale of their own. Where ranks cannot hold whole groups, scales become the
-numbers that these stand for: the weight stays the same to the bit. The codes stay in main memory, for when the shards
-become whole again.
-
-Weights of bitsandbytes: in 8 bit, or :mod:`in 4 bit <autopar.quantized.bitsandbytes>`.
+"""Weights of bitsandbytes in 8 bit, and in 4 bit, also with quantized scales.
 
 In 8 bit (Dettmers et al., "LLM.int8()", 2022) each output has one scale. The layer's inputs are quantized, too, with a
 scale for each token, so ranks that have some of the inputs need the largest one of all (:meth:`EightBit.whole_rows`).
 
-bitsandbytes is never imported here: a layer can only be its own where somebody else has imported it.
+In 4 bit (NF4 and FP4; Dettmers et al., "QLoRA", 2023) a block of 64 numbers along the inputs has one scale, and two
+numbers share a byte. Scales may be quantized in turn, in groups of 256 with a scale each. Where ranks cannot hold full
+groups, scales become the numbers that these stand for: the weight stays the same to the bit. The codes stay in main
+memory, for when the shards become full weights again.
+
+bitsandbytes is never imported here: a layer can only be its own where other code has imported it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The quantized layers of a model, and that model with plain ones in their place, of which a plan is made.
-
-Models that transformers has quantized, by the method that it names: sharded, plain weights again, or refused.
-"""
+"""The quantized layers of a model, plain stand-ins for planning, and quantization methods that are refused."""
 
 from __future__ import annotations
 

@@ -1,20 +1,17 @@
-"""A forward that calls experts one by one, run twice: to see what it gives them, and with what they return.
+"""Expert parallelism of experts that are modules in a list: each rank has some of them, and the others without weights.
+
+Rows travel as those of stacked experts do (:mod:`autopar.tensor_parallel.experts`). Weights, masks and dropout after
+the experts stay as they are on the rank of the tokens, and only the experts compute elsewhere.
 
 Classes choose experts in many ways: by indices, by masks, in a loop over all of them or over those that are hit, with
-weights before or behind them. All of them call the experts as modules. So the code is not read but run: first with
-outputs of zeros, while the rows of each call are noted; then, when the rows have been to the ranks that hold the
-experts, with their outputs. The first run's own result is dropped, and costs no memory in the backward pass.
+weights before or after them. All of them call the experts as modules. So the forward that calls them, of the list or of
+the module around it, runs twice: first with outputs of zeros, while the rows of each call are noted; then, when the
+rows have been to the ranks that hold the experts, with their outputs. The first run's result is dropped, and costs no
+memory in the backward pass.
 
 [Note: what runs once] Modules that are called before the first expert, a router among them, cannot depend on experts:
 the second run is given what they returned, so that their hooks and what they count happen once. Both runs draw the same
 random numbers, each works on copies of the arguments, and buffers that the first one writes into are put back.
-
-Expert parallelism of experts that are modules in a list: each rank has some of them, and the others without weights.
-
-Rows travel as those of stacked experts do (:mod:`autopar.tensor_parallel.experts`). Which rows are given to which
-expert is seen in a run of the code that calls them (:mod:`autopar.tensor_parallel.expert_modules`): the list's own
-forward, where it has one, or that of the module around it. So weights, masks and dropout behind experts stay as they
-are on the rank of the tokens, and only the experts compute elsewhere.
 
 [Note: gradients of idle experts] An expert that nobody calls has no gradient on one process, and has none here: an
 optimizer leaves it alone, weight decay too. One that is called without rows has zeros; with FSDP2, which reduces the

@@ -13,9 +13,8 @@ losses, where that of any other weight is the mean over replicas. The gradient t
 divided by the number of these replicas, and what goes on to the tokens is multiplied by it again: a weight of an expert
 then has the mean over them, and replicas that hold the same experts are averaged over like those of other weights.
 
-Expert parallelism of experts that are given rows sorted by expert, and not which expert each row has chosen.
-
-Count which experts of a mixture the tokens of all ranks have chosen.
+Experts may also be given rows sorted by expert (:class:`SortedExperts`). :func:`expert_load` counts which experts the
+tokens of all ranks have chosen.
 """
 
 from __future__ import annotations

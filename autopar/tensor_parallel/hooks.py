@@ -1,25 +1,18 @@
-"""The checks before a forward in code that torch.compile traces: one operation of the graph.
+"""Forward hooks of a parallelized model: checks before a forward, and full tensors in what it is given and returns.
 
-Dynamo traces the hooks of a compiled model. Comparing ranks there would break the graph, or, worse, run once while the
-graph is made and never again. As an operation that the compiler cannot look into, it runs whenever the graph does. It
-returns copies of the tensors that the forward begins with, so that everything else in the graph comes after it.
+Hooks are objects, so that ``copy.deepcopy`` of the model copies them.
 
-``torch.compile(model)`` calls the hooks of ``model`` itself outside of its graph; a function that calls the model, or a
-model around it, has them inside. So hooks are written for both: see :func:`no_graph_of_its_own`.
+[Note: hooks and torch.compile] Dynamo traces the hooks of a compiled model. Comparing ranks there would break the
+graph, or run once while the graph is made and never again. So the checks before a forward are one operation that the
+compiler cannot look into, which runs whenever the graph does. It returns copies of the tensors that the forward begins
+with, so that everything else in the graph comes after it. ``torch.compile(model)`` calls the hooks of ``model`` outside
+of its graph; a function that calls the model, or a model around it, has them inside. Hooks support both:
+:func:`no_graph_of_its_own`.
 
-Attention maps of sharded heads, and hidden states of sequence parallelism, in what a model returns.
-
-Blocks have maps of this rank's heads and rows of the sequence. Users get both whole.
-
-Shard the cache that the user gives (prefix tuning, keys and values of another model) by attention heads.
-
-A cache that the parallelized model filled itself holds this rank's KV heads only, and is left alone: an attribute marks
-it. In any other cache, keys and values of all heads are sharded as the attention layer's heads are, inside the graph:
-the gradient of each rank's heads is gathered, and that of heads which several ranks hold is summed.
-
-Forward hooks of a tensor-parallel model, and the methods of transformers that are replaced.
-
-Hooks are objects and methods are bound, so that ``copy.deepcopy`` of the model carries over both.
+Blocks return attention maps of this rank's heads, and hidden states of this rank's part of the sequence: users get
+both in full. A cache that the parallelized model filled holds this rank's KV heads only: an attribute marks it. In a
+cache that the user gives, keys and values of all heads are sharded as the attention layer's heads are, inside the
+graph: the gradient of each rank's heads is gathered, and that of heads which several ranks hold is summed.
 """
 
 from __future__ import annotations

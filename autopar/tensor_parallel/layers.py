@@ -1,14 +1,4 @@
-"""The base of the parallel layers, and how they are constructed for a model of one's own, as in Megatron-LM.
-
-A constructor draws the full weight on every rank from the same random state and keeps this rank's shard. So a model has
-the same full weights for any tensor-parallel size, and without ``init_method`` those that ``nn.Linear`` and
-``nn.Embedding`` draw.
-
-Embeddings whose table is sharded.
-
-The product of a parallel layer whose weight is quantized: the layer's own forward multiplies.
-
-The parallel layers. A plain module becomes one by a class swap: name, hooks, parameters and identity stay.
+"""The parallel layers. A plain module becomes one by a class swap: name, hooks, parameters and identity stay.
 
 Column-parallel (Shoeybi et al., "Megatron-LM", 2019, section 3): the output features are sharded, ``y_r = x W_r``.
 Row-parallel: the input features are, ``y = sum_r x_r W_r + b``. Vocab-parallel: the rows of an embedding are.
@@ -20,6 +10,10 @@ Every layer has, in addition to the plain module:
 * ``autopar``: its :class:`~autopar.plan.plan.ModulePlan`,
 * ``autopar_layouts``: parameter name -> :class:`~autopar.layout.Layout` of the sharded ones (on the module, since
   attributes of parameters do not survive ``deepcopy``, ``to_empty`` or ``load_state_dict(assign=True)``).
+
+A constructor, for a user-defined model as with Megatron-LM, draws the full weight on every rank from the same random
+state and keeps this rank's shard. So a model has the same full weights for any tensor-parallel size, and without
+``init_method`` those that ``nn.Linear`` and ``nn.Embedding`` draw.
 """
 
 from __future__ import annotations

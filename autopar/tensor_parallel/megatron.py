@@ -1,16 +1,4 @@
-"""Attributes by which Megatron-LM and DeepSpeed recognise sharded parameters, so that their norms count each one once.
-
-``tensor_model_parallel`` (counts on every rank; otherwise on the first one only), ``partition_dim``, and
-``partition_stride``, the number of blocks that lie side by side (two for ``gate | up``). ``shared`` and
-``ds_pipe_replicated``: an earlier pipeline stage holds and counts it, too. ``allreduce`` is False of experts that are
-sharded over replicas, too: Megatron-LM's sign that the data-parallel group does not hold them alike.
-
-The first of the ranks that hold a KV head counts it. One flag cannot describe a weight that is held twice only in part
-(a fused ``q | k | v`` with fewer KV heads than ranks): it counts on every rank. DeepSpeed's norms are given what counts
-(:mod:`autopar.integrations.deepspeed`), one of your own is too large by the repeated heads; ``autopar.clip_grad_norm_``
-is exact there, too.
-
-Megatron-LM's mappings between replicated, sharded and partial activations, and its splits, under Megatron's names.
+"""Megatron-LM's mappings between replicated, sharded and partial activations, and its splits, under Megatron's names.
 
 | function                                        | forward               | backward                          |
 |-------------------------------------------------|-----------------------|-----------------------------------|
@@ -30,6 +18,17 @@ ranks.
 
 No function mutates its input. Sizes that do not divide raise ConfigError with both numbers, before anything is sent,
 on every rank (Megatron truncates silently).
+
+[Note: marks of parameters] Megatron-LM's and DeepSpeed's norms count each parameter once by attributes.
+``tensor_model_parallel`` (counts on every rank; otherwise on the first one only), ``partition_dim``, and
+``partition_stride``, the number of blocks that lie side by side (two for ``gate | up``). ``shared`` and
+``ds_pipe_replicated``: an earlier pipeline stage holds and counts it, too. ``allreduce`` is False of experts that are
+sharded over replicas, too: Megatron-LM's sign that the data-parallel group does not hold them alike.
+
+The first of the ranks that hold a KV head counts it. One flag cannot describe a weight that is held twice only in part
+(a fused ``q | k | v`` with fewer KV heads than ranks): it counts on every rank. DeepSpeed's norms are given what counts
+(:mod:`autopar.integrations.deepspeed`), one of your own is too large by the repeated heads; ``autopar.clip_grad_norm_``
+is exact there, too.
 """
 
 from __future__ import annotations

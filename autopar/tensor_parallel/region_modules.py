@@ -12,11 +12,10 @@ A plain module becomes one by a class swap, like the layers. Around its own forw
 While one of them runs, parameters that work on sharded activations are read with their incoming gradient summed, by any
 reader (a mixer reads the weight of its convolution); otherwise they are the Parameters themselves.
 
-Norms over sharded features: the module's own forward, with means taken over all ranks.
-
-The forward of the plain class runs on this rank's features with this rank's weight; where it takes a mean over the
-features (RMSNorm: Zhang and Sennrich 2019; LayerNorm: Ba et al. 2016), the sums of all ranks are added, forward and
-backward. Two floats per token travel, not the features. Order of casts, gates and offsets are the module's own.
+Norms over sharded features run their own forward on this rank's features with this rank's weight; where it takes a mean
+over the features (RMSNorm: Zhang and Sennrich 2019; LayerNorm: Ba et al. 2016), the sums of all ranks are added,
+forward and backward. Two floats per token travel, not the features. Order of casts, gates and offsets are the module's
+own.
 """
 
 from __future__ import annotations
