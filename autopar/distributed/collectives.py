@@ -279,7 +279,7 @@ class _GatherSum(torch.autograd.Function):
     @named_collective("reduce-scatter: gradient at the entry of a sharded region")
     @any_order(lambda ctx, grad: (reduce_scatter(grad, ctx.axis, ctx.dim, ctx.layout), *(None,) * 4))
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        return reduce_scatter(grad, ctx.axis, ctx.dim, ctx.layout), None, None, None, None
+        return reduce_scattered(grad, ctx.axis, ctx.dim, ctx.layout), None, None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -288,7 +288,7 @@ class _ReduceScatter(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int, layout: Layout | None) -> torch.Tensor:
         keep_none(ctx)
         ctx.axis, ctx.dim, ctx.layout = axis, dim, layout or even_layout(x.shape[dim], axis.size)
-        return reduce_scatter(x, axis, dim, ctx.layout)
+        return reduce_scattered(x, axis, dim, ctx.layout)
 
     @staticmethod
     @named_collective("all-gather: gradient at the exit of a sharded region")
