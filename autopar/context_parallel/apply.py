@@ -30,6 +30,7 @@ from autopar.plan.stages import lies_in
 from autopar.swap import drop_value, set_value, swap, unswap, view_of_config
 from autopar.tensor_parallel.hooks import BeforeForward, callable_alone
 from autopar.tensor_parallel.sharded_logits import sharded_logits
+from autopar.tensor_parallel.whole_hooks import WholeHooks
 
 _MODELS = itertools.count(1)
 
@@ -65,6 +66,7 @@ def apply(model: nn.Module, plan: RowPlan, axis: Axis, method: str, *, gather_lo
         module.register_forward_hook(AfterRows(state), always_call=True)
     found = (hook for module in callable_alone(model) for _, _, hook in forward_hooks(module))
     for hook in (hook for hook in found if isinstance(hook, BeforeForward)):
+        hook.whole_hooks = hook.whole_hooks or WholeHooks(hook.region.axis)
         hook.whole_hooks.over_rows = state
     if plan.head is not None:
         modules[plan.head].register_forward_pre_hook(BeforeHead(state))

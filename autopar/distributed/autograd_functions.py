@@ -65,7 +65,7 @@ def named_collective(name: str) -> Callable[[_Function], _Function]:
     def decorate(function: _Function) -> _Function:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not is_profiling():
+            if not getattr(profiler, PROFILER_RUNS, False) or torch.compiler.is_compiling():
                 return function(*args, **kwargs)
             with profiler.record_function(_described(name, args)):
                 return function(*args, **kwargs)
@@ -199,4 +199,5 @@ def is_watched(x: torch.Tensor) -> bool:
     """
     if x.is_meta or torch.compiler.is_compiling():
         return False
-    return not all(isinstance(mode, TensorTracking | KeptOperators | Recorder) for mode in dispatch_modes())
+    modes = dispatch_modes()
+    return bool(modes) and not all(isinstance(mode, TensorTracking | KeptOperators | Recorder) for mode in modes)

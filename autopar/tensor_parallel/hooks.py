@@ -374,7 +374,7 @@ def detach(model: nn.Module) -> None:
     """Undo :func:`attach`."""
     for module in callable_alone(model):
         for _, _, hook in forward_hooks(module):
-            if isinstance(hook, BeforeForward):
+            if isinstance(hook, BeforeForward) and hook.whole_hooks is not None:
                 hook.whole_hooks.unwrap()
         remove_forward_hooks(module, _HOOKS)
         for name in _NAMES:
@@ -400,7 +400,7 @@ class BeforeForward(Hook, CompiledCheck):
         names: tuple[str, ...],
     ) -> None:
         self.region, self.check, self.tree, self.names = region, check, tree, names
-        self.whole_hooks = WholeHooks(region.axis)
+        self.whole_hooks = WholeHooks(region.axis) if region.axis.size > 1 else None
         self.register()
 
     @no_graph_of_its_own
@@ -419,8 +419,9 @@ class BeforeForward(Hook, CompiledCheck):
             changed = checked_arguments(self, named_arguments(self.names, args, kwargs), args, kwargs)
         elif self.region.running == 0 and not compiling:
             named = named_arguments(self.names, args, kwargs)
-            if self.whole_hooks.may_gather:
-                self.note_hooks(self._or_report(lambda: self.whole_hooks.wrap(model)))
+            hooks = self.whole_hooks
+            if hooks is not None:
+                self.note_hooks(self._or_report(lambda: hooks.wrap(model)))
             self._check(model, named, going_on=not silent and self.check is not None and goes_on(args, kwargs))
             self.region.expect_logits(kwargs.get("labels") is not None)
         self.region.start()

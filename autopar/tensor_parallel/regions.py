@@ -75,7 +75,7 @@ class Region:
         self._copied: torch.Tensor | None = None
         self._version = 0
         self._outside: TorchGenerators | None = None
-        self._dropouts: list[tuple[Any, str]] = []  # where their probabilities are kept: object, name
+        self._dropouts: list[tuple[Any, str, Mapping[str, Any]]] = []  # object, name of its probability, its entries
         self.running = 0  # how many of the model's Hugging Face models are running inside each other
         self.depth = 0  # how many region modules are running inside each other
         self.model = ""  # tells models apart, the same on all ranks
@@ -88,7 +88,8 @@ class Region:
         copied = Region(self.axis)
         memo[id(self)] = copied
         copied.model = f"{self.model}, copied"
-        copied._dropouts = [(deepcopy(owner, memo), name) for owner, name in self._dropouts]
+        owners = [(deepcopy(owner, memo), name) for owner, name, _ in self._dropouts]
+        copied._dropouts = [(owner, name, _entries(owner)) for owner, name in owners]
         return copied
 
     def check_thread(self) -> None:
@@ -107,20 +108,21 @@ class Region:
         Other dropout fields of a config (a classifier's, a summary's) act through the modules made from them.
         """
         configs: dict[int, Any] = {}
-        self._dropouts.clear()
+        found: list[tuple[Any, str]] = []
         for module in model.modules():
             for name, value in vars(module).items():
                 if type(value) in (float, int) and ("drop" in name or name == "p"):
-                    self._dropouts.append((module, name))
+                    found.append((module, name))
             config = getattr(module, "config", None)
             if hasattr(config, "__dict__"):  # Idefics has a layer whose "config" is a number
                 configs[id(config)] = config
         if not isinstance(model, PreTrainedModel):
-            self._dropouts += [source for module in model.modules() for source in _of_own(module)]
+            found += [source for module in model.modules() for source in _of_own(module)]
         for config in configs.values():
             for name, value in vars(config).items():
                 if type(value) in (float, int) and "drop" in name and ("att" in name or name == "dropout"):
-                    self._dropouts.append((config, name))
+                    found.append((config, name))
+        self._dropouts = [(owner, name, _entries(owner)) for owner, name in found]
 
     def start(self) -> None:
         """Start a forward: clear what an interrupted one left behind, see which dropouts are on.
@@ -133,7 +135,7 @@ class Region:
             self.depth = 0
             self.forget_rows()
         self.running += 1
-        on = [owner for owner, name in self._dropouts if float(_entries(owner).get(name) or 0) > 0]
+        on = [owner for owner, name, entries in self._dropouts if float(entries.get(name) or 0) > 0]
         self.may_draw = bool(on)
         self._in_evaluation = any(isinstance(owner, nn.Module) and owner.training for owner in on)
 

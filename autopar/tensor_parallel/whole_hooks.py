@@ -32,6 +32,7 @@ from autopar.layout import Layout
 from autopar.plan.plan import ModulePlan
 
 _KINDS = ("forward", "forward_pre", "backward", "backward_pre")
+_EVERYWHERE = {kind: hooks_of_all(kind)[0] for kind in _KINDS}  # torch's own dicts of the hooks on every module
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 _LOCAL = "_autopar_local_hooks"
 _HELD = "_autopar_full"  # attribute of a shard: the full tensor it was cut from, and its own version
@@ -88,11 +89,6 @@ class WholeHooks:
         copied.over_rows = copy.deepcopy(self.over_rows, memo)
         return copied
 
-    @property
-    def may_gather(self) -> bool:
-        """Whether modules of the model have parts of tensors."""
-        return self.axis.size > 1 or self.over_rows is not None
-
     def wrap(self, model: nn.Module) -> str:
         """Wrap the hooks that are new; return where all of them are, in words that are identical on all ranks."""
         if self._known is None:
@@ -105,19 +101,18 @@ class WholeHooks:
             if _LOCAL not in vars(shards.module):
                 self._wrap(hooks, hooks_with_kwargs(shards.module, kind), kind, {id(shards.module): shards})
                 places += [f"{kind} on {shards.path}" for hook in hooks.values() if isinstance(hook, _WholeHook)]
-        for kind in _KINDS:
+        everywhere = [kind for kind, hooks in _EVERYWHERE.items() if hooks and _has_users(hooks)]
+        for kind in everywhere:
             hooks, with_kwargs = hooks_of_all(kind)
-            if hooks:
-                self._wrap(hooks, with_kwargs, kind, self._known)
-                places += [f"{kind} on all modules" for hook in hooks.values() if isinstance(hook, _WholeHook)]
-        after = _has_users(hooks_of_all("forward")[0])
+            self._wrap(hooks, with_kwargs, kind, self._known)
+            places += [f"{kind} on all modules" for hook in hooks.values() if isinstance(hook, _WholeHook)]
+        after = "forward" in everywhere
         for shards, front, hooks in self._fronts:
             if (after or (hooks and _has_users(hooks))) and _LOCAL not in vars(shards.module):
                 front[_FRONT] = _Front(shards, self.axis)
-        everywhere = any(_has_users(hooks_of_all(kind)[0]) for kind in _KINDS)
         for path, block, inside in self._blocks:
             here = (_has_users(hooks) for module, hooks in inside if hooks and _LOCAL not in vars(module))
-            block.rows_hooked = everywhere or any(here)
+            block.rows_hooked = bool(everywhere) or any(here)
             places += [f"inside of {path}"] * block.rows_hooked
         if self.over_rows is not None:
             refused = self._below_hooks()
@@ -127,7 +122,7 @@ class WholeHooks:
 
     def _below_hooks(self) -> list[tuple[str, Any]]:
         """Return the user hooks on modules below the model that are not local: paths of the modules, and the hooks."""
-        every = [("all modules", hook) for kind in _KINDS for hook in _users_of(hooks_of_all(kind)[0])]
+        every = [("all modules", hook) for hooks in _EVERYWHERE.values() for hook in _users_of(hooks)]
         found = zip(self._below, self._below_dicts, strict=True)
         here = [(path, _users_of(hooks)) for (path, module), hooks in found if hooks and _LOCAL not in vars(module)]
         return [*((path, hook) for path, hooks in here for hook in hooks), *every]
@@ -165,7 +160,7 @@ class WholeHooks:
         for hooks, _, _ in self._places:
             _unwrap(hooks)
         for kind in _KINDS if self._places else ():
-            for hook in hooks_of_all(kind)[0].values():
+            for hook in _EVERYWHERE[kind].values():
                 for key in self._known or () if isinstance(hook, _WholeHook) else ():
                     hook.known.pop(key, None)
         for _, front, _ in self._fronts:
