@@ -24,9 +24,8 @@ from autopar.deferred_init.materialize import Materializer
 from autopar.distributed.agree import same_on_every_rank
 from autopar.distributed.broadcast_data import sync_parameters
 from autopar.distributed.digest import extremes
-from autopar.distributed.failures import FailureLog
+from autopar.distributed.failures import FailureLog, publish_uncaught
 from autopar.distributed.rng import sync_generators
-from autopar.distributed.uncaught import publish_uncaught
 from autopar.errors import tell
 from autopar.on_demand import tool
 from autopar.pipeline_parallel import pipeline as pipeline_methods

@@ -13,7 +13,7 @@ from torch.distributed import tensor as dtensor
 from autopar.applied.state import Parallelized
 from autopar.distributed.axis import Axis
 from autopar.errors import AutoparError
-from autopar.foreign.modules import own_parameters
+from autopar.foreign.tensors import own_parameters
 from autopar.layout import Layout
 from autopar.tensor_parallel.megatron import describe_stage
 

@@ -17,7 +17,7 @@ from autopar.context_parallel.rows import entered
 from autopar.context_parallel.state import RowPlan, RowState
 from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
-from autopar.foreign.modules import forward_hooks, remove_forward_hooks
+from autopar.foreign.tensors import forward_hooks, remove_forward_hooks
 from autopar.foreign.transformers import (
     ATTENTION,
     attention_of,

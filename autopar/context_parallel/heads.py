@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy, reduce
-from autopar.foreign.modules import own_buffers, own_parameters
+from autopar.foreign.tensors import own_buffers, own_parameters
 from autopar.plan.plan import AttributePlan, InputPlan, ModulePlan, Plan
 from autopar.plan.stages import lies_in
 from autopar.swap import drop_value, set_value, view_of_config

@@ -48,9 +48,8 @@ from autopar.foreign.c10d import (
     reduce_gradients,
     running,
 )
-from autopar.foreign.modules import own_parameters
 from autopar.foreign.patches import hold, release
-from autopar.foreign.tensors import has_hooks
+from autopar.foreign.tensors import has_hooks, own_parameters
 from autopar.foreign.transformers import caches_in, given_cache, holds_tokens, unsplit_modules
 from autopar.plan.plan import Plan
 from autopar.plan.stages import dropped_blocks

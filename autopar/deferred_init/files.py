@@ -28,8 +28,7 @@ from transformers.utils import logging
 from autopar.checkpoint.format import MANIFEST
 from autopar.checkpoint.shards import Shards
 from autopar.errors import AutoparError, CheckpointError, ConfigError, in_one_line, listed
-from autopar.foreign.modules import own_buffers, own_parameters
-from autopar.foreign.tensors import version_of
+from autopar.foreign.tensors import own_buffers, own_parameters, version_of
 from autopar.foreign.transformers import INITIALIZED, dtype_plan
 from autopar.quantized.layers import check_quantizer, dequantizes, empty_weight, prepare, stored_weight, stored_weights
 from autopar.storage.hugging_face import damage, open_files, same_values

@@ -22,8 +22,7 @@ from autopar.distributed.mesh import MPU
 from autopar.distributed.process import cores_of_a_rank
 from autopar.distributed.rng import same_draws
 from autopar.errors import ConfigError, listed
-from autopar.foreign.modules import own_parameters
-from autopar.foreign.tensors import version_of
+from autopar.foreign.tensors import own_parameters, version_of
 from autopar.foreign.transformers import has_own_adapters
 from autopar.plan.plan import Plan
 from autopar.quantized.layers import stored_weights

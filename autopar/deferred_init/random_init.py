@@ -21,7 +21,7 @@ from autopar.adapters import tuner_layers
 from autopar.deferred_init.files import sources_of
 from autopar.distributed.rng import kept
 from autopar.errors import ConfigError
-from autopar.foreign.modules import own_parameters
+from autopar.foreign.tensors import own_parameters
 from autopar.foreign.transformers import adapters_available, initialize_weights, is_initialized
 from autopar.layout import Layout
 from autopar.storage.lazy_tensor import InMemory, LazyTensor

@@ -29,10 +29,10 @@ import torch.distributed as dist
 from autopar.call_site import line_of_user, warn_user
 from autopar.distributed.axis import Axis
 from autopar.distributed.digest import extremes
+from autopar.distributed.failures import shorten_uncaught
 from autopar.distributed.mesh import MPU
 from autopar.distributed.process import start_process_group
 from autopar.distributed.trace import as_one
-from autopar.distributed.uncaught import shorten_uncaught
 from autopar.errors import AutoparError, CheckpointError, ConsistencyError
 from autopar.foreign.c10d import PrefixStore, default_group, default_store
 

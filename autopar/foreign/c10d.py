@@ -14,11 +14,20 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import FakeWork, HashStore, PrefixStore, ProcessGroup, _create_work_from_future
+from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
+    FakeWork,
+    HashStore,
+    PrefixStore,
+    ProcessGroup,
+    _create_work_from_future,
+)
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import _get_default_group as default_group
 from torch.distributed.distributed_c10d import _get_default_store as default_store
-from torch.distributed.distributed_c10d import _resolve_process_group, _world
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    _resolve_process_group,
+    _world,
+)
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from autopar.foreign import c10d, fake_world, modules, tensors, transformers
+from autopar.foreign import c10d, fake_world, tensors, transformers
 
 
 class Probe(NamedTuple):
@@ -42,9 +42,9 @@ class Probe(NamedTuple):
 
 def _held() -> bool:
     module = nn.Sequential(nn.BatchNorm1d(2))
-    norm = modules.own_modules(module)["0"]
-    named = set(modules.own_parameters(norm)) == {"weight", "bias"}
-    return named and "running_mean" in modules.own_buffers(norm) and set(vars(module)) >= modules.HELD
+    norm = tensors.own_modules(module)["0"]
+    named = set(tensors.own_parameters(norm)) == {"weight", "bias"}
+    return named and "running_mean" in tensors.own_buffers(norm) and set(vars(module)) >= tensors.HELD
 
 
 def _hooks() -> bool:
@@ -52,15 +52,15 @@ def _hooks() -> bool:
     module.register_forward_hook(print, always_call=True)
     module.register_forward_pre_hook(print, with_kwargs=True)
     module.register_full_backward_hook(print)
-    seen = [len(modules.hooks_of(module, kind)) for kind in ("forward", "forward_pre", "backward", "backward_pre")]
-    modules.remove_forward_hooks(module, type(print))
-    return seen == [1, 1, 1, 0] and not list(modules.forward_hooks(module))
+    seen = [len(tensors.hooks_of(module, kind)) for kind in ("forward", "forward_pre", "backward", "backward_pre")]
+    tensors.remove_forward_hooks(module, type(print))
+    return seen == [1, 1, 1, 0] and not list(tensors.forward_hooks(module))
 
 
 def _called_instead() -> bool:
     module, seen = nn.Linear(1, 1), list[int]()
     module.register_forward_hook(lambda *_: seen.append(0))
-    with modules.called_instead([(module, lambda call, x: x + 1 + 0 * call(x))]):
+    with tensors.called_instead([(module, lambda call, x: x + 1 + 0 * call(x))]):
         inside = bool(module(torch.ones(1)) == 2)
     module(torch.ones(1))
     return inside and seen == [0, 0]
@@ -68,9 +68,9 @@ def _called_instead() -> bool:
 
 def _state_dict_hooks() -> bool:
     module = nn.Linear(1, 1)
-    modules.add_state_dict_hook(module, lambda *_: None)
-    saved, loaded = modules.state_dict_hooks(module)
-    return len(saved) == 1 and not loaded and not modules.unsaved_buffers(module)
+    tensors.add_state_dict_hook(module, lambda *_: None)
+    saved, loaded = tensors.state_dict_hooks(module)
+    return len(saved) == 1 and not loaded and not tensors.unsaved_buffers(module)
 
 
 def _versions() -> bool:
@@ -178,7 +178,7 @@ def _operators() -> bool:
 def _calls() -> bool:
     class Looks(nn.Module):
         def forward(self) -> bool:
-            return sys._getframe(1).f_code is modules.CALL or sys._getframe(2).f_code is modules.CALL
+            return sys._getframe(1).f_code is tensors.CALL or sys._getframe(2).f_code is tensors.CALL
 
     return bool(Looks()())
 
@@ -222,9 +222,9 @@ def _assertion() -> bool:
 
 def _convolution() -> bool:
     layer, x = nn.Conv1d(1, 2, 3), torch.randn(1, 1, 8)
-    kinds = isinstance(layer, modules.Convolution) and issubclass(nn.BatchNorm2d, modules.BatchNorm)
-    same = torch.equal(modules.convolve(layer, x, layer.weight, layer.bias), F.conv1d(x, layer.weight, layer.bias))
-    return kinds and same and issubclass(nn.Dropout2d, modules.Dropout)
+    kinds = isinstance(layer, tensors.Convolution) and issubclass(nn.BatchNorm2d, tensors.BatchNorm)
+    same = torch.equal(tensors.convolve(layer, x, layer.weight, layer.bias), F.conv1d(x, layer.weight, layer.bias))
+    return kinds and same and issubclass(nn.Dropout2d, tensors.Dropout)
 
 
 def _trees() -> bool:

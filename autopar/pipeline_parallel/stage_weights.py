@@ -21,8 +21,7 @@ from transformers import PreTrainedModel
 from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_reads import DRAWS, user_frame, warn_at
 from autopar.errors import UnsupportedModelError
-from autopar.foreign.modules import own_buffers, own_parameters
-from autopar.foreign.tensors import no_overrides
+from autopar.foreign.tensors import no_overrides, own_buffers, own_parameters
 from autopar.plan.stages import StagePlan
 from autopar.quantized.layers import stored_weight
 from autopar.swap import replace_storage, swap, unswap

@@ -11,7 +11,7 @@ from torch import nn
 
 from autopar.adapters import check_adapters
 from autopar.errors import ConfigError, PolicyError, listed, nearest
-from autopar.foreign.modules import own_parameters
+from autopar.foreign.tensors import own_parameters
 from autopar.layout import Block, Layout
 from autopar.plan.adapters import adapter_rules
 from autopar.plan.adapters import expert_attributes as adapted_experts

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from autopar.adapters import seen_through
 from autopar.errors import PolicyError, nearest
-from autopar.foreign.modules import own_buffers, own_modules, own_parameters
+from autopar.foreign.tensors import own_buffers, own_modules, own_parameters
 from autopar.layout import Layout
 from autopar.plan.own_forwards import check_kernels
 from autopar.plan.plan import ModulePlan

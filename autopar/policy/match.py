@@ -22,7 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers import __version__ as transformers_version
 
 from autopar.errors import PolicyError, UnsupportedModelError, listed, nearest, tell
-from autopar.foreign.modules import own_parameters
+from autopar.foreign.tensors import own_parameters
 from autopar.foreign.transformers import tensor_plan
 from autopar.on_demand import tool
 from autopar.policy.files import reference

@@ -15,7 +15,7 @@ from torch import nn
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from autopar.errors import ConfigError
-from autopar.foreign.modules import own_parameters
+from autopar.foreign.tensors import own_parameters
 from autopar.quantized import bitsandbytes, torchao
 from autopar.quantized.stored import Kind, StoredWeight
 

@@ -29,8 +29,7 @@ from torch import nn
 
 from autopar.distributed.rng import TorchGenerators
 from autopar.errors import ConfigError
-from autopar.foreign.modules import called_instead, own_buffers, own_modules
-from autopar.foreign.tensors import tree_leaves, tree_map, version_of
+from autopar.foreign.tensors import called_instead, own_buffers, own_modules, tree_leaves, tree_map, version_of
 from autopar.layout import even_shards
 from autopar.plan.by_expert import expert_names
 from autopar.tensor_parallel.experts import ExpertParallel

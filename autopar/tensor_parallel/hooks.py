@@ -42,8 +42,7 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_reads import switch
 from autopar.errors import ConfigError, first_line
-from autopar.foreign.modules import forward_hooks, remove_forward_hooks
-from autopar.foreign.tensors import leave_alone
+from autopar.foreign.tensors import forward_hooks, leave_alone, remove_forward_hooks
 from autopar.foreign.transformers import caches_in, holds_states, holds_tokens
 from autopar.layout import Block, Layout
 from autopar.plan.plan import Plan

@@ -35,8 +35,7 @@ from autopar.distributed.digest import extremes, of_text
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.rng import TorchGenerators
 from autopar.errors import ConfigError, ConsistencyError
-from autopar.foreign.modules import convolve, own_parameters
-from autopar.foreign.tensors import assert_soon
+from autopar.foreign.tensors import assert_soon, convolve, own_parameters
 from autopar.layout import Block, Layout, even_shards
 from autopar.plan.plan import ModulePlan
 from autopar.quantized.layers import stored_weight

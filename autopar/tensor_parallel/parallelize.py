@@ -20,7 +20,7 @@ from autopar.distributed.collectives import all_gather
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.rng import kept
 from autopar.errors import CheckpointError, PolicyError
-from autopar.foreign.modules import BatchNorm, Convolution, own_buffers, own_parameters
+from autopar.foreign.tensors import BatchNorm, Convolution, own_buffers, own_parameters
 from autopar.foreign.transformers import EXPERTS
 from autopar.layout import Layout
 from autopar.plan.own_forwards import drop_plain_forward

@@ -26,8 +26,7 @@ from autopar.distributed import collectives
 from autopar.distributed.axis import Axis
 from autopar.distributed.shard_reads import inside_hook
 from autopar.errors import ConfigError
-from autopar.foreign.modules import hooks_of, hooks_of_all, hooks_with_kwargs, own_parameters
-from autopar.foreign.tensors import version_of
+from autopar.foreign.tensors import hooks_of, hooks_of_all, hooks_with_kwargs, own_parameters, version_of
 from autopar.layout import Layout
 from autopar.plan.plan import ModulePlan
 

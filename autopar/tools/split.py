@@ -20,7 +20,7 @@ from autopar.deferred_init.context import lazy_init
 from autopar.deferred_init.files import explained, sources_of
 from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import AutoparError, CheckpointError, ConfigError, listed, nearest
-from autopar.foreign.modules import own_buffers, unsaved_buffers
+from autopar.foreign.tensors import own_buffers, unsaved_buffers
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan
 from autopar.policy.match import find_policy, given_policy

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.foreign.modules import own_modules, own_parameters
+from autopar.foreign.tensors import own_modules, own_parameters
 from autopar.policy.match import config_of
 from autopar.tools.derivation.block_lists import BlockList
 from autopar.tools.derivation.decisions import Names

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from autopar.distributed.rng import kept
 from autopar.dry_run.tensor_parallel import check_plan, check_plan_with
 from autopar.errors import AutoparError, ConfigError
-from autopar.foreign.modules import own_modules
+from autopar.foreign.tensors import own_modules
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan
 from autopar.policy.load import read_user_policy
