@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from autopar.distributed.stop_signal import StopSignal
     from autopar.foreign.patches import patches
     from autopar.pretrained import from_pretrained
-    from autopar.tensor_parallel.expert_load import expert_load
+    from autopar.tensor_parallel.experts import expert_load
     from autopar.tensor_parallel.whole_hooks import local_hooks
     from autopar.tools.planner.memory_plan import plan_memory
     from autopar.tools.planner.metrics import metrics
@@ -88,7 +88,7 @@ _HOMES = {
     "average_gradients": "autopar.data_parallel.gradients",
     "clip_grad_norm_": "autopar.data_parallel.gradients",
     "deparallelize": "autopar.api",
-    "expert_load": "autopar.tensor_parallel.expert_load",
+    "expert_load": "autopar.tensor_parallel.experts",
     "from_pretrained": "autopar.pretrained",
     "full": "autopar.applied.whole",
     "hf_weights": "autopar.checkpoint.hf_weights",

@@ -27,7 +27,7 @@ from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import Generators, sync_generators
 from autopar.errors import ConfigError, ConsistencyError, nearest
-from autopar.foreign.modules import own_parameters
+from autopar.foreign.tensors import own_parameters
 from autopar.layout import Layout
 from autopar.plan.plan import Plan, TensorPlan
 

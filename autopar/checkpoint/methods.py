@@ -32,7 +32,7 @@ from autopar.checkpoint.state_dict import (
 )
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.foreign.modules import add_state_dict_hook, state_dict_hooks
+from autopar.foreign.tensors import add_state_dict_hook, state_dict_hooks
 from autopar.plan.plan import Plan
 from autopar.swap import bind, unbind
 

@@ -26,8 +26,7 @@ from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.snapshot import Snapshot, check_replicas, digest_parameters, snapshot
 from autopar.checkpoint.staging import Staging, fsync_files
 from autopar.checkpoint.state import State, config_writer, state_of
-from autopar.distributed.agree import Ranks, all_ranks, rank_zero
-from autopar.distributed.barrier import barrier
+from autopar.distributed.agree import Ranks, all_ranks, barrier, rank_zero
 from autopar.errors import CheckpointError, listed
 from autopar.foreign.c10d import in_fake_world
 from autopar.plan.plan import TensorPlan

@@ -12,8 +12,8 @@ from autopar.checks.messages import same_experts
 from autopar.checks.samples import first_elements, local_part
 from autopar.checks.step import StepCheck
 from autopar.checks.wrappers import group_call
+from autopar.distributed.autograd_functions import refuse_transforms
 from autopar.distributed.collectives import all_gather, even_layout
-from autopar.distributed.derivatives import refuse_transforms
 from autopar.distributed.digest import of_tensor
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU

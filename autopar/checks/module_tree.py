@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.adapters import tuner_layers
 from autopar.errors import ConfigError
-from autopar.foreign.modules import own_modules, own_parameters
+from autopar.foreign.tensors import own_modules, own_parameters
 
 _WHEN = (
     "  Add or replace modules (adapters, heads, parametrizations) before autopar.initialize, or take the model back\n"

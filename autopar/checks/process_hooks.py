@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from autopar.call_site import is_of_library
 from autopar.checks.optimizer_probe import probe
 from autopar.distributed.shard_reads import switch
-from autopar.foreign.autograd import step_hooks
+from autopar.foreign.tensors import step_hooks
 
 _Kind = TypeVar("_Kind")
 

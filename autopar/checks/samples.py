@@ -23,8 +23,7 @@ from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import extremes_over
 from autopar.distributed.digest import of_tensor, sum_of_bits
 from autopar.distributed.shard_reads import PLAIN
-from autopar.foreign.modules import own_parameters
-from autopar.foreign.tensors import no_overrides, writes_into
+from autopar.foreign.tensors import no_overrides, own_parameters, writes_into
 from autopar.quantized.layers import without_memory
 
 OVERFLOW = -1  # the digest of a gradient that is not finite

@@ -37,7 +37,7 @@ from autopar.distributed.digest import of_text, of_values
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConsistencyError
-from autopar.foreign.groups import PrefixStore, default_store
+from autopar.foreign.c10d import PrefixStore, default_store
 
 _log = logging.getLogger(__name__)
 

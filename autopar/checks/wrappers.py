@@ -26,7 +26,7 @@ from autopar.call_site import calls
 from autopar.checks.process_hooks import forget, listen
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.foreign.groups import left_out_of_ddp, meshes_of_fsdp
+from autopar.foreign.c10d import left_out_of_ddp, meshes_of_fsdp
 from autopar.foreign.transformers import forget_own_adapters
 
 _MESH = 'mesh=model.mpu.mesh["dp"]'

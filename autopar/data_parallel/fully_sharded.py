@@ -31,15 +31,14 @@ from autopar.call_site import warn_user
 from autopar.checks.process_hooks import forget, listen
 from autopar.config import ParallelConfig
 from autopar.data_parallel.precision import DTYPES
+from autopar.distributed.agree import meet
+from autopar.distributed.autograd_functions import refuse_transforms
 from autopar.distributed.axis import Axis
-from autopar.distributed.barrier import meet
-from autopar.distributed.derivatives import refuse_transforms
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_reads import aside
 from autopar.errors import ConfigError
-from autopar.foreign.autograd import has_hooks
-from autopar.foreign.groups import (
+from autopar.foreign.c10d import (
     begin_forward,
     drop_gradients,
     end_forward,
@@ -49,11 +48,11 @@ from autopar.foreign.groups import (
     reduce_gradients,
     running,
 )
-from autopar.foreign.modules import own_parameters
 from autopar.foreign.patches import hold, release
+from autopar.foreign.tensors import has_hooks, own_parameters
 from autopar.foreign.transformers import caches_in, given_cache, holds_tokens, unsplit_modules
-from autopar.plan.blocks import dropped_blocks
 from autopar.plan.plan import Plan
+from autopar.plan.stages import dropped_blocks
 
 
 def check_offload(cpu_offload: bool) -> None:

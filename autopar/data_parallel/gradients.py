@@ -18,7 +18,7 @@ from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_reads import aside
 from autopar.errors import ConfigError
-from autopar.foreign.modules import own_parameters
+from autopar.foreign.tensors import own_parameters
 from autopar.layout import Layout, replica_rows
 from autopar.plan.plan import Plan
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from autopar.data_parallel.whole_parameters import WholeParameters
-from autopar.foreign.optimizers import muon_rates, newton_schulz
+from autopar.foreign.tensors import muon_rates, newton_schulz
 from autopar.layout import Layout
 from autopar.plan.plan import TensorPlan
 

@@ -19,7 +19,7 @@ from autopar.distributed.digest import extremes, of_text
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError, ConsistencyError
-from autopar.foreign.groups import is_flat_parameter
+from autopar.foreign.c10d import is_flat_parameter
 from autopar.foreign.patches import hold, release
 from autopar.plan.plan import Plan
 

@@ -25,16 +25,17 @@ from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.pipeline_parallel import evaluating, rehearse_stages
 from autopar.pipeline_parallel.p2p import map_tensors
 from autopar.plan.stages import Reads, elements_of
-from autopar.policy.described_model import model_inside
+from autopar.policy.match import Described
 from autopar.policy.schema import Policy
 
 
-def find_reads(model: nn.Module, policy: Policy) -> Reads | None:
+def find_reads(model: nn.Module, policy: Policy | Described) -> Reads | None:
     """Trace what the blocks of a model read, or where its head looks at values, those of its base model.
 
     None for a plain module, and for a model that does not run on made-up inputs.
     """
-    prefix, inner = model_inside(model, policy)
+    described = Described.of(model, policy)
+    prefix, inner = described.prefix, described.model
     if not isinstance(inner, PreTrainedModel):
         return None
     base = inner.base_model
@@ -45,7 +46,7 @@ def find_reads(model: nn.Module, policy: Policy) -> Reads | None:
             except ValueError:
                 continue
             path = ".".join(filter(None, (prefix, below)))
-            reads = trace_reads(traced, path, *elements_of(model, policy), inputs)
+            reads = trace_reads(traced, path, *elements_of(model, described), inputs)
             if reads is not None:
                 return reads
     return None

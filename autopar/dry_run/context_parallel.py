@@ -19,9 +19,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.context_parallel.apply import apply
+from autopar.context_parallel.block_boundary import may_own_rows
 from autopar.context_parallel.heads import Heads, heads_of
-from autopar.context_parallel.own_rows import may_own_rows
-from autopar.context_parallel.row_hooks import is_experts
 from autopar.context_parallel.state import OwnModule, RowPlan, RowState, WholeModule
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
@@ -30,10 +29,11 @@ from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.row_tracking import MixedRows, RowTracking, prime_beside
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import AutoparError, ConfigError, first_line
-from autopar.plan.blocks import Blocks, dropped_blocks, lies_in
 from autopar.plan.make_plan import make_plan
+from autopar.plan.stages import Blocks, dropped_blocks, lies_in
+from autopar.policy.match import Described
 from autopar.policy.schema import Policy
-from autopar.tensor_parallel.seen_values import tensors_of
+from autopar.tensor_parallel.sequence_parallel import argument_names
 
 _TRIES = 60
 
@@ -51,7 +51,7 @@ def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int, *, by_h
     """
     if not isinstance(model, PreTrainedModel):
         raise _refusal(model, ranks, "it is no Hugging Face model, whose attention can be exchanged")
-    blocks = Blocks(policy, prefix, model)
+    blocks = Blocks(Described(model, prefix, model, policy))
     paths = [path.removeprefix(f"{prefix}.") if prefix else path for path in blocks.paths]
     place = blocks.encoder_place or 0
     lists = tuple(tuple(each) for each in (paths[:place], paths[place:]) if each)
@@ -239,10 +239,9 @@ class _Search:
         state.tracking, state.watch = tracking, _Watch(self.plan, tracking)
         stack: list[str] = []
         count = _follow(model, stack, {path for each in self.plan.lists for path in each})
-        _note_rows(model, tracking, self.plan.beside)
         self.copied, self.calls = model, calls_of(model, self.plan.whole)
         for module in model.modules():
-            if is_experts(module):
+            if _is_experts(module):
                 module.forward = _Experts(tracking)
         try:
             with torch.no_grad(), warnings.catch_warnings(), tracking:
@@ -272,7 +271,7 @@ class _Search:
 def _unseen(plan: RowPlan) -> RowPlan:
     """The same plan, without what a run has noted in it."""
     whole = {path: WholeModule() for path in plan.whole}
-    return replace(plan, whole=whole, arguments={}, numbers={}, crosses={}, beside={})
+    return replace(plan, whole=whole, arguments={}, numbers={}, crosses={})
 
 
 def _candidates(model: nn.Module, lists: tuple[tuple[str, ...], ...]) -> dict[str, OwnModule]:
@@ -303,23 +302,6 @@ def _follow(model: nn.Module, stack: list[str], blocks: set[str]) -> list[str]:
     return done
 
 
-def _note_rows(model: nn.Module, tracking: RowTracking, beside: dict[str, bool]) -> None:
-    """Note which modules are given other tensors than rows, and make others: hooks of the user's see these as they are.
-
-    Args:
-        beside: filled; False where rows came in another call.
-    """
-    for path, module in model.named_modules():
-
-        def note(_: nn.Module, args: Any, kwargs: Any, out: Any, path: str = path) -> None:
-            for name, value in (("given", [args, kwargs]), ("made", out)):
-                first, key = next(tensors_of(value), None), f"{name} {path}"
-                if first is not None:
-                    beside[key] = beside.get(key, True) and not tracking.holds_rows(first)
-
-        module.register_forward_hook(note, with_kwargs=True)
-
-
 class _Watch:
     """Takes the place of attention: notes whose keys they are, and answers with rows."""
 
@@ -346,6 +328,12 @@ class _Watch:
         return marked
 
 
+def _is_experts(module: nn.Module) -> bool:
+    """Return whether a module takes each token to the experts that were chosen for it."""
+    names = argument_names(module) if not isinstance(module, nn.ModuleList | nn.ModuleDict) else ()
+    return names[:1] == ("hidden_states",) and {"top_k_index", "top_k_weights"} <= set(names)
+
+
 class _Experts:
     """The forward of experts: a token in, a token out."""
 
@@ -364,7 +352,7 @@ def modules_by_heads(model: nn.Module, policy: Policy, plan: RowPlan, ranks: int
     if not plan.whole:
         return {}
     try:
-        sharded = make_plan(model, policy, ranks)
+        sharded = make_plan(model, Described(model, "", model, policy), ranks)
         if not check_plan(model, "", sharded):
             return {}
     except AutoparError:  # fewer heads than ranks

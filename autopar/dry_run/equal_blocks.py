@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from autopar.adapters import is_adapted
-from autopar.foreign.modules import own_buffers, own_modules, own_parameters
+from autopar.foreign.tensors import own_buffers, own_modules, own_parameters
 from autopar.plan.plan import ModulePlan, Plan
 
 _LISTS = (nn.ModuleList, nn.Sequential)  # exactly these: a subclass may have a forward of its own

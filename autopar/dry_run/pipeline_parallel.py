@@ -19,8 +19,8 @@ from autopar.distributed.rng import kept
 from autopar.dry_run.block_replay import BlockReplay, form_of, tensor_of
 from autopar.dry_run.equal_blocks import EqualBlocks
 from autopar.errors import UnsupportedModelError, first_line
-from autopar.foreign.modules import own_buffers
-from autopar.pipeline_parallel.provenance import Provenance, examine
+from autopar.foreign.tensors import own_buffers
+from autopar.pipeline_parallel.outputs import Provenance, examine
 from autopar.pipeline_parallel.stage_forward import (
     StageContext,
     StageForward,

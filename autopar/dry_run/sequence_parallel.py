@@ -26,12 +26,11 @@ from autopar.dry_run.row_tracking import RowTracking, prime_beside
 from autopar.dry_run.sequence_tracking import SampleRows, SequenceTracking, note_given, note_inputs, note_modules
 from autopar.dry_run.tensor_parallel import below, different_ranks, run, shapes_of
 from autopar.errors import ConfigError, first_line
-from autopar.plan.blocks import dropped_blocks, lies_in
 from autopar.plan.matching import around
 from autopar.plan.plan import ModulePlan, Plan
-from autopar.plan.stages import StagePlan
+from autopar.plan.stages import StagePlan, dropped_blocks, lies_in
 from autopar.tensor_parallel import parallelize, sequence_parallel
-from autopar.tensor_parallel.attentions import gather_hidden_states
+from autopar.tensor_parallel.hooks import gather_hidden_states
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.sequence_parallel import SequencePlan
 

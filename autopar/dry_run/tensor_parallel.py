@@ -32,9 +32,9 @@ from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.plan_model import warn_no_dry_run
 from autopar.errors import PolicyError, first_line
 from autopar.foreign.tensors import tree_leaves, tree_map_only
-from autopar.plan.blocks import lies_in
 from autopar.plan.matching import around
 from autopar.plan.plan import Plan
+from autopar.plan.stages import lies_in
 from autopar.tensor_parallel.hooks import Hook
 from autopar.tensor_parallel.parallelize import apply
 from autopar.tensor_parallel.regions import Region

@@ -28,8 +28,8 @@ from autopar.distributed.failures import waiting
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.foreign.modules import steps_of
 from autopar.foreign.patches import patch_body, patch_member, patch_name
+from autopar.foreign.tensors import steps_of
 
 _UNSET: Any = object()
 _meant: ContextVar[Any] = ContextVar("the MPU of the model that is meant; None: all processes", default=_UNSET)

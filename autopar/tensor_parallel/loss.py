@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from autopar.distributed import collectives
+from autopar.distributed.autograd_functions import any_order, keep_none
 from autopar.distributed.axis import Axis, Group, axis_of
 from autopar.distributed.collectives import even_layout
-from autopar.distributed.derivatives import any_order, keep_none
 from autopar.errors import ConfigError
 from autopar.foreign.tensors import assert_soon
 from autopar.layout import even_shards

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.distributed.axis import Axis
-from autopar.pipeline_parallel.backward import stage_backward_input, stage_backward_weight
+from autopar.pipeline_parallel.engine import stage_backward_input, stage_backward_weight
 from autopar.tensor_parallel import overlap
 from tests.compare import same_gradients
 from tests.parity import check, language_batches

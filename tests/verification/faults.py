@@ -208,7 +208,7 @@ FAULTS = [
             "model.layers.1.self_attn.v_proj",
         ),
         before=patched(
-            "autopar.tensor_parallel.parallel_layer.sum_replicas", lambda original: lambda weight, axis, layout: weight
+            "autopar.tensor_parallel.layers.sum_replicas", lambda original: lambda weight, axis, layout: weight
         ),
         model="mqa",
         checks=("backward",),

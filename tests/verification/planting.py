@@ -16,7 +16,7 @@ from autopar.context_parallel.lazy_rows import whole_tensors
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import seeded
 from autopar.foreign.transformers import given_cache
-from autopar.pipeline_parallel.methods import pipeline_of
+from autopar.pipeline_parallel.pipeline import pipeline_of
 from autopar.tools.verification.session import Session
 
 After = Callable[[Session, ExitStack], None]

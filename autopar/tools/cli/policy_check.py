@@ -14,11 +14,9 @@ from transformers import PreTrainedModel
 from autopar.config import ParallelConfig
 from autopar.dry_run.plan_model import ModelPlans
 from autopar.errors import AutoparError
-from autopar.plan.listing import derived_notice, rule_of
-from autopar.plan.plan import Plan
+from autopar.plan.plan import Plan, derived_notice, rule_of
 from autopar.plan.stages import StagePlan
-from autopar.policy.described_model import model_inside
-from autopar.policy.match import find_policy, given_policy
+from autopar.policy.match import find_policy, given_policy, model_inside
 from autopar.policy.schema import Policy
 
 _CP = 2  # the size with which context parallelism is tried where none is given

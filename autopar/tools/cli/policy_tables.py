@@ -8,7 +8,7 @@ from itertools import groupby
 from math import prod
 from typing import Any
 
-from autopar.plan.listing import ranges, rows
+from autopar.plan.plan import ranges, rows
 from autopar.tools.tables import console, fitting, shape, size
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from autopar.foreign.modules import own_modules, own_parameters
-from autopar.policy.described_model import config_of
+from autopar.foreign.tensors import own_modules, own_parameters
+from autopar.policy.match import config_of
 from autopar.tools.derivation.block_lists import BlockList
 from autopar.tools.derivation.decisions import Names
 from autopar.tools.derivation.families import Named

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.foreign.modules import own_parameters
+from autopar.foreign.tensors import own_parameters
 from autopar.tools.derivation.decisions import Trace, is_linear
 
 _LISTS = (nn.ModuleList, nn.Sequential)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from autopar.foreign.modules import own_parameters
+from autopar.foreign.tensors import own_parameters
 from autopar.plan.matching import around
 from autopar.tools.derivation.decisions import Decisions, Trace, underivable
 from autopar.tools.derivation.marks import Meeting

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from autopar.errors import UnsupportedModelError
-from autopar.policy.advice import convolutional
+from autopar.policy.match import convolutional
 from autopar.tools.derivation.feature_tracking import FeatureTracking
 
 

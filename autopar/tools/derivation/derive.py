@@ -16,11 +16,11 @@ from transformers.pytorch_utils import Conv1D
 from autopar.distributed.rng import kept
 from autopar.dry_run.tensor_parallel import check_plan, check_plan_with
 from autopar.errors import AutoparError, ConfigError
-from autopar.foreign.modules import own_modules
+from autopar.foreign.tensors import own_modules
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan
-from autopar.policy.described_model import base_of
 from autopar.policy.load import read_user_policy
+from autopar.policy.match import base_of
 from autopar.tools.derivation.attributes import Candidate, candidates, choices
 from autopar.tools.derivation.block_lists import BlockList, block_lists
 from autopar.tools.derivation.decide import components, decide

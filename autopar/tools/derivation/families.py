@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.policy.described_model import config_of
+from autopar.policy.match import config_of
 from autopar.tools.derivation.block_lists import BlockList
 from autopar.tools.derivation.decide import components
 from autopar.tools.derivation.decisions import Trace

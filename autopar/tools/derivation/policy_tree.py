@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.foreign.modules import own_modules, own_parameters
+from autopar.foreign.tensors import own_modules, own_parameters
 from autopar.plan.matching import around, join
-from autopar.policy.described_model import base_of, config_of
+from autopar.policy.match import base_of, config_of
 from autopar.tools.derivation.block_lists import BlockList, note_vocabulary, sections_around
 from autopar.tools.derivation.decisions import Decisions, Trace, is_linear
 from autopar.tools.derivation.families import Family, Member, Named, named_families

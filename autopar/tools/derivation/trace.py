@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.tensor_parallel import run
 from autopar.errors import type_and_text
-from autopar.foreign.modules import own_modules, own_parameters
-from autopar.foreign.tensors import no_dispatch_modes
+from autopar.foreign.tensors import no_dispatch_modes, own_modules, own_parameters
 from autopar.tensor_tracking import tensors_in
 from autopar.tools.derivation.decisions import Decisions, Names, Trace, is_linear
 from autopar.tools.derivation.feature_tracking import FeatureTracking

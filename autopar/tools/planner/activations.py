@@ -24,9 +24,8 @@ from autopar.distributed.rng import kept
 from autopar.dry_run.block_replay import BlockReplay, Form, form_of, tensor_of
 from autopar.dry_run.equal_blocks import EqualBlocks
 from autopar.dry_run.operators import autocast_on_meta
-from autopar.foreign.autograd import sequence_number
-from autopar.foreign.tensors import tree_map_only
-from autopar.pipeline_parallel.backward import backward_halves
+from autopar.foreign.tensors import sequence_number, tree_map_only
+from autopar.pipeline_parallel.engine import backward_halves
 from autopar.tensor_tracking import tensors_in
 from autopar.tools.planner.remembered import Remembered, is_kept
 from autopar.tools.planner.storages import Entry, FusedKernels, SavedStorages, Storages, alive

@@ -13,7 +13,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from autopar.errors import ConfigError, nearest
-from autopar.foreign.modules import own_parameters
+from autopar.foreign.tensors import own_parameters
 from autopar.quantized.layers import KINDS, stand_in
 from autopar.quantized.stored import Kind
 

@@ -14,8 +14,8 @@ from torch import nn
 from autopar.config import ParallelConfig
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.plan.listing import held as count
 from autopar.plan.plan import Plan
+from autopar.plan.plan import held as count
 from autopar.plan.stages import StagePlan
 from autopar.policy.schema import Policy
 from autopar.quantized.layers import as_plain

@@ -23,8 +23,7 @@ from autopar.dry_run.plan_model import ModelPlans
 from autopar.errors import ConfigError, UnsupportedModelError, first_line
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan, rank_of_stage
-from autopar.policy.described_model import model_inside
-from autopar.policy.match import find_policy, given_policy
+from autopar.policy.match import find_policy, given_policy, model_inside
 from autopar.policy.schema import Policy
 from autopar.quantized.layers import StandIn
 from autopar.tensor_parallel import sequence_parallel

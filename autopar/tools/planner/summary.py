@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from autopar.errors import not_parallelized
-from autopar.plan.listing import held as held_here
-from autopar.plan.listing import rows, rule_of
+from autopar.plan.plan import held as held_here
+from autopar.plan.plan import rows, rule_of
 from autopar.tools.tables import lines, shape, table
 
 

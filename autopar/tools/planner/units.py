@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autopar.foreign.autograd import input_metadata, sequence_number
+from autopar.foreign.tensors import input_metadata, sequence_number
 from autopar.tools.planner.storages import Operation
 
 

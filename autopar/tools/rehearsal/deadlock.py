@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.distributed.barrier import names_of
+from autopar.distributed.agree import names_of
 from autopar.distributed.trace import Call
 from autopar.tools.rehearsal.matching import MESSAGES, OF_THE_HOST, Traces
 

@@ -23,8 +23,8 @@ import autopar.checkpoint.methods
 import autopar.data_parallel.dataloader
 import autopar.data_parallel.optimizer
 import autopar.pipeline_parallel.pipeline
-from autopar.deferred_init.sources import clear_sources
-from autopar.distributed.profiling import record
+from autopar.deferred_init.files import clear_sources
+from autopar.distributed.autograd_functions import record
 from autopar.distributed.trace import Call, Group, Recorder, where
 from autopar.dry_run.inputs import keep_kernels, meta_copy, sample_inputs, without_cache
 from autopar.dry_run.operators import autocast_on_meta, on_meta

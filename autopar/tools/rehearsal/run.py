@@ -22,8 +22,7 @@ from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.distributed.trace import Call
 from autopar.dry_run.plan_model import ModelPlans, plan_model, prepared
 from autopar.errors import ConfigError
-from autopar.policy.described_model import model_inside
-from autopar.policy.match import find_policy, given_policy
+from autopar.policy.match import find_policy, given_policy, model_inside
 from autopar.tools.planner.candidate import mesh_words
 from autopar.tools.planner.hardware import Gpu, find_gpu
 from autopar.tools.rehearsal.against import Way, check_world, ways

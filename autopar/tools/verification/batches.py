@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from autopar.config import ParallelConfig
 from autopar.dry_run.inputs import pixel_shape, sample_inputs
 from autopar.errors import ConfigError, clip, type_and_text
-from autopar.foreign.modules import BatchNorm
+from autopar.foreign.tensors import BatchNorm
 from autopar.pipeline_parallel.losses import OwnLoss
 from autopar.policy.schema import Policy
 from autopar.tools.verification.outputs import measure, named, of_first, reseed, tolerance_of

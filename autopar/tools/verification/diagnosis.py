@@ -14,8 +14,7 @@ from typing import Any
 from torch import nn
 
 from autopar.errors import ConsistencyError, PolicyError, clip, first_line, type_and_text
-from autopar.plan.listing import rule_of
-from autopar.plan.plan import Plan, TensorPlan
+from autopar.plan.plan import Plan, TensorPlan, rule_of
 from autopar.tools.verification.events import Comparison, Event, Found, first_difference, over_ranks
 from autopar.tools.verification.outputs import gathered, reseed
 from autopar.tools.verification.recording import Recording, recorded

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from autopar.distributed.digest import of_tensor
-from autopar.foreign.autograd import in_backward
-from autopar.foreign.tensors import schema_of
+from autopar.foreign.tensors import in_backward, schema_of
 from autopar.tensor_tracking import TensorTracking, tensors_in
 from autopar.tools.verification.dropout import switched_on
 from autopar.tools.verification.outputs import floats_of, gathered, measure, named, reseed, same_floats

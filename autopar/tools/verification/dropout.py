@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PretrainedConfig
 
-from autopar.foreign.modules import Dropout
+from autopar.foreign.tensors import Dropout
 
 _USUAL = ("p", "dropout", "attention_dropout")
 _LAYERS = re.compile(r"layer_?drop")

@@ -27,7 +27,7 @@ from autopar.policy.load import read_user_policy
 from autopar.policy.match import DERIVE
 from autopar.policy.schema import Policy
 from autopar.quantized.layers import stored_weights
-from autopar.tensor_parallel.hooks import draw_seeds_alike
+from autopar.tensor_parallel.apply import draw_seeds_alike
 from autopar.tensor_tracking import TensorTracking, tensors_in
 from autopar.tools.verification.batches import Batch, fit, part_of
 from autopar.tools.verification.dropout import Rate, switch_off
