@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutput
 import autopar
 from autopar.tools.cli.policy_check import check_policy
 from autopar.tools.derivation.derive import derive
-from autopar.tools.derivation.yaml_text import composed, yaml_text
+from autopar.tools.derivation.policy_tree import composed, yaml_text
 
 
 class QuillConfig(PretrainedConfig):

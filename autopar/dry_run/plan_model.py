@@ -125,7 +125,7 @@ class ModelPlans:
         return self._once(key, lambda: plan_sequence(self.inner, self.prefix, plan, stages, routers=routers))
 
     def _reads(self, *, dry_run: bool) -> Reads | None:
-        from autopar.dry_run.block_reads import find_reads
+        from autopar.dry_run.pipeline_parallel import find_reads
 
         reads: Reads | None = self._once("reads", lambda: find_reads(self.model, self.policy))
         return reads if reads is None or dry_run else dataclasses.replace(reads, dry_run=None)

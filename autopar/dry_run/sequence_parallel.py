@@ -20,10 +20,17 @@ from transformers import PreTrainedModel
 from autopar.adapters import enable_all, saved_copies, tuner_layers
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
-from autopar.dry_run.activation_tracking import ActivationTracking, tracking_hooks
+from autopar.dry_run.activation_tracking import (
+    ActivationTracking,
+    SampleRows,
+    SequenceTracking,
+    note_given,
+    note_inputs,
+    note_modules,
+    tracking_hooks,
+)
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.row_tracking import RowTracking, prime_beside
-from autopar.dry_run.sequence_tracking import SampleRows, SequenceTracking, note_given, note_inputs, note_modules
 from autopar.dry_run.tensor_parallel import below, different_ranks, run, shapes_of
 from autopar.errors import ConfigError, first_line
 from autopar.plan.blocks import dropped_blocks, lies_in

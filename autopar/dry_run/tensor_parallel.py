@@ -6,7 +6,7 @@ names and shapes of parameters, and some of it not even in logits. So the plan i
 has shapes but no data, and the copy's own ``forward`` is run while every tensor is tracked: *sharded* from a
 column-parallel layer on, *replicated* from a row-parallel layer or a gather on. Outputs must be replicated and of the
 plain model's shapes. Costs some 50 ms, no memory, no communication, and gives every rank the same result. Only one of
-several equal blocks is computed (:mod:`autopar.dry_run.block_replay`). If something looks wrong, all of them are tried.
+several equal blocks is computed (:mod:`autopar.dry_run.equal_blocks`). If something looks wrong, all of them are tried.
 
 A model whose plain forward does not run on the meta device (attention kernels without shapes, values read in Python)
 has no dry run; then only the checks of the plan hold. A plain module's dry run comes with its first forward

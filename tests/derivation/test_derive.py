@@ -13,12 +13,11 @@ from autopar.plan.make_plan import make_plan
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
 from autopar.tools.derivation.decide import decide
-from autopar.tools.derivation.decisions import Decisions
 from autopar.tools.derivation.derive import derive
 from autopar.tools.derivation.marks import Components
-from autopar.tools.derivation.trace import traced
+from autopar.tools.derivation.policy_tree import composed, yaml_text
+from autopar.tools.derivation.trace import Decisions, traced
 from autopar.tools.derivation.unit_shapes import check_units
-from autopar.tools.derivation.yaml_text import composed, yaml_text
 from tests.derivation.odd_model import (
     LossByFeatures,
     LossByRows,

@@ -138,14 +138,14 @@ def _estimator(
 
 def _counting(estimator: Estimator) -> Callable[[Estimator, Found], None]:
     """Return what rehearses the meshes that are found, if the model can be rehearsed."""
-    from autopar.tools.rehearsal.planned import check_rehearsed, count
+    from autopar.tools.rehearsal.run import check_rehearsed, count_found
 
     check_rehearsed(estimator)
-    return count
+    return count_found
 
 
 def _write(estimator: Estimator, space: Space, found: Found, output: Path | None, svg: Path | None) -> None:
-    from autopar.tools.planner.report import gigabytes, yaml_of
+    from autopar.tools.planner.search import gigabytes, yaml_of
     from autopar.tools.planner.svg import draw
 
     if not found.best:
@@ -168,7 +168,7 @@ def _write(estimator: Estimator, space: Space, found: Found, output: Path | None
 
 
 def _show(estimator: Estimator, space: Space, found: Found, as_json: bool) -> None:
-    from autopar.tools.planner.report import assumptions, gigabytes, rejected, to_json
+    from autopar.tools.planner.search import assumptions, gigabytes, rejected, to_json
 
     if as_json:
         print_json(to_json(estimator, space, found))
@@ -213,7 +213,7 @@ def _rehearsal(
 
 def _table(found: Found, space: Space) -> Table:
     """Make a table with a column for each mesh: what it is, how fast, what fills its memory, what it sends."""
-    from autopar.tools.planner.report import gigabytes
+    from autopar.tools.planner.search import gigabytes
 
     shown = table("", *map(str, range(1, len(found.best) + 1)))
     best, chosen = found.best, [estimate.candidate for estimate in found.best]

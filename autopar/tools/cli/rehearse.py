@@ -238,8 +238,7 @@ def trace(
     Exit code 0 if they match and all ranks came to an end together, else 1.
     """
     with errors(as_json):
-        from autopar.tools.rehearsal.deadlock import latest, waiting
-        from autopar.tools.rehearsal.matching import differences
+        from autopar.tools.rehearsal.matching import differences, latest, waiting
 
         traces = _traces(folder)
         missing = _missing(traces)

@@ -114,8 +114,7 @@ def _model(
 
     from autopar.errors import ConfigError, nearest
     from autopar.tools.cli.models import of_task
-    from autopar.tools.planner.adapted import kind_of
-    from autopar.tools.verification.quantized import fine_tuned, quantize
+    from autopar.tools.planner.adapted import fine_tuned, kind_of, quantize
     from autopar.tools.verification.verify import checks_of
 
     checks_of(checks)  # before a model is built

@@ -8,9 +8,8 @@ import torch
 
 from autopar.foreign.modules import own_parameters
 from autopar.plan.matching import around
-from autopar.tools.derivation.decisions import Decisions, Trace, underivable
 from autopar.tools.derivation.marks import Meeting
-from autopar.tools.derivation.trace import Traced, trace
+from autopar.tools.derivation.trace import Decisions, Trace, Traced, trace, underivable
 
 _ROUNDS = 60
 _MOST_ENTERED = 3

@@ -15,8 +15,8 @@ from torch import nn
 from autopar.policy.described_model import config_of
 from autopar.tools.derivation.block_lists import BlockList
 from autopar.tools.derivation.decide import components
-from autopar.tools.derivation.decisions import Trace
 from autopar.tools.derivation.marks import unique_pairs
+from autopar.tools.derivation.trace import Trace
 
 _KEYS = ("key_value", "kv")
 _SHORT = ("n_q", "n_kv")  # of heads

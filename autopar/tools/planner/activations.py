@@ -2,7 +2,7 @@
 
 One rank's shard runs its own ``forward`` at the real batch and sequence, and nothing is estimated: what autograd saves
 is counted by ``saved_tensors_hooks``, each storage once, weights not. Only one of several equal blocks computes
-(:mod:`autopar.dry_run.block_replay`), so the size of a model makes no difference to the time. Each block is also run
+(:mod:`autopar.dry_run.equal_blocks`), so the size of a model makes no difference to the time. Each block is also run
 backward, to see how much memory that needs beside what is saved.
 Everything that differs by block is in its :class:`Unit`.
 """
@@ -11,26 +11,59 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.activation_checkpoint import recomputed_layers
+from autopar.activation_checkpoint import recomputed_layers, saved_operators
+from autopar.distributed.recompute_tape import Tape
 from autopar.distributed.rng import kept
-from autopar.dry_run.block_replay import BlockReplay, Form, form_of, tensor_of
-from autopar.dry_run.equal_blocks import EqualBlocks
+from autopar.dry_run.equal_blocks import BlockReplay, EqualBlocks, Form, form_of, tensor_of
 from autopar.dry_run.operators import autocast_on_meta
 from autopar.foreign.autograd import sequence_number
 from autopar.foreign.tensors import tree_map_only
 from autopar.pipeline_parallel.backward import backward_halves
 from autopar.tensor_tracking import tensors_in
-from autopar.tools.planner.remembered import Remembered, is_kept
-from autopar.tools.planner.storages import Entry, FusedKernels, SavedStorages, Storages, alive
+from autopar.tools.planner.storages import Entry, FusedKernels, Operation, SavedStorages, Storages, alive
 from autopar.tools.planner.units import ForwardCount, Unit, collectives_of
+
+
+class Remembered:
+    """Number and bytes of the storages that ``activation_checkpointing.save`` keeps of a block's forward."""
+
+    def __init__(self, storages: Storages, saved_storages: SavedStorages, save: tuple[str, ...]) -> None:
+        self.sizes: dict[int, int] = {}
+        self._storages, self._saved = storages, saved_storages
+        self._tape = Tape()
+        self._operators = saved_operators(save)
+        if "attention" in save:
+            self._operators |= {F.scaled_dot_product_attention}
+        self._playing = self._tape.kept() if "collectives" in save else nullcontext()
+
+    def __enter__(self) -> Remembered:
+        self._storages.keep = self._keep if self._operators else None
+        self._playing.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._storages.keep = None
+        self._playing.__exit__(*error)
+        self.sizes |= self._saved.numbered(self._tape.results)
+
+    def _keep(self, operator: Any, made: Sequence[torch.Tensor]) -> None:
+        if operator in self._operators:
+            self.sizes |= self._saved.numbered(made)
+
+
+def is_kept(operation: Operation, save: tuple[str, ...]) -> bool:
+    """Return whether a recomputation finds its result."""
+    return ("attention" if operation.attention else "matmuls" if operation.flops else "") in save
+
 
 _BEHIND = -1  # place of what comes behind the last element
 

@@ -21,12 +21,11 @@ from autopar.distributed.digest import of_tensor
 from autopar.foreign.autograd import in_backward
 from autopar.foreign.tensors import schema_of
 from autopar.tensor_tracking import TensorTracking, tensors_in
-from autopar.tools.verification.dropout import switched_on
+from autopar.tools.verification.checks import Named, worst_row
 from autopar.tools.verification.outputs import floats_of, gathered, measure, named, reseed, same_floats
 from autopar.tools.verification.recording import running
 from autopar.tools.verification.report import Row
-from autopar.tools.verification.session import Session
-from autopar.tools.verification.training import Named, worst_row
+from autopar.tools.verification.session import Session, switched_on
 
 _OTHERS = "a stage draws other numbers than the plain model, or in another order"
 _RATE = 0.2  # where a model has none that is on
