@@ -16,12 +16,14 @@ rows has a partial gradient. Rows must not meet a sharded activation, nor a full
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import PreTrainedModel
 
 from autopar.dry_run.equal_blocks import BlockReplay, EqualBlocks, form_of, tensor_of
 from autopar.dry_run.operators import CONSTANT, ValuelessTracking, name_of
@@ -70,6 +72,14 @@ class ActivationTracking(ValuelessTracking):
         """Mark a replicated parameter."""
         self._kinds[parameter] = Kind("parameter", frozenset([name]))
         self._names[id(parameter)] = name
+
+    def mark_parameters(self, shard: nn.Module, plan: Plan) -> None:
+        """Mark all parameters of a shard, by their layouts in the plan."""
+        for name, parameter in shard.named_parameters():
+            if plan.tensors[plan.canonical(name)].layout is None:
+                self.mark_parameter(name, parameter)
+            else:
+                self.mark_sharded(parameter)
 
     def mark_inputs(self, values: Any) -> None:
         """Mark the model's inputs."""
@@ -311,36 +321,44 @@ class SequenceTracking(ActivationTracking):
         return _ROWS
 
 
-def note_modules(shard: nn.Module, ran: dict[str, set[str]], tracking: SequenceTracking) -> Iterator[Any]:
-    """Register hooks that note which modules run in each block."""
-    for path, module in shard.named_modules():
+class ModuleNotes:
+    """Notes on the modules of a shard, and on their arguments, made while it runs.
 
-        def before(_: nn.Module, args: Any, path: str = path) -> None:
-            if tracking.block:
-                ran[tracking.block].add(path)
+    Args:
+        length: of the sequence.
 
-        yield module.register_forward_pre_hook(before)
+    Attributes:
+        ran: block -> paths of the modules that run in it.
+        seen, given: names of arguments that hold tensors, of the models around the blocks and of the blocks.
+        beside: names of arguments of blocks, ``[batch, seq, features]``, besides hidden states.
+    """
 
+    def __init__(self, shard: nn.Module, tracking: SequenceTracking, length: int) -> None:
+        self.ran: dict[str, set[str]] = {block: set() for block in tracking.on_rows}
+        self.seen, self.given, self.beside = set[str](), set[str](), set[str]()
+        self._tracking, self._length = tracking, length
+        self.hooks = []
+        blocks = {id(shard.get_submodule(path)) for path in self.ran}
+        for path, module in shard.named_modules():
+            note = functools.partial(self._note, path, id(module) in blocks)
+            self.hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
 
-def note_given(names: set[str], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note the names of arguments that hold tensors; a forward pre-hook but for its first argument."""
-    given = [*zip(argument_names(model), args, strict=False), *kwargs.items()]
-    tensors = (name for name, value in given if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)))
-    names.update(tensors)
-
-
-def note_inputs(blocks: Sequence[nn.Module], length: int, names: set[str], every: set[str]) -> Iterator[Any]:
-    """Register hooks that note arguments of blocks, ``[batch, seq, features]``, besides hidden states."""
-
-    def before(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = [*zip(argument_names(block), args, strict=False), *kwargs.items()][1:]
-        note_given(every, block, args, kwargs)
-        for name, value in given:
-            if isinstance(value, torch.Tensor) and value.ndim == 3 and value.shape[1] == length:
-                names.add(name)
-
-    for block in blocks:
-        yield block.register_forward_pre_hook(before, with_kwargs=True)
+    def _note(
+        self, path: str, is_block: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._tracking.block:
+            self.ran[self._tracking.block].add(path)
+        if not is_block and not isinstance(module, PreTrainedModel):
+            return
+        given = [*zip(argument_names(module), args, strict=False), *kwargs.items()]
+        held = {name for name, value in given if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))}
+        if isinstance(module, PreTrainedModel):
+            self.seen |= held
+        if is_block:
+            self.given |= held
+            for name, value in given[1:]:
+                if isinstance(value, torch.Tensor) and value.ndim == 3 and value.shape[1] == self._length:
+                    self.beside.add(name)
 
 
 class SampleRows(RowsOfList):

@@ -21,6 +21,8 @@ from autopar.config import ParallelConfig
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan
 from autopar.plan.stages import Reads, StagePlan, make_stages
+from autopar.policy.described_model import model_inside
+from autopar.policy.match import find_policy, given_policy
 from autopar.policy.schema import Policy
 
 if TYPE_CHECKING:
@@ -69,6 +71,13 @@ class ModelPlans:
     def __init__(self, model: nn.Module, inner: Any, prefix: str, policy: Policy) -> None:
         self.model, self.inner, self.prefix, self.policy = model, inner, prefix, policy
         self._kept: dict[Any, Any] = {}
+
+    @classmethod
+    def of(cls, model: nn.Module, policy: Any = None, named: str = "") -> ModelPlans:
+        """Return the plans of a model by a policy, given or ``named`` in a config as in ``initialize``."""
+        given = given_policy(model, policy, named)
+        prefix, inner = model_inside(model, given)
+        return cls(model, inner, prefix, find_policy(inner, given))
 
     def tensors(self, tp: int, *, experts: int = 1) -> Plan:
         """Plan a tensor-parallel size; ``experts``: ranks that hold whole experts."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.errors import AutoparError, ConfigError, listed, type_and_text
+from autopar.errors import AutoparError, ConfigError, VerificationError, listed, type_and_text
 from autopar.tools.cli.app import PP, TP, Json, Model, Trust, app, errors, print_json
 from autopar.tools.tables import console, fitting, shape, size
 
@@ -100,8 +99,6 @@ def check(
     if as_json:
         print_json(reports if heads else reports[0])
     else:
-        from autopar.tools.cli.policy import print_report
-
         for report in reports:
             print_report(report, brief=len(reports) > 1)
     if not all(report["holds"] is not False for report in reports) or not any(report["holds"] for report in reports):
@@ -195,8 +192,6 @@ def show(
     if as_json:
         print_json(report)
         return
-    from autopar.tools.cli.policy import print_report
-
     print_report(report, places=True)
 
 
@@ -318,60 +313,33 @@ def new(
     """
     with errors(as_json):
         draft = _drafted(model, tp if proof else 0, trust)
-        if draft.proof is not None and not draft.proof.ok:
-            from autopar.errors import VerificationError
-
-            try:
-                draft.proof.raise_if_failed()
-            except VerificationError as error:
-                raise VerificationError(f"the derived policy is wrong, nothing is written: {error}") from None
         if output is not None:
-            output.write_text(draft.text, encoding="utf-8")
+            output.write_text(draft["text"], encoding="utf-8")
+            draft["file"] = str(output)
     if as_json:
-        print_json(draft.to_json(output))
+        print_json(draft)
         return
     if output is None:
-        print(draft.text, end="")
+        print(draft["text"], end="")
     else:
         print(f"wrote {output}; next: autopar policy check {output} --model {model}")
-    for name in draft.derived.unseen:
+    for name in draft["unseen"]:
         print(f"not seen: no forward of the model reached {name}, which stays whole", file=sys.stderr)
 
 
-@dataclass(frozen=True)
-class _Draft:
-    """A policy, its text, the part of the parameters that it shards, and the proof; None if there is none."""
+def _drafted(source: str, tp: int, trust: bool) -> dict[str, Any]:
+    """Return the policy of the model that ``source`` names, its text, and its proof; none if ``tp`` is 0.
 
-    derived: Derived
-    tree: dict[str, Any]
-    text: str
-    sharded: float
-    proof: Report | None
-
-    def to_json(self, output: Path | None) -> dict[str, Any]:
-        return {
-            "policy": self.tree,
-            "text": self.text,
-            "file": None if output is None else str(output),
-            "sharded": self.sharded,
-            "gathered": list(self.derived.gathered),
-            "whole": list(self.derived.whole),
-            "unseen": list(self.derived.unseen),
-            "proof": None if self.proof is None else self.proof.to_dict(),
-        }
-
-
-def _drafted(source: str, tp: int, trust: bool) -> _Draft:
-    """The policy of the model that ``source`` names, with its proof (none if ``tp`` is 0)."""
+    Raises:
+        VerificationError: the policy is wrong.
+    """
     from transformers import PreTrainedModel
 
-    from autopar.errors import ConfigError
     from autopar.plan.make_plan import make_plan
     from autopar.policy.load import read_user_policy
     from autopar.tools.cli.models import heads
-    from autopar.tools.cli.policy import build
     from autopar.tools.derivation.derive import derive
-    from autopar.tools.derivation.policy_tree import composed, yaml_text
+    from autopar.tools.derivation.policy_tree import yaml_text
     from autopar.tools.verification.policy_of_small import losses_of
     from autopar.tools.verification.small_models import build_small
 
@@ -383,15 +351,26 @@ def _drafted(source: str, tp: int, trust: bool) -> _Draft:
         )
     small = build_small(type(built), built.config)
     derived = derive(small)
-    tree, losses = composed(small, derived.tree), losses_of(built)
-    if losses:
-        tree["loss"] = losses
+    losses = losses_of(built)
+    tree = derived.tree | ({"loss": losses} if losses else {})
     plan = make_plan(built, read_user_policy(tree), max(tp, 2))
     sizes = {plan.canonical(name): parameter.numel() for name, parameter in built.named_parameters()}
     sharded = sum(count for name, count in sizes.items() if plan.tensors[name].layout is not None) / sum(sizes.values())
     report = _proof(small, tree, tp) if tp else None
-    text = yaml_text(tree, _comments(type(built).__name__, derived, sharded, report))
-    return _Draft(derived, tree, text, sharded, report)
+    try:
+        proof = None if report is None else report.raise_if_failed().to_dict()
+    except VerificationError as error:
+        raise VerificationError(f"the derived policy is wrong, nothing is written: {error}") from None
+    return {
+        "policy": tree,
+        "text": yaml_text(tree, _comments(type(built).__name__, derived, sharded, report)),
+        "file": None,
+        "sharded": sharded,
+        "gathered": list(derived.gathered),
+        "whole": list(derived.whole),
+        "unseen": list(derived.unseen),
+        "proof": proof,
+    }
 
 
 def _proof(small: Any, tree: dict[str, Any], tp: int) -> Report:

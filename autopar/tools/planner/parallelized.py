@@ -122,7 +122,10 @@ def metrics(
     flops = known[sequence] * samples * replicas
     own = gpu_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     found = own if gpu is None else find_gpu(gpu)
-    kind = state.config.precision if state.config.precision != "fp32" else _kind(model)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    kind = state.config.precision  # where the model was given no section ``precision``, its own
+    if kind == "fp32":
+        kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, kind)
     peak = None if found is None else found.peak(kind)
     return {
         "tokens_per_second": samples * sequence * replicas / seconds,
@@ -143,9 +146,3 @@ def _flops_of_sample(inner: nn.Module, sequence: int, policy: Any) -> int:
     count = PlannedModel(plain, policy, sequence=sequence, precision="fp32").count(Rows(1), 1)
     units = count.units()
     return sum(operation.in_all for unit in units for operation in unit.operations)
-
-
-def _kind(model: nn.Module) -> str:
-    """The precision of a model that was given no section ``precision``."""
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")

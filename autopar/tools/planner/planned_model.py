@@ -23,8 +23,6 @@ from autopar.dry_run.plan_model import ModelPlans
 from autopar.errors import ConfigError, UnsupportedModelError, first_line
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan, rank_of_stage
-from autopar.policy.described_model import model_inside
-from autopar.policy.match import find_policy, given_policy
 from autopar.policy.schema import Policy
 from autopar.quantized.layers import StandIn
 from autopar.tensor_parallel import sequence_parallel
@@ -85,9 +83,8 @@ class PlannedModel:
         every: int = 1,
         dry_run: bool = True,
     ) -> None:
-        own = given_policy(model, policy)
-        self.prefix, inner = model_inside(model, own)
-        self.policy = find_policy(inner, own)
+        self.plans = ModelPlans.of(model, policy)
+        self.prefix, inner, self.policy = self.plans.prefix, self.plans.inner, self.plans.policy
         if not isinstance(inner, PreTrainedModel):
             raise ConfigError(
                 f"{type(model).__name__} is no Hugging Face model: what its forward takes is not known, so what it "
@@ -99,7 +96,6 @@ class PlannedModel:
         self._every = every
         self._chunk, self._method, self._dispatch, self._dry_run = loss_chunk, method, dispatch, dry_run
         self._shard_of = functools.cache(self._made_shard)
-        self.plans = ModelPlans(model, inner, self.prefix, self.policy)
         self._states: dict[tuple[int, int], ModelStates] = {}
         self._counts: dict[tuple[Rows, int, tuple[str, ...]], ForwardCount] = {}
 

@@ -22,8 +22,6 @@ from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.distributed.trace import Call
 from autopar.dry_run.plan_model import ModelPlans, plan_model, prepared
 from autopar.errors import AutoparError, ConfigError, first_line
-from autopar.policy.described_model import model_inside
-from autopar.policy.match import find_policy, given_policy
 from autopar.quantized.layers import StandIn
 from autopar.tools.planner.candidate import Candidate, mesh_words
 from autopar.tools.planner.estimate import Estimator
@@ -147,7 +145,9 @@ def rehearse(
     whole = without_memory(_built(model), counted=card is not None, cache=loop is not None and card is None)
     parsed = replace(ParallelConfig.parse(config, world), **_UNLIKE)
     sizes = _sizes_of(parsed, world)
-    plans = _plans_of(whole, parsed.policy)
+    plans = ModelPlans.of(whole, None, parsed.policy)
+    if not isinstance(plans.inner, PreTrainedModel):
+        raise ConfigError(f"rehearse: {type(whole).__name__} is no Hugging Face model: its inputs are not known")
     inputs = inputs_of(plans.inner, batch or max(2, sizes.pp, parsed.pipeline.num_microbatches or 1), sequence)
     job = Job(whole, parsed, world, inputs, loop, card, gpus_per_node=gpus_per_node, optimizer=optimizer)
     found, problems = _run(job, plans, sizes)
@@ -245,14 +245,6 @@ def _built(model: Any) -> Any:
 
     with lazy_init():
         return AutoModelForCausalLM.from_config(model)
-
-
-def _plans_of(model: nn.Module, policy: str) -> ModelPlans:
-    own = given_policy(model, None, policy)
-    prefix, inner = model_inside(model, own)
-    if not isinstance(inner, PreTrainedModel):
-        raise ConfigError(f"rehearse: {type(model).__name__} is no Hugging Face model: its inputs are not known")
-    return ModelPlans(model, inner, prefix, find_policy(inner, own))
 
 
 def check_rehearsed(estimator: Estimator) -> None:
