@@ -229,11 +229,8 @@ class Estimator:
             for sharers, size in self._replica_bytes(candidate).items()
         )
         if candidate.fully_sharded and candidate.replicas > 1:
-            calls = (
-                sum(candidate.exchanges)
-                * len(self._stages(replace(candidate, pp=1, schedule="1f1b")).elements)
-                // candidate.pp
-            )
+            elements = self._stages(replace(candidate, pp=1, schedule="1f1b")).elements
+            calls = sum(candidate.exchanges) * len(elements) // candidate.pp
             hops = candidate.replicas - 1 + (candidate.copies - 1 if candidate.sharers > 1 else 0)
             travel += calls * hops * self.gpu.hop
             if candidate.pp == 1 or candidate.zero == 3:  # else weights come before all work, and gradients behind it

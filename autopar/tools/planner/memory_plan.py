@@ -113,18 +113,9 @@ def plan_memory(
         )
         if parsed.activation_checkpointing:
             planned.check_checkpointing()
-        count, size = _microbatches(parsed, batch)
+        (count, size), zero = _microbatches(parsed, batch), parsed.zero_stage
         candidate = Candidate(
-            *(
-                tp,
-                pp,
-                replicas,
-                parsed.pipeline.schedule,
-                size,
-                count,
-                parsed.zero_stage,
-                parsed.activation_checkpointing,
-            ),
+            *(tp, pp, replicas, parsed.pipeline.schedule, size, count, zero, parsed.activation_checkpointing),
             cp=cp,
             sequence_parallel=parsed.sequence_parallel and tp > 1,
             ep=parsed.expert_parallel_size,
