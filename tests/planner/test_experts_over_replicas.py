@@ -18,8 +18,7 @@ from autopar.tools.planner.estimate import Estimator
 from autopar.tools.planner.hardware import GPUS
 from autopar.tools.planner.planned_model import PlannedModel
 from autopar.tools.planner.search import Space
-from autopar.tools.planner.stage_costs import _Network
-from autopar.tools.planner.units import Collective
+from autopar.tools.planner.stage_costs import Collective, _Network
 from tests.planner.saved_bytes import SavedBytes
 from tests.planner.test_experts import SEQUENCE, mixtral
 from tests.pool import pooled

@@ -10,8 +10,8 @@ Everything that differs by block is in its :class:`Unit`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -29,35 +29,29 @@ from autopar.foreign.autograd import sequence_number
 from autopar.foreign.tensors import tree_map_only
 from autopar.pipeline_parallel.backward import backward_halves
 from autopar.tensor_tracking import tensors_in
+from autopar.tools.planner.stage_costs import ForwardCount, Unit, collectives_of
 from autopar.tools.planner.storages import Entry, FusedKernels, Operation, SavedStorages, Storages, alive
-from autopar.tools.planner.units import ForwardCount, Unit, collectives_of
 
 
-class Remembered:
-    """Number and bytes of the storages that ``activation_checkpointing.save`` keeps of a block's forward."""
+@contextmanager
+def remembered(storages: Storages, saved: SavedStorages, save: tuple[str, ...]) -> Iterator[dict[int, int]]:
+    """Give number and bytes of the storages that ``activation_checkpointing.save`` keeps of a block's forward."""
+    sizes: dict[int, int] = {}
+    tape, operators = Tape(), saved_operators(save)
+    if "attention" in save:
+        operators |= {F.scaled_dot_product_attention}
 
-    def __init__(self, storages: Storages, saved_storages: SavedStorages, save: tuple[str, ...]) -> None:
-        self.sizes: dict[int, int] = {}
-        self._storages, self._saved = storages, saved_storages
-        self._tape = Tape()
-        self._operators = saved_operators(save)
-        if "attention" in save:
-            self._operators |= {F.scaled_dot_product_attention}
-        self._playing = self._tape.kept() if "collectives" in save else nullcontext()
+    def keep(operator: Any, made: Sequence[torch.Tensor]) -> None:
+        if operator in operators:
+            sizes.update(saved.numbered(made))
 
-    def __enter__(self) -> Remembered:
-        self._storages.keep = self._keep if self._operators else None
-        self._playing.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._storages.keep = None
-        self._playing.__exit__(*error)
-        self.sizes |= self._saved.numbered(self._tape.results)
-
-    def _keep(self, operator: Any, made: Sequence[torch.Tensor]) -> None:
-        if operator in self._operators:
-            self.sizes |= self._saved.numbered(made)
+    storages.keep = keep if operators else None
+    try:
+        with tape.kept() if "collectives" in save else nullcontext():
+            yield sizes
+    finally:
+        storages.keep = None
+    sizes.update(saved.numbered(tape.results))
 
 
 def is_kept(operation: Operation, save: tuple[str, ...]) -> bool:
@@ -358,7 +352,7 @@ def _measure_block(
     given = saved_storages.numbered(tensors_in((args, kwargs)))
     operations = storages.start_operations()
     start = storages.reset_peak()
-    with Remembered(storages, saved_storages, save) as remembered:
+    with remembered(storages, saved_storages, save) as kept_sizes:
         out = forward(*args, **kwargs)
     storages.operations, (last, before_last) = None, saved_storages.last
     entries = saved_storages.take()
@@ -375,7 +369,7 @@ def _measure_block(
     backward_peak = _backward_peak(storages, made, leaves, held, sum(saved.values())) if made and leaves else 0
     storages.operations = operations_outside
     peaks = max(forward_peak, 0), backward_peak
-    beside = {number: size for number, size in remembered.sizes.items() if number not in given}
+    beside = {number: size for number, size in kept_sizes.items() if number not in given}
     again = [operation for operation in operations[:before_last] if not is_kept(operation, save)]
     sends_again = "collectives" not in save
     unit = Unit(
