@@ -65,7 +65,10 @@ def candidates(root: nn.Module, each: BlockList, named: list[Named], names: Name
         length = len(block.split("."))
         for path, module in root.get_submodule(block).named_modules():
             full = f"{block}.{path}" if path else block
-            families = [n for n in named if block in n.of_blocks and not n.gathered and _around(full, block, n)]
+            live = [
+                n for n in named if block in n.of_blocks and not n.gathered
+            ]  # which lie in the module
+            families = [n for n in live if any(m.path.startswith(full + ".") for m in n.of_blocks[block].members)]
             shown = ".".join(names(full).split(".")[length:])
             for attribute, value in _integers(module):
                 key = f"{shown}.{attribute}"
@@ -84,12 +87,6 @@ def _integers(module: nn.Module) -> Iterator[tuple[str, int]]:
         for name, value in vars(config_of(module)).items():
             if type(value) is int and value > 1 and "head" in name and "dim" not in name:
                 yield f"config.{name}", value
-
-
-def _around(path: str, block: str, named: Named) -> bool:
-    """Return whether a module holds layers of a family (or is one of those that do)."""
-    members = [m.path for m in named.of_blocks[block].members]
-    return any(member.startswith(path + ".") for member in members)
 
 
 def _share(value: int, named: Named, block: str, name: str) -> tuple[Any, bool] | None:

@@ -290,19 +290,15 @@ def _rule_of(root: nn.Module, member: Member, named: Named, seen: Trace) -> dict
         return {member.path: {"norm_over": listed, **({"within": named.unit} if grouped else {})}}
     holder, _, _ = member.path.rpartition(".")
     module = root.get_submodule(holder)
-    if _is_leaf(module):
-        return {holder: {"sharded": listed, **({"dim": member.dim} if member.dim else {})}}
-    return {member.path: {"sharded": listed, **({"dim": member.dim} if member.dim else {})}}
+    layer = is_linear(module) or isinstance(module, nn.Embedding | nn.Conv1d | nn.Conv2d)
+    path = holder if layer and not own_modules(module) else member.path
+    return {path: {"sharded": listed, **({"dim": member.dim} if member.dim else {})}}
 
 
 def _gathered_rule(member: Member, named: Named) -> dict[str, Any]:
     parts = named.parts(member.widths)
     more = {"column": "gather_output", "row": "split_input"}.get(member.kind)
     return {member.path: {member.kind: parts[0] if len(parts) == 1 else parts, more: True}} if more else {}
-
-
-def _is_leaf(module: nn.Module) -> bool:
-    return not own_modules(module) and (is_linear(module) or isinstance(module, nn.Embedding | nn.Conv1d | nn.Conv2d))
 
 
 _SECTIONS = ("prefix", "every_stage", "suffix", "head")

@@ -6,7 +6,7 @@ Before: the assumptions of a trace. After: its findings.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -181,11 +181,16 @@ def trace(
         tracking.components = known.tracking.components
         tracking.first_of, tracking.count_of = known.tracking.first_of, known.tracking.count_of
     seen = Trace(tracking, shared)
-    hooks = list(_hooks(root, blocks, inside, decisions, seen))
+    hooks: list[Any] = []
+    for path, module in root.named_modules():
+        around = _ModuleHooks(path, module, path in blocks, inside, decisions, seen)
+        hooks.append(module.register_forward_pre_hook(_untracked(around.before), with_kwargs=True))
+        hooks.append(module.register_forward_hook(_untracked(around.after), with_kwargs=True))
     ran = seen.ran
     try:
         for each in models:
-            if each.path and _blocks_ran(each.path, blocks, seen):
+            own = [block for block in blocks if block.startswith(each.path + ".")]
+            if each.path and own and seen.proven.issuperset(own):
                 ran.append(each.path)
                 continue  # a model around it has called it
             for tensor in tensors_in(each.inputs):
@@ -204,11 +209,6 @@ def trace(
         for hook in hooks:
             hook.remove()
     return seen
-
-
-def _blocks_ran(path: str, blocks: tuple[str, ...], seen: Trace) -> bool:
-    own = [block for block in blocks if block.startswith(path + ".")]
-    return bool(own) and seen.proven.issuperset(own)
 
 
 def _run(each: Traced, root: nn.Module, tracking: FeatureTracking, seen: Trace) -> tuple[Any, int] | None:
@@ -232,16 +232,6 @@ def _run(each: Traced, root: nn.Module, tracking: FeatureTracking, seen: Trace) 
         seen.runs.append((path, each.inputs))
         return out, before
     return None
-
-
-def _hooks(
-    root: nn.Module, blocks: tuple[str, ...], inside: tuple[str, ...], decisions: Decisions, seen: Trace
-) -> Iterator[Any]:
-    starts = set(blocks)
-    for path, module in root.named_modules():
-        hooks = _ModuleHooks(path, module, path in starts, inside, decisions, seen)
-        yield module.register_forward_pre_hook(_untracked(hooks.before), with_kwargs=True)
-        yield module.register_forward_hook(_untracked(hooks.after), with_kwargs=True)
 
 
 class _ModuleHooks:

@@ -62,30 +62,22 @@ def casts(sizes: MeshSizes, experts: int, plan: Plan, *, chained: bool = False) 
     coordinates = coordinates_of(sizes, experts)
     by_place = {place: rank for rank, place in enumerate(coordinates)}
     tp = unlike_ranks(plan, sizes.tp) if sizes.tp > 1 else [0]
-    dp = sorted({0, sizes.dp - 1} | ({*_ep_of(plan, sizes, experts)} if experts > sizes.tp else set()))
+    dp = {0, sizes.dp - 1}
+    if experts > sizes.tp:  # innermost replicas whose experts differ in number from those of the first and the last
+        inner = (place // sizes.tp for place in unlike_ranks(plan, experts))
+        dp |= {place for place in inner if 0 < place < experts // sizes.tp - 1}
     first, last = (range(sizes.cp), range(sizes.cp)) if chained else (range(1), range(sizes.cp - 1, sizes.cp))
     if sizes.tp * sizes.cp * sizes.dp <= _FEW:
         contexts = [first] if chained else [range(c, c + 1) for c in range(sizes.cp)]
         chosen = [(c, t, d) for d in range(sizes.dp) for c in contexts for t in range(sizes.tp)]
     else:
-        chosen = [(first, 0, 0), (first, 0, dp[-1]), (first, tp[-1], dp[-1]), (last, tp[-1], dp[-1])]
-        chosen += [*((first, t, 0) for t in tp[1:-1]), *((first, 0, d) for d in dp[1:-1])]
-    return [
-        [by_place[_place(stage, c, t, d, sizes, experts)] for stage in range(sizes.pp) for c in places]
-        for places, t, d in dict.fromkeys(chosen)
-    ]
-
-
-def _place(p: int, c: int, t: int, d: int, sizes: MeshSizes, experts: int) -> tuple[int, ...]:
-    inner = max(experts // sizes.tp, 1)
-    ep = (d % inner) * sizes.tp + t if experts > 1 else 0
-    return p, c, ep, t, d
-
-
-def _ep_of(plan: Plan, sizes: MeshSizes, experts: int) -> list[int]:
-    """Return the innermost replicas whose experts are other ones in number than those of the first and the last."""
-    inner = experts // sizes.tp
-    return [place // sizes.tp for place in unlike_ranks(plan, experts) if 0 < place // sizes.tp < inner - 1]
+        chosen = [(first, 0, 0), (first, 0, max(dp)), (first, tp[-1], max(dp)), (last, tp[-1], max(dp))]
+        chosen += [*((first, t, 0) for t in tp[1:-1]), *((first, 0, d) for d in sorted(dp)[1:-1])]
+    inner, found = max(experts // sizes.tp, 1), []
+    for places, t, d in dict.fromkeys(chosen):
+        ep = (d % inner) * sizes.tp + t if experts > 1 else 0
+        found.append([by_place[stage, c, ep, t, d] for stage in range(sizes.pp) for c in places])
+    return found
 
 
 def axes_of(sizes: MeshSizes, experts: int, zero: int) -> dict[tuple[int, ...], str]:
@@ -109,8 +101,16 @@ def check_sizes(call: Call, place: int, out: Sequence[torch.Tensor], given: Sequ
         ValueError: they do not fit; with both numbers.
     """
     members = len(call.group.ranks)
-    if call.kind == "all_to_all":
-        _check_splits(call, out, given)
+
+    def refuse(wrong: str) -> None:
+        raise ValueError(f"{call} {wrong}: {call.where}")
+
+    splits = zip(("sends", "receives"), call.splits, (given, out), strict=False) if call.kind == "all_to_all" else ()
+    for name, rows, tensors in splits:
+        if len(tensors) > 1 and len(tensors) != members:
+            refuse(f"{name} {len(tensors)} tensors, and the group has {members} ranks")
+        if len(tensors) == 1 and tensors[0].ndim and sum(rows) != len(tensors[0]):
+            refuse(f"{name} {len(tensors[0])} rows, and they are split into {list(rows)}")
     of_all = {"all_gather": out, "reduce_scatter": given, "gather": out, "scatter": given}.get(call.kind, ())
     own = given if of_all is out else out
     if not of_all or not own:
@@ -118,24 +118,11 @@ def check_sizes(call: Call, place: int, out: Sequence[torch.Tensor], given: Sequ
     if len(of_all) == len(own) and call.kind in ("all_gather", "reduce_scatter"):  # all ranks' in one tensor
         for whole, part in zip(of_all, own, strict=True):
             if whole.numel() != members * part.numel():
-                _refuse(call, f"has {whole.numel()} elements where {members} ranks have {part.numel()} each")
+                refuse(f"has {whole.numel()} elements where {members} ranks have {part.numel()} each")
     elif len(of_all) != members * len(own):
-        _refuse(call, f"has {len(of_all)} tensors, and the group has {members} ranks")
+        refuse(f"has {len(of_all)} tensors, and the group has {members} ranks")
     elif of_all[place].numel() != own[0].numel():
-        _refuse(call, f"has {of_all[place].numel()} elements for itself, and its own are {own[0].numel()}")
-
-
-def _check_splits(call: Call, out: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
-    members = len(call.group.ranks)
-    for name, rows, tensors in zip(("sends", "receives"), call.splits, (given, out), strict=False):
-        if len(tensors) > 1 and len(tensors) != members:
-            _refuse(call, f"{name} {len(tensors)} tensors, and the group has {members} ranks")
-        if len(tensors) == 1 and tensors[0].ndim and sum(rows) != len(tensors[0]):
-            _refuse(call, f"{name} {len(tensors[0])} rows, and they are split into {list(rows)}")
-
-
-def _refuse(call: Call, wrong: str) -> None:
-    raise ValueError(f"{call} {wrong}: {call.where}")
+        refuse(f"has {of_all[place].numel()} elements for itself, and its own are {own[0].numel()}")
 
 
 Members = list[list[torch.Tensor]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autopar.distributed.barrier import names_of
 from autopar.distributed.trace import Call, Group
@@ -30,7 +30,11 @@ def differences(
         cut: ranks whose programs did not come to their end: nothing counts as missing there.
     """
     yield from _groups_made(traces, cut)
-    by_group = {rank: _by_group(calls) for rank, calls in traces.items()}
+    by_group: dict[int, dict[Group, list[Call]]] = {rank: defaultdict(list) for rank in traces}
+    for rank, calls in traces.items():
+        for call in calls:
+            if call.kind != "new_group":
+                by_group[rank][call.group].append(call)
     seen: set[tuple[str, tuple[int, ...], tuple[int, ...]]] = set()
     for rank, groups in by_group.items():
         for group in groups:
@@ -65,14 +69,6 @@ class _Compared(NamedTuple):
 
 _ByGroup = Mapping[int, Mapping[Group, list[Call]]]
 _NONE: list[Call] = []
-
-
-def _by_group(calls: Sequence[Call]) -> dict[Group, list[Call]]:
-    found: dict[Group, list[Call]] = defaultdict(list)
-    for call in calls:
-        if call.kind != "new_group":
-            found[call.group].append(call)
-    return found
 
 
 def _lines(group: Group, members: Sequence[int], by_group: _ByGroup) -> list[list[Call]]:
@@ -127,7 +123,8 @@ def _collectives(compared: _Compared, cut: Collection[int]) -> Iterator[str]:
         for number, (one, other) in enumerate(zip(lines[0], line, strict=False)):
             wrong = _contradiction(one, other)
             if wrong:
-                yield _of_two(compared, number, wrong, place, (one, other))
+                pair = (f"\n  {compared.rank(at)}: {call}\n    {call.where}" for at, call in ((0, one), (place, other)))
+                yield f"call {number} over {compared} {wrong}:" + "".join(pair)
                 break
         else:
             fewer = compared.members[0 if len(lines[0]) < len(line) else place]
@@ -148,15 +145,12 @@ def _contradiction(one: Call, other: Call) -> str:
     if one.control != other.control:
         return "are on different devices, one of them on the CPU"
     objects = one.dtype == "uint8" and one.control  # pickled: as long as they are
-    sizes = [_row(call) if call.kind == "all_to_all" else call.sizes for call in (one, other)]
+    sizes: list[Any] = [one.sizes, other.sizes]
+    if one.kind == "all_to_all":  # shapes of a row; of lists, whose elements are counted, none
+        sizes = [call.sizes[0][1:] if len(call.sizes) == 1 else () for call in (one, other)]
     if sizes[0] != sizes[1] and not objects:
         return f"have different sizes, {list(one.sizes)} and {list(other.sizes)}"
     return ""
-
-
-def _row(call: Call) -> tuple[int, ...]:
-    """Return the shape of a row of an all-to-all; of lists, whose elements are counted, none."""
-    return call.sizes[0][1:] if len(call.sizes) == 1 else ()
 
 
 def _splits(compared: _Compared, lines: list[list[Call]]) -> Iterator[str]:
@@ -176,12 +170,6 @@ def _splits(compared: _Compared, lines: list[list[Call]]) -> Iterator[str]:
                         f"{ranks[other]}: {calls[other].where}"
                     )
                     return
-
-
-def _of_two(compared: _Compared, number: int, wrong: str, place: int, calls: tuple[Call, Call]) -> str:
-    pair = zip((0, place), calls, strict=True)
-    lines = (f"\n  {compared.rank(at)}: {call}\n    {call.where}" for at, call in pair)
-    return f"call {number} over {compared} {wrong}:" + "".join(lines)
 
 
 def _missing(compared: _Compared, place: int, lines: Sequence[Sequence[Call]]) -> str:

@@ -166,13 +166,16 @@ def _main(
 ) -> None:
     gc.freeze()  # the collector would go through all that the parent has, and so copy it
     torch.set_num_threads(1)
-    count = None if job.gpu is None else WorkCount(job.gpu, _precision(job.config))
+    count = None if job.gpu is None else WorkCount(job.gpu, str(getattr(job.config, "precision", "fp32")))
     notes = _Notes(count)
     lines = Links(rank, links, standstill)
     answers = Answers(rank, cast, lines, coordinates, earlier, notes.finishes)
     error, written, stands_at = "", [0], -1
     try:
-        os.environ.update(_environment(job, rank))
+        on_node = min(job.world, job.gpus_per_node)
+        numbers = {"RANK": rank, "WORLD_SIZE": job.world, "LOCAL_RANK": rank % on_node, "LOCAL_WORLD_SIZE": on_node}
+        os.environ.update({name: str(number) for name, number in numbers.items()})  # as torchrun does
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")
         without_disk(written.append)
 
         def note(call: Call) -> None:
@@ -244,13 +247,6 @@ class _Notes:
             finish()
 
 
-def _environment(job: Job, rank: int) -> dict[str, str]:
-    """Return what torchrun tells a rank."""
-    on_node = min(job.world, job.gpus_per_node)
-    numbers = {"RANK": rank, "WORLD_SIZE": job.world, "LOCAL_RANK": rank % on_node, "LOCAL_WORLD_SIZE": on_node}
-    return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-
-
 def _unseen(moment: str, model: Any, optimizer: Any) -> None:
     """Nobody looks."""
 
@@ -259,10 +255,6 @@ def _without_data(function: Any, args: Any, kwargs: Any) -> Any:
     """Answer an operator on tensors without memory, where nobody counts what it does."""
     found = without_data(function, args, kwargs)
     return on_meta(function, args, kwargs) if found is NotImplemented else found
-
-
-def _precision(config: Any) -> str:
-    return str(getattr(config, "precision", "fp32"))
 
 
 def without_memory(model: PreTrainedModel, *, counted: bool = False, cache: bool = True) -> PreTrainedModel:
@@ -388,7 +380,8 @@ def without_disk(note: Callable[[int], None]) -> None:
             return [self.request.directory, "0" * 16]
 
         def write_shards(self, local: Snapshot, folder: Path, save_id: str) -> dict[str, Any]:
-            note(sum(_bytes(tensor) for part in local.tensors.values() for tensor in part.values()))
+            tensors = [tensor for part in local.tensors.values() for tensor in part.values()]
+            note(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
             return {}
 
         def finish(self, folder: Path, save_id: str, reports: list[dict[str, Any]]) -> None:
@@ -398,10 +391,6 @@ def without_disk(note: Callable[[int], None]) -> None:
     # Rank 0's part behind the last exchange: PEFT's files, and the upload, which has no address then.
     adapters.Adapters.write_files = lambda self, whole, target: None  # type: ignore[method-assign]
     hub.MergedModel.push_to_hub = lambda self, *args, **options: ""  # type: ignore[method-assign]
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 class _Loader:

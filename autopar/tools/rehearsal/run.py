@@ -139,12 +139,18 @@ def rehearse(
         ConfigError, PolicyError, UnsupportedModelError: what ``initialize`` would raise.
         RuntimeError: a rank failed in its rehearsal; with its traceback.
     """
-    _check({"world": (world, 1), "batch": (batch, 0), "sequence": (sequence, 1), "gpus_per_node": (gpus_per_node, 1)})
+    if dist.is_initialized():
+        raise ConfigError("rehearse runs in one process, before torch.distributed is started: outside of the job")
+    least = {"world": (world, 1), "batch": (batch, 0), "sequence": (sequence, 1), "gpus_per_node": (gpus_per_node, 1)}
+    for name, (size, fits) in least.items():
+        if size < fits:
+            raise ConfigError(f"rehearse: {name}={size}, and at least {fits} fits")
     start = time.perf_counter()
     card = find_gpu(gpu) if isinstance(gpu, str) else gpu
     whole = without_memory(_built(model), counted=card is not None, cache=loop is not None and card is None)
     parsed = replace(ParallelConfig.parse(config, world), **_UNLIKE)
-    sizes = _sizes_of(parsed, world)
+    tp, pp, cp = parsed.tensor_parallel_size, parsed.pipeline_parallel_size, parsed.context_parallel_size
+    sizes = MeshSizes(tp, pp, parsed.data_parallel_size(world), cp)
     plans = ModelPlans.of(whole, None, parsed.policy)
     if not isinstance(plans.inner, PreTrainedModel):
         raise ConfigError(f"rehearse: {type(whole).__name__} is no Hugging Face model: its inputs are not known")
@@ -166,20 +172,6 @@ def rehearse(
         time.perf_counter() - start,
         max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / 1024,
     )
-
-
-def _check(sizes: Mapping[str, tuple[int, int]]) -> None:
-    """Raise ConfigError where a rehearsal cannot run here, or with these sizes: each with its least."""
-    if dist.is_initialized():
-        raise ConfigError("rehearse runs in one process, before torch.distributed is started: outside of the job")
-    for name, (size, least) in sizes.items():
-        if size < least:
-            raise ConfigError(f"rehearse: {name}={size}, and at least {least} fits")
-
-
-def _sizes_of(config: ParallelConfig, world: int) -> MeshSizes:
-    tp, pp, cp = config.tensor_parallel_size, config.pipeline_parallel_size, config.context_parallel_size
-    return MeshSizes(tp, pp, config.data_parallel_size(world), cp)
 
 
 def _run(job: Job, plans: ModelPlans, sizes: MeshSizes) -> tuple[dict[int, Rehearsed], list[str]]:

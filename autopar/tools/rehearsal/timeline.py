@@ -43,7 +43,8 @@ def traffic_of(
     found: dict[str, Traffic] = {}
     for rank, calls in traces.items():
         number, given, away = Counter[str](), Counter[str](), Counter[str]()
-        alike = Counter((call.group, call.kind, call.peer, call.bytes) for call in calls if _counts(call))
+        counted = (call for call in calls if call.carries_tensors and call.kind not in ("new_group", "recv"))
+        alike = Counter((call.group, call.kind, call.peer, call.bytes) for call in counted)
         for (group, kind, peer, size), times in alike.items():
             call = Call(kind, group, ((size,),), "uint8", peer=peer)
             axis = axes.get(group.ranks, group.name)
@@ -54,10 +55,6 @@ def traffic_of(
             known = found.get(name, Traffic(0, 0, 0))
             found[name] = Traffic(*map(max, known, (count, given[name], away[name])))
     return found
-
-
-def _counts(call: Call) -> bool:
-    return call.carries_tensors and call.kind not in ("new_group", "recv")
 
 
 def sent(call: Call) -> int:

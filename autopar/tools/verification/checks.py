@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,18 +68,15 @@ def worst_row(check: str, what: str, found: Iterable[Named], allowed: float, *, 
 
 def weights(session: Session) -> list[Row]:
     """Compare the weights of this rank with its parts of the plain model's: equal to the bit."""
-    allowed = 0.0 if session.exact else session.tolerance
-    return [worst_row("weights", "sharded", _weights(session), allowed, show=False)]
-
-
-def _weights(session: Session) -> Iterator[Named]:
+    shard, found = session.mpu.shards.rank, list[Named]()
     for name, mine, theirs in pairs(session):
-        expected = local_part(session.plan, name, theirs.detach(), session.mpu.shards.rank)
-        yield Named(name, measure(local(mine), expected))
+        expected = local_part(session.plan, name, theirs.detach(), shard)
+        found.append(Named(name, measure(local(mine), expected)))
     plain = stored_weights(session.plain)
     for path, stored in stored_weights(session.parallel).items():
-        expected = local_part(session.plan, f"{path}.weight", plain[path].dequantized(), session.mpu.shards.rank)
-        yield Named(f"{path}.weight", measure(stored.dequantized(), expected))
+        expected = local_part(session.plan, f"{path}.weight", plain[path].dequantized(), shard)
+        found.append(Named(f"{path}.weight", measure(stored.dequantized(), expected)))
+    return [worst_row("weights", "sharded", found, session.allowed, show=False)]
 
 
 def pairs(session: Session) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
@@ -212,11 +210,8 @@ def memory_of(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     gradients = [parameter.grad for parameter in held if parameter.grad is not None]
     states = [value for state in optimizer.state.values() for value in state.values()]
     tensors = [value for value in states if isinstance(value, torch.Tensor)]
-    return RankMemory(rank, *(sum(map(_bytes, each)) for each in (held, gradients, tensors)))
-
-
-def _bytes(tensor: Any) -> int:
-    return int((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes)
+    sizes = [[getattr(x, "to_local", lambda x=x: x)().nbytes for x in each] for each in (held, gradients, tensors)]
+    return RankMemory(rank, *map(sum, sizes))
 
 
 # -- generation -------------------------------------------------------------------------------------------------------
@@ -306,7 +301,7 @@ def save(session: Session) -> list[Row]:
             plain.save_pretrained(folder / "plain")
             found = list(_files(folder / "merged", folder / "plain"))
         dist.barrier()
-    return [worst_row("save", "merged checkpoint", found, _allowed(session), show=False)]
+    return [worst_row("save", "merged checkpoint", found, session.allowed, show=False)]
 
 
 def reshard(session: Session) -> list[Row]:
@@ -333,8 +328,8 @@ def reshard(session: Session) -> list[Row]:
         for name, mine, _ in pairs(session):
             if not hasattr(mine, "full_tensor"):
                 mine.copy_(before[name])  # where loading fails, what follows is not to fail with it
-    rows = [Row("reshard", f"loaded from tp {tp}", *_facts(loaded))]
-    merged = worst_row("reshard", f"merged from tp {tp}", found, _allowed(session), show=False)
+    rows = [replace(loaded, check="reshard", what=f"loaded from tp {tp}")]
+    merged = worst_row("reshard", f"merged from tp {tp}", found, session.allowed, show=False)
     return [*rows, merged] if _merges(session) else rows
 
 
@@ -342,14 +337,6 @@ def _merges(session: Session) -> bool:
     """Return whether the model has a merged checkpoint: transformers' own do, without adapters on quantized weights."""
     adapted = any(".base_layer" in path for path in stored_weights(session.plain))
     return isinstance(session.plain, PreTrainedModel) and not adapted
-
-
-def _facts(row: Row) -> tuple[Any, ...]:
-    return row.holds, row.difference, row.allowed, row.name, row.note
-
-
-def _allowed(session: Session) -> float:
-    return 0.0 if session.exact else session.tolerance
 
 
 @contextmanager

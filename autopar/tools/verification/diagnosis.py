@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -240,15 +240,18 @@ def diagnose(session: Session, check: str, rows: Sequence[Row]) -> Culprit | Non
         The culprit, the same on every rank; None if no module is to blame.
     """
     failed = [row for row in rows if row.holds is False]
-    find = {"forward": _forward, "generate": _generation, "backward": _training}.get(check)
-    found = None if find is None else first_difference(over_ranks(gathered(find(session))))
+    found = None
+    if check in ("forward", "generate", "backward"):
+        events = _training(session) if check == "backward" else _evaluation(session, check)
+        found = first_difference(over_ranks(gathered(events)))
     if found is not None:
         return _culprit_of_found(found, session.plan, session.policy)
     if check == "backward" and any(row.what == "loss" for row in failed):
         return Culprit(
             "", "the loss of the batch differs, and no module's output: its parts are weighed in another way"
         )
-    named = next((row for row in failed if row.name in _parameters(session)), None)
+    parameters = dict(session.plain.named_parameters())
+    named = next((row for row in failed if row.name in parameters), None)
     if named is not None and 2 * named.failing > named.of:
         what = "the optimizer's steps" if check == "step" else "no module's output, but the gradients"
         why = "" if check == "step" else ": they are weighed, or averaged over ranks, in another way"
@@ -264,26 +267,14 @@ def diagnose(session: Session, check: str, rows: Sequence[Row]) -> Culprit | Non
     return None
 
 
-def _parameters(session: Session) -> set[str]:
-    return {name for name, _ in session.plain.named_parameters()}
-
-
-def _forward(session: Session) -> list[Event]:
-    batch = session.batches[0]
-    return _compare_runs(session, lambda model: session.evaluate(model, batch))
-
-
-def _generation(session: Session) -> list[Event]:
-    inputs = prompt_of(session)
-    return _compare_runs(session, lambda model: generated(model, inputs))
-
-
-def _compare_runs(session: Session, run: Callable[[Any], Any]) -> list[Event]:
-    with recorded(session.plain) as plain:
-        run(session.plain)
-    with recorded(session.parallel) as mine:
-        run(session.parallel)
-    return Comparison(session).forward(plain, mine)
+def _evaluation(session: Session, check: str) -> list[Event]:
+    inputs = session.batches[0] if check == "forward" else prompt_of(session)
+    recordings = []
+    for model in (session.plain, session.parallel):
+        with recorded(model) as recording:
+            session.evaluate(model, inputs) if check == "forward" else generated(model, dict(inputs))
+        recordings.append(recording)
+    return Comparison(session).forward(*recordings)
 
 
 def _training(session: Session) -> list[Event]:
@@ -335,8 +326,10 @@ def _culprit_of_found(found: Found, plan: Plan, policy: str) -> Culprit:
     shown = event.path or "the model"
     if not event.path and event.name == "loss":
         return Culprit("", f"the loss differs{size}, of logits that are right", ())
+    argument = f"argument {event.name}" if event.name.isdigit() else event.name or "its argument"
+    makes_it = f"the code of {module or 'the model'} makes it"
     text = {
-        "input": f"what {shown} is given ({_argument(event.name)}) differs{size}{again}: {_code(module)} makes it",
+        "input": f"what {shown} is given ({argument}) differs{size}{again}: {makes_it}",
         "output": f"the output of {shown} differs{size}{again}",
         "gradient": f"the gradient of the output of {shown} differs{size}{again}",
         "parameter": f"the gradient of {event.name} differs{size}",
@@ -426,11 +419,3 @@ def _near_lines(plan: Plan, path: str) -> Iterator[str]:
 
 def _few(values: Sequence[Any]) -> str:
     return ", ".join(map(str, values[:4])) + (" ..." if len(values) > 4 else "")
-
-
-def _argument(name: str) -> str:
-    return f"argument {name}" if name.isdigit() else name or "its argument"
-
-
-def _code(module: str) -> str:
-    return f"the code of {module}" if module else "the code of the model"

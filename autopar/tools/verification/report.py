@@ -222,15 +222,14 @@ def merged(everyone: Sequence[Sequence[Row]]) -> tuple[Row, ...]:
 
     A rank that has nothing to compare leaves a row out (``holds`` None), which counts only if all do.
     """
+
+    def badness(row: Row) -> tuple[int, float]:
+        return {None: 0, True: 1, False: 2}[row.holds], -1.0 if row.difference is None else row.difference
+
     found: dict[tuple[str, str], Row] = {}
     longest = max(everyone, key=len)
     for rank, rows in sorted(enumerate(everyone), key=lambda pair: pair[1] is not longest):
         for row in rows:
             key, mine = (row.check, row.what), dataclasses.replace(row, rank=rank)
-            found[key] = max(found.get(key, mine), mine, key=_badness)
+            found[key] = max(found.get(key, mine), mine, key=badness)
     return tuple(row if row.holds is False else dataclasses.replace(row, rank=None) for row in found.values())
-
-
-def _badness(row: Row) -> tuple[int, float]:
-    order = {None: 0, True: 1, False: 2}
-    return order[row.holds], -1.0 if row.difference is None else row.difference

@@ -32,7 +32,7 @@ from autopar.policy.schema import Policy
 from autopar.quantized.layers import stored_weights
 from autopar.tensor_parallel.hooks import draw_seeds_alike
 from autopar.tensor_tracking import TensorTracking, tensors_in
-from autopar.tools.verification.batches import Batch, fit, part_of
+from autopar.tools.verification.batches import Batch, fit, on_device, part_of
 from autopar.tools.verification.outputs import Slices, named, reseed, tolerance_of, total_loss
 from autopar.tools.verification.recording import Collective
 from autopar.tools.verification.report import RankMemory
@@ -136,7 +136,7 @@ class Session:
     Attributes:
         plain, parallel: both without dropout; ``rates``: what they had, and of which owners in each.
         tolerance: what rounding explains.
-        exact: whether weights are kept in the plain model's dtype.
+        exact: whether weights are kept in the plain model's dtype; ``allowed``: how far they may be from its own.
         lacking: entries of the outputs that the last stage does not have (:meth:`find_lacking`).
         piped: whether batches go through ``execute_pipeline``, over stages or replicas.
         sent: collectives of the last batch and the step; ``memory``, ``plain_memory``: after the step.
@@ -165,31 +165,24 @@ class Session:
         self.plan, self.stages = self.state.plan, self.state.stages
         self.policy = str(self.state.policy.where)
         self.slices = Slices(self.plan, self.mpu)
-        self.batches = [self._placed(batch) for batch in self.batches]
+        self.batches = [on_device(batch, self.mpu.device) for batch in self.batches]
         half = DTYPES.get(config.precision)
         dtypes = {parameter.dtype for parameter in self.plain.parameters() if parameter.is_floating_point()}
         if dtypes == {torch.float64}:
-            dtypes |= self._computed_in()
+            with _Dtypes() as computed:  # the plain model's code may compute norms and losses in float32
+                self.evaluate(self.plain, self.batches[0])
+            dtypes |= computed.found
         if any(stored.whole_rows is not None for stored in stored_weights(self.plain).values()):
             dtypes.add(torch.float16)  # to which such layers round their inputs, and then to 8 bits
         self.tolerance = tolerance_of(*dtypes, *([half] if half is not None else []))
         self.exact = half is None
+        self.allowed = 0.0 if self.exact else self.tolerance
         self.piped = self.mpu.pp.size > 1 or self.mpu.dp.size > 1
         self.lacking: tuple[str, ...] = ()
         self.sent: list[Collective] = []
         self.memory: RankMemory | None = None
         self.plain_memory: RankMemory | None = None
         self.has_loss = loss_in(self.evaluate(self.plain, self.batches[0])) is not None
-
-    def _placed(self, batch: Batch) -> Batch:
-        device = self.mpu.device
-        return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-
-    def _computed_in(self) -> set[torch.dtype]:
-        """The dtypes that the plain model's code computes in: norms and losses in float32, say, whatever it is in."""
-        with _Dtypes() as dtypes:
-            self.evaluate(self.plain, self.batches[0])
-        return dtypes.found
 
     def close(self) -> None:
         """Destroy the process groups that were made."""

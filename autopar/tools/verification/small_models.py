@@ -12,7 +12,7 @@ import functools
 import importlib
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,9 @@ def _shrink(config: PretrainedConfig, block: int = 1) -> None:
     for name, value in changes.items():
         setattr(config, name, value)
     _set_unset(config)
-    _set_latent(config)
+    parts = [vars(config).get(f"qk_{part}_head_dim") for part in ("rope", "nope")]
+    if all(type(part) is int for part in parts) and "qk_head_dim" in vars(config):
+        config.qk_head_dim = sum(parts)  # type: ignore[arg-type] # with and without rotary angles
     _set_rotary(config)
     _set_states(config)
     _set_fields(config, small_fields(config.model_type))
@@ -125,16 +127,11 @@ def _changes(config: PretrainedConfig, block: int) -> Iterator[tuple[str, int]]:
         elif _HIDDEN.fullmatch(name) or (value == hidden and "size" in name):
             most = _HEADS * max(_WIDTH, block)
         elif name == "image_size" and type(getattr(config, "patch_size", None)) is int:
-            most = _PATCHES * config.patch_size * _stride(config)
+            depths: Any = vars(config).get("depths")  # by which the stages of a convolutional net shrink patches
+            convolves = _is_list(depths) and not any(_HEAD_COUNTS.fullmatch(other) for other in vars(config))
+            most = _PATCHES * config.patch_size * (1 << (len(depths) - 1) if convolves else 1)
         if most is not None and value > 1:
             yield name, min(value, most)
-
-
-def _stride(config: PretrainedConfig) -> int:
-    """Return by how much the stages of a convolutional net shrink its patches; 1 for a model with heads."""
-    depths: Any = vars(config).get("depths")
-    convolves = _is_list(depths) and not any(_HEAD_COUNTS.fullmatch(name) for name in vars(config))
-    return 1 << (len(depths) - 1) if convolves else 1
 
 
 def _set_layers(config: PretrainedConfig) -> None:
@@ -143,8 +140,10 @@ def _set_layers(config: PretrainedConfig) -> None:
     for name, count in counts.items():
         listed = {key: value for key, value in vars(config).items() if _is_list(value) and len(value) == count}
         kinds: list[Any] = list(zip(*listed.values(), strict=True)) if listed else []
-        kept = sorted({kinds.index(kind) for kind in kinds}) if _are_hashable(kinds) else []
-        wanted = max(_LAYERS, *(len(pattern) for pattern in _patterns(config)), 0)
+        hashable = all(isinstance(entry, str | int | float | bool | None) for kind in kinds for entry in kind)
+        kept = sorted({kinds.index(kind) for kind in kinds}) if hashable else []
+        pattern: Any = vars(config).get("block_types")  # kinds of blocks that come again and again
+        wanted = max(_LAYERS, len(pattern) if isinstance(pattern, list) else 0)
         kept = kept[:_EXPERTS] + [place for place in range(count) if place not in kept][: max(0, wanted - len(kept))]
         kept = sorted(kept)
         for key, of_layers in listed.items():
@@ -159,12 +158,6 @@ def _set_layers(config: PretrainedConfig) -> None:
     for name, value in list(vars(config).items()):
         if re.fullmatch(r".*layer_(indices|idx|ids)", name) and isinstance(value, list) and value:
             setattr(config, name, [place for place in value if type(place) is int and place < last] or [last])
-
-
-def _patterns(config: PretrainedConfig) -> Iterator[Sequence[Any]]:
-    """Lists of kinds of blocks that come again and again."""
-    yield ()
-    yield from (value for name, value in vars(config).items() if name in ("block_types",) and isinstance(value, list))
 
 
 def _set_stages(config: PretrainedConfig) -> None:
@@ -193,13 +186,6 @@ def _set_unset(config: PretrainedConfig) -> None:
     for name, value in values.items():
         if name in found and found[name] is None:
             setattr(config, name, value)
-
-
-def _set_latent(config: PretrainedConfig) -> None:
-    """Let the width of a latent head be that of its parts, with and without rotary angles."""
-    parts = [vars(config).get(f"qk_{part}_head_dim") for part in ("rope", "nope")]
-    if all(type(part) is int for part in parts) and "qk_head_dim" in vars(config):
-        config.qk_head_dim = sum(parts)
 
 
 def _set_states(config: PretrainedConfig) -> None:
@@ -245,10 +231,6 @@ def _reads(config: PretrainedConfig, word: str) -> bool:
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple)
-
-
-def _are_hashable(kinds: list[Any]) -> bool:
-    return all(isinstance(entry, str | int | float | bool | type(None)) for kind in kinds for entry in kind)
 
 
 def _tokens(config: PretrainedConfig, vocabulary: Any) -> Iterator[tuple[str, Any]]:

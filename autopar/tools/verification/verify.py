@@ -93,7 +93,11 @@ def verify(
     job = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     world = job if job > 1 else _world(config, data_parallel_size)
     parsed = ParallelConfig.parse(config, world)
-    _refuse(model, parsed)
+    lacking = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if lacking is not None:
+        raise ConfigError(f"verify compares numbers, and {lacking} has no memory: build the model outside of lazy_init")
+    if parsed.compile:
+        raise ConfigError("verify looks into modules, which compile takes away: leave the section compile out")
     with form_kept(model):
         listed: list[Batch] = list(batches) if batches is not None else [*_make(model, parsed, world, sequence)]
         if not listed:
@@ -118,14 +122,6 @@ def _world(config: Any, dp: int) -> int:
     tp = parsed.tensor_parallel_size
     replicas = max(dp, parsed.expert_parallel_size // tp)
     return tp * parsed.pipeline_parallel_size * parsed.context_parallel_size * replicas
-
-
-def _refuse(model: nn.Module, config: ParallelConfig) -> None:
-    lacking = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
-    if lacking is not None:
-        raise ConfigError(f"verify compares numbers, and {lacking} has no memory: build the model outside of lazy_init")
-    if config.compile:
-        raise ConfigError("verify looks into modules, which compile takes away: leave the section compile out")
 
 
 def _make(model: nn.Module, config: ParallelConfig, world: int, sequence: int) -> list[dict[str, Any]]:
@@ -399,17 +395,13 @@ def _collect(pipes: dict[int, Any], processes: list[Any], limit: float, timeout:
             if kind == "report":
                 reports[rank] = value
             elif not alarms:
-                _raise(kind, value, rank)
+                error = getattr(errors, kind, VerificationError)
+                raise error(value if error is not VerificationError else f"rank {rank} failed: {value}")
     if len(reports) == len(processes):
         return reports[0]
     if alarms:
         return alarms[0]
     raise VerificationError(f"ranks {sorted(pipes)} of {len(processes)} did not end in {timeout:g} s")
-
-
-def _raise(kind: str, text: str, rank: int) -> None:
-    error = getattr(errors, kind, VerificationError)
-    raise error(text if error is not VerificationError else f"rank {rank} failed: {text}")
 
 
 def _main(work: Work, rank: int, world: int, folder: str, device: str, pipe: Any) -> None:
