@@ -65,9 +65,7 @@ def candidates(root: nn.Module, each: BlockList, named: list[Named], names: Name
         length = len(block.split("."))
         for path, module in root.get_submodule(block).named_modules():
             full = f"{block}.{path}" if path else block
-            live = [
-                n for n in named if block in n.of_blocks and not n.gathered
-            ]  # which lie in the module
+            live = [n for n in named if block in n.of_blocks and not n.gathered]  # which lie in the module
             families = [n for n in live if any(m.path.startswith(full + ".") for m in n.of_blocks[block].members)]
             shown = ".".join(names(full).split(".")[length:])
             for attribute, value in _integers(module):

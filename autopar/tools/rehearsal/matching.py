@@ -7,8 +7,7 @@ the group of the same name. Calls that match are played against each other: whet
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from autopar.distributed.barrier import names_of
@@ -295,9 +294,8 @@ def waiting(
         awaited = (waited or {}).get(rank, {})
         if in_order:
             awaited = {number: before for number, before in awaited.items() if _beside(calls[number])}
-        ordered = (calls[number] for number in where_awaited(calls, awaited))
-        played[rank] = deque(call for call in ordered if call.kind != "new_group")
-    return _Play(played, in_order).run()
+        played[rank] = [calls[number] for number in where_awaited(calls, awaited)]
+    return Play(played, in_order=in_order).run()
 
 
 def stuck(
@@ -326,14 +324,20 @@ def _beside(call: Call) -> bool:
     return call.batched or call.control or call.group.name == OF_THE_HOST
 
 
-@dataclass
-class _Play:
-    """Calls that are left of each rank, and messages on their way."""
+class Play:
+    """A play of calls, without time; subclasses say how long things take.
 
-    left: Mapping[int, deque[Call]]
-    in_order: bool
-    sent: dict[tuple[str, int, int, int], int] = field(default_factory=lambda: defaultdict(int))
-    lines: dict[tuple[str, int], deque[int]] = field(default_factory=lambda: defaultdict(deque))
+    Attributes:
+        left: the calls that are left of each rank.
+        clocks: how late it is for each rank.
+    """
+
+    def __init__(self, calls: Mapping[int, Iterable[Call]], *, in_order: bool = False) -> None:
+        self.left = {rank: deque(call for call in own if call.kind != "new_group") for rank, own in calls.items()}
+        self.clocks: dict[int, float] = defaultdict(float)
+        self._in_order = in_order
+        self._sent: dict[tuple[str, int, int, int], deque[float]] = defaultdict(deque)  # when messages arrive
+        self._lines: dict[tuple[str, int], deque[int]] = defaultdict(deque)
 
     def run(self) -> dict[int, Call]:
         """Return where each rank waits at the end, if it is not through."""
@@ -341,43 +345,53 @@ class _Play:
         while moved:
             moved = False
             for rank, calls in self.left.items():
-                while calls and self._goes(calls[0], rank):
+                while calls and self._goes(rank):
                     moved = True
         return {rank: calls[0] for rank, calls in self.left.items() if calls}
 
-    def _goes(self, call: Call, rank: int) -> bool:
+    def reach(self, rank: int) -> None:
+        """Do what comes before a rank's next call, once."""
+
+    def seconds(self, rank: int, call: Call) -> float:
+        """Return how long a call takes."""
+        return 0.0
+
+    def through(self, rank: int, start: float, end: float) -> None:
+        """Let a rank be through its next call."""
+        self.left[rank].popleft()
+
+    def _goes(self, rank: int) -> bool:
+        self.reach(rank)
+        call = self.left[rank][0]
         if call.kind in MESSAGES:
-            if call.peer >= 0 and not (self._send if call.kind == "send" else self._receive)(call, rank):
-                return False
-            self.left[rank].popleft()
-            return True
+            return self._message(rank, call)
         members = [member for member in call.group.ranks if member in self.left]
         heads = [self.left[member][0] if self.left[member] else None for member in members]
         if any(head is None or head.group != call.group or head.kind in MESSAGES for head in heads):
             return False
         for member in members:
-            self.left[member].popleft()
+            self.reach(member)
+        start = max(self.clocks[member] for member in members)
+        end = start + self.seconds(rank, call)
+        for member in members:
+            self.through(member, start, end)
         return True
 
-    def _send(self, call: Call, rank: int) -> bool:
-        to = call.group.ranks[call.peer]
-        if self._one_by_one(call) and to in self.left:
-            self.lines[call.group.name, rank].append(to)
-        else:
-            self.sent[call.group.name, rank, to, call.tag] += 1
+    def _message(self, rank: int, call: Call) -> bool:
+        peer, clock, name = call.group.ranks[call.peer], self.clocks[rank], call.group.name
+        one_by_one = self._in_order and not _beside(call)
+        if call.peer >= 0 and call.kind == "send":
+            if one_by_one and peer in self.left:
+                self._lines[name, rank].append(peer)
+            else:
+                self._sent[name, rank, peer, call.tag].append(clock + self.seconds(rank, call))
+        elif call.peer >= 0:
+            arrived, line = self._sent[name, peer, rank, call.tag], self._lines[name, peer]
+            if arrived:
+                clock = max(clock, arrived.popleft())
+            elif peer in self.left:
+                if list(line)[:1] != [rank] or (one_by_one and self._lines[name, rank]):
+                    return False
+                line.popleft()
+        self.through(rank, clock, clock)
         return True
-
-    def _receive(self, call: Call, rank: int) -> bool:
-        origin = call.group.ranks[call.peer]
-        key = (call.group.name, origin, rank, call.tag)
-        if self.sent[key] > 0 or origin not in self.left:
-            self.sent[key] -= 1
-            return True
-        line = self.lines[call.group.name, origin]
-        if list(line)[:1] != [rank] or (self._one_by_one(call) and self.lines[call.group.name, rank]):
-            return False
-        line.popleft()
-        return True
-
-    def _one_by_one(self, call: Call) -> bool:
-        return self.in_order and not _beside(call)

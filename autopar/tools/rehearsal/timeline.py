@@ -8,13 +8,14 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from autopar.distributed.trace import Call
 from autopar.tools.planner.hardware import Gpu
 from autopar.tools.planner.stage_costs import volume
 from autopar.tools.planner.svg import LEFT, WIDTH, axis, box, legend, opened, text
+from autopar.tools.rehearsal.matching import Play
 from autopar.tools.rehearsal.work import Work
 
 
@@ -91,9 +92,6 @@ def speed_of(kind: str, ranks: Sequence[int], within: float, between: float, gpu
     return min(within, between * beside)
 
 
-_MESSAGES = ("send", "recv")
-
-
 class Slot(NamedTuple):
     """A time of a rank that it works, waits or communicates; seconds.
 
@@ -130,82 +128,44 @@ class Timeline:
         return dict(found)
 
 
-@dataclass
-class _Player:
-    """The state of a play: what each rank has left, its clock, and messages on their way."""
+class _Player(Play):
+    """A play under a GPU's costs, each time of a rank noted as a slot."""
 
-    gpu: Gpu
-    gpus_per_node: int
-    left: dict[int, deque[tuple[Call, Work]]]
-    clocks: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-    mail: dict[tuple[str, int, int, int], deque[float]] = field(default_factory=lambda: defaultdict(deque))
-    slots: dict[int, list[Slot]] = field(default_factory=lambda: defaultdict(list))
-    begun: set[int] = field(default_factory=set)  # ranks whose work before their next call is done
+    def __init__(self, pairs: Mapping[int, Sequence[tuple[Call, Work]]], gpu: Gpu, gpus_per_node: int) -> None:
+        super().__init__({rank: [call for call, _ in own] for rank, own in pairs.items()})
+        self.slots: dict[int, list[Slot]] = defaultdict(list)
+        self._works = {r: deque(work for call, work in own if call.kind != "new_group") for r, own in pairs.items()}
+        self._begun: set[int] = set()  # ranks whose work before their next call is done
+        self._gpu, self._gpus_per_node = gpu, gpus_per_node
 
-    def run(self) -> None:
-        moved = True
-        while moved:
-            moved = False
-            for rank, calls in self.left.items():
-                while calls and self._goes(rank):
-                    moved = True
+    def reach(self, rank: int) -> None:
+        if rank not in self._begun:
+            self._begun.add(rank)
+            self.work(rank, self._works[rank].popleft())
 
-    def _goes(self, rank: int) -> bool:
-        call, work = self.left[rank][0]
-        self._work(rank, work)
-        if call.kind in _MESSAGES:
-            return self._message(rank, call, work)
-        members = [member for member in call.group.ranks if member in self.left]
-        heads = [self.left[member][0] if self.left[member] else None for member in members]
-        if any(head is None or head[0].group != call.group or head[0].kind in _MESSAGES for head in heads):
-            return False
-        for member in members:
-            self._work(member, self.left[member][0][1])
-        start = max(self.clocks[member] for member in members)
-        end = start + self._seconds(rank, call)
-        for member in members:
-            own, its = self.left[member][0]
-            self._communicates(member, own, its, start, end)
-        return True
+    def work(self, rank: int, work: Work) -> None:
+        """Let a rank compute."""
+        self._add(rank, self.clocks[rank] + work.seconds, "compute", work.action)
 
-    def _work(self, rank: int, work: Work) -> None:
-        """Do what comes before a rank's next call, once."""
-        if rank not in self.begun:
-            self.begun.add(rank)
-            self._add(rank, self.clocks[rank] + work.seconds, "compute", work.action)
-
-    def _message(self, rank: int, call: Call, work: Work) -> bool:
-        ranks = call.group.ranks
-        peer = ranks[call.peer] if call.peer >= 0 else rank
-        if call.kind == "send":
-            self.mail[call.group.name, rank, peer, call.tag].append(self.clocks[rank] + self._seconds(rank, call))
-            self._communicates(rank, call, work, self.clocks[rank], self.clocks[rank])
-            return True
-        waiting = self.mail[call.group.name, peer, rank, call.tag]
-        if not waiting and peer in self.left:
-            return False
-        came = waiting.popleft() if waiting else self.clocks[rank]
-        self._communicates(rank, call, work, max(came, self.clocks[rank]), max(came, self.clocks[rank]))
-        return True
-
-    def _communicates(self, rank: int, call: Call, work: Work, start: float, end: float) -> None:
+    def through(self, rank: int, start: float, end: float) -> None:
+        call = self.left[rank][0]
         self._add(rank, start, "wait", str(call), call.where)
         self._add(rank, end, call.group.name, str(call), call.where)
-        self.left[rank].popleft()
-        self.begun.discard(rank)
+        self._begun.discard(rank)
+        super().through(rank, start, end)
+
+    def seconds(self, rank: int, call: Call) -> float:
+        if call.control:  # numbers of the host
+            return 0.0
+        gpu = self._gpu
+        ranks = (rank, call.group.ranks[call.peer]) if call.kind == "send" else call.group.ranks
+        speed = speed_of(call.kind, ranks, gpu.within, gpu.between, self._gpus_per_node)
+        return sent(call) / (speed * gpu.network) + gpu.latency
 
     def _add(self, rank: int, end: float, lane: str, name: str, where: str = "") -> None:
         if end > self.clocks[rank]:
             self.slots[rank].append(Slot(self.clocks[rank], end, lane, name, where))
             self.clocks[rank] = end
-
-    def _seconds(self, rank: int, call: Call) -> float:
-        if call.control:  # numbers of the host
-            return 0.0
-        gpu = self.gpu
-        ranks = (rank, call.group.ranks[call.peer]) if call.kind == "send" else call.group.ranks
-        speed = speed_of(call.kind, ranks, gpu.within, gpu.between, self.gpus_per_node)
-        return sent(call) / (speed * gpu.network) + gpu.latency
 
 
 def play(
@@ -223,12 +183,10 @@ def play(
         after: its work behind the last one.
         gpu: of the planner.
     """
-    left = {rank: deque(pair for pair in pairs if pair[0].kind != "new_group") for rank, pairs in traces.items()}
-    player = _Player(gpu, gpus_per_node, left)
+    player = _Player({rank: [*pairs] for rank, pairs in traces.items()}, gpu, gpus_per_node)
     player.run()
     for rank, work in after.items():
-        player.begun.discard(rank)
-        player._work(rank, work)
+        player.work(rank, work)
     return Timeline({rank: player.slots[rank] for rank in traces})
 
 
