@@ -254,7 +254,10 @@ class SequenceTracking(ActivationTracking):
     """
 
     def __init__(self, rows: RowTracking, blocks: Sequence[str], stack: list[str]) -> None:
-        super().__init__(self._whole_meets_sharded)
+        def mixed() -> None:
+            raise MixedRows("a replicated activation meets sharded ones")
+
+        super().__init__(mixed)
         self.rows, self.stack = rows, stack
         self.on_rows: dict[str, set[str]] = {block: set() for block in blocks}
         self.on_whole: set[str] = set()
@@ -295,9 +298,6 @@ class SequenceTracking(ActivationTracking):
         if self.block or self.rows.holds_rows((args, kwargs)):
             self.rows.track(func, args, kwargs, result)
         super().track(func, args, kwargs, result)
-
-    def _whole_meets_sharded(self) -> None:
-        raise MixedRows("a replicated activation meets sharded ones")
 
     def _combine(self, kinds: list[Kind]) -> Kind:
         names = {kind.name for kind in kinds}

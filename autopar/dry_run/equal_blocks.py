@@ -61,7 +61,9 @@ def equal_blocks(model: nn.Module, plan: Plan | None = None) -> list[EqualBlocks
     Blocks that share a module or a parameter with another place are equal to none. Neither is any block of a model that
     is configured to collect what lies inside of blocks (attention weights).
     """
-    if _collects(model):
+    configs = {id(config): config for module in model.modules() if (config := vars(module).get("config")) is not None}
+    settings = (pair for config in configs.values() for pair in getattr(config, "__dict__", {}).items())
+    if any(value is True and name.lstrip("_").startswith("output_") for name, value in settings):
         return []
     comparison = _Comparison(model, plan)
     found: list[EqualBlocks] = []
@@ -75,15 +77,6 @@ def equal_blocks(model: nn.Module, plan: Plan | None = None) -> list[EqualBlocks
                 found += groups
                 below = path + "."
     return found
-
-
-def _collects(model: nn.Module) -> bool:
-    configs = {id(config): config for module in model.modules() if (config := vars(module).get("config")) is not None}
-    return any(
-        value is True and name.lstrip("_").startswith("output_")
-        for config in configs.values()
-        for name, value in getattr(config, "__dict__", {}).items()
-    )
 
 
 class _Comparison:
@@ -114,7 +107,12 @@ class _Comparison:
                     break
             else:
                 kinds.append((structure, [own], [plain]))
-        return [EqualBlocks(tuple(paths), _differing(values)) for _, paths, values in kinds if len(paths) > 1]
+        found = []
+        for _, paths, (first, *others) in kinds:
+            same = {place for place, value in first.items() if all(_typed(o[place]) == _typed(value) for o in others)}
+            if others:
+                found.append(EqualBlocks(tuple(paths), tuple(place for place in first if place not in same)))
+        return found
 
     def _look(self, path: str, block: nn.Module) -> tuple[list[Any], dict[Place, Any]] | None:
         """Return the parts of a block and its plain attributes; None if it shares something."""
@@ -154,13 +152,6 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in own.items() if tensor is not None}
 
 
-def _differing(values: list[dict[Place, Any]]) -> tuple[Place, ...]:
-    first = values[0]
-    return tuple(
-        place for place, value in first.items() if any(_typed(other[place]) != _typed(value) for other in values)
-    )
-
-
 def _typed(value: Any) -> Any:
     return type(value), value  # 1, 1.0 and True are not the same
 
@@ -181,16 +172,11 @@ def _comparable(value: Any) -> Any:
         return (type(value), [(key, _comparable(entry)) for key, entry in value.items()])
     if type(value) is functools.partial:  # an activation with its form
         return (type(value), [_comparable(entry) for entry in (value.func, value.args, value.keywords)])
-    if isinstance(value, nn.Module | types.MethodType) or _holds_modules(value):
+    plain = isinstance(value, type | types.FunctionType | types.BuiltinFunctionType)
+    held = () if plain else getattr(value, "__dict__", {}).values()  # results depend on more than the block then
+    if isinstance(value, nn.Module | types.MethodType) or any(isinstance(x, nn.Module | torch.Tensor) for x in held):
         return _Only()
     return id(value)
-
-
-def _holds_modules(value: Any) -> bool:
-    """Check whether an object has modules or tensors as attributes: then its results depend on more than the block."""
-    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
-        return False
-    return any(isinstance(entry, nn.Module | torch.Tensor) for entry in getattr(value, "__dict__", {}).values())
 
 
 _ARGUMENTS = (*PLAIN, Layout)

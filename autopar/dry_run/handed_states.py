@@ -252,12 +252,13 @@ def _states_of(
     model: Any, module: nn.Module, like: nn.Module, where: WholeModule, call: Call, rows: int, batch: int
 ) -> HandedStates | None:
     """Return how a module's states pass from rank to rank; None if it needs all rows."""
-    argument = _cache_of(like)
-    if argument is None or not where.inputs or any(times != 1 for times in where.folded.values()):
+    forward = inspect.signature(inspect.unwrap(type(like).forward))
+    caches = [name for name, each in forward.parameters.items() if "Cache" in str(each.annotation)]
+    if len(caches) != 1 or not where.inputs or any(times != 1 for times in where.folded.values()):
         return None
     given = [(place_of(path, x), x) for path, x in tree_flatten_with_path(call)[0] if isinstance(x, torch.Tensor)]
     others = tuple(sorted(place for place, x in given if place not in where.inputs and rows not in x.shape))
-    ways = [HandedStates(argument, spare, apart, others) for spare, apart in _WAYS]
+    ways = [HandedStates(caches[0], spare, apart, others) for spare, apart in _WAYS]
     try:
         made = _filled(model, module, like)
         words = model.get_input_embeddings().num_embeddings
@@ -265,13 +266,6 @@ def _states_of(
     except Exception:  # weights of a kind of their own
         return None
     return next((how for how in ways if goes_on(made, how, numbers, where)), None)
-
-
-def _cache_of(module: nn.Module) -> str | None:
-    """The argument of a module's forward that is a cache."""
-    forward = inspect.unwrap(type(module).forward)
-    found = [name for name, each in inspect.signature(forward).parameters.items() if "Cache" in str(each.annotation)]
-    return found[0] if len(found) == 1 else None
 
 
 # -- numbers -------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ def trace_reads(
         if copied is model and device.type == "meta":
             return None
         real = {name: torch.zeros_like(value, device=device) for name, value in inputs.items()}
-        for variant in (real, _with_mask(copied, real), _with_images(copied, real)):
+        for variant in _variants(copied, real):
             for replayed in (blocks, []) if blocks else ([],):
                 try:
                     reads = _trace(copied, start, elements, encoder, variant, replayed)
@@ -123,24 +123,20 @@ def _without_cache(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any
     return {**inputs, **({"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {})}
 
 
-def _with_mask(model: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """With the mask of ``input_ids``: without one some models look for padding among their values."""
-    ids = inputs.get("input_ids")
-    if ids is None or ids.ndim != 2 or "attention_mask" not in inspect.signature(model.forward).parameters:
-        return dict(inputs)
-    return {"attention_mask": torch.ones_like(ids), **inputs}
+def _variants(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the inputs as they are; with the mask of ``input_ids``; with images of the size that the config names.
 
-
-def _with_images(model: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """With images of the size that the config names, for models that do not run on text alone."""
-    vision = getattr(model.config, "vision_config", None)
+    Without a mask some models look for padding among their values. Some do not run on text alone.
+    """
+    taken, ids = inspect.signature(model.forward).parameters, inputs.get("input_ids")
+    yield dict(inputs)
+    if ids is not None and ids.ndim == 2 and "attention_mask" in taken:
+        yield {"attention_mask": torch.ones_like(ids), **inputs}
+    vision, first = getattr(model.config, "vision_config", None), next(iter(inputs.values()))
     size, channels = getattr(vision, "image_size", None), getattr(vision, "num_channels", 3)
-    batch, device = next(iter(inputs.values())).shape[0], next(iter(inputs.values())).device
-    if type(size) is not int:
-        return dict(inputs)
-    pixels = torch.zeros(batch, channels, size, size, dtype=model.dtype, device=device)
-    names = [name for name in inspect.signature(model.forward).parameters if name.endswith("pixel_values")]
-    return {**dict.fromkeys(names, pixels), **inputs}
+    if type(size) is int:
+        pixels = torch.zeros(first.shape[0], channels, size, size, dtype=model.dtype, device=first.device)
+        yield {**dict.fromkeys((name for name in taken if name.endswith("pixel_values")), pixels), **inputs}
 
 
 class _Reading:
@@ -169,7 +165,9 @@ class _Reading:
         return leaf.clone()
 
     def note(self, place: int, output: Any) -> None:
-        for leaf in _leaves_below(output):
+        tensors: list[torch.Tensor] = []
+        map_tensors(output, tensors.append)
+        for leaf, _ in _below([tensor for tensor in tensors if tensor.requires_grad], {}):
             if id(leaf) in self.outputs:
                 origin = self.outputs[id(leaf)]
                 if origin < place - 1 and origin != self.encoder:
@@ -215,14 +213,6 @@ class _ReadsReplay(BlockReplay):
             form, *(block.get_parameter(name) for name in names), *(arguments[place] for place in places)
         )
         return made
-
-
-def _leaves_below(value: Any) -> list[torch.Tensor]:
-    """The leaves of the graph that made the tensors in ``value``."""
-    tensors: list[torch.Tensor] = []
-    map_tensors(value, tensors.append)
-    below = _below([tensor for tensor in tensors if tensor.requires_grad], {})
-    return [leaf for leaf, _ in below if leaf is not None]
 
 
 _Edge = tuple[Any, int]
@@ -291,14 +281,10 @@ def _rehearse(
     received: Any = None
     context = StageContext(plan.encoder)
     replay = _StageReplay(model, equal, context)
-    with (
-        torch.no_grad(),
-        warnings.catch_warnings(),
-        evaluating(model),
-        _boundaries(model, start, plan, context),
-        replay,
-    ):
+    with torch.no_grad(), warnings.catch_warnings(), evaluating(model), ExitStack() as stack, replay:
         warnings.simplefilter("ignore")
+        stack.callback(unmark_boundaries, model, plan, start)
+        mark_boundaries(model, plan, context, start)
         for stage in range(plan.stages):
             context.placeholders = {
                 same[0]: by_id[key] for key, same in names.items() if stage not in plan.tensors[same[0]]
@@ -376,15 +362,6 @@ class _Reads(TensorTracking):
 
     def track(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         self.storages |= {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
-
-
-@contextmanager
-def _boundaries(model: nn.Module, start: str, plan: StagePlan, context: StageContext) -> Iterator[None]:
-    try:
-        mark_boundaries(model, plan, context, start)
-        yield
-    finally:
-        unmark_boundaries(model, plan, start)
 
 
 @contextmanager

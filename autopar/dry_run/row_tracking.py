@@ -268,24 +268,6 @@ def _dims_of(*names: str) -> Callable[[torch.Tensor, dict[str, Any]], list[int]]
     return dims
 
 
-def _normalized(held: torch.Tensor, given: dict[str, Any]) -> list[int]:
-    return [-1 - place for place in range(len(given["normalized_shape"]))]
-
-
-def _all_but_first(held: torch.Tensor, given: dict[str, Any]) -> list[int]:
-    return list(range(1, held.ndim))
-
-
-def _indexed(held: torch.Tensor, given: dict[str, Any]) -> list[int]:
-    if given["self"] is not held:
-        return []  # rows look something up
-    return [dim for dim, index in enumerate(given["indices"]) if index is not None]
-
-
-def _embedded(held: torch.Tensor, given: dict[str, Any]) -> list[int]:
-    return [] if given["indices"] is held else [0]
-
-
 # What tells values to Python.
 _READING = frozenset(("_local_scalar_dense", "nonzero"))
 # What counts positions.
@@ -304,6 +286,17 @@ _APART = frozenset(
         *("set_", "record_stream", "swapaxes", "_fused_dropout", "resolve_conj", "polar"),
     )
 )
+
+
+def _normalized(held: torch.Tensor, given: dict[str, Any]) -> list[int]:
+    return [-1 - place for place in range(len(given["normalized_shape"]))]
+
+
+def _indexed(held: torch.Tensor, given: dict[str, Any]) -> list[int]:
+    """Return the dims of rows that are picked; if rows look something up, none."""
+    return [dim for dim, index in enumerate(given["indices"]) if index is not None] if given["self"] is held else []
+
+
 _ALONG = _dims_of("dim", "dims")
 # What works along one dim, or several, and keeps its size: those must not be the rows'.
 _BY_DIM: dict[str, Callable[[torch.Tensor, dict[str, Any]], list[int]]] = {
@@ -313,8 +306,11 @@ _BY_DIM: dict[str, Callable[[torch.Tensor, dict[str, Any]], list[int]]] = {
         ("index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "repeat_interleave"), _ALONG
     ),
     **dict.fromkeys(("cat", "stack", "glu"), _ALONG),
-    **dict.fromkeys(("native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm"), _normalized),
-    **dict.fromkeys(("convolution", "native_group_norm"), _all_but_first),
+    **dict.fromkeys(
+        ("native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm"),
+        lambda _, given: [-1 - n for n in range(len(given["normalized_shape"]))],
+    ),
+    **dict.fromkeys(("convolution", "native_group_norm"), lambda held, _: list(range(1, held.ndim))),
     **dict.fromkeys(("index", "index_put", "index_put_", "_unsafe_index"), _indexed),
-    "embedding": _embedded,
+    "embedding": lambda held, given: [] if given["indices"] is held else [0],
 }

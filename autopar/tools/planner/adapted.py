@@ -85,18 +85,13 @@ def mark_quantized(model: nn.Module, kind: Kind, kept: list[str] | None = None) 
     if not found:
         raise ConfigError(f"--quantization: a {type(model).__name__} has no linear layers to be quantized")
     for path, module in found:
-        layer = _linear(module)
-        weight = layer.weight
+        weight: Any = module.weight
+        layer = module  # GPT-2's keep their weights as [in, out]
+        if not isinstance(layer, nn.Linear):
+            layer = nn.Linear(weight.shape[0], weight.shape[1], device="meta", dtype=weight.dtype)
+            weight = layer.weight
         own_parameters(layer)["weight"] = stand_in((weight.shape[0], weight.shape[1]), weight.dtype, kind)
         model.set_submodule(path, layer)
-
-
-def _linear(module: nn.Module) -> nn.Linear:
-    """Return the layer that a quantized one stands for: GPT-2's keep their weights as ``[in, out]``."""
-    if isinstance(module, nn.Linear):
-        return module
-    weight: torch.Tensor = module.weight  # type: ignore[assignment]
-    return nn.Linear(weight.shape[0], weight.shape[1], device="meta", dtype=weight.dtype)
 
 
 def quantize(model: nn.Module, kind: Kind) -> nn.Module:

@@ -183,7 +183,8 @@ class Estimator:
         """Play the candidate's schedule."""
         costs = self._costs(candidate)
         output = max((cost.output for cost in costs), default=0)
-        message = output / (self._between_stages(candidate) * self.gpu.network) + self.gpu.latency if output else 0.0
+        speed = self.gpu.within if candidate.gpus <= self.gpus_per_node else self.gpu.between
+        message = output / (speed * self.gpu.network) + self.gpu.latency if output else 0.0
 
         def make() -> Played:
             lists = self._lists(candidate, microbatches)
@@ -295,6 +296,3 @@ class Estimator:
             return self.gpu.within
         beside = max(1, self.gpus_per_node // (candidate.tp * sharers))  # in a node, with a network card each
         return min(self.gpu.within, self.gpu.between * beside)
-
-    def _between_stages(self, candidate: Candidate) -> float:
-        return self.gpu.within if candidate.gpus <= self.gpus_per_node else self.gpu.between

@@ -14,7 +14,6 @@ from autopar.dry_run.plan_model import uncollected
 from autopar.errors import AutoparError, ConfigError, first_line, listed
 from autopar.tools.planner.candidate import Candidate, Estimate, RankMemory, mesh_words
 from autopar.tools.planner.estimate import Estimator
-from autopar.tools.planner.planned_model import PlannedModel
 
 _SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")  # gpipe waits as long as 1f1b and holds more
 _MICROBATCHES = (1, 2, 4, 8, 16)
@@ -91,7 +90,8 @@ class Space:
         for schedule in self.schedules if pp > 1 else ("1f1b",):
             if count < (2 * pp if schedule == "dualpipev" else pp) and pp > 1:
                 continue
-            for zero in _zero_stages(self.zero, schedule if pp > 1 else None, cp * dp):
+            fitting = [0] if cp * dp == 1 else [0, 1, 2] if pp > 1 and schedule in SPLIT_BACKWARD else [0, 1, 2, 3]
+            for zero in fitting if self.zero is None else [stage for stage in fitting if stage == self.zero]:
                 for checkpointing in (False, True) if self.checkpointing is None else (self.checkpointing,):
                     for rows, ep in itertools.product(self._rows(tp, cp), self.experts(tp, dp)):
                         yield Candidate(tp, pp, dp, schedule, batch, count, zero, checkpointing, cp, rows, ep)
@@ -108,11 +108,6 @@ class Space:
         if self.ep is not None:
             return [ep for ep in fitting if ep == self.ep]
         return [ep for ep in fitting if ep <= max(tp, _MOST_EP) and self.by_expert in (None, ep > 1)]
-
-
-def _zero_stages(wanted: int | None, schedule: str | None, dp: int) -> Sequence[int]:
-    fitting = [0] if dp == 1 else [0, 1, 2] if schedule in SPLIT_BACKWARD else [0, 1, 2, 3]
-    return fitting if wanted is None else [stage for stage in fitting if stage == wanted]
 
 
 @dataclass
@@ -288,7 +283,12 @@ def rejected(estimator: Estimator, found: Found) -> Iterator[str]:
             shown.add(_mesh(candidate))
             yield f"{candidate}: fits, at least {least / found.best[0].time:.2f} times as long"
     for candidate, memory in sorted(found.too_large, key=lambda each: each[1].total):
-        lever = "" if found.best else _lever(estimator, candidate, memory)
+        lever, moved = "", on_host(candidate, memory)
+        if not found.best and moved.memory.total <= estimator.gpu.memory:
+            lever = (
+                f"; fits with zero.{moved.key}: {gigabytes(moved.memory.total)} GB, {gigabytes(moved.moved)} GB in the "
+                f"CPU's memory, and about {moved.seconds:.1f} s more a step"
+            )
         yield f"{candidate}: {needs(memory)}{lever}"
     reasons: dict[str, list[str]] = {}
     for sizes, reason in found.refused:
@@ -322,17 +322,6 @@ def on_host(candidate: Candidate, memory: RankMemory) -> OnHost:
         return OnHost("cpu_offload", replace(least, weights=0, gradients=0), moved, travel / _PCIE + moved / _HOST)
     travel = memory.weights + memory.gradients  # gradients go, new weights come
     return OnHost("optimizer_offload", least, memory.optimizer, travel / _PCIE + memory.optimizer / _HOST)
-
-
-def _lever(estimator: Estimator, candidate: Candidate, memory: RankMemory) -> str:
-    """Say what would make a candidate fit, if the CPU's memory does, and what it costs."""
-    moved = on_host(candidate, memory)
-    if moved.memory.total > estimator.gpu.memory:
-        return ""
-    return (
-        f"; fits with zero.{moved.key}: {gigabytes(moved.memory.total)} GB, {gigabytes(moved.moved)} GB in the CPU's "
-        f"memory, and about {moved.seconds:.1f} s more a step"
-    )
 
 
 def _mesh(candidate: Candidate) -> tuple[int, int, int]:
@@ -372,14 +361,10 @@ def to_json(estimator: Estimator, space: Space, found: Found) -> dict[str, Any]:
         "precision": model.precision,
         "optimizer": model.optimizer,
         "tried": found.tried,
-        "best": [_entry(estimate, model) for estimate in found.best],
+        "best": [{**each.to_json(), "config": model.sections(each.candidate)} for each in found.best],
         "rejected": list(rejected(estimator, found)),
         "assumptions": assumptions(estimator),
     }
-
-
-def _entry(estimate: Estimate, model: PlannedModel) -> dict[str, Any]:
-    return {**estimate.to_json(), "config": model.sections(estimate.candidate)}
 
 
 def yaml_of(sections: Mapping[str, Any], comments: Sequence[str]) -> str:

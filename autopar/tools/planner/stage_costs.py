@@ -81,19 +81,13 @@ def collectives_of(
         rows = getattr(node.whole, "__self__", None) if node.name() == "LateWeightBackward" else None
         if rows is not None and id(rows) not in again:
             again.add(id(rows))
-            found.append(_gathered_again(node, rows))
+            [read] = node.saved_tensors  # what the weight's gradient reads, whole
+            size = read.numel() // rows.layout.local_size(rows.axis.rank) * rows.layout.size * read.dtype.itemsize
+            found.append(Collective("all_gather", size, backward=True, axis=rows.axis.name))
         late = last is not None and sequence_number(node) > last
         found += [call._replace(again=not late) for call in _calls(node)]
         waiting += [following for following, _ in node.next_functions if following is not None]
     return found
-
-
-def _gathered_again(node: Any, again: Any) -> Collective:
-    """The rows that a weight's gradient reads, whole."""
-    [rows] = node.saved_tensors
-    layout, axis = again.layout, again.axis
-    size = rows.numel() // layout.local_size(axis.rank) * layout.size * rows.dtype.itemsize
-    return Collective("all_gather", size, backward=True, axis=axis.name)
 
 
 def _statistics(node: Any) -> Collective:
@@ -367,7 +361,11 @@ class _Network:
         self._sizes = {"tp": rows.tp, "cp": rows.cp, "ep": rows.ep}
         within = rows.tp * rows.cp <= gpus_per_node
         cp = gpu.within if within else min(gpu.within, gpu.between * max(1, gpus_per_node // rows.tp))
-        speeds = {"tp": gpu.within, "cp": cp, "ep": _to_experts(rows, gpu, gpus_per_node)}
+        beside = min(rows.ep, rows.tp * max(1, gpus_per_node // (rows.tp * rows.cp)))  # of the ranks of a node
+        ep = gpu.within
+        if rows.ep > beside:  # what goes to other nodes leaves by a card for each GPU
+            ep = min(gpu.within, gpu.between * (rows.ep - 1) / (rows.ep - beside))
+        speeds = {"tp": gpu.within, "cp": cp, "ep": ep}
         self._speed = {axis: speed * gpu.network for axis, speed in speeds.items()}
         self._latency = gpu.latency
 
@@ -380,15 +378,6 @@ class _Network:
                 seconds[backward] += size / self._speed[axis] + self._latency
                 sent += size
         return Travel(seconds[False], seconds[True], sent)
-
-
-def _to_experts(rows: Rows, gpu: Gpu, gpus_per_node: int) -> float:
-    """Return the bytes a second of an all-to-all over ep: what goes to other nodes leaves by a card for each GPU."""
-    sharers = gpus_per_node // (rows.tp * rows.cp)  # replicas of a node
-    beside = min(rows.ep, rows.tp * max(1, sharers))
-    if rows.ep <= beside:
-        return gpu.within
-    return min(gpu.within, gpu.between * (rows.ep - 1) / (rows.ep - beside))
 
 
 class _Memory:
@@ -408,7 +397,8 @@ class _Memory:
         forward = backward = held = 0
         for unit in units:
             again = checkpointing and unit.recomputed
-            self.own.append(_add(known, _kept(unit, again)))
+            kept = {**unit.arguments, **unit.remembered} if again else unit.saved
+            self.own.append(_add(known, kept))
             held += self.own[-1]
             recomputed = sum(size for key, size in unit.saved.items() if key not in known) if again else 0
             # Without gradients, as the first forward of a recomputed block is, less than this is alive.
@@ -448,10 +438,6 @@ def _add(known: dict[int, int], sizes: Mapping[int, int]) -> int:
     new = {number: size for number, size in sizes.items() if number not in known}
     known.update(new)
     return sum(new.values())
-
-
-def _kept(unit: Unit, again: bool) -> Mapping[int, int]:
-    return {**unit.arguments, **unit.remembered} if again else unit.saved
 
 
 class _Work(NamedTuple):

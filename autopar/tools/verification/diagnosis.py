@@ -9,6 +9,7 @@ blame is named in words, with the lines of the policy that concern it.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import traceback
 from collections.abc import Iterator, Sequence
@@ -81,19 +82,12 @@ def first_difference(events: Sequence[Event]) -> Found | None:
         module = event.path.rpartition(".")[0]
         since.append(event.path)  # what it is given may be made by the code that calls it
     elif event.kind == "gradient" and event.readers:
-        module = event.readers[0] if len(event.readers) == 1 else _common(event.readers)
+        module = event.readers[0]
+        if len(event.readers) > 1:  # the innermost module that holds all of them
+            split = [path.split(".")[:-1] for path in event.readers]
+            same = itertools.takewhile(lambda names: len({*names}) == 1, zip(*split, strict=False))
+            module = ".".join(names[0] for names in same)
     return Found(event, module, tuple(dict.fromkeys(path for path in since if path != module)))
-
-
-def _common(paths: Sequence[str]) -> str:
-    """The innermost module that holds all of them."""
-    split = [path.split(".")[:-1] for path in paths]
-    common: list[str] = []
-    for names in zip(*split, strict=False):
-        if len(set(names)) > 1:
-            break
-        common.append(names[0])
-    return ".".join(common)
 
 
 class Comparison:
@@ -139,7 +133,8 @@ class Comparison:
                     actual = None if actual.shape == expected.shape else actual / self.slices.mpu.cp.size
                 distance = None if actual is None else self._compare(entry.path, actual, expected, _SMALL * scale)
                 unknown = partial and distance is not None and distance.relative > OF_GRADIENTS * self.tolerance
-                readers = [entry.path] if entry.kind == "input" else _innermost(entry.readers.get(name, []))
+                listed = dict.fromkeys([entry.path] if entry.kind == "input" else entry.readers.get(name, ()))
+                readers = [path for path in listed if not any(other.startswith(f"{path}.") for other in listed)]
                 events.append(self._event(entry, "gradient", name, None if unknown else distance, tuple(readers)))
             if entry.kind == "input" and entry.call == 0:
                 events += self._of_parameters(entry, models, _SMALL * largest)
@@ -211,11 +206,6 @@ def _paired(plain: Recording, mine: Recording) -> dict[Any, Entry]:
         expected, found = counts[entry.path, entry.kind]
         result[entry.path, entry.kind, entry.call - max(0, found - expected)] = entry
     return result
-
-
-def _innermost(paths: Sequence[str]) -> list[str]:
-    listed = list(dict.fromkeys(paths))
-    return [path for path in listed if not any(other.startswith(f"{path}.") for other in listed)]
 
 
 def over_ranks(everyone: Sequence[Sequence[Event]]) -> list[Event]:

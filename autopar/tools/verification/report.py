@@ -203,18 +203,15 @@ class Report:
         if not self.memory or self.plain_memory is None:
             return None
         rows = table("memory", "weights", "gradients", "optimizer")
-        named = [(f"rank {one.rank}", one) for one in self.memory] + [("plain model", self.plain_memory)]
-        for name, one in named:
-            rows.add_row(name, *(size(each) for each in (one.weights, one.gradients, one.optimizer)))
+        for name, one in [*((f"rank {one.rank}", one) for one in self.memory), ("plain model", self.plain_memory)]:
+            rows.add_row(name, size(one.weights), size(one.gradients), size(one.optimizer))
         return rows
 
     def _sent(self) -> Table | None:
-        if not self.traffic:
-            return None
         rows = table("sent in a step by rank 0", "calls", "of together")
         for one in self.traffic:
             rows.add_row(one.kind, str(one.calls), size(one.bytes))
-        return rows
+        return rows if self.traffic else None
 
 
 def merged(everyone: Sequence[Sequence[Row]]) -> tuple[Row, ...]:

@@ -80,7 +80,9 @@ def small_config(config: PretrainedConfig, *, block: int = 1) -> PretrainedConfi
 
 def _shrink(config: PretrainedConfig, block: int = 1) -> None:
     if any(_is_list(value) and _HEAD_COUNTS.fullmatch(name) for name, value in vars(config).items()):
-        _set_stages(config)  # widths and heads of its stages follow from each other
+        for name, value in vars(config).items():  # one block in each stage, whose widths follow from each other
+            if _is_list(value) and re.fullmatch(r"depths?|num_layers|encoder_depths", name):
+                setattr(config, name, type(value)([min(each, 1 if len(value) > 1 else _LAYERS) for each in value]))
         _set_fields(config, small_fields(config.model_type))
         return
     inner = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
@@ -158,13 +160,6 @@ def _set_layers(config: PretrainedConfig) -> None:
     for name, value in list(vars(config).items()):
         if re.fullmatch(r".*layer_(indices|idx|ids)", name) and isinstance(value, list) and value:
             setattr(config, name, [place for place in value if type(place) is int and place < last] or [last])
-
-
-def _set_stages(config: PretrainedConfig) -> None:
-    """Keep one block in each stage of a model whose stages have other widths."""
-    for name, value in vars(config).items():
-        if _is_list(value) and re.fullmatch(r"depths?|num_layers|encoder_depths", name):
-            setattr(config, name, type(value)([min(each, 1 if len(value) > 1 else _LAYERS) for each in value]))
 
 
 def _set_fields(config: PretrainedConfig, fields: Mapping[str, Any]) -> None:
@@ -265,7 +260,9 @@ def build_small(
     Raises:
         ConfigError: the small config fits no model of the class.
     """
-    own = _config_for(kind.config_class or PretrainedConfig, config)
+    wanted: Any = kind.config_class or PretrainedConfig  # of a model with several towers the config of this class
+    inner = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
+    own = next((each for each in (config, *inner) if isinstance(each, wanted)), config)
     try:
         model = _built(kind, small_config(own, block=block))
     except Exception as error:  # whatever a constructor stumbles over
@@ -316,12 +313,6 @@ def _runs(model: PreTrainedModel) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def _config_for(wanted: Any, config: PretrainedConfig) -> PretrainedConfig:
-    """The config itself, or of a model with several towers the one of this class; some classes take another type's."""
-    inner = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
-    return next((each for each in (config, *inner) if isinstance(each, wanted)), config)
 
 
 def randomise(model: nn.Module) -> nn.Module:
