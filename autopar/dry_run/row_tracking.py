@@ -260,12 +260,9 @@ def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
     return {**named, **kwargs}
 
 
-def _dims_of(*names: str) -> Callable[[torch.Tensor, dict[str, Any]], list[int]]:
-    def dims(held: torch.Tensor, given: dict[str, Any]) -> list[int]:
-        value = next((given[name] for name in names if given.get(name) is not None), None)
-        return list(range(held.ndim)) if value is None else [value] if isinstance(value, int) else list(value)
-
-    return dims
+def _along(held: torch.Tensor, given: dict[str, Any]) -> list[int]:
+    value = next((given[name] for name in ("dim", "dims") if given.get(name) is not None), None)
+    return list(range(held.ndim)) if value is None else [value] if isinstance(value, int) else list(value)
 
 
 # What tells values to Python.
@@ -288,24 +285,19 @@ _APART = frozenset(
 )
 
 
-def _normalized(held: torch.Tensor, given: dict[str, Any]) -> list[int]:
-    return [-1 - place for place in range(len(given["normalized_shape"]))]
-
-
 def _indexed(held: torch.Tensor, given: dict[str, Any]) -> list[int]:
     """Return the dims of rows that are picked; if rows look something up, none."""
     return [dim for dim, index in enumerate(given["indices"]) if index is not None] if given["self"] is held else []
 
 
-_ALONG = _dims_of("dim", "dims")
 # What works along one dim, or several, and keeps its size: those must not be the rows'.
 _BY_DIM: dict[str, Callable[[torch.Tensor, dict[str, Any]], list[int]]] = {
-    **dict.fromkeys((*ALONG, "flip", "roll", "renorm"), _ALONG),
-    **dict.fromkeys(("gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "index_select"), _ALONG),
+    **dict.fromkeys((*ALONG, "flip", "roll", "renorm"), _along),
+    **dict.fromkeys(("gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "index_select"), _along),
     **dict.fromkeys(
         ("index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "repeat_interleave"), _ALONG
     ),
-    **dict.fromkeys(("cat", "stack", "glu"), _ALONG),
+    **dict.fromkeys(("cat", "stack", "glu"), _along),
     **dict.fromkeys(
         ("native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm"),
         lambda _, given: [-1 - n for n in range(len(given["normalized_shape"]))],
