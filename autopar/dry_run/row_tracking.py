@@ -292,12 +292,9 @@ def _indexed(held: torch.Tensor, given: dict[str, Any]) -> list[int]:
 
 # What works along one dim, or several, and keeps its size: those must not be the rows'.
 _BY_DIM: dict[str, Callable[[torch.Tensor, dict[str, Any]], list[int]]] = {
-    **dict.fromkeys((*ALONG, "flip", "roll", "renorm"), _along),
-    **dict.fromkeys(("gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "index_select"), _along),
-    **dict.fromkeys(
-        ("index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "repeat_interleave"), _ALONG
-    ),
-    **dict.fromkeys(("cat", "stack", "glu"), _along),
+    **dict.fromkeys((*ALONG, "flip", "roll", "renorm", "cat", "stack", "glu", "gather", "index_select"), _along),
+    **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_"), _along),
+    **dict.fromkeys(("index_copy", "index_copy_", "index_fill", "repeat_interleave"), _along),
     **dict.fromkeys(
         ("native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm"),
         lambda _, given: [-1 - n for n in range(len(given["normalized_shape"]))],
