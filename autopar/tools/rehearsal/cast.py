@@ -8,7 +8,6 @@ travel between these processes. Tensors of the model have no memory, and are not
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -154,19 +153,6 @@ def _reduced(call: Call, like: torch.Tensor, given: Iterable[torch.Tensor]) -> t
     return rows.sum(0, dtype=rows.dtype) if reduce is None else reduce(rows)
 
 
-def _all_reduce(call: Call, place: int, out: list[torch.Tensor], members: Members) -> None:
-    if call.kind == "reduce" and call.peer != place:
-        return
-    for number, x in enumerate(out):
-        fill(x, _reduced(call, x, [given[number] for given in members if number < len(given)]))
-
-
-def _reduce_scatter(call: Call, place: int, out: list[torch.Tensor], members: Members) -> None:
-    for number, x in enumerate(out):
-        parts = [_part(given[number:] if len(given) == len(out) else given, place, len(members)) for given in members]
-        fill(x, _reduced(call, x, parts))
-
-
 def _part(given: list[torch.Tensor], place: int, of: int) -> torch.Tensor:
     """Return the part of a rank: one of many tensors, or as many elements of the first as others get."""
     if len(given) >= of:
@@ -174,49 +160,32 @@ def _part(given: list[torch.Tensor], place: int, of: int) -> torch.Tensor:
     return given[0].reshape(-1).tensor_split(of)[place] if given else torch.empty(0)
 
 
-def _all_gather(call: Call, place: int, out: list[torch.Tensor], members: Members) -> None:
-    firsts = [given[0] for given in members if given]
-    if len(out) == 1:
-        fill(out[0], torch.cat([first.reshape(-1) for first in firsts]))
+def carry(call: Call, place: int, out: list[torch.Tensor], members: Members) -> None:
+    """Fill what one rank of a group gets of what all give. Numbers that do not fit become ones: the calls are compared.
+
+    Args:
+        place: of the rank.
+    """
+    kind, of, found = call.kind, len(members), list[torch.Tensor]()
+    if kind in ("all_reduce", "reduce"):
+        for number, x in enumerate(out if kind == "all_reduce" or call.peer == place else ()):
+            found.append(_reduced(call, x, [given[number] for given in members if number < len(given)]))
+    elif kind == "reduce_scatter":
+        for number, x in enumerate(out):
+            lists = [given[number:] if len(given) == len(out) else given for given in members]
+            found.append(_reduced(call, x, [_part(given, place, of) for given in lists]))
+    elif kind == "broadcast":
+        found = [*members[call.peer], *(torch.empty(0) for _ in out)]
+    elif kind == "scatter":  # nothing, if who represents the root is not one
+        found = [_part(members[call.peer], place, of) for _ in out]
+    elif kind == "gather":  # nothing, but on the root
+        found = [given[0] for given, _ in zip(members, out, strict=False)]
     else:
-        for x, first in zip(out, firsts, strict=False):
-            fill(x, first)
-
-
-def _broadcast(call: Call, place: int, out: list[torch.Tensor], members: Members) -> None:
-    for x, value in itertools.zip_longest(out, members[call.peer][: len(out)], fillvalue=torch.empty(0)):
+        every = kind == "all_gather"
+        found = [given[0] if every else _part(given, place, of) for given in members if given or not every]
+        found = [torch.cat([part.reshape(-1) for part in found])] if len(out) == 1 else found
+    for x, value in zip(out, found, strict=False):
         fill(x, value)
-
-
-def _gather(call: Call, place: int, out: list[torch.Tensor], members: Members) -> None:
-    for x, given in zip(out, members, strict=False):  # nothing, but on the root
-        fill(x, given[0])
-
-
-def _scatter(call: Call, place: int, out: list[torch.Tensor], members: Members) -> None:
-    for x in out:
-        fill(x, _part(members[call.peer], place, len(members)))  # nothing, if who stands for the root is not one
-
-
-def _all_to_all(call: Call, place: int, out: list[torch.Tensor], members: Members) -> None:
-    parts = [_part(given, place, len(members)) for given in members]
-    if len(out) == 1:
-        fill(out[0], torch.cat([part.reshape(-1) for part in parts]))
-    else:
-        for x, part in zip(out, parts, strict=False):
-            fill(x, part)
-
-
-CARRIED = {
-    "all_reduce": _all_reduce,
-    "reduce": _all_reduce,
-    "reduce_scatter": _reduce_scatter,
-    "all_gather": _all_gather,
-    "broadcast": _broadcast,
-    "gather": _gather,
-    "scatter": _scatter,
-    "all_to_all": _all_to_all,
-}
 
 
 def standing_for(rank: int, cast: Sequence[int], coordinates: Sequence[tuple[int, ...]]) -> int:
@@ -360,7 +329,7 @@ class Answers:
         members = [everyone[self._who(rank)] for rank in ranks]
         if call.kind in ("broadcast", "scatter"):
             self._of_root(call, given, members)
-        CARRIED[call.kind](call, ranks.index(self._rank), out, members)
+        carry(call, ranks.index(self._rank), out, members)
 
     def _of_root(self, call: Call, given: list[torch.Tensor], members: Members) -> None:
         """Keep what this rank gives as the root; put what another one gave, if it is not in this cast, in its place."""
