@@ -10,7 +10,7 @@ from autopar.config import ParallelConfig
 from autopar.pipeline_parallel.schedule import Action, make_schedule
 from autopar.plan.stages import StagePlan
 from autopar.tools.planner.bubbles import ActivationBytes, Played, State, most_kept, peak_of, play, states_of, step_time
-from autopar.tools.planner.candidate import Candidate, Estimate, RankMemory
+from autopar.tools.planner.candidate import Candidate, Estimate, RankMemory, Rows
 from autopar.tools.planner.hardware import Gpu
 from autopar.tools.planner.model_states import RankBytes
 from autopar.tools.planner.planned_model import PlannedModel
@@ -72,7 +72,7 @@ class Estimator:
         Raises:
             AutoparError: as :meth:`memory`.
         """
-        costs = self._costs(candidate, tp_rank=tp, cp_rank=cp, sharer=sharer)
+        costs = self._costs(candidate, candidate.rows._replace(tp_rank=tp, cp_rank=cp, sharer=sharer))
         return [most_kept(states, costs) for states in self._moments(candidate, costs)]
 
     def _memory(self, candidate: Candidate, rank: int, held: RankBytes, peak: ActivationBytes) -> RankMemory:
@@ -135,9 +135,9 @@ class Estimator:
         # Several schedules have the same stages.
         return self._once(("states", c.tp, c.ep, c.replicas, c.zero, cp, stages.bounds, stages.rank_of), make)
 
-    def _costs(self, candidate: Candidate, **place: int) -> list[StageCost]:
+    def _costs(self, candidate: Candidate, place: Rows | None = None) -> list[StageCost]:
         """Return the costs of the stages on one rank of each, by default on the first, which has most."""
-        c, stages, rows = candidate, self._stages(candidate), candidate.rows._replace(**place)
+        c, stages, rows = candidate, self._stages(candidate), candidate.rows if place is None else place
 
         def make() -> list[StageCost]:
             return stage_costs(

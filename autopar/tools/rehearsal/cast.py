@@ -63,8 +63,8 @@ def casts(sizes: MeshSizes, experts: int, plan: Plan, *, chained: bool = False) 
     tp = unlike_ranks(plan, sizes.tp) if sizes.tp > 1 else [0]
     dp = {0, sizes.dp - 1}
     if experts > sizes.tp:  # innermost replicas whose experts differ in number from those of the first and the last
-        inner = (place // sizes.tp for place in unlike_ranks(plan, experts))
-        dp |= {place for place in inner if 0 < place < experts // sizes.tp - 1}
+        places = {place // sizes.tp for place in unlike_ranks(plan, experts)}
+        dp |= {place for place in places if 0 < place < experts // sizes.tp - 1}
     first, last = (range(sizes.cp), range(sizes.cp)) if chained else (range(1), range(sizes.cp - 1, sizes.cp))
     if sizes.tp * sizes.cp * sizes.dp <= _FEW:
         contexts = [first] if chained else [range(c, c + 1) for c in range(sizes.cp)]
@@ -73,9 +73,9 @@ def casts(sizes: MeshSizes, experts: int, plan: Plan, *, chained: bool = False) 
         chosen = [(first, 0, 0), (first, 0, max(dp)), (first, tp[-1], max(dp)), (last, tp[-1], max(dp))]
         chosen += [*((first, t, 0) for t in tp[1:-1]), *((first, 0, d) for d in sorted(dp)[1:-1])]
     inner, found = max(experts // sizes.tp, 1), []
-    for places, t, d in dict.fromkeys(chosen):
+    for ranks, t, d in dict.fromkeys(chosen):
         ep = (d % inner) * sizes.tp + t if experts > 1 else 0
-        found.append([by_place[stage, c, ep, t, d] for stage in range(sizes.pp) for c in places])
+        found.append([by_place[stage, c, ep, t, d] for stage in range(sizes.pp) for c in ranks])
     return found
 
 

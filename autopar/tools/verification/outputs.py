@@ -198,7 +198,8 @@ class Slices:
     def __init__(self, plan: Plan, mpu: MPU) -> None:
         self.plan, self.mpu = plan, mpu
         found: dict[str, Layout] = {}
-        planned = [each.layout for each in (*plan.tensors.values(), *plan.modules.values())]
+        planned = [tensor.layout for tensor in plan.tensors.values()]
+        planned += [module.layout for module in plan.modules.values()]
         for layout in (layout for layout in planned if layout is not None):
             for part in (layout, *(Layout.of(0, [block]) for block in layout.blocks)):
                 found.setdefault(repr([(b.count, b.width, b.ranges) for b in part.blocks]), part)

@@ -96,7 +96,7 @@ def _shrink(config: PretrainedConfig, block: int = 1) -> None:
     _set_unset(config)
     parts = [vars(config).get(f"qk_{part}_head_dim") for part in ("rope", "nope")]
     if all(type(part) is int for part in parts) and "qk_head_dim" in vars(config):
-        config.qk_head_dim = sum(parts)  # type: ignore[arg-type] # with and without rotary angles
+        config.qk_head_dim = sum(parts)  # with and without rotary angles
     _set_rotary(config)
     _set_states(config)
     _set_fields(config, small_fields(config.model_type))
