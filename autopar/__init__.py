@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from autopar.tensor_parallel.experts import expert_load
     from autopar.tensor_parallel.whole_hooks import local_hooks
     from autopar.tools.planner.memory_plan import plan_memory
-    from autopar.tools.planner.metrics import metrics
-    from autopar.tools.planner.summary import summary
+    from autopar.tools.planner.parallelized import metrics, summary
     from autopar.tools.rehearsal.run import rehearse
     from autopar.tools.verification.verify import verify
 
@@ -97,12 +96,12 @@ _HOMES = {
     "latest": "autopar.checkpoint.rotation",
     "lazy_init": "autopar.deferred_init.context",
     "local_hooks": "autopar.tensor_parallel.whole_hooks",
-    "metrics": "autopar.tools.planner.metrics",
+    "metrics": "autopar.tools.planner.parallelized",
     "patches": "autopar.foreign.patches",
     "plan_memory": "autopar.tools.planner.memory_plan",
     "prepare_dataloader": "autopar.data_parallel.dataloader",
     "rehearse": "autopar.tools.rehearsal.run",
-    "summary": "autopar.tools.planner.summary",
+    "summary": "autopar.tools.planner.parallelized",
     "tensor_parallel": "autopar.tensor_parallel",
     "verify": "autopar.tools.verification.verify",
     "checkpoint": "autopar.checkpoint",

@@ -259,7 +259,7 @@ _COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits
 
 @dataclass
 class Reads:
-    """Reads of a model's own forward, and their places (:func:`autopar.dry_run.block_reads.trace_reads`).
+    """Reads of a model's own forward, and their places (:func:`autopar.dry_run.pipeline_parallel.trace_reads`).
 
     Attributes:
         order: places of the elements in the order in which they were called.

@@ -66,7 +66,11 @@ def split_checkpoint(
     check_sizes(tp, pp)
     folder, chosen = Path(source), parse_dtype(dtype)
     model = _open(folder, chosen)
-    _refuse_quantized(folder, model)
+    if count := len(stored_weights(model)):
+        raise ConfigError(
+            f"{folder} holds {count} quantized weights, which are not split: autopar.from_pretrained reads each rank's "
+            "part of them."
+        )
     used = find_policy(model, given_policy(model, policy))
     plan = make_plan(model, used, tp)
     check_blocks(used, plan.tensors, plan.model_type, pp)
@@ -91,14 +95,6 @@ def split_checkpoint(
             versions=versions(),
         )
         return write_manifest(staging, manifest, folder, chosen)
-
-
-def _refuse_quantized(folder: Path, model: PreTrainedModel) -> None:
-    if count := len(stored_weights(model)):
-        raise ConfigError(
-            f"{folder} holds {count} quantized weights, which are not split: autopar.from_pretrained reads each rank's "
-            "part of them."
-        )
 
 
 def _open(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:

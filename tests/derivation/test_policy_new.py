@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import autopar
 from autopar.errors import ConfigError
 from autopar.policy.load import read_user_policy
-from autopar.tools.cli import app, policy_new
+from autopar.tools.cli import app, policy
 from tests.pool import pooled
 
 ODD = Path(__file__).with_name("odd_model.py")
@@ -93,8 +93,8 @@ def test_what_is_not_proven_is_not_written(tmp_path: Path, monkeypatch: pytest.M
         tree = {**tree, "blocks": {**tree["blocks"], "attributes": {}}}
         return prove(small, tree, tp)
 
-    prove = policy_new._proof
-    monkeypatch.setattr(policy_new, "_proof", mistaken)
+    prove = policy._proof
+    monkeypatch.setattr(policy, "_proof", mistaken)
     result = run("policy", "new", f"{ODD}:OddForCausalLM", "-o", tmp_path / "odd.yaml")
     assert result.exit_code == 1 and not (tmp_path / "odd.yaml").exists()
     assert "error: the derived policy is wrong, nothing is written: OddForCausalLM on tp 2" in result.stderr

@@ -224,15 +224,6 @@ def own_rows_only(session: Session, stack: ExitStack) -> None:
     stack.enter_context(patch("autopar.context_parallel.attention.gather_sum", gathered))
 
 
-def wrong_rows(original: Any) -> Any:
-    def rows_layout(length: int, ranks: int, *, zigzag: bool = False) -> Any:
-        layout = original(length, ranks, zigzag=zigzag)
-        mirrored = [dataclasses.replace(block, ranges=tuple(reversed(block.ranges))) for block in layout.blocks]
-        return dataclasses.replace(layout, blocks=tuple(mirrored[:1] + list(layout.blocks[1:])))
-
-    return rows_layout
-
-
 def no_sum_over_rows(original: Any) -> Any:
     return lambda tensors, axis: list(tensors)
 

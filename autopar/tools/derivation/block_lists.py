@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.foreign.tensors import own_parameters
-from autopar.tools.derivation.decisions import Trace, is_linear
+from autopar.tools.derivation.trace import Trace, is_linear
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 _LAYERS_OF_A_BLOCK = 2

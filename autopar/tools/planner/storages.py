@@ -9,7 +9,7 @@ row (Dao et al., "FlashAttention", 2022); dropout keeps a mask of one byte an el
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -261,13 +261,8 @@ class SavedStorages:
 
 def alive(entries: Iterable[Entry], freed: Collection[int] = ()) -> dict[int, int]:
     """Return number and bytes of the storages that are still saved, by other nodes than those that are ``freed``."""
-    return dict(_alive(entries, freed))
-
-
-def _alive(entries: Iterable[Entry], freed: Collection[int]) -> Iterator[tuple[int, int]]:
-    for entry in entries:
-        if entry.saved() is not None and entry.node not in freed:
-            yield entry.number, entry.bytes
+    waiting = (entry for entry in entries if entry.saved() is not None and entry.node not in freed)
+    return {entry.number: entry.bytes for entry in waiting}
 
 
 class FusedKernels(TorchFunctionMode):

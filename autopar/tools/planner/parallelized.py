@@ -1,4 +1,4 @@
-"""``metrics``: tokens a second, operations and their part of the GPUs' peak, of a step that was measured."""
+"""Facts about a parallelized model: its parameters as a table (``summary``), the speed of a step (``metrics``)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,72 @@ from transformers import PreTrainedModel
 from autopar.deferred_init.context import lazy_init
 from autopar.errors import ConfigError, not_parallelized
 from autopar.foreign.transformers import from_config
+from autopar.plan.plan import held as held_here
+from autopar.plan.plan import rows, rule_of
 from autopar.tools.planner.candidate import Rows
 from autopar.tools.planner.hardware import find_gpu, gpu_of
 from autopar.tools.planner.planned_model import PlannedModel
+from autopar.tools.tables import lines, shape, table
+
+
+def summary(model: nn.Module) -> str:
+    """Print a table of a parallelized model on the first rank: parameters, how they are sharded, what this rank holds.
+
+    Returns:
+        The table of this rank, on every rank. No communication.
+
+    Raises:
+        ConfigError: the model is not parallelized.
+    """
+    from rich.markup import escape
+
+    state = vars(model).get("_autopar")
+    if state is None:
+        raise not_parallelized(model)
+    mpu, plan, stages = state.mpu, state.plan, state.stages
+    held = dict(model.named_parameters())
+    entries: list[dict[str, Any]] = []
+    for name, tensor in plan.tensors.items():
+        here: Any = held.get(name)
+        names = [name, *tensor.aliases]
+        here = next((held[each] for each in names if each in held), None) if here is None else here
+        if here is None and not any(each in stages.tensors for each in names):
+            continue
+        local = here.to_local() if hasattr(here, "to_local") else here
+        if here is None and mpu.pp.rank in stages.holders(name):
+            continue  # a buffer
+        entries.append(
+            {
+                "name": name,
+                "shape": shape(tensor.shape),
+                "rule": rule_of(plan, tensor),
+                "here": "-" if local is None else shape(local.shape),
+                "dtype": tensor.dtype if local is None else str(local.dtype).removeprefix("torch."),
+                "stages": ", ".join(map(str, stages.holders(name))),
+            }
+        )
+    staged = mpu.pp.size > 1
+    header = ["parameter", "shape", "rule", "on this rank", "dtype", *(["pp rank"] if staged else [])]
+    tensors = table(*header)
+    for name, row in rows(entries):
+        tensors.add_row(*map(escape, [name, *list(row.values())[1 : len(header)]]))
+    sizes = mpu.sizes._asdict()
+    if sizes.get("cp") == 1:
+        del sizes["cp"]
+    if mpu.ep.size > 1:
+        sizes["ep"] = mpu.ep.size
+    mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    place = f"{mesh}, rank {mpu.rank}: " + ", ".join(f"{axis} {getattr(mpu, axis).rank}" for axis in sizes)
+    elements, size = held_here(model)
+    text = [
+        f"{plan.model_type} by policy {plan.policy}; {place}",
+        *filter(None, lines(tensors)),
+        f"this rank: {elements:,} parameters, {size / 1e6:,.1f} MB",
+    ]
+    if mpu.is_master:
+        print("\n".join(text))
+    return "\n".join(text)
+
 
 _KNOWN = "_autopar_flops"
 
@@ -59,7 +122,10 @@ def metrics(
     flops = known[sequence] * samples * replicas
     own = gpu_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     found = own if gpu is None else find_gpu(gpu)
-    kind = state.config.precision if state.config.precision != "fp32" else _kind(model)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    kind = state.config.precision  # where the model was given no section ``precision``, its own
+    if kind == "fp32":
+        kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, kind)
     peak = None if found is None else found.peak(kind)
     return {
         "tokens_per_second": samples * sequence * replicas / seconds,
@@ -80,9 +146,3 @@ def _flops_of_sample(inner: nn.Module, sequence: int, policy: Any) -> int:
     count = PlannedModel(plain, policy, sequence=sequence, precision="fp32").count(Rows(1), 1)
     units = count.units()
     return sum(operation.in_all for unit in units for operation in unit.operations)
-
-
-def _kind(model: nn.Module) -> str:
-    """The precision of a model that was given no section ``precision``."""
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")

@@ -1,16 +1,26 @@
-"""Forward, generation, backward and step: outputs, tokens, gradients and weights against the plain model's."""
+"""The checks of ``verify``: weights, outputs, tokens, gradients, a step and checkpoints against the plain model's."""
 
 from __future__ import annotations
 
 import copy
 import math
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+import transformers
+from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.checkpoint.offline.merge import merge_checkpoint
+from autopar.checkpoint.offline.reshard import reshard_checkpoint
 from autopar.errors import type_and_text
 from autopar.quantized.layers import stored_weights
 from autopar.tools.verification.outputs import (
@@ -58,18 +68,15 @@ def worst_row(check: str, what: str, found: Iterable[Named], allowed: float, *, 
 
 def weights(session: Session) -> list[Row]:
     """Compare the weights of this rank with its parts of the plain model's: equal to the bit."""
-    allowed = 0.0 if session.exact else session.tolerance
-    return [worst_row("weights", "sharded", _weights(session), allowed, show=False)]
-
-
-def _weights(session: Session) -> Iterator[Named]:
+    shard, found = session.mpu.shards.rank, list[Named]()
     for name, mine, theirs in pairs(session):
-        expected = local_part(session.plan, name, theirs.detach(), session.mpu.shards.rank)
-        yield Named(name, measure(local(mine), expected))
+        expected = local_part(session.plan, name, theirs.detach(), shard)
+        found.append(Named(name, measure(local(mine), expected)))
     plain = stored_weights(session.plain)
     for path, stored in stored_weights(session.parallel).items():
-        expected = local_part(session.plan, f"{path}.weight", plain[path].dequantized(), session.mpu.shards.rank)
-        yield Named(f"{path}.weight", measure(stored.dequantized(), expected))
+        expected = local_part(session.plan, f"{path}.weight", plain[path].dequantized(), shard)
+        found.append(Named(f"{path}.weight", measure(stored.dequantized(), expected)))
+    return [worst_row("weights", "sharded", found, session.allowed, show=False)]
 
 
 def pairs(session: Session) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
@@ -203,11 +210,8 @@ def memory_of(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     gradients = [parameter.grad for parameter in held if parameter.grad is not None]
     states = [value for state in optimizer.state.values() for value in state.values()]
     tensors = [value for value in states if isinstance(value, torch.Tensor)]
-    return RankMemory(rank, *(sum(map(_bytes, each)) for each in (held, gradients, tensors)))
-
-
-def _bytes(tensor: Any) -> int:
-    return int((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes)
+    sizes = [[getattr(x, "to_local", lambda x=x: x)().nbytes for x in each] for each in (held, gradients, tensors)]
+    return RankMemory(rank, *map(sum, sizes))
 
 
 # -- generation -------------------------------------------------------------------------------------------------------
@@ -279,3 +283,92 @@ def generate(session: Session) -> list[Row]:
 
 def _shown(tokens: torch.Tensor) -> str:
     return str(tokens[0, -_TOKENS:].tolist())
+
+
+def save(session: Session) -> list[Row]:
+    """Save merged; compare names and bits with what the plain model saves."""
+    if not _merges(session):
+        quantized = bool(stored_weights(session.plain))
+        why = (
+            "quantized weights with adapters are not merged" if quantized else "the plain module has no save_pretrained"
+        )
+        return [Row("save", "merged checkpoint", None, note=why)]
+    plain: Any = session.plain
+    with _folder() as folder:
+        session.parallel.save_parallelized(folder / "merged", merge_checkpoints=True)
+        found = list[Named]()
+        if dist.get_rank() == 0:
+            plain.save_pretrained(folder / "plain")
+            found = list(_files(folder / "merged", folder / "plain"))
+        dist.barrier()
+    return [worst_row("save", "merged checkpoint", found, session.allowed, show=False)]
+
+
+def reshard(session: Session) -> list[Row]:
+    """Save shards, write them again for another mesh, merge those, and load them into the model."""
+    tp = 3 if session.mpu.tp.size != 3 else 2
+    plain: Any = session.plain
+    with _folder() as folder:
+        session.parallel.save_parallelized(folder / "shards")
+        found = list[Named]()
+        if dist.get_rank() == 0:
+            reshard_checkpoint(folder / "shards", folder / "again", tp=tp, progress=False)
+            if _merges(session):
+                plain.save_pretrained(folder / "plain")
+                merge_checkpoint(folder / "again", folder / "merged", progress=False)
+                found = list(_files(folder / "merged", folder / "plain"))
+        dist.barrier()
+        with torch.no_grad():
+            before = {name: local(mine).clone() for name, mine, _ in pairs(session)}
+            for _, mine, _ in pairs(session):
+                mine.zero_()
+        session.parallel.from_parallelized(folder / "again")
+    loaded = weights(session)[0]
+    with torch.no_grad():
+        for name, mine, _ in pairs(session):
+            if not hasattr(mine, "full_tensor"):
+                mine.copy_(before[name])  # where loading fails, what follows is not to fail with it
+    rows = [replace(loaded, check="reshard", what=f"loaded from tp {tp}")]
+    merged = worst_row("reshard", f"merged from tp {tp}", found, session.allowed, show=False)
+    return [*rows, merged] if _merges(session) else rows
+
+
+def _merges(session: Session) -> bool:
+    """Return whether the model has a merged checkpoint: transformers' own do, without adapters on quantized weights."""
+    adapted = any(".base_layer" in path for path in stored_weights(session.plain))
+    return isinstance(session.plain, PreTrainedModel) and not adapted
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """A folder that all ranks know; they are on one machine, or share where temporary files are. No progress bars."""
+    shown = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.disable_progress_bar()
+    place = of_first(tempfile.mkdtemp(prefix="autopar-verify-") if dist.get_rank() == 0 else "")
+    try:
+        yield Path(place)
+    finally:
+        if shown:
+            transformers.logging.enable_progress_bar()
+        if dist.get_rank() == 0:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _files(mine: Path, plain: Path) -> Iterator[Named]:
+    """Compare the tensors of two checkpoints, one at a time."""
+    theirs, ours = _tensors(plain), _tensors(mine)
+    for name in theirs.keys() ^ ours.keys():
+        where = "is missing" if name in theirs else "is not one of the plain model's"
+        yield Named(name, Distance(math.inf, where))
+    for name in theirs.keys() & ours.keys():
+        with safe_open(theirs[name], "pt") as one, safe_open(ours[name], "pt") as other:
+            yield Named(name, measure(other.get_tensor(name), one.get_tensor(name)))
+
+
+def _tensors(folder: Path) -> dict[str, Path]:
+    """Name -> file."""
+    found: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found |= dict.fromkeys(file.keys(), path)
+    return found
