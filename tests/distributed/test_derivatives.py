@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import autopar
 from autopar.distributed.collectives import all_gather
 from autopar.errors import ConfigError
-from autopar.tensor_parallel import overlap
+from autopar.tensor_parallel import regions
 from tests.parity import close, language_batches
 from tests.pool import pooled
 from tests.small import gpt2, llama
@@ -125,11 +125,11 @@ MODELS = {
 @pytest.mark.parametrize("kind", MODELS)
 @pooled(world_size=2)
 def test_penalties_on_gradients_are_differentiated_as_in_the_plain_model(kind: str, how: str) -> None:
-    least, overlap._LEAST = overlap._LEAST, 1
+    least, regions._LEAST = regions._LEAST, 1
     try:
         _as_plain(kind, how)
     finally:
-        overlap._LEAST = least
+        regions._LEAST = least
 
 
 @pooled(world_size=3)
