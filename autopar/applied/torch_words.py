@@ -1,8 +1,7 @@
-"""Add to torch's errors: the sharded weight whose shape does not fit, and what works with this rank's shards."""
+"""Add to torch's errors: what of the model this rank holds, and what works with it."""
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,61 +10,8 @@ from torch import nn
 from torch.distributed import tensor as dtensor
 
 from autopar.applied.state import Parallelized
-from autopar.distributed.axis import Axis
 from autopar.errors import AutoparError
-from autopar.foreign.tensors import own_parameters
-from autopar.layout import Layout
-from autopar.tensor_parallel.megatron import describe_stage
-
-_LISTED = 3
-
-
-def shards_named(model: nn.Module) -> Callable[[BaseException], str | None]:
-    """Return a function that tells of an error which sharded parameters have the sizes that it names; None of others.
-
-    The model is held weakly.
-    """
-    held = weakref.ref(model)
-
-    def explain(error: BaseException) -> str | None:
-        living, text = held(), str(error)
-        if living is None or not isinstance(error, RuntimeError) or not re.search(r"\b(size|shape)", text):
-            return None
-        sizes = {int(number) for number in re.findall(r"\d+", text)}
-        found: dict[int, str] = {}  # tied ones once
-        for name, module in living.named_modules():
-            found = _fitting(name, module, sizes) | found
-        if not found:
-            return None
-        more = f"\n  and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
-        return (
-            "autopar: parameters of these sizes are shards of whole ones:\n"
-            + "\n".join(list(found.values())[:_LISTED])
-            + more
-            + "\n  What was made of whole weights (an average, a product) fits them before autopar.initialize, or "
-            "after autopar.deparallelize(model)."
-        )
-
-    return explain
-
-
-def _fitting(path: str, module: nn.Module, sizes: set[int]) -> dict[int, str]:
-    """Describe the shards of a module of which both sizes, here and in the plain model, are among ``sizes``, by id."""
-    axis: Axis | None = vars(module).get("tp")
-    layouts: dict[str, Layout] = vars(module).get("autopar_layouts", {})
-    lines: dict[int, str] = {}
-    if axis is None:
-        return lines
-    for name, layout in layouts.items():
-        parameter = own_parameters(module).get(name)
-        if parameter is None or parameter.shape[layout.dim] == layout.size:
-            continue
-        if {parameter.shape[layout.dim], layout.size} <= sizes:
-            whole = [*parameter.shape]
-            whole[layout.dim] = layout.size
-            lines[id(parameter)] = f"  {path}.{name}: rank {axis.rank}'s shard {list(parameter.shape)} of {whole}"
-    return lines
-
+from autopar.tensor_parallel.parameter_marks import describe_stage, shards_named
 
 _DTENSOR = ("DTensor", "Sharding propagation failed", "sharding strategy")
 _COPIES, _UNUSED = "FSDP does not support deepcopy", "appears to not have been used in the graph"

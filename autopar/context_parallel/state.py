@@ -18,7 +18,7 @@ from autopar.errors import ConfigError
 from autopar.foreign.tensors import in_backward
 from autopar.layout import Layout
 from autopar.tensor_parallel.regions import Region
-from autopar.tensor_parallel.whole_hooks import described
+from autopar.tensor_parallel.whole_hooks import refused_hook
 
 
 @dataclass
@@ -169,13 +169,7 @@ class RowState:
 
     def refuse_hooks(self, hooks: list[tuple[str, Any]]) -> None:
         """Refuse a forward over local sequences while ``hooks`` (path of a module, hook) are registered."""
-        self.refused = ""
-        for path, hook in hooks[:1]:
-            self.refused = (
-                f"context_parallel_size={self.axis.size}: the hook {described(hook)} on {path} would get this rank's "
-                "part of each sequence.\n  Call autopar.local_hooks(module) if it is written for that. Otherwise "
-                "remove it, or use tensor_parallel_size,\n  with which hooks get full tensors."
-            )
+        self.refused = refused_hook(*hooks[0], self.axis.size) if hooks else ""
 
     def release(self) -> None:
         """Release the references to activations."""

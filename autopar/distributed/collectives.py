@@ -26,7 +26,6 @@ None of these mutates its input except ``reduce_``, which is for a matmul output
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -75,7 +74,6 @@ def _explain(error: RuntimeError, axis: Axis) -> NoReturn:
     raise failure from error
 
 
-@functools.lru_cache(maxsize=1024)
 def even_layout(size: int, parts: int, dim: int = 0) -> Layout:
     """Return the layout of ``size`` single elements sharded evenly over ``parts`` ranks along ``dim``."""
     return Layout.of(dim, [Block("element", size, 1, even_shards(size, parts))])

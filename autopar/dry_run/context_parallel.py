@@ -34,6 +34,7 @@ from autopar.plan.stages import Blocks, dropped_blocks, lies_in
 from autopar.policy.match import Described
 from autopar.policy.schema import Policy
 from autopar.tensor_parallel.sequence_parallel import argument_names
+from autopar.tensor_parallel.whole_hooks import refused_hook, users_hook
 
 
 def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int, *, by_heads: bool = True) -> RowPlan:
@@ -49,6 +50,10 @@ def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int, *, by_h
     """
     if not isinstance(model, PreTrainedModel):
         raise _refusal(model, ranks, "it is no Hugging Face model, whose attention can be exchanged")
+    for path, module in model.named_modules():
+        hook = users_hook(module) if path else None
+        if hook is not None:
+            raise ConfigError(refused_hook(path, hook, ranks))
     blocks = Blocks(Described(model, prefix, model, policy))
     paths = [path.removeprefix(f"{prefix}.") if prefix else path for path in blocks.paths]
     place = blocks.encoder_place or 0

@@ -23,7 +23,7 @@ from autopar.distributed.mesh import MPU
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.stages import StagePlan
 from autopar.swap import bind, unbind
-from autopar.tensor_parallel import generation, hooks, megatron
+from autopar.tensor_parallel import generation, hooks, parameter_marks
 from autopar.tensor_parallel.regions import Region
 
 _OWNER = "seeds of layers"
@@ -122,7 +122,7 @@ def keep_logits_sharded(model: nn.Module, chunk: int) -> bool:
 def mark_parameters(model: nn.Module, inner: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
     """Mark sharded parameters as Megatron-LM does; the last step, on the parameters that stay."""
     hooks.look_again(inner)
-    megatron.mark(model, plan, stages, mpu)
+    parameter_marks.mark(model, plan, stages, mpu)
     if mpu.tp.size > 1:
         from autopar.tensor_parallel import adapters
 
@@ -143,7 +143,7 @@ def undo(model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU) -> None:
     generation.detach(inner)
     hooks.detach(inner)
     unbind(inner, _OWNER)
-    megatron.unmark(model)
+    parameter_marks.unmark(model)
 
 
 _SEED = re.compile(r"_init_(\w*seed)")

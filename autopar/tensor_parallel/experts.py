@@ -169,7 +169,7 @@ def _layout_of_tokens(x: torch.Tensor, axis: Axis) -> Layout:
     counts = [x.shape[0]] * axis.size
     if axis.group is not None:
         own = torch.tensor([x.shape[0]], device=x.device)
-        everyone = all_gather(own, axis, even_layout(axis.size, axis.size))
+        everyone = all_gather(own, axis, axis.one_each)
         counts = counts if x.is_meta else everyone.tolist()
     ends = [sum(counts[: rank + 1]) for rank in range(axis.size)]
     ranges = tuple((end - count, end) for end, count in zip(ends, counts, strict=True))

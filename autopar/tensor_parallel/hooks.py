@@ -335,9 +335,7 @@ def attach(
     failures: FailureLog,
     check: ForwardCheck | None,
 ) -> None:
-    """Register hooks and methods on ``model`` and its base model (which users call by itself, too).
-
-    A plain module gets the hooks only.
+    """Register hooks on ``model`` and its base model (which users call by itself, too).
 
     Args:
         failures: where ``generate`` publishes its errors.

@@ -41,8 +41,8 @@ from autopar.plan.plan import ModulePlan
 from autopar.quantized.layers import stored_weight
 from autopar.quantized.stored import Part
 from autopar.tensor_parallel.logits_shards import Head, HeadState, Shards
-from autopar.tensor_parallel.megatron import mark_shard
 from autopar.tensor_parallel.overlap import CONV1D, LINEAR, WeightGradient, attach
+from autopar.tensor_parallel.parameter_marks import mark_shard
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.sequence_rows import sum_to_rows
 from autopar.tensor_parallel.sharded_logits import sharded_logits

@@ -212,7 +212,8 @@ class Region:
         """
         if self._entered is not None and self._entered.is_whole(x) and can_save_rows(x, weight):
             return self.enter(x), self._entered.late_weight(weight, gradient)
-        if self.tracking is not None or not can_overlap(x, weight, self.axis) or self._is_copied(x):
+        small = x.numel() < _LEAST
+        if self.tracking is not None or small or not can_overlap(x, weight, self.axis) or self._is_copied(x):
             return self.enter(x), None
         copied, late = enter_overlapped(x, weight, gradient, self.axis)
         self._source, self._version, self._copied = x, version_of(x), copied
@@ -381,7 +382,6 @@ def can_overlap(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> bool:
     return (
         weight.requires_grad
         and x.requires_grad
-        and x.numel() >= _LEAST
         and axis.size > 1
         and (axis.transport is None or not x.is_cpu)
         and torch.is_grad_enabled()

@@ -258,6 +258,15 @@ def _lost(hook: Any, path: str) -> str:
     )
 
 
+def refused_hook(path: str, hook: Any, ranks: int) -> str:
+    """Return the error of a user hook where ``ranks`` context-parallel ranks share each sequence."""
+    return (
+        f"context_parallel_size={ranks}: the hook {described(hook)} on {path} would get this rank's part of each "
+        "sequence.\n  Call autopar.local_hooks(module) if it is written for that. Otherwise remove it, or use "
+        "tensor_parallel_size,\n  with which hooks get full tensors."
+    )
+
+
 def described(hook: Any) -> str:
     """Return the name of a hook, and where it is written."""
     while isinstance(hook, functools.partial):

@@ -21,6 +21,7 @@ import autopar
 from autopar.context_parallel import handed_states
 from autopar.context_parallel.handed_states import HandedStates, States, StatesOfRank, own_arguments
 from autopar.context_parallel.rows import rows_layout
+from autopar.distributed import neighbours
 from autopar.dry_run.context_parallel import plan_rows
 from autopar.foreign.transformers import CACHES
 from autopar.policy.match import find_policy
@@ -287,7 +288,7 @@ def test_a_rank_may_have_run_forwards_by_itself() -> None:
         if dist.get_rank() == number % 2:
             with torch.no_grad():
                 model(input_ids=ids, use_cache=True)
-            handed_states._BEGUN[model.mpu.cp.ranks] += 1
+            neighbours._BEGUN[model.mpu.cp.ranks] += 1
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         close(loss, expected, "loss")

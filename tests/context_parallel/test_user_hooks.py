@@ -56,14 +56,19 @@ def test_with_tensor_parallelism() -> None:
 
 
 @pooled(world_size=2)
-def test_hooks_on_all_modules_and_hooks_that_were_there_before() -> None:
-    plain: Any = llama()
-    plain.model.layers[0].register_forward_hook(look)
-    model: Any = autopar.initialize(plain, sizes(2))
-    (batch,) = language_batches(131, count=1)
+def test_hooks_that_are_there_before_are_refused_by_initialize() -> None:
+    model: Any = llama()
+    model.model.layers[0].register_forward_hook(look)
     with raises_everywhere(ConfigError, "the hook look", "on model.layers.0 would get"):
-        model(**batch)
+        autopar.initialize(model, sizes(2))
     autopar.local_hooks(model.model.layers[0])
+    autopar.initialize(model, sizes(2))(**language_batches(131, count=1)[0])
+
+
+@pooled(world_size=2)
+def test_hooks_on_all_modules() -> None:
+    model: Any = autopar.initialize(llama(), sizes(2))
+    (batch,) = language_batches(131, count=1)
     handle = register_module_forward_hook(look)
     with raises_everywhere(ConfigError, "the hook look", "on all modules"):
         model(**batch)

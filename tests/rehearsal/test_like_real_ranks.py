@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import autopar
 from autopar.distributed.trace import Call, Group, Recorder
-from autopar.tensor_parallel import overlap
+from autopar.tensor_parallel import regions
 from autopar.tools.rehearsal.one_rank import Job, inputs_of, train
 from tests.pool import pooled
 from tests.rehearsal.programs import CASES, POLICIES, Case, case_of_type, config_of
@@ -99,7 +99,7 @@ def test_calls_of_eight_ranks(name: str, tmp_path: Path) -> None:
 @pytest.fixture(autouse=True)
 def _overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sum gradients beside those of weights in small models too, as :mod:`tests.preload` has it on real ranks."""
-    monkeypatch.setattr(overlap, "_LEAST", 0)
+    monkeypatch.setattr(regions, "_LEAST", 0)
 
 
 def compare(case: Case, folder: Path, *, routed: bool, world: int = 4) -> None:
