@@ -3,7 +3,7 @@
 A module that takes a cache may keep in it all that later rows need to know of earlier ones, or some of it: many a scan
 begins at zero when it has several rows. So a copy of the module with random weights runs over a few rows at once, and
 piece by piece, each with the states of the piece before. Outputs and every gradient must be equal, and each state has
-to matter: without it they must not be. What makes the same of both needs nothing but states.
+to matter: without it they must not be. A module that makes the same of both needs only states.
 """
 
 from __future__ import annotations

@@ -95,20 +95,24 @@ FAULTS = [
     # -- what a layer computes ----------------------------------------------------------------------------------------
     in_forward("a missing all-reduce behind a row", f"{H1}.mlp.c_proj", p.row_without_sum),
     in_forward("a missing all-reduce behind attention", f"{H0}.attn.c_proj", p.row_without_sum),
-    in_forward("a bias on every rank before the sum", f"{H0}.mlp.c_proj", p.bias_before_the_sum),
-    changed("a bias left out", f"{H1}.attn.c_proj", p.without_bias),
+    in_forward(
+        "a bias on every rank before the sum", f"{H0}.mlp.c_proj", lambda layer, plain, x: plain(x) + layer.bias
+    ),
+    changed("a bias left out", f"{H1}.attn.c_proj", p.set("_add_bias", lambda y: y)),
     changed("the other rank's bias", f"{H1}.mlp.c_fc", p.swapped_bias),
     changed("the other rank's shard", f"{H0}.attn.c_attn", p.other_ranks_shard),
     changed("the other rank's rows of a row", f"{H1}.mlp.c_proj", p.other_ranks_shard),
     in_forward("rows of the other rank counted", "transformer.wte", p.mask_of_rows),
     in_forward("rows of a vocabulary not summed", "transformer.wte", p.no_sum_of_rows),
-    in_forward("logits in another order", "lm_head", p.reversed_gather),
+    in_forward("logits in another order", "lm_head", lambda layer, plain, x: plain(x).flip(-1)),
     changed("a norm with another epsilon", f"{H1}.ln_1", p.set("eps", 0.1)),
     changed("a norm's weight that has drifted", f"{H1}.ln_1", p.added("weight", 0.1)),
     changed("another scale of attention", ATTN1, p.scaled("scaling", 2.0)),
     changed("heads of another width", ATTN1, p.set("head_dim", 2), checks=("forward",)),
-    in_forward("a dropped mask", ATTN1, p.no_mask),
-    in_forward("positions off by one", "transformer.wpe", p.shifted),
+    in_forward(
+        "a dropped mask", ATTN1, lambda module, plain, *args, **more: plain(*args, **{**more, "attention_mask": None})
+    ),
+    in_forward("positions off by one", "transformer.wpe", lambda module, plain, ids: plain((ids + 1) % 16)),
     in_forward("a missing residual", H1, p.no_residual),
     in_forward("another activation", f"{MLP1}.act", lambda module, plain, x: torch.relu(x)),
     in_forward("rotary angles turned back", "model.rotary_emb", p.wrong_rotation, model="llama"),
@@ -136,7 +140,7 @@ FAULTS = [
     Fault(
         "a gradient that ends",
         (f"{H1}.ln_2", f"{H1}.mlp", f"{H1}.mlp.c_fc"),
-        forward_of(f"{H1}.mlp", p.cut_gradient),
+        forward_of(f"{H1}.mlp", lambda module, plain, x: plain(x.detach() + 0 * x)),
         checks=("backward",),
     ),
     in_forward("half a gradient", f"{MLP1}.act", p.half_gradient, checks=("backward",)),
@@ -196,7 +200,9 @@ FAULTS = [
     Fault(
         "stages that draw on where the code in front of them did",
         ("",),
-        before=patched("autopar.pipeline_parallel.stage_forward.StageForward.come_to", p.no_switch),
+        before=patched(
+            "autopar.pipeline_parallel.stage_forward.StageForward.come_to", lambda original: lambda self, place: None
+        ),
         mesh=PP,
         checks=("dropout",),
     ),
@@ -233,7 +239,11 @@ FAULTS = [
     Fault(
         "replicas that count alike",
         ("",),
-        and_then(patched("autopar.pipeline_parallel.pipeline.weights_over_replicas", p.other_counts)),
+        and_then(
+            patched(
+                "autopar.pipeline_parallel.pipeline.weights_over_replicas", lambda original: lambda weights, *_: weights
+            )
+        ),
         mesh=DP,
         checks=("backward",),
     ),
@@ -256,7 +266,9 @@ FAULTS = [
     Fault(
         "gradients of norms over rows not summed",
         (f"{H0}.ln_1", f"{H0}.ln_2", f"{H1}.ln_1", f"{H1}.ln_2", f"{H1}.attn.c_proj", f"{H1}.mlp.c_proj"),
-        before=patched("autopar.tensor_parallel.sequence_rows.sum_flat", p.no_sum_over_rows),
+        before=patched(
+            "autopar.tensor_parallel.sequence_rows.sum_flat", lambda original: lambda tensors, axis: list(tensors)
+        ),
         mesh=SP,
         checks=("backward",),
     ),

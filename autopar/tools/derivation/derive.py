@@ -202,18 +202,15 @@ def _derive(model: PreTrainedModel) -> Derived:
             if any(each.gathered for each in refused):
                 gathered = [each for each in gathered if each not in refused]
                 continue
-            gathered += [replace(each, gathered=True) for each in refused if _may_be_gathered(root, each, seen)]
+            for each in refused:  # of linear layers alone that are called with whole inputs
+                layers = [root.get_submodule(path) for path in each.columns]
+                entered = any(seen.sources[path] for path in each.columns)
+                if layers and not entered and all(isinstance(layer, nn.Linear | Conv1D) for layer in layers):
+                    gathered.append(replace(each, gathered=True))
         names = set(map(seen.names, bad))
         if not names or names <= decisions.whole:
             raise underivable(model, trial.reason if not bad else "no rule fits", by_hand=False)
         decisions = decisions.without(names)
-
-
-def _may_be_gathered(root: nn.Module, family: Family, seen: Trace) -> bool:
-    """Return whether a family holds linear layers alone that are called with whole inputs."""
-    columns = family.columns
-    plain = all(isinstance(root.get_submodule(path), nn.Linear | Conv1D) and not seen.sources[path] for path in columns)
-    return bool(columns) and plain
 
 
 def _derived(trial: _Trial, decisions: Decisions, lists: list[BlockList], seen: Trace) -> Derived:
@@ -390,7 +387,8 @@ class _Trial:
         block = self.seen.names.block_of(place) if place else None
         scored: list[tuple[int, list[str]]] = []
         for family in (n.of_blocks[block] for many in self.named for n in many if block in n.of_blocks):
-            alike = max(_common(place, member.path) for member in family.members)
+            paths = [zip(place.split("."), member.path.split("."), strict=False) for member in family.members]
+            alike = max(sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], path)) for path in paths)
             wanted = set(family.units)
             sources = [p for p in self.seen.tracking.first_of if wanted & set(components(self.seen, p).tolist())]
             scored.append((alike, family.columns if family.gathered else sources))
@@ -408,8 +406,3 @@ def _has(block: nn.Module, path: str, name: str) -> bool:
     last = name.removeprefix("config.")
     holders = found if name == last else [getattr(m, "config", None) for m in found]
     return all(type(getattr(holder, last, None)) is int for holder in holders)
-
-
-def _common(one: str, other: str) -> int:
-    pairs = zip(one.split("."), other.split("."), strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(one.count("."), other.count(".")) + 1)

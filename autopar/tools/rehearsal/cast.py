@@ -1,6 +1,6 @@
 """Ranks that are rehearsed at a time: processes of this machine that answer for all ranks of the world.
 
-Of each axis the first rank is rehearsed, the last one, and those whose shards have other shapes. Each process
+The first rank of each axis is rehearsed, the last one, and those whose shards have other shapes. Each process
 represents one rank, and the ranks whose coordinates are nearest to its own. Numbers, objects and headers of messages
 travel between these processes. Tensors of the model have no memory, and are not sent.
 """

@@ -199,9 +199,12 @@ def _pairs(compared: _Compared, rank: int) -> Iterator[tuple[int, list[Call], li
 def _messages(compared: _Compared, rank: int, cut: Collection[int]) -> Iterator[str]:
     name = compared.group.name
     for to, *both in _pairs(compared, rank):
-        all_sent, all_taken = map(_by_tag, both)
-        for tag, sent in sorted(all_sent.items()):
-            taken = all_taken.get(tag, [])
+        by_tag: tuple[dict[int, list[Call]], dict[int, list[Call]]] = defaultdict(list), defaultdict(list)
+        for calls, tagged in zip(both, by_tag, strict=True):
+            for call in calls:
+                tagged[call.tag].append(call)
+        for tag, sent in sorted(by_tag[0].items()):
+            taken = by_tag[1].get(tag, [])
             for number, (one, two) in enumerate(zip(sent, taken, strict=False)):
                 if (one.sizes, one.dtype) != (two.sizes, two.dtype):
                     yield (
@@ -224,13 +227,6 @@ def _messages(compared: _Compared, rank: int, cut: Collection[int]) -> Iterator[
                         f"rank {rank} sends {len(sent)} messages with tag {tag} to rank {to} over {name}, which "
                         f"receives {len(taken)}\n  the first that is too many: {extra}\n  {extra.where}"
                     )
-
-
-def _by_tag(calls: Sequence[Call]) -> dict[int, list[Call]]:
-    found: dict[int, list[Call]] = defaultdict(list)
-    for call in calls:
-        found[call.tag].append(call)
-    return found
 
 
 def _in_order(compared: _Compared, rank: int) -> Iterator[str]:
