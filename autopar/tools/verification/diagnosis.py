@@ -9,11 +9,13 @@ import copy
 import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from autopar.errors import ConsistencyError, PolicyError, clip, first_line, type_and_text
+from autopar.dry_run.activation_tracking import line_of
+from autopar.errors import ConsistencyError, PolicyError, clip, first_line, listed, type_and_text
 from autopar.plan.listing import rule_of
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.tools.verification.events import Comparison, Event, Found, first_difference, over_ranks
@@ -22,6 +24,7 @@ from autopar.tools.verification.recording import Recording, recorded
 from autopar.tools.verification.report import Culprit, Row
 from autopar.tools.verification.session import Session
 from autopar.tools.verification.training import generated, prompt_of
+from autopar.tools.verification.unit_rules import contradicting_layers
 
 
 def diagnose(session: Session, check: str, rows: Sequence[Row]) -> Culprit | None:
@@ -30,6 +33,33 @@ def diagnose(session: Session, check: str, rows: Sequence[Row]) -> Culprit | Non
     Returns:
         The culprit, the same on every rank; None if no module is to blame.
     """
+    culprit = _first_culprit(session, check, rows)
+    if culprit is None or session.mpu.tp.size == 1 or check not in ("forward", "generate", "backward"):
+        return culprit
+    return _with_contradicting(culprit, contradicting_layers(session.plain, session.plan), session.plan)
+
+
+def _with_contradicting(culprit: Culprit, layers: Sequence[str], plan: Plan) -> Culprit:
+    """Add the layers whose rules contradict those around them, of equal ones in several blocks the first."""
+    first = {line_of(plan, path): path for path in reversed(layers)}
+    shown = [path for path in layers if path in first.values()]
+    if not shown:
+        return culprit
+    rules = tuple(_lines_of(plan, shown[: 1 + _FOLLOWING], ""))
+    contradiction = (
+        f"the rule of {shown[0]} gives a rank other units than the rules of the layers that it computes with"
+        if len(shown) == 1
+        else f"the rules of {listed(shown)} give a rank different units, although these layers compute together"
+    )
+    return replace(
+        culprit,
+        found=f"{culprit.found}\n  {contradiction}",
+        lines=(*rules, *(line for line in culprit.lines if line not in rules)),
+        modules=(*culprit.modules, *(path for path in shown if path not in culprit.modules)),
+    )
+
+
+def _first_culprit(session: Session, check: str, rows: Sequence[Row]) -> Culprit | None:
     failed = [row for row in rows if row.holds is False]
     find = {"forward": _forward, "generate": _generation, "backward": _training}.get(check)
     found = None if find is None else first_difference(over_ranks(gathered(find(session))))
