@@ -61,9 +61,17 @@ def new(
 
 @dataclass(frozen=True)
 class _Draft:
-    """A policy, its text, the part of the parameters that it shards, and the proof; None if there is none."""
+    """A derived policy and what is printed with it.
+
+    Attributes:
+        tree: The policy as plain data; ``text``: The same as YAML.
+        meetings: Replicated layers and the operation in which all of their units meet.
+        sharded: The share of the parameters that it shards.
+        proof: The comparison with the single-process model; None if there is none.
+    """
 
     derived: Derived
+    meetings: dict[str, str]
     tree: dict[str, Any]
     text: str
     sharded: float
@@ -77,6 +85,7 @@ class _Draft:
             "sharded": self.sharded,
             "gathered": list(self.derived.gathered),
             "whole": list(self.derived.whole),
+            "meetings": self.meetings,
             "unseen": list(self.derived.unseen),
             "proof": None if self.proof is None else self.proof.to_dict(),
         }
@@ -92,6 +101,7 @@ def _drafted(source: str, tp: int, trust: bool) -> _Draft:
     from autopar.tools.cli.models import heads
     from autopar.tools.cli.policy import build
     from autopar.tools.derivation.derive import derive
+    from autopar.tools.derivation.reasons import meetings
     from autopar.tools.derivation.yaml_text import composed, yaml_text
     from autopar.tools.verification.policy_of_small import losses_of
     from autopar.tools.verification.small_models import build_small
@@ -111,8 +121,9 @@ def _drafted(source: str, tp: int, trust: bool) -> _Draft:
     sizes = {plan.canonical(name): parameter.numel() for name, parameter in built.named_parameters()}
     sharded = sum(count for name, count in sizes.items() if plan.tensors[name].layout is not None) / sum(sizes.values())
     report = _proof(small, tree, tp) if tp else None
-    text = yaml_text(tree, _comments(type(built).__name__, derived, sharded, report))
-    return _Draft(derived, tree, text, sharded, report)
+    met = meetings(small, derived.whole[:_SHOWN])
+    text = yaml_text(tree, _comments(type(built).__name__, derived, met, sharded, report))
+    return _Draft(derived, met, tree, text, sharded, report)
 
 
 def _proof(small: Any, tree: dict[str, Any], tp: int) -> Report:
@@ -122,7 +133,9 @@ def _proof(small: Any, tree: dict[str, Any], tp: int) -> Report:
     return verify(small, config, policy=tree, checks=("weights", "forward", "backward"))
 
 
-def _comments(kind: str, derived: Derived, sharded: float, report: Report | None) -> list[str]:
+def _comments(
+    kind: str, derived: Derived, meetings: dict[str, str], sharded: float, report: Report | None
+) -> list[str]:
     lines = [f"{kind}: derived from its modules and a forward; {sharded:.1%} of its parameters are sharded."]
     if report is None:
         lines.append("Not proven: compare outputs and gradients with the plain model's before you rely on it.")
@@ -132,6 +145,8 @@ def _comments(kind: str, derived: Derived, sharded: float, report: Report | None
         lines.append(f"Sharded, and gathered for a forward that wants all heads: {listed(derived.gathered, _SHOWN)}.")
     if derived.whole:
         lines.append(f"Replicated, since no units were found that never meet: {listed(derived.whole, _SHOWN)}.")
+        for name, operation in meetings.items():
+            lines.append(f"All units of {name} meet in {operation}.")
         lines.append("A layer of one unit is among these: the key projection of one head in multi-query attention.")
     if derived.unseen:
         lines.append(f"Replicated, since the forward did not reach them: {', '.join(derived.unseen)}.")
