@@ -29,7 +29,7 @@ from autopar.dry_run.equal_blocks import BlockReplay, EqualBlocks, form_of, tens
 from autopar.dry_run.operators import CONSTANT, ValuelessTracking, name_of
 from autopar.dry_run.row_tracking import MixedRows, RowTracking
 from autopar.errors import PolicyError
-from autopar.foreign.tensors import base_of, tree_leaves
+from autopar.foreign.tensors import base_of, own_parameters, tree_leaves
 from autopar.layout import Layout
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.tensor_parallel.regions import Region
@@ -55,6 +55,7 @@ class ActivationTracking(ValuelessTracking):
         mixed: called when a replicated activation that carries a gradient meets a sharded one.
 
     Attributes:
+        operands: arguments of the operation that is tracked.
         partial: replicated parameters whose gradients are partial and not summed.
         summed_inside, summed_outside: parameters whose gradients are summed, by what they were computed with.
     """
@@ -63,7 +64,10 @@ class ActivationTracking(ValuelessTracking):
         super().__init__()
         self._kinds = WeakTensorKeyDictionary()
         self._names: dict[int, str] = {}
+        self._makers = WeakTensorKeyDictionary()  # number of the call, paths
+        self._calls = 0
         self._mixed = mixed
+        self.operands: Any = ()
         self.partial: set[str] = set()
         self.summed_inside: set[str] = set()
         self.summed_outside: set[str] = set()
@@ -123,9 +127,47 @@ class ActivationTracking(ValuelessTracking):
     def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         kinds = [kind for tensor in tensors_in((args, kwargs)) if (kind := self._kinds.get(tensor)) is not None]
         if kinds and name_of(func) not in CONSTANT:
+            self.operands = (args, kwargs)
             kind = self._combine(kinds)
+            maker = self._last_maker(self.operands, kind.name)
             for tensor in tensors_in(result):
                 self._set(tensor, kind)
+                if maker is not None:
+                    self._makers[tensor] = maker
+
+    def note_maker(self, value: Any, path: str, args: Any, *, layer: bool, norm: bool) -> None:
+        """Note that the module at ``path`` has returned ``value``.
+
+        Args:
+            args: the arguments of the module.
+            layer: whether it has parameters or a rule; another module only makes what no layer in it has made.
+            norm: whether its parameters are vectors; a layer next to it whose output it reads counts, too.
+        """
+        self._calls += 1
+        for tensor in tensors_in(value):
+            if not layer and tensor in self._makers:
+                continue
+            before = self._last_maker(args, "replicated") if norm else None
+            parent = path.rpartition(".")[0]
+            next_to_it = [each for each in before[1] if each.rpartition(".")[0] == parent] if before else []
+            self._makers[tensor] = (self._calls, (*(each for each in next_to_it if each != path), path))
+
+    def makers_of(self, value: Any, kind: str = "replicated") -> tuple[str, ...]:
+        """Return the path of the module that made the last tensor of this kind in ``value``, then of a norm after it.
+
+        Empty if no module with parameters did.
+        """
+        maker = self._last_maker(value, kind)
+        return () if maker is None else maker[1]
+
+    def _last_maker(self, value: Any, kind: str) -> tuple[int, tuple[str, ...]] | None:
+        found = [
+            maker
+            for tensor in tensors_in(value)
+            if (maker := self._makers.get(tensor)) is not None and (known := self._kinds.get(tensor)) is not None
+            if known.name == kind
+        ]
+        return max(found, default=None)
 
     def kind_of(self, tensor: torch.Tensor) -> Kind | None:
         """Return what is known of a tensor; None: a constant."""
@@ -182,6 +224,9 @@ class TrackedReplay(BlockReplay):
         return self._tracking.set_kind(tensor_of(form), kind)
 
 
+MADE_BY = "\n  The activation was made by "
+"""Last line of an error about an activation."""
+
 _EXPERTS = ("experts", "expert_modules")
 
 
@@ -197,11 +242,15 @@ def tracking_hooks(shard: nn.Module, plan: Plan, tracking: ActivationTracking, s
             stack.append(path)
             rule = plan.modules.get(path)
             if rule is not None:
-                _check_input(rule, (args, kwargs), tracking)
+                _check_input(rule, (args, kwargs), tracking, plan)
 
-        def after(_: nn.Module, args: Any, out: Any, path: str = path) -> None:
+        def after(module: nn.Module, args: Any, out: Any, path: str = path) -> None:
             stack.pop()
             rule = plan.modules.get(path)
+            own = [parameter for parameter in own_parameters(module).values() if parameter is not None]
+            ruled = rule is not None and rule.rule != ""
+            norm = bool(own) and all(parameter.ndim < 2 for parameter in own)
+            tracking.note_maker(out, path, args, layer=ruled or bool(own), norm=norm)
             if rule is None:
                 return
             if rule.rule in ("sharded", "norm_over"):
@@ -214,26 +263,47 @@ def tracking_hooks(shard: nn.Module, plan: Plan, tracking: ActivationTracking, s
         yield module.register_forward_hook(after)
 
 
-def _check_input(rule: ModulePlan, values: Any, tracking: ActivationTracking) -> None:
+def _check_input(rule: ModulePlan, values: Any, tracking: ActivationTracking, plan: Plan) -> None:
     sharded = tracking.is_sharded(values)
-    path, kind = rule.path, rule.rule
+    wrong = _wrong_input(rule, sharded, values, tracking)
+    if wrong:
+        makers = tracking.makers_of(values, "sharded" if sharded else "replicated")
+        raise PolicyError(f"{rule.path} {wrong}{made_by(plan, makers)}", rule.where)
+
+
+def _wrong_input(rule: ModulePlan, sharded: bool, values: Any, tracking: ActivationTracking) -> str:
+    """Return what is wrong with the input of a module, as the end of a sentence; empty if it fits."""
+    kind = rule.rule
     if kind == "row" and not rule.split_input and not sharded:
-        raise PolicyError(f"{path} is a row, but its input is replicated: no column feeds it", rule.where)
+        return "is a row, but its input is replicated: no column feeds it"
     if rule.closes:
         if not sharded:
-            raise PolicyError(f"{path} closes a region, but its input is replicated", rule.where)
+            return "closes a region, but its input is replicated"
     elif kind == "column" and rule.inside:
         if not sharded:
-            raise PolicyError(f"{path} is a column inside a region, but its input is replicated", rule.where)
+            return "is a column inside a region, but its input is replicated"
     elif sharded and (kind in ("column", "embedding", "region", *_EXPERTS) or rule.split_input):
-        raise PolicyError(f"{path} is a {kind}, but its input is sharded already", rule.where)
+        return f"is a {kind}, but its input is sharded already"
     if kind in ("norm_over", "gathered") and not sharded:
-        raise PolicyError(f"{path} is {kind}, but its input is replicated", rule.where)
+        return f"is {kind}, but its input is replicated"
     if kind == "sharded" and not sharded and tracking.is_replicated(values):
-        raise PolicyError(
-            f"{path} is sharded, but its input is replicated and needs a gradient: make it a column, or feed it by one",
-            rule.where,
-        )
+        return "is sharded, but its input is replicated and needs a gradient: make it a column, or feed it by one"
+    return ""
+
+
+def made_by(plan: Plan, makers: Sequence[str]) -> str:
+    """Return a line of an error: the modules that made an activation, with the lines of their rules."""
+    shown = [f"{path} ({where})" if (where := line_of(plan, path)) else path for path in makers]
+    return f"{MADE_BY}{', then '.join(shown)}" if shown else ""
+
+
+def line_of(plan: Plan, path: str) -> str:
+    """Return ``file:line`` of the rule of a module or its parameters; empty if there is none."""
+    rule = plan.modules.get(path)
+    if rule is not None and rule.rule:
+        return str(rule.where)
+    own = (tensor for name, tensor in plan.tensors.items() if name.rpartition(".")[0] == path)
+    return next((tensor.where for tensor in own if tensor.where), "")
 
 
 _ROWS = Kind("rows")

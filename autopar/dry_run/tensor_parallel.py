@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
-from autopar.dry_run.activation_tracking import ActivationTracking, TrackedReplay, tracking_hooks
+from autopar.dry_run.activation_tracking import ActivationTracking, TrackedReplay, line_of, made_by, tracking_hooks
 from autopar.dry_run.equal_blocks import EqualBlocks, equal_blocks
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.plan_model import warn_no_dry_run
@@ -147,10 +147,13 @@ class _Call(NamedTuple):
         stack: list[str] = []
 
         def mixed() -> None:
+            makers, met = tracking.makers_of(tracking.operands), stack[-1]
+            inside = bool(makers) and lies_in(makers[0], met)
             raise PolicyError(
-                f"in {stack[-1] or 'the model'} a replicated activation meets sharded ones: its gradient would be "
-                "partial. The module that made it needs {enter_output: UNIT}, or a rule that shards it",
-                _where(plan, stack[-1]),
+                f"in {met or 'the model'} a replicated activation meets sharded ones: its gradient would be "
+                "partial. The module that made it needs {enter_output: UNIT}, or a rule that shards it"
+                f"{made_by(plan, makers)}",
+                (line_of(plan, makers[0]) if inside else "") or _where(plan, met),
             )
 
         tracking = ActivationTracking(mixed)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from autopar.distributed.rng import kept
+from autopar.dry_run.activation_tracking import MADE_BY
 from autopar.dry_run.tensor_parallel import check_plan, check_plan_with
 from autopar.errors import AutoparError, ConfigError
 from autopar.foreign.tensors import own_modules, own_parameters
@@ -361,7 +362,7 @@ class _Trial:
     def _place(self, text: str) -> str:
         """The first path in an error that is one of the model's."""
         known = {path for path, _ in self.root.named_modules()} | {name for name, _ in self.root.named_parameters()}
-        words = [word.strip(".,:'") for word in re.split(r"[\s]", text)]
+        words = [word.strip(".,:'") for word in re.split(r"[\s]", text.partition(MADE_BY)[0])]
         return next((word for word in words if word in known and self.seen.names.block_of(word)), "")
 
     def _group_of(self, text: str, left: dict[tuple[int, str], list[Any]]) -> tuple[int, str] | None:

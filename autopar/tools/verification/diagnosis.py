@@ -13,12 +13,14 @@ import itertools
 import math
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from autopar.errors import ConsistencyError, PolicyError, clip, first_line, type_and_text
+from autopar.dry_run.activation_tracking import line_of
+from autopar.errors import ConsistencyError, PolicyError, clip, first_line, listed, type_and_text
 from autopar.plan.matching import around
 from autopar.plan.plan import ModulePlan, Plan, TensorPlan, rule_of
 from autopar.plan.stages import StagePlan
@@ -27,6 +29,7 @@ from autopar.tools.verification.outputs import OF_GRADIENTS, Distance, gathered,
 from autopar.tools.verification.recording import Entry, Recording, recorded
 from autopar.tools.verification.report import Culprit, Row
 from autopar.tools.verification.session import Session
+from autopar.tools.verification.unit_rules import contradicting_layers
 
 _PARTIAL = ("region", "experts", "expert_modules", "once")  # what runs inside of them has parts of sums
 _SMALL = 0.05  # of the largest gradient: what is smaller is measured by this
@@ -228,6 +231,33 @@ def diagnose(session: Session, check: str, rows: Sequence[Row]) -> Culprit | Non
     Returns:
         The culprit, the same on every rank; None if no module is to blame.
     """
+    culprit = _first_culprit(session, check, rows)
+    if culprit is None or session.mpu.tp.size == 1 or check not in ("forward", "generate", "backward"):
+        return culprit
+    return _with_contradicting(culprit, contradicting_layers(session.plain, session.plan), session.plan)
+
+
+def _with_contradicting(culprit: Culprit, layers: Sequence[str], plan: Plan) -> Culprit:
+    """Add the layers whose rules contradict those around them, of equal ones in several blocks the first."""
+    first = {line_of(plan, path): path for path in reversed(layers)}
+    shown = [path for path in layers if path in first.values()]
+    if not shown:
+        return culprit
+    rules = tuple(_lines_of(plan, shown[: 1 + _FOLLOWING], ""))
+    contradiction = (
+        f"the rule of {shown[0]} gives a rank other units than the rules of the layers that it computes with"
+        if len(shown) == 1
+        else f"the rules of {listed(shown)} give a rank different units, although these layers compute together"
+    )
+    return replace(
+        culprit,
+        found=f"{culprit.found}\n  {contradiction}",
+        lines=(*rules, *(line for line in culprit.lines if line not in rules)),
+        modules=(*culprit.modules, *(path for path in shown if path not in culprit.modules)),
+    )
+
+
+def _first_culprit(session: Session, check: str, rows: Sequence[Row]) -> Culprit | None:
     failed = [row for row in rows if row.holds is False]
     found = None
     if check in ("forward", "generate", "backward"):
