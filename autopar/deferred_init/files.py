@@ -26,8 +26,7 @@ from autopar.foreign.modules import own_buffers, own_parameters
 from autopar.foreign.transformers import INITIALIZED, dtype_plan
 from autopar.quantized.layers import prepare, stored_weights
 from autopar.quantized.methods import check_quantizer, dequantizes
-from autopar.storage.hugging_face import damage, open_files, same_values
-from autopar.storage.lazy_conversion import Sketch
+from autopar.storage.hugging_face import Sketch, damage, open_files, same_values
 from autopar.storage.safetensors_io import dtype_name
 from autopar.swap import replace_storage
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
+from autopar.checkpoint.quantized_base import Packed, open_packed
 from autopar.deferred_init.sources import set_source
 from autopar.errors import CheckpointError
 from autopar.foreign.modules import own_parameters
 from autopar.foreign.transformers import INITIALIZED
 from autopar.quantized.layers import empty_weight, stored_weight
 from autopar.storage.lazy_tensor import LazyTensor
-from autopar.storage.packed import Packed, open_packed
 
 
 class Collector:

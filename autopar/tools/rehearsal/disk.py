@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.checkpoint import adapters, hub, load, save
-from autopar.checkpoint.quantized_base import QuantizedBase
-from autopar.checkpoint.snapshot import Snapshot
+from autopar.checkpoint import adapters, hf_weights, load, save
+from autopar.checkpoint.format import QuantizedBase
+from autopar.checkpoint.save import Snapshot
 from autopar.checkpoint.state import state_of
 
 
@@ -37,7 +37,7 @@ def without_disk(note: Callable[[int], None]) -> None:
     save.Writer, load.Loader = Writer, _Loader  # type: ignore[misc, assignment]
     # Rank 0's part behind the last exchange: PEFT's files, and the upload, which has no address then.
     adapters.Adapters.write_files = lambda self, whole, target: None  # type: ignore[method-assign]
-    hub.MergedModel.push_to_hub = lambda self, *args, **options: ""  # type: ignore[method-assign]
+    hf_weights.MergedModel.push_to_hub = lambda self, *args, **options: ""  # type: ignore[method-assign]
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -16,8 +16,7 @@ import transformers
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
-from autopar.checkpoint.offline.merge import merge_checkpoint
-from autopar.checkpoint.offline.reshard import reshard_checkpoint
+from autopar.checkpoint.offline import merge_checkpoint, reshard_checkpoint
 from autopar.quantized.layers import stored_weights
 from autopar.tools.verification.outputs import Distance, local, measure, of_first
 from autopar.tools.verification.report import Row
