@@ -15,9 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from autopar.checkpoint.offline.check import check_checkpoint
-from autopar.checkpoint.offline.merge import merge_checkpoint
-from autopar.checkpoint.offline.reshard import reshard_checkpoint
+from autopar.checkpoint.offline import merge_checkpoint, reshard_checkpoint
+from autopar.checkpoint.shards import check_checkpoint
 from autopar.errors import ConfigError, PolicyError, UnsupportedModelError
 from tests.own_modules import GPT, GPT_POLICY, Block, gpt, tokens
 from tests.parity import check, close

@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from autopar.checkpoint.offline.merge import merge_checkpoint
-from autopar.checkpoint.offline.reshard import reshard_checkpoint
+from autopar.checkpoint.offline import merge_checkpoint, reshard_checkpoint
 from autopar.tools.split import split_checkpoint
 from tests.parity import close
 from tests.real_models import minilm, smollm2

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 from autopar.on_demand import lazy_names
 
 if TYPE_CHECKING:
-    from autopar.checkpoint.dtensor import to_dtensor_state_dict
-    from autopar.checkpoint.dtensor_optimizer import load_dtensor_state_dict, to_dtensor_training_state
+    from autopar.checkpoint.dtensor import load_dtensor_state_dict, to_dtensor_state_dict, to_dtensor_training_state
+    from autopar.checkpoint.extra import ShardedDict
     from autopar.checkpoint.format import Manifest
     from autopar.checkpoint.methods import attach, detach
-    from autopar.checkpoint.offline.check import check_checkpoint
-    from autopar.checkpoint.offline.merge import merge_checkpoint
-    from autopar.checkpoint.offline.reshard import reshard_checkpoint
+    from autopar.checkpoint.offline import merge_checkpoint, reshard_checkpoint
+    from autopar.checkpoint.shards import check_checkpoint
 
 __all__ = [
     "Manifest",
+    "ShardedDict",
     "attach",
     "check_checkpoint",
     "detach",
@@ -30,14 +30,15 @@ __all__ = [
 
 _HOMES = {
     "Manifest": "format",
+    "ShardedDict": "extra",
     "attach": "methods",
-    "check_checkpoint": "offline.check",
+    "check_checkpoint": "shards",
     "detach": "methods",
-    "load_dtensor_state_dict": "dtensor_optimizer",
-    "merge_checkpoint": "offline.merge",
-    "reshard_checkpoint": "offline.reshard",
+    "load_dtensor_state_dict": "dtensor",
+    "merge_checkpoint": "offline",
+    "reshard_checkpoint": "offline",
     "to_dtensor_state_dict": "dtensor",
-    "to_dtensor_training_state": "dtensor_optimizer",
+    "to_dtensor_training_state": "dtensor",
 }
 
 __getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{home}" for name, home in _HOMES.items()})

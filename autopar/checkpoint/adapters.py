@@ -21,8 +21,7 @@ from torch import nn
 from autopar.adapters import is_peft_model
 from autopar.checkpoint.arguments import absolute
 from autopar.checkpoint.hf_weights import WholeWeights
-from autopar.checkpoint.save import prepare_alike
-from autopar.checkpoint.snapshot import Snapshot, snapshot
+from autopar.checkpoint.save import Snapshot, prepare_alike, snapshot
 from autopar.checkpoint.staging import fsync
 from autopar.checkpoint.state import State, local_tensors, parameters_elsewhere, state_of
 from autopar.distributed.agree import rank_zero
@@ -80,7 +79,7 @@ def alone(directory: Callable[[], object], others: Mapping[str, Any]) -> object:
     path = directory()
     usual = {"format": "safetensors", "max_shard_size": "5GB"}
     for name, value in others.items():
-        if name != "directory" and value not in (None, False, usual.get(name)):
+        if value not in (None, False, usual.get(name)):
             raise CheckpointError(
                 f"adapter_only=True writes what PEFT writes, which has no place for {name}={value!r}.\n  Leave "
                 "adapter_only out to save the whole model, with its adapters and what training needs."
@@ -89,16 +88,17 @@ def alone(directory: Callable[[], object], others: Mapping[str, Any]) -> object:
 
 
 _OF_PEFT = ("selected_adapters", "save_embedding_layers", "safe_serialization")
+_NOT_OF_PEFT = {
+    "state_dict": "the adapters are gathered from all ranks",
+    "path_initial_model_for_weight_conversion": "the conversion needs whole weights on a rank",
+    "push_to_hub": "upload the folder on rank 0 afterwards, with huggingface_hub.upload_folder",
+}
 
 
 def options_of_peft(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a call of ``PeftModel.save_pretrained``. Raises CheckpointError for what cannot be had."""
     given = {**arguments, **arguments.get("kwargs", {})}
-    for name, why in (
-        ("state_dict", "the adapters are gathered from all ranks"),
-        ("path_initial_model_for_weight_conversion", "the conversion needs whole weights on a rank"),
-        ("push_to_hub", "upload the folder on rank 0 afterwards, with huggingface_hub.upload_folder"),
-    ):
+    for name, why in _NOT_OF_PEFT.items():
         if given.get(name):
             raise CheckpointError(f"PeftModel.save_pretrained({name}=...) of a parallelized model: {why}; leave it out")
     return {name: given[name] for name in _OF_PEFT if name in given}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.checkpoint.format import parse_size
-from autopar.checkpoint.offline.merge import check_format
+from autopar.checkpoint.offline import check_format
 from autopar.checkpoint.rotation import check_keep_last
 from autopar.errors import CheckpointError, nearest
 
@@ -133,16 +133,19 @@ def absolute(directory: object) -> str:
     return os.path.abspath(os.fsdecode(directory))
 
 
-def check_timeout(timeout: object) -> None:
-    """Raise CheckpointError unless it is a positive number."""
+def check_timeout(timeout: object) -> float:
+    """Return the seconds. Raises CheckpointError unless it is a positive number."""
     if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
         raise CheckpointError(f"timeout={timeout!r} must be a number of seconds above 0")
+    return float(timeout)
 
 
 def timeout_or_default(timeout: object) -> float:
     """Return the time-out of the barrier; 20 s if ``timeout`` is wrong, which all ranks then report after it."""
-    ok = isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0
-    return float(timeout) if ok else 20.0  # type: ignore[arg-type]
+    try:
+        return check_timeout(timeout)
+    except CheckpointError:
+        return 20.0
 
 
 def check_same_call(calls: list[dict[str, Any]]) -> None:
@@ -166,26 +169,24 @@ def directory_of(method: Callable[..., Any], directory: object, others: Mapping[
     Raises:
         CheckpointError: a keyword means something else here, or nothing; or the folder is named twice.
     """
-    name, foreign = method.__name__, _SAVING if method.__name__ == "save_parallelized" else _LOADING
-    aliases = _ALIASES[name]
-    known = [key for key in inspect.signature(method).parameters if key not in ("self", "others")]
+    name = method.__name__
+    aliases, foreign = _ALIASES[name], _SAVING if name == "save_parallelized" else _LOADING
     for key, value in others.items():
         if key in aliases:
             continue
         if key not in foreign:
+            known = [known for known in inspect.signature(method).parameters if known not in ("self", "others")]
             raise CheckpointError(f"{name} has no argument {key!r}.{nearest(key, [*known, *aliases])}")
         accepted, advice = foreign[key]
         if not any(value is same for same in accepted):
-            raise CheckpointError(f"{name} does not take {key}={_shown(value)}: {advice}")
-    given = {key: value for key, value in (("directory", directory), *others.items()) if key in ("directory", *aliases)}
-    named = {key: value for key, value in given.items() if value is not None}
+            shown = value if isinstance(value, bool | int | float | str | None) else type(value)
+            text = f"<{shown.__name__}>" if isinstance(shown, type) else repr(shown)
+            raise CheckpointError(f"{name} does not take {key}={text}: {advice}")
+    named = {key: others.get(key) for key in aliases if others.get(key) is not None}
+    named = ({} if directory is None else {"directory": directory}) | named
     if len(named) > 1:
         (one, first), (other, second), *_ = named.items()
         raise CheckpointError(
             f"{name} got {one}={first!r} and {other}={second!r}, which are the same argument: pass one"
         )
     return next(iter(named.values()), None)
-
-
-def _shown(value: object) -> str:
-    return repr(value) if isinstance(value, bool | int | float | str | None) else f"<{type(value).__name__}>"

@@ -1,14 +1,13 @@
 """The user's own data (``extra=``): one value that all ranks have, and in it dictionaries of this rank's shards.
 
-A dictionary whose keys are names of the model's tensors, and whose tensors have the shapes that this rank has of them
-(an EMA of the weights), is saved like the state of an optimizer: ``{name}::extra.ema`` in the layout of the tensor. So
-it comes back on any mesh. Everything else is saved from rank 0, and all ranks must have the same.
+A :class:`ShardedDict` in it (an EMA of the weights) is saved like the state of an optimizer: ``{name}::extra.ema`` in
+the layout of the tensor. So it comes back on any mesh. Everything else is saved from rank 0, and all ranks must have
+the same.
 """
 
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,20 +16,28 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.checkpoint.format import SHARDED_EXTRA, Manifest
+from autopar.checkpoint.format import Manifest
 from autopar.checkpoint.optimizer_state import alike
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.state import State
 from autopar.checks.samples import local_part
 from autopar.distributed.digest import sum_of_bits
 from autopar.distributed.shard_reads import PLAIN
-from autopar.errors import CheckpointError, clip, listed
+from autopar.errors import CheckpointError, clip, listed, nearest
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.files import checksum
 from autopar.storage.json_values import Json, encode, inside
 from autopar.storage.safetensors_io import dtype_name, dtype_of
 
-_DEEPEST = 8  # dictionaries in dictionaries that are searched for shards
+
+class ShardedDict(dict[str, torch.Tensor]):
+    """This rank's shards, or some of them, by names of the model's tensors: an EMA of its weights, for ``extra=``.
+
+    It may lie at the top of ``extra`` only. Each rank of any mesh gets its own shards back, on the CPU::
+
+        ema = autopar.checkpoint.ShardedDict({n: p.detach().clone() for n, p in model.named_parameters()})
+        model.save_parallelized("step-100", extra={"ema": ema})
+    """
 
 
 @dataclass(frozen=True)
@@ -40,12 +47,12 @@ class Extra:
     Attributes:
         value: as JSON, with dictionaries of shards left empty.
         loose: the tensors in it, by their place.
-        shards: place of a dictionary -> its keys on the way there, its tensors by the names that the user gave them.
+        shards: place of a dictionary -> its tensors by their canonical names.
     """
 
     value: Json
     loose: Mapping[str, torch.Tensor]
-    shards: Mapping[str, tuple[tuple[str, ...], Mapping[str, torch.Tensor]]]
+    shards: Mapping[str, Mapping[str, torch.Tensor]]
 
     @classmethod
     def of(cls, extra: Mapping[str, Any], plan: Plan, local: Mapping[str, torch.Tensor]) -> Extra:
@@ -56,43 +63,21 @@ class Extra:
         """
         if not isinstance(extra, Mapping):
             raise CheckpointError(f"extra={extra!r} must be a dict")
-        canonical = plan.names
-        found: dict[str, tuple[tuple[str, ...], Mapping[str, torch.Tensor]]] = {}
-
-        def emptied(value: Any, path: tuple[str, ...], where: str) -> Any:
-            if type(value) not in (dict, OrderedDict) or not all(isinstance(key, str) for key in value):
-                return value
-            shards = value and all(_is_shard(one, local.get(canonical.get(key, ""))) for key, one in value.items())
-            if shards and _ties_hold(value, canonical):
-                found[where] = path, value
-                return type(value)()
-            if len(path) == _DEEPEST:
-                return value
-            return type(value)((key, emptied(one, (*path, key), inside(where, key))) for key, one in value.items())
-
-        json_value, loose = encode(emptied(dict(extra), (), "extra"), "extra")
-        return cls(json_value, loose, found)
+        rest, shards = dict(extra), {}
+        for key, value in extra.items():
+            if isinstance(value, ShardedDict):
+                where, rest[key] = inside("extra", key), {}
+                shards[where] = _canonical(value, where, plan, local)
+        return cls(*encode(rest, "extra"), shards)
 
     def tensors(self, plan: Plan) -> Iterator[tuple[str, torch.Tensor, TensorPlan]]:
         """Yield canonical name, tensor and saved plan of each shard, in the plan's order."""
-        canonical = plan.names
-        for where, (_, given) in self.shards.items():
-            by_name: dict[str, torch.Tensor] = {}
-            for name, tensor in given.items():
-                by_name.setdefault(canonical[name], tensor)
+        for where, given in self.shards.items():
             for name, due in plan.tensors.items():
-                if name in by_name:
-                    tensor = by_name[name].detach().resolve_conj().resolve_neg()
+                if name in given:
+                    tensor = given[name].detach().resolve_conj().resolve_neg()
                     saved = TensorPlan(f"{name}::{where}", due.shape, dtype_name(tensor.dtype), due.layout)
                     yield name, tensor, saved
-
-    def names(self, plan: Plan) -> list[dict[str, Any]]:
-        """Return for the manifest which dictionaries there are, and the tensors that their keys name."""
-        canonical = plan.names
-        return [
-            {"path": list(path), "where": where, "names": {name: canonical[name] for name in given}}
-            for where, (path, given) in self.shards.items()
-        ]
 
     @torch.no_grad()
     def digests(self, plan: Plan, values: bool) -> dict[str, Any]:
@@ -108,23 +93,32 @@ class Extra:
         return {"rest": rest if values else {}, "shards": shards}
 
 
-def _is_shard(value: Any, local: torch.Tensor | None) -> bool:
-    """Tell whether a value has the form of what this rank holds of a tensor of the model."""
-    known = isinstance(value, DTensor) or type(value) in PLAIN
-    if local is None or not known or value.shape != local.shape:
-        return False
-    if value.layout != torch.strided or value.is_meta or not alike(value, local):
-        return False
-    try:
-        return dtype_of(dtype_name(value.dtype)) is not None
-    except ValueError:
-        return False
-
-
-def _ties_hold(given: Mapping[str, torch.Tensor], canonical: Mapping[str, str]) -> bool:
-    first: dict[str, torch.Tensor] = {}
-    pairs = ((first.setdefault(canonical[name], tensor), tensor) for name, tensor in given.items())
-    return all(one is other or (one.dtype == other.dtype and torch.equal(one, other)) for one, other in pairs)
+def _canonical(
+    given: ShardedDict, where: str, plan: Plan, local: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return shards by canonical names. Raises CheckpointError for one that is not like this rank's of the model."""
+    found: dict[str, torch.Tensor] = {}
+    for key, value in given.items():
+        name = plan.names.get(key, "")
+        due = local.get(name)
+        if due is None:
+            hint = nearest(str(key), list(plan.names))
+            raise CheckpointError(f"{where} is a ShardedDict with {key!r}; this rank's model has no such tensor.{hint}")
+        if not isinstance(value, DTensor) and type(value) not in PLAIN:
+            raise CheckpointError(f"{where} holds {key} as a {type(value).__name__}; a ShardedDict holds tensors")
+        if value.shape != due.shape or value.layout != torch.strided or value.is_meta or not alike(value, due):
+            raise CheckpointError(
+                f"{where} holds {key} of shape {list(value.shape)}; this rank's shard of it has {list(due.shape)}\n"
+                "  A ShardedDict holds dense tensors that are sharded as the model's are; others go into extra= itself."
+            )
+        try:
+            dtype_of(dtype_name(value.dtype))
+        except ValueError as error:
+            raise CheckpointError(f"{where} holds {key}: {error}") from error
+        one = found.setdefault(name, value)
+        if one is not value and not (one.dtype == value.dtype and torch.equal(one, value)):
+            raise CheckpointError(f"{where} holds two tensors for {name}, which is tied in the model; give one of them")
+    return found
 
 
 def _leaves(value: Json, where: str) -> Iterator[tuple[str, str]]:
@@ -187,12 +181,24 @@ def check_extra(ranks: Sequence[Mapping[str, Any]], state: State, fsdp: bool) ->
             f"extra= differs between ranks in {len(different)} of {len(places)} places: "
             f"{next(iter(different.values()))}\n  They differ in {listed(list(different))}.\n"
             "  One value is saved for all ranks: pass the same everywhere (an average, a list of all ranks' values).\n"
-            "  Shards come back on any mesh as a dict {name of a parameter: tensor of this rank's shape}.\n"
+            "  Shards, such as an EMA of the weights, come back on any mesh as an autopar.checkpoint.ShardedDict, "
+            "{name: tensor}.\n"
             "  With consistency_check: {enable: false} rank 0's is saved."
         )
+    stages = [stage for _, stage, _ in state.mpu.places()]
     for where in dict.fromkeys(where for rank in ranks for where in rank["shards"]):
-        theirs = [rank["shards"].get(where, {}) for rank in ranks]
-        _check_complete(where, theirs, state)
+        theirs: list[dict[str, tuple[str, int]]] = [rank["shards"].get(where, {}) for rank in ranks]
+        for name in dict.fromkeys(name for rank in theirs for name in rank):
+            holders = state.holders.get(name, range(state.mpu.pp.size))
+            due = [rank for rank in range(len(ranks)) if stages[rank] in holders]
+            have = next(rank for rank in due if name in theirs[rank])
+            lacks = [rank for rank in due if theirs[rank].get(name, ("", 0))[0] != theirs[have][name][0]]
+            if lacks:
+                what = "as another dtype" if name in theirs[lacks[0]] else "not"
+                raise CheckpointError(
+                    f"{where} holds {name} on rank {have} and {what} on rank {lacks[0]}, which has this weight, too\n"
+                    "  Give the same weights on all ranks that have them."
+                )
         drifted = unlike(theirs, state.plan, state.mpu.places(), fsdp)
         if drifted:
             name, (one, other) = next(iter(drifted.items()))
@@ -203,36 +209,14 @@ def check_extra(ranks: Sequence[Mapping[str, Any]], state: State, fsdp: bool) ->
             )
 
 
-def _check_complete(where: str, ranks: Sequence[Mapping[str, tuple[str, int]]], state: State) -> None:
-    stages = [stage for _, stage, _ in state.mpu.places()]
-    for name in dict.fromkeys(name for rank in ranks for name in rank):
-        holders = state.holders.get(name, range(state.mpu.pp.size))
-        due = [rank for rank in range(len(ranks)) if stages[rank] in holders]
-        kinds = {ranks[rank].get(name, ("", 0))[0] for rank in due}
-        if len(kinds) > 1:
-            have = next(rank for rank in due if name in ranks[rank])
-            lacks = next(rank for rank in due if ranks[rank].get(name, ("", 0))[0] != ranks[have][name][0])
-            what = "as another dtype" if name in ranks[lacks] else "not"
-            raise CheckpointError(
-                f"{where} holds {name} on rank {have} and {what} on rank {lacks}, which has this weight, too\n"
-                "  Give the same weights on all ranks that have them."
-            )
-
-
-def merged_names(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Merge what :meth:`Extra.names` gave on each rank: stages hold other weights."""
-    merged: dict[str, dict[str, Any]] = {}
-    for entry in (entry for rank in ranks for entry in rank):
-        known = merged.setdefault(entry["where"], {**entry, "names": {}})
-        known["names"].update(entry["names"])
-    return list(merged.values())
-
-
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
 class SavedShards:
     """The dictionaries of shards in a checkpoint, for the mesh that loads it. Making it checks them, and reads nothing.
+
+    Attributes:
+        saved: their tensors, by the names that they have in the checkpoint.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
@@ -240,52 +224,30 @@ class SavedShards:
 
     def __init__(self, manifest: Manifest, model: nn.Module, state: State, local: Mapping[str, torch.Tensor]) -> None:
         self._state, self._local = state, local
-        self.entries: list[tuple[list[str], str, dict[str, str]]] = []
         tensors = manifest.parts["extra"].tensors if "extra" in manifest.parts else {}
-        self.saved: dict[str, TensorPlan] = {}
-        try:
-            for entry in manifest.training.get(SHARDED_EXTRA, ()):
-                path, where = [str(key) for key in entry["path"]], str(entry["where"])
-                names = {str(key): str(name) for key, name in entry["names"].items()}
-                for name in names.values():
-                    plan = self.saved[f"{name}::{where}"] = tensors[f"{name}::{where}"]
-                    if plan.shape != state.plan.tensors[name].shape:
-                        raise ValueError(f"{plan.name} has shape {list(plan.shape)}")
-                self.entries.append((path, where, names))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"extra is damaged in the checkpoint: {error!r}") from error
-        canonical = state.plan.names
-        self._names: dict[str, list[str]] = {}
-        for name in model.state_dict(keep_vars=True) if self.entries else ():
-            self._names.setdefault(canonical.get(name, name), []).append(name)
+        plans = state.plan.tensors
+        self.saved = {name: tensor for name, tensor in tensors.items() if name.partition("::")[0] in plans}
+        for name, tensor in self.saved.items():
+            if tensor.shape != plans[name.partition("::")[0]].shape:
+                raise CheckpointError(f"extra is damaged in the checkpoint: {name} has shape {list(tensor.shape)}")
+        self._names: dict[str, str] = {}  # a tied weight has the name that named_parameters gives it
+        for name in model.state_dict(keep_vars=True) if self.saved else ():
+            self._names.setdefault(state.plan.names.get(name, name), name)
 
     def fill(self, value: dict[str, Any], shards: Shards) -> None:
         """Read this rank's shards into the dictionaries of ``value`` that were left empty for them."""
-        for path, where, names in self.entries:
-            target: Any = value
-            for key in path:
-                target = target.get(key) if isinstance(target, dict) else None
-            if not isinstance(target, dict):
-                raise CheckpointError(f"{where} is damaged in the checkpoint: it is no dict")
-            for key, name in self._chosen(names).items():
-                target[key] = self._read(f"{name}::{where}", name, shards)
-
-    def _chosen(self, names: Mapping[str, str]) -> dict[str, str]:
-        """Return key -> tensor on this rank; a tied weight is called here as in the checkpoint, if it can be."""
-        chosen = {}
-        for key, name in names.items():
-            here = self._names.get(name, [])
-            if key in here:
-                chosen[key] = name
-            elif here and not any(other in names for other in here):
-                chosen[here[0]] = name
-        return chosen
-
-    def _read(self, saved: str, name: str, shards: Shards) -> torch.Tensor:
-        local, dtype = self._local[name].detach(), dtype_of(self.saved[saved].dtype)
-        if isinstance(local, DTensor):
-            out: torch.Tensor = torch.empty_like(local, dtype=dtype)
-        else:
-            out = torch.empty(local.shape, dtype=dtype, device="cpu")
-        shards.read_shard(saved, "extra", self._state.plan.tensors[name].layout, self._state.mpu, out)
-        return out
+        for key in value if isinstance(value, dict) else ():
+            end = f"::{inside('extra', key)}"
+            theirs = {saved.removesuffix(end): saved for saved in self.saved if saved.endswith(end)}
+            if theirs:
+                value[key] = ShardedDict()
+            for name, saved in theirs.items():
+                if name not in self._names:
+                    continue
+                local, dtype = self._local[name].detach(), dtype_of(self.saved[saved].dtype)
+                if isinstance(local, DTensor):
+                    out: torch.Tensor = torch.empty_like(local, dtype=dtype)
+                else:
+                    out = torch.empty(local.shape, dtype=dtype, device="cpu")
+                shards.read_shard(saved, "extra", self._state.plan.tensors[name].layout, self._state.mpu, out)
+                value[key][self._names[name]] = out

@@ -5,8 +5,8 @@
     optimizer-tp{t}-pp{p}.safetensors       the state of the optimizer in the same form, if it was saved, and the fp32
                                             weights of half-precision parameters (``wte.weight::master``)
     optimizer-tp{t}-pp{p}-dp{d}.safetensors with ZeRO-1, the state that replica d keeps
-    base-tp{t}-pp{p}.safetensors            quantized weights: bytes and scales, where no adapters stand before them
-    extra-tp{t}-pp{p}.safetensors           tensors among the user's own data, if there are any: rank 0's, and shards
+    base-tp{t}-pp{p}.safetensors            quantized weights: bytes and scales, unless a base model under adapters
+    extra-tp{t}-pp{p}.safetensors           tensors of the user's data: those of rank 0, and shards
     autopar.json                            the manifest: mesh, layout of every tensor, sizes and checksums
 
 A replicated tensor lies in the file of tensor-parallel rank 0 only; tied tensors lie there once. The manifest
@@ -20,39 +20,39 @@ import json
 import math
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from autopar.checkpoint.quantized_base import QuantizedBase
-from autopar.checkpoint.shard_index import FileRecord, Part
 from autopar.checkpoint.staging import MANIFEST, REMOVED, leftovers
 from autopar.distributed.mesh_sizes import MeshSizes
-from autopar.errors import CheckpointError, nearest
-from autopar.plan.plan import Piece, TensorPlan
+from autopar.errors import CheckpointError, listed, nearest
+from autopar.layout import Layout
+from autopar.plan.plan import TensorPlan
 from autopar.storage.files import NAME, checksum, small_file
+from autopar.storage.safetensors_io import dtype_of
 
-__all__ = ["MANIFEST", "PARTS", "SHARDED_EXTRA", "WEIGHTS", "Manifest", "parse_size", "sizes_text", "versions"]
-
-FORMAT_VERSION = 2
-WITH_JOINED = 3  # of manifests with tensors that are merged into one, which a reader of version 2 would misread
-WITH_EXPERTS = 5  # of manifests with experts over more ranks than other layers, which an earlier reader would miss
-WITH_BASE = 6  # of manifests with quantized weights, which an earlier reader would leave out
-WITH_SHARDS = 4  # of manifests with shards among the user's own data, of which an earlier reader would give whole ones
-SHARDED_EXTRA = "sharded_extra"  # in ``training``: dictionaries of shards in ``extra``
+FORMAT_VERSION = 7
 WEIGHTS = ("model", "base")
 PARTS = (*WEIGHTS, "optimizer", "extra")
 _END = re.compile(rf',\n "{NAME}": "([0-9a-f]{{16}})"\n}}\n'.encode())
+_HEX = re.compile(r"[0-9a-f]{16}")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-
-
-def sizes_text(manifest: Manifest) -> str:
-    """Return the sizes that the shards depend on, as users write them."""
-    experts = f"expert_parallel_size={manifest.sizes.tp}, " if manifest.experts > 1 else ""
-    return f"tensor_parallel_size={manifest.tp}, {experts}pipeline_parallel_size={manifest.sizes.pp}"
+# Attributes of a manifest that are plain data; rotation reads the first three from the beginning of the file.
+_PLAIN: dict[str, type] = {
+    "save_id": str,
+    "order": int,
+    "follows": int,
+    "model_type": str,
+    "policy": str,
+    "hf_prefix": str,
+    "versions": dict,
+    "along": dict,
+    "training": dict,
+}
 
 
 def parse_size(size: int | str) -> int:
@@ -78,6 +78,167 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[name] = "unknown"
     return found
+
+
+# -- one part of a checkpoint: its tensors, its files, and which file holds which shard --------------------------------
+
+
+def shard_name(part: str, tp: int, pp: int, dp: int | None = None) -> str:
+    """Return the file of tensor-parallel rank ``tp``, stage ``pp``; ``dp`` if the replicas hold different tensors."""
+    replica = "" if dp is None else f"-dp{dp}"
+    return f"{part}-tp{tp}-pp{pp}{replica}.safetensors"
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One shard file.
+
+    Attributes:
+        tp, pp, dp: the rank that wrote it; ``dp`` is None where the replicas hold the same.
+        bytes: its size.
+        header: checksum of its header.
+        checksums: name -> checksum of each tensor in it.
+    """
+
+    tp: int
+    pp: int
+    dp: int | None
+    bytes: int
+    header: str
+    checksums: Mapping[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        place = {"tp": self.tp, "pp": self.pp, "dp": self.dp}
+        return {**place, "bytes": self.bytes, f"header_{NAME}": self.header, NAME: dict(self.checksums)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> FileRecord:
+        """Inverse of :meth:`to_json`. Raises ``KeyError``, ``TypeError`` or ``ValueError`` on malformed data."""
+        checksums = {str(name): str(value) for name, value in data[NAME].items()}
+        header, dp = str(data[f"header_{NAME}"]), data["dp"]
+        for value in (header, *checksums.values()):
+            if not _HEX.fullmatch(value):
+                raise ValueError(f"{value!r} is no checksum")
+        place = int(data["tp"]), int(data["pp"]), None if dp is None else int(dp)
+        return cls(*place, int(data["bytes"]), header, checksums)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The tensors of one part and the files that they lie in.
+
+    A replicated tensor lies in one file; a sharded one lies in one file of each rank that holds shards, or of one of
+    those ranks that hold the same shard.
+
+    Attributes:
+        name: ``model``, ``optimizer`` or ``extra``; the beginning of its files' names.
+        tensors: canonical name -> shape and layout.
+        files: file name -> :class:`FileRecord`.
+    """
+
+    name: str
+    tensors: Mapping[str, TensorPlan]
+    files: Mapping[str, FileRecord]
+
+    @cached_property
+    def holders(self) -> dict[str, dict[int, str]]:
+        """Tensor -> tensor-parallel rank -> the file with this rank's shard of it."""
+        found: dict[str, dict[int, str]] = {}
+        for name, record in self.files.items():
+            for tensor in record.checksums:
+                found.setdefault(tensor, {})[record.tp] = name
+        return found
+
+    def holder(self, name: str, tp: int) -> str:
+        """Return the file with the shard of rank ``tp``; of a replicated tensor, its only file."""
+        holders, layout = self.holders[name], self.tensors[name].layout
+        if layout is None:
+            return next(iter(holders.values()))
+        if tp in holders:
+            return holders[tp]
+        return next(file for rank, file in holders.items() if layout.ranges(rank) == layout.ranges(tp))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "files": {name: record.to_json() for name, record in self.files.items()},
+            "tensors": {name: tensor.to_json() for name, tensor in self.tensors.items()},
+        }
+
+    @classmethod
+    def from_json(cls, name: str, data: Mapping[str, Any]) -> Part:
+        """Inverse of :meth:`to_json`. Raises ``KeyError``, ``TypeError`` or ``ValueError`` on malformed data."""
+        tensors = {str(key): TensorPlan.from_json(str(key), entry) for key, entry in data["tensors"].items()}
+        files = {str(key): FileRecord.from_json(entry) for key, entry in data["files"].items()}
+        return cls(name, tensors, files)
+
+    def check(self, sizes: MeshSizes) -> None:
+        """Raise ``ValueError`` unless every element of every tensor lies in exactly one place, or in one a replica."""
+        for name, record in self.files.items():
+            if name != shard_name(self.name, record.tp, record.pp, record.dp):
+                raise ValueError(f"it names the file {name!r}, which is none of its shards")
+            inside = 0 <= record.tp < sizes.tp and 0 <= record.pp < sizes.pp
+            if not inside or not 0 <= (record.dp or 0) < sizes.dp:
+                raise ValueError(f"{name} is no shard of the mesh {tuple(sizes[:3])}")
+        count = dict.fromkeys(self.tensors, 0)
+        for name, record in self.files.items():
+            for tensor in record.checksums:
+                if tensor not in self.tensors:
+                    raise ValueError(f"{name} holds {tensor}, which is no tensor of the {self.name}")
+                count[tensor] += 1
+        for name, plan in self.tensors.items():
+            dtype_of(plan.dtype)
+            held, layout = self.holders.get(name, {}), plan.layout
+            due, found = 1 if layout is None else sizes.tp, len(held)
+            if layout is not None and layout.axis_size == sizes.tp:  # one of those that hold the same has it
+                none = {()} if layout.size else set[tuple[()]]()  # who holds nothing of it may leave it out
+                due, found = (len({layout.ranges(rank) for rank in ranks} - none) for ranks in (range(sizes.tp), held))
+            if found != due or len(held) != count[name]:
+                raise ValueError(f"{name} should lie in {due} files and lies in {count[name]}")
+            if layout is not None:
+                _check_layout(layout, sizes.tp)
+
+
+@lru_cache(maxsize=4096)
+def _check_layout(layout: Layout, tp: int) -> None:
+    if layout.axis_size != tp:
+        raise ValueError(f"a layout is for {layout.axis_size} ranks in a mesh of {tp}")
+    for block in layout.blocks:
+        reached = 0
+        for start, stop in sorted(block.ranges):
+            if start > reached:
+                break
+            reached = max(reached, stop)
+        if reached != block.count:
+            raise ValueError(f"no rank holds unit {reached} of {block.count} {block.unit}")
+
+
+@dataclass(frozen=True)
+class QuantizedBase:
+    """The quantized weights of a model.
+
+    Attributes:
+        name: where the model came from, as transformers notes it; ``""`` if it does not say.
+        forms: name -> the form in which a weight is stored.
+        digests: name -> digest of its numbers, as hexadecimal digits.
+        notes: name -> what the head of a file says of it, where that is not in tensors.
+    """
+
+    name: str = ""
+    forms: Mapping[str, str] = field(default_factory=dict)
+    digests: Mapping[str, str] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> QuantizedBase:
+        """Read the dict of the attributes. Raises ``ValueError``, ``KeyError``, ``TypeError`` or ``AttributeError``."""
+        tables = ({str(k): str(v) for k, v in data[key].items()} for key in ("forms", "digests", "notes"))
+        return cls(str(data["name"]), *tables)
+
+    def __str__(self) -> str:
+        forms = listed(sorted({*self.forms.values()}))
+        return f"{self.name or 'a model without a name'} ({forms or 'not quantized'})"
 
 
 @dataclass(frozen=True)
@@ -127,6 +288,11 @@ class Manifest:
         """How many times as many ranks held the experts as the other layers."""
         return self.sizes.tp // self.tp
 
+    def sizes_text(self) -> str:
+        """Return the sizes that the shards depend on, as users write them."""
+        experts = f"expert_parallel_size={self.sizes.tp}, " if self.experts > 1 else ""
+        return f"tensor_parallel_size={self.tp}, {experts}pipeline_parallel_size={self.sizes.pp}"
+
     def writer(self, record: FileRecord) -> int:
         """Return the global rank that wrote a file."""
         replica, context = divmod(record.dp or 0, self.cp)
@@ -167,31 +333,22 @@ class Manifest:
                     found.setdefault(source, {})[piece.name] = None
         return found
 
-    def _joined(self) -> Iterator[Piece]:
-        return (piece for tensor in self.tensors.values() for piece in tensor.pieces if piece.joined)
-
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
-        _, pp, dp, _ = self.sizes
-        mesh = {"tensor_parallel_size": self.tp, "pipeline_parallel_size": pp, "data_parallel_size": dp * self.experts}
-        mesh |= {"expert_parallel_size": self.sizes.tp} if self.experts > 1 else {}
-        version = WITH_JOINED if any(self._joined()) else FORMAT_VERSION
-        version = WITH_SHARDS if SHARDED_EXTRA in self.training else version
         return {
-            "format_version": WITH_BASE if "base" in self.parts else WITH_EXPERTS if self.experts > 1 else version,
-            "save_id": self.save_id,
-            "order": self.order,
-            "follows": self.follows,
-            "mesh": mesh | ({"context_parallel_size": self.cp} if self.cp > 1 else {}),
-            "model_type": self.model_type,
-            "policy": self.policy,
-            "hf_prefix": self.hf_prefix,
-            "versions": dict(self.versions),
-            "along": dict(self.along),
+            "format_version": FORMAT_VERSION,
+            **{name: kind(getattr(self, name)) for name, kind in _PLAIN.items()},
+            "mesh": {
+                "tensor_parallel_size": self.tp,
+                "expert_parallel_size": self.sizes.tp,
+                "pipeline_parallel_size": self.sizes.pp,
+                "data_parallel_size": self.sizes.dp * self.experts,
+                "context_parallel_size": self.cp,
+            },
             "buffers": [name for name in self.tensors if name not in self.parameters],
             "parts": {name: part.to_json() for name, part in self.parts.items()},
-            "training": dict(self.training),
-        } | ({"quantized_base": self.base.to_json()} if self.base.digests else {})
+            "quantized_base": {name: dict(value) if value else value for name, value in vars(self.base).items()},
+        }
 
     def write(self, folder: Path) -> None:
         """Write ``autopar.json``."""
@@ -201,32 +358,21 @@ class Manifest:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Manifest:
         """Inverse of :meth:`to_json`. Raises ``KeyError``, ``TypeError``, ``AttributeError`` or ``ValueError``."""
-        mesh = data["mesh"]
-        tp, pp, dp = (int(mesh[f"{axis}_parallel_size"]) for axis in ("tensor", "pipeline", "data"))
-        shards = int(mesh.get("expert_parallel_size", tp))
+        axes = ("tensor", "expert", "pipeline", "data", "context")
+        tp, shards, pp, dp, cp = (int(data["mesh"][f"{axis}_parallel_size"]) for axis in axes)
         if min(tp, shards) < 1:
             raise ValueError(f"the mesh {(tp, pp, dp)} is impossible")
         if shards % tp or dp % (shards // tp):
             raise ValueError(f"expert_parallel_size {shards} does not fit tensor_parallel_size {tp} and {dp} replicas")
-        sizes = MeshSizes(shards, pp, dp * tp // shards)
         parts = {str(name): Part.from_json(str(name), entry) for name, entry in data["parts"].items()}
-        buffers = {str(name) for name in data["buffers"]}
         manifest = cls(
-            save_id=str(data["save_id"]),
-            sizes=sizes,
-            model_type=str(data["model_type"]),
-            policy=str(data["policy"]),
-            hf_prefix=str(data["hf_prefix"]),
-            parts=parts,
-            parameters=frozenset(parts["model"].tensors) - buffers,
-            along={str(name): str(value) for name, value in data["along"].items()},
-            training=dict(data["training"]),
-            versions={str(key): str(value) for key, value in data["versions"].items()},
-            order=int(data.get("order", 0)),
-            follows=int(data.get("follows", 0)),
-            cp=int(mesh.get("context_parallel_size", 1)),
+            **{name: kind(data[name]) for name, kind in _PLAIN.items()},
+            sizes=MeshSizes(shards, pp, dp * tp // shards),
+            cp=cp,
             tp=tp,
-            base=QuantizedBase.from_json(data["quantized_base"]) if "quantized_base" in data else QuantizedBase(),
+            parts=parts,
+            parameters=frozenset(parts["model"].tensors) - {str(name) for name in data["buffers"]},
+            base=QuantizedBase.from_json(data["quantized_base"]),
         )
         manifest.check()
         return manifest
@@ -237,20 +383,19 @@ class Manifest:
             raise ValueError(f"the mesh {tuple(self.sizes[:3])} is impossible")
         if self.cp < 1 or self.sizes.dp % self.cp:
             raise ValueError(f"context_parallel_size {self.cp} does not divide {self.sizes.dp} replicas")
-        foreign = [name for name in self.parts if name not in PARTS]
-        if foreign:
-            raise ValueError(f"it has a part {foreign[0]!r}")
         for name in self.along:
             if not re.fullmatch(r"[\w-][\w.-]*", name):
                 raise ValueError(f"it names the file {name!r}, which is not inside the folder")
-        for part in self.parts.values():
+        for name, part in self.parts.items():
+            if name not in PARTS:
+                raise ValueError(f"it has a part {name!r}")
             part.check(self.sizes)
-        for piece in self._joined():
-            unknown = [name for name in piece.sources() if name not in self.tensors]
-            if unknown:
-                raise ValueError(f"{piece.name} is joined from {unknown[0]}, which is no tensor of the model")
         saved_as: set[str] = set()
         for tensor in self.tensors.values():
+            for piece in tensor.pieces:
+                unknown = [name for name in piece.sources() if name not in self.tensors]
+                if unknown:
+                    raise ValueError(f"{piece.name} is joined from {unknown[0]}, which is no tensor of the model")
             for saved in tensor.saved_names():
                 if saved in saved_as:
                     raise ValueError(f"two tensors are saved as {saved}")
@@ -261,7 +406,7 @@ class Manifest:
         """Read ``autopar.json``, or another file of that kind.
 
         Raises:
-            CheckpointError: if the folder or the file is missing, is not ours, damaged, or from a newer version.
+            CheckpointError: if the folder or the file is missing, is not ours, damaged, or of another version.
         """
         path = folder / file
         try:
@@ -275,9 +420,10 @@ class Manifest:
             version = data["format_version"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{path} is no manifest of a checkpoint: {_reason(error)}") from error
-        if version not in range(FORMAT_VERSION, WITH_BASE + 1):
+        if version != FORMAT_VERSION:
             raise CheckpointError(
-                f"{path} has format_version {version!r}; this version of autopar reads {FORMAT_VERSION} to {WITH_BASE}"
+                f"{path} has format_version {version!r}; this version of autopar reads {FORMAT_VERSION}\n"
+                "  Load it with the version of autopar that wrote it, and merge it there (autopar merge)."
             )
         end = list(_END.finditer(text))
         if not end or end[-1].end() != len(text) or checksum(text[: end[-1].start()]) != end[-1][1].decode():

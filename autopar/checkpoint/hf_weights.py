@@ -1,25 +1,30 @@
-"""The whole weights of a parallelized model, one after the other, under the names that ``save_pretrained`` writes."""
+"""The whole weights of a parallelized model under the names that ``save_pretrained`` writes: yielded, or uploaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers.utils.hub import PushToHubMixin
 
+from autopar.checkpoint.arguments import HUB_OPTIONS
 from autopar.checkpoint.format import parse_size
 from autopar.checkpoint.state import STATE, State, local_tensors, state_of
-from autopar.distributed.agree import same_on_every_rank
+from autopar.distributed.agree import all_ranks, rank_zero, same_on_every_rank
 from autopar.distributed.collectives import all_gather
 from autopar.distributed.gloo_collectives import all_reduce
-from autopar.errors import ConsistencyError
-from autopar.layout import Block, Layout, replica_rows
+from autopar.errors import CheckpointError, ConsistencyError
 from autopar.plan.plan import TensorPlan
-from autopar.storage.lazy_tensor import InMemory, LazyTensor
-from autopar.storage.views import open_piece
+from autopar.storage.lazy_tensor import InMemory, LazyTensor, open_piece
 
 
 def hf_weights(model: nn.Module, *, bucket_size: int | str = "512MB") -> Iterator[tuple[str, torch.Tensor]]:
@@ -64,17 +69,13 @@ def _buckets(state: State, limit: int) -> list[list[TensorPlan]]:
         if not tensor.saved_names():
             continue
         sources = {name for piece in tensor.pieces for name in piece.sources()} | {tensor.name}
-        size = sum(_elements(state.plan.tensors[name]) for name in sources) * 4
+        size = sum(math.prod(state.plan.tensors[name].shape) for name in sources) * 4
         if not buckets or size > room:
             buckets.append([])
             room = limit
         buckets[-1].append(tensor)
         room -= size
     return buckets
-
-
-def _elements(tensor: TensorPlan) -> int:
-    return torch.Size(tensor.shape).numel()
 
 
 class WholeWeights:
@@ -91,28 +92,24 @@ class WholeWeights:
             everyone: list[Any] = [None] * self.mpu.pp.size
             dist.all_gather_object(everyone, self.dtypes, group=self.mpu.pp.group)
             self.dtypes = {name: dtype for held in everyone for name, dtype in held.items()}
-        self.given = 0
 
     def run(self, buckets: list[list[TensorPlan]]) -> Iterator[tuple[str, torch.Tensor]]:
-        total = sum(len(tensor.saved_names()) for bucket in buckets for tensor in bucket)
+        given, total = 0, sum(len(tensor.saved_names()) for bucket in buckets for tensor in bucket)
         try:
             for bucket in buckets:
-                self._go_on(total)
+                if (stopped := self._ask(stop=False)) is not None:
+                    raise ConsistencyError(
+                        f"hf_weights: rank {stopped} left the loop early, and its shards with it: this rank has "
+                        f"{given} of {total} tensors.\n"
+                        "  Every rank goes through all of them, or leaves at the same one."
+                    )
                 for name, whole in [pair for tensor in bucket for pair in self._written(tensor)]:
-                    self.given += 1
+                    given += 1
                     yield name, whole
         except GeneratorExit:
             self._ask(stop=True)
             raise
         self._ask(stop=False)  # one may leave in the last bucket
-
-    def _go_on(self, total: int) -> None:
-        stopped = self._ask(stop=False)
-        if stopped is not None:
-            raise ConsistencyError(
-                f"hf_weights: rank {stopped} left the loop early, and its shards with it: this rank has "
-                f"{self.given} of {total} tensors.\n  Every rank goes through all of them, or leaves at the same one."
-            )
 
     def _ask(self, *, stop: bool) -> int | None:
         """Return a rank that stops, None if all go on; a collective of the world."""
@@ -140,7 +137,7 @@ class WholeWeights:
     def whole(self, name: str) -> torch.Tensor:
         """Gather a tensor; a collective of the replica, and of the replicas where FSDP2 shards over them."""
         mpu, plan, held = self.mpu, self.state.plan.tensors[name], self.local.get(name)
-        shard = self._over_replicas(name, held) if isinstance(held, DTensor) else held
+        shard = self.state.gather_rows(name, held) if isinstance(held, DTensor) else held
         shard = shard.detach() if shard is not None else None
         holders = self.state.holders.get(name, range(mpu.pp.size))
         if len(holders) < mpu.pp.size:
@@ -154,8 +151,77 @@ class WholeWeights:
             return all_gather(shard, axis, plan.layout.of_first(axis.size))
         return shard.clone() if held is not None else shard
 
-    def _over_replicas(self, name: str, held: DTensor) -> torch.Tensor:
-        """Gather what replicas have: not by the tensor's mesh, as torch may know an equal one of a model before."""
-        axis, count = self.state.rows_of(name), held.shape[0]
-        rows = tuple(replica_rows(count, replica, axis.size) for replica in range(axis.size))
-        return all_gather(held.to_local(), axis, Layout.of(0, [Block("rows", count, 1, rows)]))
+
+# -- upload: merged into a folder by all ranks, sent once, by rank 0, with transformers' own code ----------------------
+
+
+class MergedModel(PushToHubMixin):
+    """A folder in Hugging Face's form, as transformers uploads models."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def save_pretrained(self, target: str, **_: Any) -> None:
+        """Put the files of the folder, not those of folders in it, into another."""
+        for path in Path(self.folder).iterdir():
+            if path.is_file() and path.name != "README.md":  # transformers writes its own, which a link would share
+                try:
+                    os.link(path, Path(target) / path.name)
+                except OSError:  # another file system
+                    shutil.copy2(path, target)
+
+
+def upload(model: nn.Module, folder: str, repo_id: str, options: Mapping[str, Any]) -> str:
+    """Upload a merged folder once, from rank 0; every rank calls it, and returns the address of the commit.
+
+    Args:
+        model: parallelized.
+        options: of ``PushToHubMixin.push_to_hub``.
+
+    Raises:
+        CheckpointError: the same on every rank, with what the hub said.
+    """
+
+    def send() -> str:
+        tags = options.get("tags") or []
+        tags = [*(getattr(model, "model_tags", None) or []), *([tags] if isinstance(tags, str) else tags)]
+        given: dict[str, Any] = {**options, "tags": list(dict.fromkeys(tags)) or None}
+        return str(MergedModel(folder).push_to_hub(repo_id, **given))
+
+    return rank_zero(state_of(model).mpu, send)
+
+
+def push_merged(model: Any, repo_id: object, max_shard_size: int | str, options: Mapping[str, Any]) -> str:
+    """Merge into a temporary folder of rank 0 (``TMPDIR``, which all nodes must share), and upload it. Collective.
+
+    Raises:
+        CheckpointError: the same on every rank; nothing is uploaded if a rank could not write, or was called
+            differently.
+    """
+    mpu, made = state_of(model).mpu, []
+    call = {"repo_id": repo_id, **{name: repr(value) for name, value in options.items() if name != "token"}}
+
+    def check() -> dict[str, Any]:
+        if not isinstance(repo_id, str) or not repo_id:
+            raise CheckpointError(f"push_to_hub: repo_id={repo_id!r} must be a name such as 'user/model'")
+        if unknown := [name for name in options if name not in HUB_OPTIONS]:
+            raise CheckpointError(f"push_to_hub has no argument {unknown[0]!r}: {', '.join(HUB_OPTIONS)}")
+        return call
+
+    def compare(calls: list[dict[str, Any]]) -> None:
+        for rank, other in enumerate(calls):
+            if other != calls[0]:
+                raise CheckpointError(f"push_to_hub: rank 0 was called with {calls[0]}, rank {rank} with {other}")
+
+    def start() -> str:
+        made.append(tempfile.mkdtemp(prefix="autopar-hub-"))
+        return str(made[0])
+
+    all_ranks(mpu, check, check=compare)
+    try:
+        folder = os.path.join(rank_zero(mpu, start), "merged")
+        model.save_parallelized(folder, merge_checkpoints=True, max_shard_size=max_shard_size)
+        return upload(model, folder, str(repo_id), options)
+    finally:
+        for path in made:
+            shutil.rmtree(path, ignore_errors=True)

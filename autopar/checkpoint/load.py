@@ -17,7 +17,7 @@ from autopar.checkpoint.extra import SavedShards
 from autopar.checkpoint.format import MANIFEST, WEIGHTS
 from autopar.checkpoint.optimizer_state import Restoration, prepare
 from autopar.checkpoint.optimizer_weights import TrainingWeights, keeps_state, parameters_by_name
-from autopar.checkpoint.quantized_base import QuantizedBase, digests_here, name_of, read_base, warn_of_another
+from autopar.checkpoint.quantized_base import add_up, digests_here, name_of, read_base, warn_of_another
 from autopar.checkpoint.rotation import place_in_series
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.state import State, local_tensors, state_of
@@ -85,9 +85,8 @@ def load(
         all_ranks(mpu, loader.fill, lambda: "The model is partly loaded.")
         state.resumed_from.clear()
         state.resumed_from.update(place_in_series(loader.shards.folder, loader.shards.manifest.order))
-        _warn_of_casts(loader)
+        _warn_of_dtypes(loader)
         _compare_base(model, loader)
-        _warn_of_dropped_weights(loader)
     finally:
         for loader in prepared:
             loader.shards.close()
@@ -107,7 +106,7 @@ class Loader:
             _check_model(self.shards, self.state, self.tensors)
             read_base(model, self.state, self.shards, check=True)
             self.own = SavedShards(self.shards.manifest, model, self.state, self.tensors)
-            self._check_training(model)
+            self._check_training()
         except BaseException:
             self.shards.close()
             raise
@@ -117,25 +116,28 @@ class Loader:
         chosen = {"optimizer": given["optimizer"], "extra": given["lr_scheduler"] or given["extra"]}
         return [*WEIGHTS, *(part for part, used in chosen.items() if used)]
 
-    def _check_training(self, model: nn.Module) -> None:
+    def _check_training(self) -> None:
         saved, folder = self.shards.manifest.training, self.shards.folder
         for name, given in self.training.given().items():
             if given and name not in saved:
                 has = ", ".join(key for key in self.training.given() if key in saved) or "none of it"
                 raise CheckpointError(f"{folder} was saved without {name}=; of the training state it holds {has}")
         if self.training.lr_scheduler is not None:
-            _check_scheduler(self.training.lr_scheduler, saved["lr_scheduler"], folder)
+            scheduler, now = saved["lr_scheduler"], type(self.training.lr_scheduler).__name__
+            then = scheduler.get("class") if isinstance(scheduler, Mapping) else None
+            if then != now:
+                raise CheckpointError(f"{folder} holds the state of a {then}, lr_scheduler= is a {now}")
         optimizer, plan = self.training.optimizer, self.state.plan
         if optimizer is not None:
             self.weights = TrainingWeights(optimizer, plan, self.shards.manifest)
-            parameters = parameters_by_name(model, plan)
+            parameters = parameters_by_name(self.model, plan)
             self.restoration = prepare(
                 optimizer,
-                model,
+                self.model,
                 plan,
                 self.state.mpu.shards.rank,
                 saved["optimizer"],
-                self.weights.states,
+                self.shards.manifest.parts["optimizer"].tensors,
                 owns=lambda name: keeps_state(optimizer, parameters[name]),
                 dtype_here=self.weights.state_dtype,
             )
@@ -147,7 +149,15 @@ class Loader:
 
     def fill(self) -> None:
         """Read this rank's ranges into their places."""
-        plain = self._decode()  # what could still fail comes first
+        # What could still fail comes first.
+        saved, training, mpu = self.shards.manifest.training, self.training, self.state.mpu
+        extra = self.shards.manifest.parts.get("extra")
+        chosen = [name for name in ("lr_scheduler", "extra") if getattr(training, name) is not None]
+        loose = [name for name in extra.tensors if name not in self.own.saved] if extra and chosen else []
+        tensors = {name: self.shards.lazy(name, "extra").read() for name in loose}
+        plain = {name: decode(saved[name], tensors, name) for name in chosen}  # the scheduler's with its class
+        if "extra" in plain:
+            self.own.fill(plain["extra"], self.shards)
         for name, tensor in self.tensors.items():
             self._fill(tensor, name, tensor.dtype)
         read_base(self.model, self.state, self.shards)
@@ -158,40 +168,19 @@ class Loader:
                 self.shards.read_shard(name, "optimizer", target.layout, self.state.mpu, target.tensor)
             self.restoration.finish()
             self.weights.finish()
-        self._restore(plain)
+        if training.lr_scheduler is not None:
+            training.lr_scheduler.load_state_dict(plain["lr_scheduler"]["state"])
+        if training.extra is not None:
+            training.extra.update(plain["extra"])
+        states = saved.get("random_states")
+        if states is not None and (training.optimizer is not None or training.lr_scheduler is not None):
+            chosen_state = random_states.choose(states, mpu.tp.rank, mpu.pp.rank, mpu.dp.rank, mpu.cp.rank)
+            mpu.random_tracker = random_states.restore(chosen_state, mpu.random_tracker)
 
     def _fill(self, tensor: torch.Tensor, name: str, dtype: torch.dtype) -> None:
         """Read a weight, or the fp32 weight that stands for it, from where the checkpoint has it."""
         source = (name, "model") if self.weights is None else self.weights.source(name, dtype)
         self.shards.read_shard(*source, self.state.plan.tensors[name].layout, self.state.mpu, tensor)
-
-    def _decode(self) -> dict[str, Any]:
-        saved, training = self.shards.manifest.training, self.training
-        extra = self.shards.manifest.parts.get("extra")
-        chosen = [name for name in ("lr_scheduler", "extra") if getattr(training, name) is not None]
-        loose = [name for name in extra.tensors if name not in self.own.saved] if extra and chosen else []
-        tensors = {name: self.shards.lazy(name, "extra").read() for name in loose}
-        plain = {name: decode(saved[name], tensors, name) for name in chosen}  # the scheduler's with its class
-        if "extra" in plain:
-            self.own.fill(plain["extra"], self.shards)
-        return plain
-
-    def _restore(self, plain: Mapping[str, Any]) -> None:
-        training, mpu = self.training, self.state.mpu
-        if training.lr_scheduler is not None:
-            training.lr_scheduler.load_state_dict(plain["lr_scheduler"]["state"])
-        if training.extra is not None:
-            training.extra.update(plain["extra"])
-        states = self.shards.manifest.training.get("random_states")
-        if states is not None and (training.optimizer is not None or training.lr_scheduler is not None):
-            chosen = random_states.choose(states, mpu.tp.rank, mpu.pp.rank, mpu.dp.rank, mpu.cp.rank)
-            mpu.random_tracker = random_states.restore(chosen, mpu.random_tracker)
-
-
-def _check_scheduler(scheduler: Any, saved: Any, folder: Path) -> None:
-    then, now = saved.get("class") if isinstance(saved, Mapping) else None, type(scheduler).__name__
-    if then != now:
-        raise CheckpointError(f"{folder} holds the state of a {then}, lr_scheduler= is a {now}")
 
 
 def _check_model(shards: Shards, state: State, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -201,12 +190,17 @@ def _check_model(shards: Shards, state: State, tensors: Mapping[str, torch.Tenso
     missing = [name for name in plan.tensors if name not in saved]
     unexpected = [name for name in saved if name not in plan.tensors]
     if missing or unexpected:
+        base, quantized = manifest.base, ""
+        if bool(base.forms) != bool(state.quantized):  # one of the two alone is quantized
+            here = "is not quantized" if base.forms else f"is ({len(state.quantized)} weights)"
+            there = f"was saved on {base}" if base.forms else "holds weights of a model that was not quantized"
+            quantized = f"\n  The checkpoint {there}; the model {here}."
         raise CheckpointError(
             f"{folder} does not hold this model's tensors: {len(missing)} missing, {len(unexpected)} unexpected\n"
             + (f"  Missing in the checkpoint: {listed(missing)}.{nearest(missing[0], unexpected)}\n" if missing else "")
             + (f"  Unexpected: {listed(unexpected)}.\n" if unexpected else "")
             + f"  It holds a {manifest.model_type!r} model, this one is {plan.model_type!r}."
-            + _of_quantized(manifest.base, state)
+            + quantized
         )
     forms = {name: tensor.quantized for name, tensor in state.quantized.items()}
     if "base" in manifest.parts and dict(manifest.base.forms) != forms:
@@ -227,44 +221,31 @@ def _check_model(shards: Shards, state: State, tensors: Mapping[str, torch.Tenso
             )
 
 
-def _of_quantized(saved: QuantizedBase, state: State) -> str:
-    """Return the line that says which of the two models is quantized, if one of them alone is."""
-    if bool(saved.forms) == bool(state.quantized):
-        return ""
-    here = "is not quantized" if saved.forms else f"is ({len(state.quantized)} weights)"
-    there = f"was saved on {saved}" if saved.forms else "holds weights of a model that was not quantized"
-    return f"\n  The checkpoint {there}; the model {here}."
-
-
 def _compare_base(model: nn.Module, loader: Loader) -> None:
     """Warn if quantized weights, which a checkpoint leaves out, are not those of the run that saved it. Collective."""
     state, saved = loader.state, loader.shards.manifest.base
-    if not saved.digests or "base" in loader.shards.manifest.parts:  # written by an earlier version, or read
+    if not saved.digests or "base" in loader.shards.manifest.parts:
         return
     ranks = all_ranks(state.mpu, lambda: digests_here(model, state))
     if ranks:  # rank 0
-        warn_of_another(saved, QuantizedBase.of(name_of(model, state), state, ranks), loader.shards.folder)
+        warn_of_another(saved, add_up(name_of(model, state), state, ranks), loader.shards.folder)
 
 
-def _warn_of_casts(loader: Loader) -> None:
+def _warn_of_dtypes(loader: Loader) -> None:
+    """Warn of tensors that were converted, and of fp32 weights that neither the model nor the optimizer can keep."""
     saved, weights = loader.shards.manifest.tensors, loader.weights
+    kinds = {name: tensor.dtype for name, tensor in loader.tensors.items()}
     cast = [
         name
-        for name, tensor in loader.tensors.items()
-        if saved[name].dtype != dtype_name(tensor.dtype)
-        and not (weights is not None and weights.keeps_all(name, tensor.dtype))
+        for name, dtype in kinds.items()
+        if saved[name].dtype != dtype_name(dtype) and not (weights is not None and weights.keeps_all(name, dtype))
     ]
     if cast:
         warnings.warn(
             f"{len(cast)} tensors were converted on loading, {cast[0]} from {saved[cast[0]].dtype} "
-            f"to {dtype_name(loader.tensors[cast[0]].dtype)} ({MANIFEST} says what was saved)",
+            f"to {dtype_name(kinds[cast[0]])} ({MANIFEST} says what was saved)",
             stacklevel=4,
         )
-
-
-def _warn_of_dropped_weights(loader: Loader) -> None:
-    """Warn of fp32 weights in the checkpoint that neither the model nor the optimizer has a place for."""
-    weights, kinds = loader.weights, {name: tensor.dtype for name, tensor in loader.tensors.items()}
     dropped = [name for name, dtype in kinds.items() if weights is not None and weights.drops(name, dtype)]
     if dropped:
         warnings.warn(

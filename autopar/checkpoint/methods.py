@@ -20,19 +20,16 @@ from transformers import PreTrainedModel
 from autopar.adapters import is_peft_model
 from autopar.checkpoint.state import STATE, State, parameters_elsewhere, state_of
 from autopar.checkpoint.state_dict import (
-    MODEL_SHARD,
-    MarkPartial,
+    USE_INSTEAD,
     ModelShard,
-    ShardOnLoad,
-    ShardPartOnLoad,
+    attach_hooks,
     describe_ranks,
+    detach_hooks,
     fqn_modifiers,
     shard_of,
-    use_instead,
 )
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.foreign.tensors import add_state_dict_hook, state_dict_hooks
 from autopar.plan.plan import Plan
 from autopar.swap import bind, unbind
 
@@ -71,9 +68,9 @@ def save_parallelized(
         optimizer: save its state too, in the layout of the parameters, with the fp32 weights and the loss scale of
             half precision, and the random state of every rank.
         lr_scheduler: save its ``state_dict()`` too.
-        extra: data of your own: numbers, text, lists, dicts, tensors; the same on all ranks. A dict in it whose keys
-            are names of the model's tensors, and whose tensors have the shapes of this rank's shards (an EMA), is
-            saved like the optimizer's state, and each rank gets its own shards back, on any mesh.
+        extra: the user's data: numbers, text, lists, dicts, tensors; the same on all ranks. An
+            :class:`~autopar.checkpoint.ShardedDict` in it (an EMA) is saved like the optimizer's state, and each rank
+            gets its own shards back, on any mesh.
         keep_last: afterwards remove checkpoints of the same series (``step-100``, ``step-200``), so that this many
             remain, the ones saved last: those that the run left behind when it went back to an earlier one go first,
             then the oldest. Files in their folders that no save has written stay there.
@@ -99,20 +96,12 @@ def save_parallelized(
 
 
 def _save(
-    model: nn.Module,
-    directory: str | os.PathLike[str] | None,
-    how: dict[str, Any],
-    training: dict[str, Any],
-    timeout: float,
-    others: Mapping[str, Any],
-    *,
-    adapter_only: bool,
+    model: nn.Module, directory: Any, how: Any, training: Any, timeout: float, others: Any, *, adapter_only: bool
 ) -> None:
-    """Save a model, or its adapters; the arguments are those of :func:`save_parallelized`."""
-    # Here, and where something is loaded or pushed: initialize loads none of it.
+    # Imported here, and where something is loaded or pushed: initialize loads none of it.
     from autopar.checkpoint.adapters import alone, save_adapters
     from autopar.checkpoint.arguments import absolute, directory_of, hub_options
-    from autopar.checkpoint.hub import upload
+    from autopar.checkpoint.hf_weights import upload
     from autopar.checkpoint.save import save
 
     hub, others = hub_options(others)
@@ -120,12 +109,11 @@ def _save(
     def folder() -> object:
         return directory_of(save_parallelized, directory, others)
 
-    arguments = {"directory": folder, **how, "hub": hub}
     if adapter_only:
-        given = {**training, "keep_last": how["keep_last"]}
-        save_adapters(model, lambda: alone(folder, {**arguments, **given}), timeout)
+        given = {**how, **training, "hub": hub}
+        save_adapters(model, lambda: alone(folder, given), timeout)
         return
-    save(model, arguments, timeout, **training)
+    save(model, {"directory": folder, **how, "hub": hub}, timeout, **training)
     if hub is not None:
         target = absolute(folder())
         upload(model, target, hub.pop("repo_id", None) or os.path.basename(target), hub)
@@ -211,38 +199,14 @@ def attach(
     left_out = {name: tensor for name, tensor in plan.tensors.items() if tensor.quantized}
     model.__dict__[STATE] = State(saved, mpu, path, dict(holders or {}), left_out)
     if is_peft_model(model):
-        bind(
-            model,
-            _OWNER,
-            save_pretrained=_save_pretrained_of_peft,
-            push_to_hub=_refused("push_to_hub", _upload_the_folder),
-        )
+        hub = _refused("push_to_hub", _PUSH_PEFT)
+        bind(model, _OWNER, save_pretrained=_save_pretrained_of_peft, push_to_hub=hub)
         bind(model, _OWNER, get_nb_trainable_parameters=_nb_trainable_of_peft)
     methods = {method.__name__: method for method in (save_parallelized, wait_for_save, from_parallelized)}
     bind(model, _OWNER, **methods, __reduce_ex__=_refuse_pickle, _fqn_modifiers=fqn_modifiers)
-    _attach_hooks(model, plan, mpu)
-
-
-def _attach_hooks(model: nn.Module, plan: Plan, mpu: MPU) -> None:
-    """Put hooks and methods on the models that tell whoever takes a rank's part for the whole model."""
-    mark, take, root = MarkPartial(), ShardOnLoad(), ModelShard(plan, mpu, "", type(model).__name__)
-    for path, module in model.named_modules():
-        if module is not model and not isinstance(module, PreTrainedModel):
-            module.register_load_state_dict_pre_hook(ShardPartOnLoad(root, path))
-            continue
-        module.__dict__[MODEL_SHARD] = ModelShard(plan, mpu, path, type(model).__name__)
-        add_state_dict_hook(module, mark)
-        module.register_load_state_dict_pre_hook(take)
+    for module in attach_hooks(model, plan, mpu):
         if isinstance(module, PreTrainedModel):
             bind(module, _OWNER, **_WHOLE_MODEL_METHODS)
-
-
-def _detach_hooks(model: nn.Module) -> None:
-    for module in model.modules():
-        module.__dict__.pop(MODEL_SHARD, None)
-        for hooks, kind in zip(state_dict_hooks(module), (MarkPartial, ShardOnLoad), strict=True):
-            for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), kind)]:
-                del hooks[key]
 
 
 def detach(model: nn.Module) -> None:
@@ -252,40 +216,39 @@ def detach(model: nn.Module) -> None:
     finally:
         model.__dict__.pop(STATE, None)
         unbind(model, _OWNER)
-        _detach_hooks(model)
+        detach_hooks(model)
 
 
 # -- methods of the whole model ---------------------------------------------------------------------------------------
 
 
-def _refused(name: str, error: Callable[[Any, str], str]) -> Callable[..., Any]:
+_PART = "this rank holds only its part of {model}: that of {ranks}.\n"
+_EMBEDDINGS = (
+    "the embeddings of this {model} lie on several ranks: this is {ranks}.\n"
+    "  Set them before autopar.initialize, or after autopar.deparallelize(model)."
+)
+# Method -> what ConfigError says where the model is not whole on this rank.
+_REFUSED = {
+    "save_pretrained": _PART + USE_INSTEAD,
+    "should_save_on_this_rank": _PART + USE_INSTEAD,  # save_pretrained asks it, also if called through the class
+    "set_input_embeddings": _EMBEDDINGS,
+    "set_output_embeddings": _EMBEDDINGS,
+}
+_PUSH_PEFT = _PART + "  Use model.save_pretrained(dir) on every rank, then huggingface_hub.upload_folder on rank 0."
+
+
+def _refused(name: str, text: str) -> Callable[..., Any]:
     """Make a method that raises ConfigError if the model is not whole on this rank, else calls its class's."""
+    called = {"should_save_on_this_rank": "save_pretrained"}.get(name, name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         shard = shard_of(self)
         if shard is not None:
-            raise ConfigError(f"{_CALLED.get(name, name)}: {error(self, describe_ranks(shard.ranks(self)))}")
+            said = text.format(model=type(self).__name__, ranks=describe_ranks(shard.ranks(self)))
+            raise ConfigError(f"{called}: {said}")
         return getattr(type(self), name)(self, *args, **kwargs)
 
     return method
-
-
-def _holds_a_part(model: Any, ranks: str) -> str:
-    return f"this rank holds only its part of {type(model).__name__}: that of {ranks}.\n{use_instead()}"
-
-
-def _upload_the_folder(model: Any, ranks: str) -> str:
-    return (
-        f"this rank holds only its part of {type(model).__name__}: that of {ranks}.\n"
-        "  Use model.save_pretrained(dir) on every rank, then huggingface_hub.upload_folder on rank 0."
-    )
-
-
-def _embeddings_are_sharded(model: Any, ranks: str) -> str:
-    return (
-        f"the embeddings of this {type(model).__name__} lie on several ranks: this is {ranks}.\n"
-        "  Set them before autopar.initialize, or after autopar.deparallelize(model)."
-    )
 
 
 def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
@@ -355,29 +318,22 @@ def _push_to_hub(self: Any, repo_id: str, *, max_shard_size: int | str = "50GB",
         ConfigError: of a model inside of the one that was parallelized.
         CheckpointError: the same on every rank, if the model cannot be saved, or the upload fails.
     """
-    from autopar.checkpoint.hub import push_merged
+    from autopar.checkpoint.hf_weights import push_merged
 
     shard = shard_of(self)
     if shard is None:
         address: str = type(self).push_to_hub(self, repo_id, max_shard_size=max_shard_size, **options)
         return address
     if STATE not in vars(self):
-        raise ConfigError(f"push_to_hub: {_holds_a_part(self, describe_ranks(shard.ranks(self)))}")
+        return _refused("push_to_hub", _REFUSED["save_pretrained"])(self)
     return push_merged(self, repo_id, max_shard_size, options)
 
 
-_CALLED = {"should_save_on_this_rank": "save_pretrained"}
-_METHODS_REFUSED = {
-    "save_pretrained": _holds_a_part,
-    "should_save_on_this_rank": _holds_a_part,  # save_pretrained asks it, also when it is called through the class
-    "set_input_embeddings": _embeddings_are_sharded,
-    "set_output_embeddings": _embeddings_are_sharded,
-}
 _WHOLE_MODEL_METHODS: dict[str, Callable[..., Any]] = {
     "num_parameters": _num_parameters,
     "get_memory_footprint": _get_memory_footprint,
     "push_to_hub": _push_to_hub,
-    **{name: _refused(name, error) for name, error in _METHODS_REFUSED.items() if hasattr(PreTrainedModel, name)},
+    **{name: _refused(name, text) for name, text in _REFUSED.items() if hasattr(PreTrainedModel, name)},
 }
 
 
@@ -390,5 +346,5 @@ def _refuse_pickle(self: Any, protocol: Any) -> Any:
     part = "" if shard is None else f", and this rank holds only what {describe_ranks(shard.ranks(self))} has of it"
     raise ConfigError(
         f"{type(self).__name__} is parallelized and cannot be pickled (torch.save): it has process groups{part}.\n"
-        f"{use_instead()}\n  Or pickle what autopar.deparallelize(model) gives back."
+        f"{USE_INSTEAD}\n  Or pickle what autopar.deparallelize(model) gives back."
     )

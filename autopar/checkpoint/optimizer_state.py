@@ -6,14 +6,22 @@ A state tensor is called ``{parameter}::{key}``: ``h.0.attn.c_attn.weight::exp_a
 * **whole**: of a parameter that is replicated, or stepped whole, of any shape; and counters of steps.
 * **own**: any other tensor of a sharded parameter, such as Adafactor's row and column statistics: numbers about this
   rank's shard, that no other sharding has. ``{parameter}::{key}@tp{rank}``; it fits the same sharding only.
-* **value**: a number, a text or None, which lies in the metadata (:mod:`autopar.checkpoint.optimizer_metadata`).
+* **value**: a number, a text or None, which lies in the metadata.
 * **list**: its items are states of their own, ``{key}[0]`` and so on (SOAP's matrices).
+
+The fp32 weight of a half-precision parameter is a tensor ``{parameter}::master`` in the parameter's layout. The rest is
+JSON, the same on all ranks with the same parameters:
+
+    {"class": "torch.optim.adamw.AdamW", "tp": 2, "masters": ["wte.weight", ...],
+     "groups": [{"options": {"lr": 0.1, ...}, "params": ["wte.weight", ...]}, ...],
+     "state": {"wte.weight": {"step": {"kind": "whole"}, "exp_avg": {"kind": "like"}}, ...},
+     "other": {}}
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,20 +30,28 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from autopar.checkpoint.optimizer_metadata import COUNTERS, OptimizerMetadata, is_sharded
-from autopar.checkpoint.optimizer_weights import as_stepped, state_device
-from autopar.errors import CheckpointError
+from autopar.checkpoint.optimizer_weights import (
+    as_stepped,
+    master_name,
+    master_weights,
+    parameters_by_name,
+    state_device,
+)
+from autopar.errors import CheckpointError, listed, nearest
 from autopar.layout import Layout
 from autopar.plan.plan import Plan, TensorPlan
-from autopar.storage.json_values import encode, encode_inline
+from autopar.storage.json_values import decode, encode, encode_inline
 from autopar.storage.safetensors_io import dtype_name, dtype_of
 
+# 0-dim tensors that follow from the number of steps alone, so all ranks have the same. Others (the RMS of a parameter)
+# may be statistics.
+COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
 _ON_HOST = frozenset({"step", "mu_product"})  # where torch makes them, unless capturable or fused
 _STATISTICS = frozenset({"row_var", "col_var"})  # may have the parameter's shape by chance, if that has a 1
 _VALUES = (type(None), bool, int, float, str)
 _ITEM = re.compile(r"(.+)\[(\d+)\]")  # of a list
-
-_Named = list[tuple[str, nn.Parameter]]
+_LONGEST = 100_000  # of a list
+_KINDS = ("like", "whole", "own", "value", "list")
 
 
 @dataclass(frozen=True)
@@ -96,42 +112,57 @@ def take(optimizer: Optimizer, model: nn.Module, plan: Plan, tp_rank: int) -> Op
     Raises:
         CheckpointError: a parameter is not the model's, or a state cannot be saved (which one, and why).
     """
-    title = _title(optimizer)
-    _refuse_wrapper(optimizer, title)
-    groups = named_groups(optimizer, model, plan)
+    title, groups = _title(optimizer), named_groups(optimizer, model, plan)
     tensors: dict[str, torch.Tensor] = {}
     plans: dict[str, TensorPlan] = {}
     entries: dict[str, dict[str, Any]] = {}
+
+    def keep(saved: TensorPlan, tensor: torch.Tensor) -> None:
+        if saved.name in tensors:
+            raise CheckpointError(f"{title} has two states that would be called {saved.name}")
+        tensors[saved.name], plans[saved.name] = tensor.detach(), saved
+
     for name, parameter in (pair for group in groups for pair in group):
         due = as_stepped(optimizer, parameter, plan.tensors[name])
         for key, value in _flat(optimizer.state.get(parameter, {})):
-            what = f"state {key!r} of {name}"
             entry: dict[str, Any] = {}
             if type(value) in _VALUES and isinstance(key, str):
                 entry = {"kind": "value", "value": value}
             elif isinstance(value, list) and isinstance(key, str) and not isinstance(optimizer, torch.optim.LBFGS):
                 entry = {"kind": "list", "value": len(value)}
             elif not isinstance(value, torch.Tensor) or not isinstance(key, str) or not alike(value, parameter):
+                kind = "DTensor (fully_shard?)" if isinstance(value, DTensor) else type(value).__qualname__
                 raise CheckpointError(
-                    f"{title} keeps {what} as {_kind_name(value)}; for each parameter a checkpoint holds tensors, "
-                    "numbers and lists of them only\n"
+                    f"{title} keeps state {key!r} of {name} as a {kind}; for each parameter a checkpoint holds "
+                    "tensors, numbers and lists of them only\n"
                     "  Save without this optimizer, or use one whose state has the parameters' shapes."
                 )
             else:
                 saved, entry = _describe(key, value, due, tp_rank, plan.shards, title)
-                if saved.name in tensors:
-                    raise CheckpointError(f"{title} has two states that would be called {saved.name}")
-                tensors[saved.name], plans[saved.name] = value.detach(), saved
+                keep(saved, value)
             entries.setdefault(name, {})[key] = entry
+    other = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    _, loose = encode(other, f"the state of {title}")
+    if loose:
+        raise CheckpointError(f"{next(iter(loose))} is a tensor that belongs to no parameter; it cannot be saved")
+    masters = master_weights(optimizer, plan)
+    for name, weight in masters.items():
+        due = plan.tensors[name]
+        keep(TensorPlan(master_name(name), due.shape, dtype_name(weight.dtype), due.layout), weight)
     metadata = {
         "class": title,
         "tp": plan.shards,
+        "masters": list(masters),
         "groups": [
-            {"options": _options(group), "params": [name for name, _ in named]}
+            {
+                # the names of its parameters are saved in their canonical form anyway
+                "options": {str(k): value for k, value in group.items() if k not in ("params", "param_names")},
+                "params": [name for name, _ in named],
+            }
             for group, named in zip(optimizer.param_groups, groups, strict=True)
         ],
         "state": entries,
-        "other": _other(optimizer, title),
+        "other": other,
     }
     return OptimizerState(tensors, plans, encode_inline(metadata, title))
 
@@ -159,12 +190,14 @@ def prepare(
     Raises:
         CheckpointError: the metadata is damaged, or the state is not that of this optimizer (what differs).
     """
-    title = _title(optimizer)
-    _refuse_wrapper(optimizer, title)
-    groups = named_groups(optimizer, model, plan)
+    title, groups = _title(optimizer), named_groups(optimizer, model, plan)
     before = OptimizerMetadata.parse(metadata)
-    before.check_class(title)
-    before.check_groups(groups, set(_named(model, plan).values()), plan, title)
+    if before.title.rpartition(".")[2] != title.rpartition(".")[2]:  # its module may have moved
+        raise CheckpointError(
+            f"the checkpoint holds the state of {before.title}, the optimizer is {title}\n"
+            f"  Make a {before.title.rpartition('.')[2]}, or load without optimizer."
+        )
+    before.check_groups(groups, set(parameters_by_name(model, plan)), plan, title)
     before.check_names(saved)
     targets: dict[str, Target] = {}
     state: list[tuple[nn.Parameter, dict[str, Any]]] = []
@@ -181,7 +214,12 @@ def prepare(
                 device = state_device(optimizer, parameter)
                 if key in _ON_HOST and not (options.get("capturable") or options.get("fused")):
                     device = torch.device("cpu")
-                dtype = _dtype(source) if entry.kind != "like" else dtype_here(name, parameter, _dtype(source))
+                try:
+                    dtype = dtype_of(source.dtype)
+                except ValueError as error:
+                    raise CheckpointError(f"{source.name} is damaged in the checkpoint: {error}") from error
+                if entry.kind == "like":
+                    dtype = dtype_here(name, parameter, dtype)
                 if entry.kind == "like" and isinstance(parameter, DTensor):
                     mine[key] = torch.empty_like(parameter.detach(), dtype=dtype)
                 else:
@@ -196,28 +234,15 @@ def prepare(
 
 
 def _title(optimizer: Optimizer) -> str:
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-
-
-def _refuse_wrapper(optimizer: Optimizer, title: str) -> None:
-    """Raise CheckpointError for an optimizer around another one, whose own ``state`` is not the one that is used."""
+    """Return module and class. Raises CheckpointError for one around another, whose ``state`` is not what is used."""
+    title = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     for name, value in vars(optimizer).items():
         if isinstance(value, Optimizer) and value.state is not optimizer.state:
             raise CheckpointError(
                 f"{title} wraps a {type(value).__name__} (its attribute {name!r}) and does not hold its state itself\n"
                 f"  Pass that one: optimizer=optimizer.{name}, where each rank holds all of it; or save without."
             )
-
-
-def _kind_name(value: object) -> str:
-    return "a DTensor (fully_shard?)" if isinstance(value, DTensor) else f"a {type(value).__qualname__}"
-
-
-def _named(model: nn.Module, plan: Plan) -> dict[int, str]:
-    """Return ``id(parameter)`` -> canonical name, of the parameters that the plan knows."""
-    canonical = plan.names
-    parameters = model.named_parameters(remove_duplicate=False)
-    return {id(parameter): canonical[name] for name, parameter in parameters if name in canonical}
+    return title
 
 
 def alike(value: torch.Tensor, parameter: torch.Tensor) -> bool:
@@ -231,10 +256,12 @@ def alike(value: torch.Tensor, parameter: torch.Tensor) -> bool:
     return True
 
 
-def named_groups(optimizer: Optimizer, model: nn.Module, plan: Plan) -> list[_Named]:
+def named_groups(optimizer: Optimizer, model: nn.Module, plan: Plan) -> list[list[tuple[str, nn.Parameter]]]:
     """Return the named parameters of each group, without those of other stages (empty here)."""
-    names = _named(model, plan)
-    groups: list[_Named] = []
+    canonical = plan.names
+    parameters = model.named_parameters(remove_duplicate=False)
+    names = {id(parameter): canonical[name] for name, parameter in parameters if name in canonical}
+    groups: list[list[tuple[str, nn.Parameter]]] = []
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
             if id(parameter) not in names and parameter.numel():
@@ -248,25 +275,11 @@ def named_groups(optimizer: Optimizer, model: nn.Module, plan: Plan) -> list[_Na
     return groups
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a group; the names of its parameters are saved in their canonical form anyway."""
-    return {str(key): value for key, value in group.items() if key not in ("params", "param_names")}
-
-
 def new_option(now: Any, saved: Any) -> Any:
     """Return the saved option; a tensor that is there stays the same object, because a captured graph may hold it."""
     if isinstance(now, torch.Tensor) and now.shape == (saved.shape if isinstance(saved, torch.Tensor) else ()):
         return now.copy_(saved) if isinstance(saved, torch.Tensor) else now.fill_(saved)
     return saved
-
-
-def _other(optimizer: Optimizer, title: str) -> dict[Any, Any]:
-    """Return the state that belongs to no parameter. Raises CheckpointError if there are tensors in it."""
-    other = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
-    _, tensors = encode(other, f"the state of {title}")
-    if tensors:
-        raise CheckpointError(f"{next(iter(tensors))} is a tensor that belongs to no parameter; it cannot be saved")
-    return other
 
 
 def _describe(
@@ -279,7 +292,7 @@ def _describe(
         return TensorPlan(name, shape, dtype), {"kind": "whole"}
     if shape == local and key not in _STATISTICS:
         return TensorPlan(name, due.shape, dtype, due.layout), {"kind": "like"}
-    if not is_sharded(due):
+    if not _is_sharded(due):
         return TensorPlan(name, shape, dtype), {"kind": "whole"}
     if shape == due.shape:
         raise CheckpointError(
@@ -307,8 +320,224 @@ def _folded(flat: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in flat.items() if key not in items}
 
 
-def _dtype(source: TensorPlan) -> torch.dtype:
-    try:
-        return dtype_of(source.dtype)
-    except ValueError as error:
-        raise CheckpointError(f"{source.name} is damaged in the checkpoint: {error}") from error
+# -- metadata ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StateEntry:
+    """One state of one parameter: its kind, the parameter's layout if that is ``own``, its value or length if any."""
+
+    kind: str
+    layout: Layout | None
+    value: Any
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any], where: str, tp: int) -> StateEntry:
+        """Check one. Raises ``KeyError``, ``TypeError``, ``AttributeError`` or ``ValueError`` on malformed data."""
+        kind = data["kind"]
+        if kind not in _KINDS:
+            raise ValueError(f"{where} is of kind {kind!r}")
+        layout = Layout.from_json(data["layout"]) if kind == "own" else None
+        if layout is not None and layout.axis_size != tp:
+            raise ValueError(f"{where} is sharded over {layout.axis_size} ranks, the rest over {tp}")
+        value: Any = data["value"] if kind in ("value", "list") else None
+        if kind == "list" and not 0 <= int(value) < _LONGEST:
+            raise ValueError(f"{where} is a list of {value}")
+        return cls(kind, layout, value)
+
+    def name(self, parameter: str, key: str, tp_rank: int) -> str:
+        """Return the name of its tensor."""
+        return f"{parameter}::{key}" + (f"@tp{tp_rank}" if self.kind == "own" else "")
+
+    def shape_on(
+        self, tp_rank: int, key: str, source: TensorPlan, due: TensorPlan, saved_tp: int, title: str
+    ) -> tuple[tuple[int, ...], Layout | None]:
+        """Return local shape and layout of this state, saved as ``source``, of the parameter ``due``.
+
+        Raises:
+            CheckpointError: it was saved for another sharding and cannot be resharded.
+        """
+        tp = due.layout.axis_size if due.layout is not None else 1
+        what = f"state {key!r} of {due.name} in {title}"
+        if self.kind == "like" and source.shape != due.shape:
+            raise CheckpointError(
+                f"{source.name} has shape {list(source.shape)} in the checkpoint, {due.name} has {list(due.shape)}"
+            )
+        if self.kind == "like":
+            return due.local_shape(tp_rank), due.layout
+        if self.kind == "own" and not _same_shards(self.layout, due.layout):
+            raise CheckpointError(
+                f"{what} was saved with tensor_parallel_size={saved_tp}, the model runs with "
+                f"tensor_parallel_size={tp}"
+                + (" and shards the parameter differently" if saved_tp == tp else "")
+                + "\n  It is statistics of each rank's shard of the parameter and does not become that of other "
+                "shards.\n"
+                f"  Use tensor_parallel_size={saved_tp} and the policy of the checkpoint, or load without optimizer."
+            )
+        if self.kind == "whole" and _is_sharded(due) and not (source.shape == () and key in COUNTERS):
+            raise CheckpointError(
+                f"{what} was saved of the whole parameter with tensor_parallel_size={saved_tp}, the model runs with "
+                f"tensor_parallel_size={tp}, which shards the parameter\n"
+                "  It is statistics of all of it and does not become that of shards.\n"
+                "  Give the optimizer to autopar.initialize(model, config, optimizer=optimizer), which steps whole\n"
+                f"  parameters then; or use tensor_parallel_size={saved_tp}, or load without optimizer."
+            )
+        return source.shape, None
+
+
+def _ranges(layout: Layout) -> list[Any]:
+    return [layout.dim, *(layout.ranges(rank) for rank in range(layout.axis_size))]
+
+
+def _is_sharded(due: TensorPlan) -> bool:
+    """Tell whether several ranks hold different parts of a tensor."""
+    return due.layout is not None and len(set(_ranges(due.layout)[1:])) > 1
+
+
+def _same_shards(one: Layout | None, other: Layout | None) -> bool:
+    return one is not None and other is not None and _ranges(one) == _ranges(other)
+
+
+@dataclass(frozen=True)
+class OptimizerMetadata:
+    """The metadata, decoded.
+
+    Attributes:
+        title: module and class of the optimizer.
+        tp: tensor-parallel size.
+        masters: the parameters of half precision, whose fp32 weights are saved.
+        members: the names of each group's parameters.
+        options: of each group.
+        state: parameter -> key -> :class:`StateEntry`.
+        other: state that belongs to no parameter.
+    """
+
+    title: str
+    tp: int
+    masters: frozenset[str]
+    members: list[list[str]]
+    options: list[dict[str, Any]]
+    state: dict[str, dict[str, StateEntry]]
+    other: dict[Any, Any]
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any]) -> OptimizerMetadata:
+        """Decode and check. Raises CheckpointError if it is damaged."""
+        try:
+            data = decode(data, where="the optimizer")
+            tp = int(data["tp"])
+            parsed = cls(
+                title=str(data["class"]),
+                tp=tp,
+                masters=frozenset(map(str, data["masters"])),
+                members=[[str(name) for name in group["params"]] for group in data["groups"]],
+                options=[dict(group["options"]) for group in data["groups"]],
+                state={
+                    str(name): {str(key): StateEntry.parse(entry, f"{name}::{key}", tp) for key, entry in keys.items()}
+                    for name, keys in data["state"].items()
+                },
+                other=dict(data["other"]),
+            )
+            names = [name for group in parsed.members for name in group]
+            if len(set(names)) != len(names) or not {*parsed.state, *parsed.masters} <= set(names):
+                raise ValueError("its groups do not have each parameter once")
+            if any("params" in options for options in parsed.options):
+                raise ValueError("'params' is no option")
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError, CheckpointError) as error:
+            why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise CheckpointError(f"the state of the optimizer in the checkpoint is damaged: {why}") from error
+        return parsed
+
+    def check_groups(
+        self, groups: Sequence[Sequence[tuple[str, nn.Parameter]]], here: set[str], plan: Plan, title: str
+    ) -> None:
+        """Raise CheckpointError unless each parameter is in the group in which it was.
+
+        Their order in a group decides nothing. Parameters of other stages are not compared.
+
+        Args:
+            groups: the optimizer's, with names.
+            here: names of the parameters of this rank's model.
+        """
+        same = "\n  Make the same groups as in the run that saved it."
+        if len(self.members) != len(groups):
+            raise CheckpointError(
+                f"the checkpoint holds {len(self.members)} parameter groups of the optimizer, this {title} has "
+                f"{len(groups)}{same}"
+            )
+        then = {name: index for index, names in enumerate(self.members) for name in names}
+        now = {name: index for index, group in enumerate(groups) for name, _ in group}
+        for name, index in now.items():
+            if then.get(name) != index:
+                where = f"{name} is in parameter group {index} of this {title}"
+                if name in then:
+                    raise CheckpointError(f"{where}; it was saved in group {then[name]}{same}")
+                raise CheckpointError(
+                    f"{where} and in none of the {len(self.members)} that were saved.{nearest(name, then)}"
+                )
+        missing = [name for name in then if name not in now and (name in here or name not in plan.tensors)]
+        if missing:
+            raise CheckpointError(
+                f"{len(missing)} of the {len(then)} parameters in the optimizer that was saved are not in this "
+                f"{title}: {listed(missing)}"
+            )
+
+    def check_names(self, saved: Mapping[str, TensorPlan]) -> None:
+        """Raise CheckpointError unless the checkpoint has the tensors that the metadata names, and no others."""
+        due = {
+            entry.name(name, key, rank)
+            for name, keys in self.state.items()
+            for key, entry in keys.items()
+            if entry.kind not in ("value", "list")
+            for rank in range(self.tp if entry.kind == "own" else 1)
+        } | set(map(master_name, self.masters))
+        missing, unexpected = sorted(due - set(saved)), [name for name in saved if name not in due]
+        if missing or unexpected:
+            raise CheckpointError(
+                f"the state of the optimizer in the checkpoint is damaged: {len(missing)} of {len(due)} tensors are "
+                f"missing, {len(unexpected)} unexpected"
+                + (f"\n  Missing: {listed(missing)}." if missing else "")
+                + (f"\n  Unexpected: {listed(unexpected)}." if unexpected else "")
+            )
+
+
+def merge_metadata(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the metadata of all ranks: stages hold other parameters, ZeRO replicas other states.
+
+    Raises:
+        CheckpointError: they contradict each other: another class, other options, or another state of one parameter.
+    """
+    first = ranks[0]
+    groups = [{"options": group["options"], "params": dict.fromkeys(group["params"])} for group in first["groups"]]
+    state: dict[str, Any] = dict(first["state"])
+    for rank, other in enumerate(ranks[1:], 1):
+        for key in ("class", "tp", "other"):
+            if other[key] != first[key]:
+                raise CheckpointError(
+                    f"ranks have different optimizers: {key} is {first[key]!r} on the first and {other[key]!r} on "
+                    f"number {rank}"
+                )
+        if len(other["groups"]) != len(groups):
+            raise CheckpointError(
+                f"ranks have different optimizers: the first has {len(groups)} parameter groups, number {rank} has "
+                f"{len(other['groups'])}\n  A stage without parameters in a group needs an empty group in its place."
+            )
+        for index, (mine, theirs) in enumerate(zip(groups, other["groups"], strict=True)):
+            one, two = mine["options"], theirs["options"]
+            for key in {**one, **two}:
+                if key not in one or key not in two or one[key] != two[key]:
+                    raise CheckpointError(
+                        f"ranks have different optimizers: {key} of parameter group {index} is {one.get(key)!r} on the "
+                        f"first, {two.get(key)!r} on number {rank}"
+                    )
+            mine["params"].update(dict.fromkeys(theirs["params"]))
+        for name, entries in other["state"].items():
+            if state.setdefault(name, entries) != entries:
+                keys = [key for key in {**state[name], **entries} if state[name].get(key) != entries.get(key)]
+                raise CheckpointError(
+                    f"ranks have different states of {name}: {keys[0]!r} is {state[name].get(keys[0])} on one and "
+                    f"{entries.get(keys[0])} on number {rank}"
+                )
+    masters = [*dict.fromkeys(name for rank in ranks for name in rank["masters"])]
+    groups = [{**group, "params": list(group["params"])} for group in groups]
+    return {**first, "masters": masters, "groups": groups, "state": state}

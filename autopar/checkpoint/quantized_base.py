@@ -1,7 +1,7 @@
 """The quantized weights of a checkpoint: what stands for them, or digests, to be compared with the model at hand.
 
-They are left out where adapters stand before them. Else they are a part of their own: bytes and scales as their library
-has them in files, viewed with a dim for the outputs and one for the inputs.
+They are left out where adapters stand before them. Else they are a separate part: bytes and scales as their library
+has them in files, viewed with a dim for the outputs and one for the inputs. A rank reads its part of each.
 
 A digest is a sum over the numbers of the whole weight, so it is the same on every mesh.
 """
@@ -10,65 +10,34 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
+from autopar.checkpoint.format import QuantizedBase
+from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.state import State
 from autopar.distributed.digest import sum_of_elements
-from autopar.errors import CheckpointError, listed
+from autopar.errors import CheckpointError
+from autopar.layout import Layout
 from autopar.plan.plan import Piece, TensorPlan
 from autopar.quantized.layers import stored_weights
+from autopar.quantized.stored import StoredWeight
+from autopar.storage.files import RangeFile
+from autopar.storage.lazy_tensor import Box, LazyTensor, read_shard, reshaped
 from autopar.storage.safetensors_io import dtype_name
 
-if TYPE_CHECKING:
-    from autopar.checkpoint.shards import Shards
+_LARGE = ("absmax", "SCB", "qdata", "scale", "zero_point", "weight")  # ends of names of what has several entries
 
 
-@dataclass(frozen=True)
-class QuantizedBase:
-    """The quantized weights of a model.
-
-    Attributes:
-        name: where the model came from, as transformers notes it; ``""`` if it does not say.
-        forms: name -> the form in which a weight is stored.
-        digests: name -> digest of its numbers, as hexadecimal digits.
-        notes: name -> what the head of a file says of it, where that is not in tensors.
-    """
-
-    name: str = ""
-    forms: Mapping[str, str] = field(default_factory=dict)
-    digests: Mapping[str, str] = field(default_factory=dict)
-    notes: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls, name: str, state: State, ranks: Sequence[Mapping[str, int]], notes: Mapping[str, str] | None = None
-    ) -> QuantizedBase:
-        """Add up the digests of all ranks."""
-        digests = {name: f"{sum(rank.get(name, 0) for rank in ranks) % 2**64:016x}" for name in state.quantized}
-        forms = {name: tensor.quantized for name, tensor in state.quantized.items()}
-        return cls(name, forms, digests, notes or {})
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> QuantizedBase:
-        """Inverse of :meth:`to_json`. Raises ``ValueError``, ``KeyError`` or ``TypeError``."""
-        weights = {str(name): (str(form), str(digest)) for name, (form, digest) in data["weights"].items()}
-        forms, digests = ({name: pair[part] for name, pair in weights.items()} for part in (0, 1))
-        notes = {str(name): str(note) for name, note in data.get("notes", {}).items()}
-        return cls(str(data["name"]), forms, digests, notes)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        weights = {name: [self.forms[name], self.digests[name]] for name in self.forms}
-        return {"name": self.name, "weights": weights} | ({"notes": dict(self.notes)} if self.notes else {})
-
-    def __str__(self) -> str:
-        forms = listed(sorted({*self.forms.values()}))
-        return f"{self.name or 'a model without a name'} ({forms or 'not quantized'})"
+def add_up(
+    name: str, state: State, ranks: Sequence[Mapping[str, int]], notes: Mapping[str, str] | None = None
+) -> QuantizedBase:
+    """Return what a manifest says of the quantized weights of the model ``name``, from the digests of all ranks."""
+    digests = {name: f"{sum(rank.get(name, 0) for rank in ranks) % 2**64:016x}" for name in state.quantized}
+    forms = {name: tensor.quantized for name, tensor in state.quantized.items()}
+    return QuantizedBase(name, forms, digests, notes or {})
 
 
 def name_of(model: nn.Module, state: State) -> str:
@@ -93,16 +62,22 @@ def digests_here(model: nn.Module, state: State) -> dict[str, int]:
     return found
 
 
-def base_tensors(model: nn.Module, state: State) -> tuple[dict[str, torch.Tensor], dict[str, TensorPlan]]:
-    """Return what this rank writes of the quantized weights, and how all that it holds of them lies in files."""
+def base_tensors(
+    model: nn.Module, state: State
+) -> tuple[dict[str, torch.Tensor], dict[str, TensorPlan], dict[str, str]]:
+    """Return what this rank writes of the quantized weights; how all that it holds lies in files; notes for heads."""
     tensors: dict[str, torch.Tensor] = {}
     plans: dict[str, TensorPlan] = {}
+    notes: dict[str, str] = {}
     for path, stored in stored_weights(model).items() if state.quantized and not state.adapted else ():
         weight = state.quantized[f"{path}.weight"]
+        form = (weight.shape[0], weight.shape[1])
         layout = weight.layout if state.plan.shards > 1 else None
         first = state.writes(weight.name) and state.holders_of(weight.name).rank == 0
         saved = (weight.saved_as or weight.name).removesuffix("weight")
-        for name, (tensor, block, flat) in stored.files((weight.shape[0], weight.shape[1])).items():
+        if note := stored.note(form):
+            notes[weight.name] = note
+        for name, (tensor, block, flat) in stored.files(form).items():
             step = 0 if layout is None else block[layout.dim]
             cut = layout.in_steps(step) if layout is not None and step else None
             whole = list(tensor.shape)
@@ -116,16 +91,7 @@ def base_tensors(model: nn.Module, state: State) -> tuple[dict[str, torch.Tensor
             plans[full] = TensorPlan(full, tuple(whole), dtype_name(tensor.dtype), cut, pieces=pieces)
             if first and (cut is not None or state.mpu.tp.rank == 0):
                 tensors[full] = tensor
-    return tensors, plans
-
-
-def notes_of(model: nn.Module, state: State) -> dict[str, str]:
-    """Return what the head of a file says of the quantized weights that are here."""
-    found = {}
-    for path, stored in stored_weights(model).items() if state.quantized and not state.adapted else ():
-        rows, columns = state.quantized[f"{path}.weight"].shape
-        found[f"{path}.weight"] = stored.note((rows, columns))
-    return {name: note for name, note in found.items() if note}
+    return tensors, plans, notes
 
 
 def read_base(model: nn.Module, state: State, shards: Shards, *, check: bool = False) -> None:
@@ -137,19 +103,17 @@ def read_base(model: nn.Module, state: State, shards: Shards, *, check: bool = F
     Raises:
         CheckpointError: they do not stand for weights of these shapes.
     """
-    from autopar.storage.packed import open_packed, read_packed
-
     saved = shards.manifest.quantized
     for path, stored in stored_weights(model).items() if saved else ():
         weight, start = state.quantized[f"{path}.weight"], f"{path}."
         parts = {name[len(start) :]: shards.lazy(name, "base") for name in saved if name.startswith(start)}
-        rows, columns = weight.shape
         layout = weight.layout if state.plan.shards > 1 else None
+        form = (stored, parts, (weight.shape[0], weight.shape[1]), layout)
         try:
             if check:
-                open_packed(stored, parts, (rows, columns), layout, state.mpu.device)
+                open_packed(*form, state.mpu.device)
             else:
-                read_packed(stored, parts, (rows, columns), layout, state.mpu.shards.rank, state.mpu.device)
+                read_packed(*form, state.mpu.shards.rank, state.mpu.device)
         except (ValueError, KeyError) as error:
             raise CheckpointError(f"{shards.folder} does not hold {weight.name} as {stored.format}: {error}") from error
 
@@ -167,3 +131,78 @@ def warn_of_another(saved: QuantizedBase, here: QuantizedBase, folder: object) -
             "dtype, give the same weights.",
             stacklevel=5,
         )
+
+
+# -- weights that lie in files as several tensors ----------------------------------------------------------------------
+
+
+class Packed(LazyTensor):
+    """A weight that lies in files as several tensors.
+
+    Attributes:
+        parts: by their names after the path of the layer.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, parts: Mapping[str, LazyTensor]) -> None:
+        super().__init__(shape, dtype)
+        self.parts = parts
+
+    def files(self) -> Iterator[RangeFile]:
+        for part in self.parts.values():
+            yield from part.files()
+
+    def read_into(self, out: torch.Tensor, box: Box) -> None:
+        raise CheckpointError("quantized numbers alone are no weight")
+
+
+def open_packed(
+    stored: StoredWeight,
+    parts: Mapping[str, LazyTensor],
+    shape: tuple[int, int],
+    layout: Layout | None,
+    device: torch.device,
+) -> dict[str, tuple[LazyTensor, tuple[int, int]]]:
+    """Return the pieces of a weight as they lie in files, and what one entry of them stands for along each dim.
+
+    Args:
+        parts: all tensors of the weight, by their names after the path of the layer.
+        shape: of the whole weight.
+
+    Raises:
+        ValueError, KeyError: they do not stand for a weight of this shape.
+    """
+    small = {name: part.read().to(device) for name, part in parts.items() if not name.endswith(_LARGE)}
+    found = {}
+    for piece, (name, form, block) in stored.open(small, shape, layout).items():
+        lazy = parts[name]
+        sizes = lazy.shape if form == (-1,) else form
+        if math.prod(sizes) != math.prod(lazy.shape):
+            raise ValueError(f"{name} has shape {list(lazy.shape)}, a weight of {list(shape)} needs {list(sizes)}")
+        viewed = lazy if lazy.shape == tuple(sizes) or not any(block) else reshaped(lazy, sizes)
+        if viewed is None:
+            raise ValueError(f"{name} is computed of other tensors")
+        found[piece] = (viewed, block)
+    return found
+
+
+def read_packed(
+    stored: StoredWeight,
+    parts: Mapping[str, LazyTensor],
+    shape: tuple[int, int],
+    layout: Layout | None,
+    rank: int,
+    device: torch.device,
+) -> None:
+    """Read the shard of ``rank`` of a quantized weight, all of it if the layout is None or for one rank.
+
+    Args: see :func:`open_packed`.
+    """
+    layout = None if layout is None or layout.axis_size == 1 else layout
+    tensors = {}
+    for name, (lazy, block) in open_packed(stored, parts, shape, layout, device).items():
+        step = 0 if layout is None else block[layout.dim]
+        cut = layout.in_steps(step) if layout is not None and step else None
+        due = lazy.shape if cut is None else cut.local_shape(lazy.shape, rank)
+        tensors[name] = torch.empty(due, dtype=lazy.dtype, device=device)
+        read_shard(lazy, cut, rank, tensors[name])
+    stored.take(tensors, layout, rank)

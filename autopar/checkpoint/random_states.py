@@ -78,8 +78,7 @@ def choose(saved: Sequence[Mapping[str, Any]], tp: int, pp: int, dp: int, cp: in
     checkpoint and mesh always give the same states.
 
     Args:
-        saved: one entry per rank: ``{"tp": 0, "pp": 0, "dp": 0, "cp": 0, "state": what take returned}``; without
-            ``cp`` it is 0.
+        saved: one entry per rank: ``{"tp": 0, "pp": 0, "dp": 0, "cp": 0, "state": what take returned}``.
 
     Raises:
         CheckpointError: if an entry is damaged, or that of the first rank is missing.
@@ -88,7 +87,7 @@ def choose(saved: Sequence[Mapping[str, Any]], tp: int, pp: int, dp: int, cp: in
         states: dict[tuple[int, int, int], Json] = {}
         for place in (0, cp) if cp else (0,):  # the rank's own one comes last, and stays
             for entry in saved:
-                if int(entry.get("cp", 0)) == place:
+                if int(entry["cp"]) == place:
                     states[int(entry["tp"]), int(entry["pp"]), int(entry["dp"])] = entry["state"]
         first = states[0, 0, 0]
     except (KeyError, TypeError, ValueError, AttributeError) as error:

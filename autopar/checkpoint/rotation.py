@@ -24,21 +24,10 @@ _NUMBERED = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
 _HEAD = re.compile(rb'\n "order": (\d{1,18}),\n "follows": (\d{1,18}),\n')
 
 
-def series(path: str | os.PathLike[str]) -> tuple[str, int]:
-    """Split a folder's name into the part before the number at its end and the number: ``("step-", 100)``.
-
-    Raises:
-        CheckpointError: if the name does not end in a number.
-    """
-    name = Path(path).name
-    found = _NUMBERED.fullmatch(name)
-    if found is None:
-        raise CheckpointError(
-            f"{name!r} does not end in a number, so it is not known which checkpoints are older\n"
-            "  With keep_last= a folder is called like step-100, checkpoint-7 or epoch3; those that differ only in\n"
-            "  the number are one series, and those that were saved last are kept."
-        )
-    return found[1], int(found[2])
+def series(path: str | os.PathLike[str]) -> tuple[str, int] | None:
+    """Split a folder's name into the part before the number at its end and the number: ``("step-", 100)``, or None."""
+    found = _NUMBERED.fullmatch(Path(path).name)
+    return None if found is None else (found[1], int(found[2]))
 
 
 def check_keep_last(target: str | os.PathLike[str], keep_last: object) -> None:
@@ -52,7 +41,13 @@ def check_keep_last(target: str | os.PathLike[str], keep_last: object) -> None:
             f"keep_last={keep_last!r} must be a whole number of at least 1\n"
             "  It counts the checkpoint that is being saved; leave it out to keep all."
         )
-    series(os.path.realpath(target))
+    name = os.path.basename(os.path.realpath(target))
+    if series(name) is None:
+        raise CheckpointError(
+            f"{name!r} does not end in a number, so it is not known which checkpoints are older\n"
+            "  With keep_last= a folder is called like step-100, checkpoint-7 or epoch3; those that differ only in\n"
+            "  the number are one series, and those that were saved last are kept."
+        )
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -74,9 +69,8 @@ class Member(NamedTuple):
 
 def series_of(target: str | os.PathLike[str]) -> str | None:
     """Return the path without the number at its end, which a series has in common; None if there is no number."""
-    path = Path(os.path.realpath(target))
-    found = _NUMBERED.fullmatch(path.name)
-    return None if found is None else str(path.parent / found[1]) if found[1] else f"{path.parent}{os.sep}"
+    path = os.path.realpath(target)
+    return None if series(path) is None else path.rstrip("0123456789")
 
 
 def place_in_series(target: str | os.PathLike[str], order: int) -> Mapping[str, int]:
@@ -87,18 +81,16 @@ def place_in_series(target: str | os.PathLike[str], order: int) -> Mapping[str, 
 
 def next_order(target: Path) -> int:
     """Return the order of a checkpoint that is about to be saved as ``target``; 0 if its name ends in no number."""
-    found = _NUMBERED.fullmatch(target.name)
-    if found is None:
-        return 0
-    return 1 + max((member.order for member in members(target.parent, found[1])), default=0)
+    found = series(target)
+    return 0 if found is None else 1 + max((member.order for member in members(target.parent, found[0])), default=0)
 
 
 def rotate(target: Path, keep_last: int) -> list[Path]:
     """Delete checkpoints of the target's series, so that ``keep_last`` remain: what was saved last.
 
     First go those that the run left behind when it went back (``from_parallelized`` of step-200 after step-400 was
-    saved: step-300 and step-400), then those that were saved first. Checkpoints from before saves were counted are
-    the oldest, by their numbers. Call it when ``target`` is whole: it counts and always stays.
+    saved: step-300 and step-400), then those that were saved first. Call it when ``target`` is whole: it counts and
+    always stays.
 
     Only what a save has written is deleted. Other files in the folder stay where they are, with a warning. So does
     everything else in the parent folder: other series, folders that hold no checkpoint, symbolic links and what they
@@ -119,7 +111,7 @@ def rotate(target: Path, keep_last: int) -> list[Path]:
     """
     check_keep_last(target, keep_last)
     target = Path(os.path.realpath(target))
-    stem, _ = series(target)
+    stem, _ = series(target) or ("", 0)
     for path, kind in _folders(target.parent, stem):
         if is_checkpoint(path):  # a hidden one may be what an interrupted save was about to replace
             continue
@@ -128,24 +120,18 @@ def rotate(target: Path, keep_last: int) -> list[Path]:
         elif (path / REMOVED).is_file() and not kind:
             _try_to_remove(path)
     present = members(target.parent, stem)
-    left = _left_behind(present, target)
+    by_order = {member.order: member for member in present}
+    here = next((member for member in present if member.path == target), None)
+    left: set[Member] = set()  # what was saved after one that the target's run resumed from, and before it was resumed
+    while here is not None and here.follows:
+        left |= {member for member in present if here.follows < member.order < here.order}
+        here = by_order.get(here.follows)
     others = sorted(
         (member for member in present if member.path != target),
         key=lambda member: (member not in left, member.order, member.number, member.path.name),
     )
     removed = [member.path for member in others[: max(0, len(others) + 1 - keep_last)]]
     return [path for path in removed if _try_to_remove(path)]
-
-
-def _left_behind(present: list[Member], target: Path) -> set[Member]:
-    """Return what was saved after a checkpoint that the target's run resumed from, and before it was resumed."""
-    by_order = {member.order: member for member in present}
-    here = next((member for member in present if member.path == target), None)
-    left: set[Member] = set()
-    while here is not None and here.follows:
-        left |= {member for member in present if here.follows < member.order < here.order}
-        here = by_order.get(here.follows)
-    return left
 
 
 def _folders(parent: Path, stem: str) -> list[tuple[Path, str]]:
@@ -167,25 +153,41 @@ def _folders(parent: Path, stem: str) -> list[tuple[Path, str]]:
 def members(parent: Path, stem: str) -> list[Member]:
     """List the checkpoints of a series, lowest number first."""
     found = []
-    for path in (path for path, kind in _folders(parent, stem) if not kind):
-        if not is_checkpoint(path):
-            continue
+    for path in (path for path, kind in _folders(parent, stem) if not kind and is_checkpoint(path)):
         try:
             with open(path / MANIFEST, "rb") as file:
                 head = _HEAD.search(file.read(512))
         except OSError:
-            continue  # somebody else deletes it
+            continue  # another process deletes it
         order, follows = (int(head[1]), int(head[2])) if head else (0, 0)
-        found.append(Member(path, series(path)[1], order, follows if follows < order else 0))
+        found.append(Member(path, int(path.name.removeprefix(stem)), order, follows if follows < order else 0))
     return found
 
 
 def _try_to_remove(path: Path) -> bool:
-    """Delete a checkpoint; False, with a warning, if that cannot be done."""
+    """Delete the files of a checkpoint, and its folder unless it holds others; False, with a warning, if that fails.
+
+    A process that is killed at any moment leaves it whole, or not looking whole and with a note of what is to go.
+    """
     try:
-        others = _remove(path)
+        note = MANIFEST if (path / MANIFEST).exists() else REMOVED
+        try:
+            manifest = Manifest.read(path, note)
+        except CheckpointError:
+            os.stat(path / note)  # another process deletes the checkpoint, or it is not whole
+            raise
+        ours = {*manifest.along, *manifest.files, MANIFEST, REMOVED}
+        folders = {entry.name for entry in os.scandir(path) if entry.is_dir(follow_symlinks=False)}  # the user's
+        if note == MANIFEST:
+            os.rename(path / MANIFEST, path / REMOVED)
+            fsync(path)
+        for name in (*sorted(ours - {REMOVED} - folders), REMOVED):
+            (path / name).unlink(missing_ok=True)
+        others = sorted(os.listdir(path))
+        if not others:
+            os.rmdir(path)
     except FileNotFoundError:
-        return False  # somebody else deletes it
+        return False  # another process deletes it
     except (OSError, CheckpointError) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         warnings.warn(f"{path} could not be deleted: {reason}", stacklevel=3)
@@ -197,33 +199,6 @@ def _try_to_remove(path: Path) -> bool:
             stacklevel=3,
         )
     return True
-
-
-def _remove(path: Path) -> list[str]:
-    """Delete the files of a checkpoint, and its folder unless it holds others; its names.
-
-    A process that is killed at any moment leaves it whole, or not looking whole and with a note of what is to go.
-
-    Raises:
-        CheckpointError: the manifest cannot be read, so it is not known what the save has written.
-    """
-    note = MANIFEST if (path / MANIFEST).exists() else REMOVED
-    try:
-        manifest = Manifest.read(path, note)
-    except CheckpointError:
-        os.stat(path / note)  # somebody else deletes the checkpoint, or it is not whole
-        raise
-    ours = {*manifest.along, *manifest.files, MANIFEST, REMOVED}
-    folders = {entry.name for entry in os.scandir(path) if entry.is_dir(follow_symlinks=False)}  # somebody else's
-    if note == MANIFEST:
-        os.rename(path / MANIFEST, path / REMOVED)
-        fsync(path)
-    for name in (*sorted(ours - {REMOVED} - folders), REMOVED):
-        (path / name).unlink(missing_ok=True)
-    left = sorted(os.listdir(path))
-    if not left:
-        os.rmdir(path)
-    return left
 
 
 # -- the checkpoint to go on from --------------------------------------------------------------------------------------
@@ -248,7 +223,7 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
         return path
     parent, begins = (path, None) if path.is_dir() else (path.parent, path.name)
     entries = [entry for entry in (parent.iterdir() if parent.is_dir() else ()) if is_checkpoint(entry)]
-    stems = {series(entry)[0] for entry in entries if series_of(entry) is not None}
+    stems = {stem for stem, _ in filter(None, map(series, entries))}
     if begins is not None:
         stems &= {begins}
     if len(stems) > 1:

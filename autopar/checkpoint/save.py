@@ -1,37 +1,43 @@
-"""Save a parallelized model: every rank writes its shards, rank 0 the rest; the folder appears whole or not at all."""
+"""Save a parallelized model: every rank writes its shards, rank 0 the rest; the folder appears whole or not at all.
+
+One rank writes a weight that several ranks hold. So all of them are compared first: the same, or no save.
+"""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autopar.adapters import check_merged
+from autopar.checkpoint import random_states
 from autopar.checkpoint.arguments import SaveRequest, check_same_call, check_timeout, timeout_or_default
-from autopar.checkpoint.extra import check_extra, merged_names
-from autopar.checkpoint.format import SHARDED_EXTRA, Manifest, versions
-from autopar.checkpoint.offline.merge import write_merged
-from autopar.checkpoint.optimizer_metadata import OptimizerMetadata, merge_metadata
-from autopar.checkpoint.optimizer_weights import states_only
-from autopar.checkpoint.quantized_base import QuantizedBase, digests_here, name_of
+from autopar.checkpoint.extra import Extra, check_extra, unlike
+from autopar.checkpoint.format import FileRecord, Manifest, Part, shard_name, versions
+from autopar.checkpoint.offline import write_merged
+from autopar.checkpoint.optimizer_state import OptimizerMetadata, OptimizerState, merge_metadata, take
+from autopar.checkpoint.optimizer_weights import LOSS_SCALE, parameters_by_name, step_of
+from autopar.checkpoint.quantized_base import add_up, base_tensors, digests_here, name_of
 from autopar.checkpoint.rotation import next_order, place_in_series, rotate, series_of
-from autopar.checkpoint.shard_index import FileRecord, Part, shard_name
-from autopar.checkpoint.shards import Shards
-from autopar.checkpoint.snapshot import Snapshot, check_replicas, digest_parameters, snapshot
+from autopar.checkpoint.shards import Shards, record_of, shard_writer
 from autopar.checkpoint.staging import Staging, fsync_files
-from autopar.checkpoint.state import State, config_writer, state_of
+from autopar.checkpoint.state import State, config_writer, local_tensors, state_of
+from autopar.checks.samples import local_part
 from autopar.distributed.agree import Ranks, all_ranks, barrier, rank_zero
+from autopar.distributed.digest import sum_of_bits
 from autopar.errors import CheckpointError, listed
 from autopar.foreign.c10d import in_fake_world
-from autopar.plan.plan import TensorPlan
+from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.files import file_checksum
-from autopar.storage.safetensors_io import SafetensorsWriter
+from autopar.storage.json_values import encode
+from autopar.storage.safetensors_io import dtype_name
 
 Made = TypeVar("Made")
 
@@ -71,13 +77,18 @@ def save(
         local = replace(local, report={**local.report, "base": digests_here(model, state)})
         return call, Writer(model, state, request, tokenizer), local
 
+    def on_all(make: Callable[[], Snapshot]) -> Snapshot:
+        made: list[Snapshot] = []
+        all_ranks(mpu, lambda: made.append(make()))  # a rank whose memory does not suffice stops all of them
+        return made[0]
+
     writer, local = prepare_alike(model, timeout, prepare)
     if local.fsdp:
-        local = _on_all(mpu, partial(local.gathered, state))
+        local = on_all(partial(local.gathered, state))
     if not writer.request.async_save or in_fake_world():
         writer.run(mpu, local)
         return
-    copied = _on_all(mpu, local.copied)
+    copied = on_all(local.copied)
     writer.stage(mpu)  # a folder that cannot be written is reported now, by this call
     state.background.start(mpu, copied, writer.run)
 
@@ -118,13 +129,6 @@ def prepare_alike(
     return prepared[0]
 
 
-def _on_all(peers: Ranks, make: Callable[[], Snapshot]) -> Snapshot:
-    """Make a snapshot on each rank. A rank whose memory does not suffice stops all of them."""
-    made: list[Snapshot] = []
-    all_ranks(peers, lambda: made.append(make()))
-    return made[0]
-
-
 class Writer:
     """Write one save after all checks; can run in the background. Files are touched in methods of their own."""
 
@@ -134,19 +138,17 @@ class Writer:
         self.staging: Staging | None = None
         self.staged: tuple[Path, str] | None = None  # the folder to write into, the id of the save
 
-    def _untouched(self) -> str:
+    def _left(self, *, finishing: bool = False) -> str:
+        """Return what a failed save has left, for its error."""
         if self.staging is not None and self.staging.committed:
             return f"{self.staging.target} is written and whole."
+        if finishing and self.state.mpu.rank != 0:
+            return f"{self.request.directory} holds the previous or the new checkpoint, whole."
         return f"Nothing was written to {self.request.directory}; a checkpoint that was there is untouched."
-
-    def _doubt(self) -> str:
-        if self.state.mpu.rank == 0:
-            return self._untouched()
-        return f"{self.request.directory} holds the previous or the new checkpoint, whole."
 
     def stage(self, peers: Ranks) -> tuple[Path, str]:
         """Make the temporary folder. Collective."""
-        folder, save_id = rank_zero(peers, self.make_folder, self._untouched)
+        folder, save_id = rank_zero(peers, self.make_folder, self._left)
         self.staged = Path(folder), save_id
         return self.staged
 
@@ -154,8 +156,8 @@ class Writer:
         """Write, and put the folder in its place. Collective."""
         try:
             folder, save_id = self.staged or self.stage(peers)
-            reports = all_ranks(peers, lambda: self.write_shards(local, folder, save_id), self._untouched)
-            rank_zero(peers, lambda: self.finish(folder, save_id, reports), self._doubt)
+            reports = all_ranks(peers, lambda: self.write_shards(local, folder, save_id), self._left)
+            rank_zero(peers, lambda: self.finish(folder, save_id, reports), partial(self._left, finishing=True))
         finally:
             if self.staging is not None:
                 self.staging.discard()
@@ -169,7 +171,29 @@ class Writer:
 
     def write_shards(self, local: Snapshot, folder: Path, save_id: str) -> dict[str, Any]:
         """Write this rank's files; return its report for the manifest."""
-        return _write(local, self.state, folder, save_id)
+        mpu, written = self.state.mpu, {}
+        for part, tensors in local.tensors.items():
+            if not tensors and (mpu.dp_cp.rank != 0 or part in ("base", "extra")):
+                continue
+            if not folder.is_dir() and mpu.rank == 0:
+                raise CheckpointError(f"{folder} was removed by another program while this save was writing into it")
+            if not folder.is_dir():
+                raise CheckpointError(
+                    f"{folder.parent} is not the same folder on all ranks: rank {mpu.rank} does not see rank 0's files "
+                    "there\n  Save to a file system that all nodes share."
+                )
+            dp = mpu.copies.rank if part == "optimizer" and local.by_replica else None
+            place = (mpu.shards.rank, mpu.pp.rank, dp)
+            specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+            try:
+                with shard_writer(folder, save_id, part, place, specs) as writer:
+                    for name in writer.order:
+                        writer.write(name, tensors[name])
+                written[part] = record_of(writer, place).to_json()
+            except OSError as error:
+                name, why = shard_name(part, *place), error.strerror or error
+                raise CheckpointError(f"cannot write {name} into {folder}: {why}") from error
+        return {**local.report, "files": written}
 
     def finish(self, folder: Path, save_id: str, reports: list[dict[str, Any]]) -> None:
         """Write on rank 0 what there is once, and put the folder in its place."""
@@ -185,7 +209,7 @@ class Writer:
         resumed_from = self.state.resumed_from.get(series_of(self.staging.target) or "", 0)
         manifest = _manifest(self.state, save_id, reports, along)
         notes = {name: note for report in reports for name, note in report["base notes"].items()}
-        base = QuantizedBase.of(self.base_name, self.state, [report["base"] for report in reports], notes)
+        base = add_up(self.base_name, self.state, [report["base"] for report in reports], notes)
         follows = resumed_from if resumed_from < order else 0
         replace(manifest, order=order, follows=follows, base=base).write(folder)
         if self.request.merge:
@@ -199,42 +223,6 @@ class Writer:
             self.state.resumed_from.update(place_in_series(self.staging.target, order))
         if self.request.keep_last is not None:
             rotate(self.staging.target, self.request.keep_last)
-
-
-def _write(local: Snapshot, state: State, folder: Path, save_id: str) -> dict[str, Any]:
-    """Write this rank's files; returns its report for the manifest."""
-    mpu = state.mpu
-    written = {}
-    for part, tensors in local.tensors.items():
-        if not tensors and (mpu.dp_cp.rank != 0 or part in ("base", "extra")):
-            continue
-        dp = mpu.copies.rank if part == "optimizer" and local.by_replica else None
-        if not folder.is_dir() and mpu.rank == 0:
-            raise CheckpointError(f"{folder} was removed by another program while this save was writing into it")
-        if not folder.is_dir():
-            raise CheckpointError(
-                f"{folder.parent} is not the same folder on all ranks: rank {mpu.rank} does not see rank 0's files "
-                "there\n  Save to a file system that all nodes share."
-            )
-        record = write_shard(folder, save_id, part, (mpu.shards.rank, mpu.pp.rank, dp), tensors)
-        written[part] = record.to_json()
-    return {**local.report, "files": written}
-
-
-def write_shard(
-    folder: Path, save_id: str, part: str, place: tuple[int, int, int | None], tensors: Mapping[str, torch.Tensor]
-) -> FileRecord:
-    """Write one shard file of rank ``(tp, pp, dp)``. Raises CheckpointError if that is not possible."""
-    path = folder / shard_name(part, *place)
-    metadata = {"format": "pt", "autopar_save_id": save_id, "autopar_file": path.name}
-    specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    try:
-        with SafetensorsWriter(path, specs, metadata, align=64) as writer:
-            for name in writer.order:
-                writer.write(name, tensors[name])
-        return FileRecord(*place, path.stat().st_size, writer.header, writer.checksums)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path.name} into {folder}: {error.strerror or error}") from error
 
 
 def _manifest(state: State, save_id: str, reports: list[dict[str, Any]], along: Mapping[str, str]) -> Manifest:
@@ -253,17 +241,19 @@ def _manifest(state: State, save_id: str, reports: list[dict[str, Any]], along: 
         raise CheckpointError(f"no stage holds {listed(missing)}")
     model = {name: replace(tensor, dtype=dtypes[name]) for name, tensor in state.plan.tensors.items()}
     parts = {"model": Part("model", model, files["model"])}
-    if "base" in files:
-        plans = {n: TensorPlan.from_json(n, plan) for report in reports for n, plan in report["base plans"].items()}
-        parts["base"] = Part("base", plans, files["base"])
     training = dict(reports[0]["training"])
-    if reports[0]["optimizer"] is not None:
-        parts["optimizer"], training["optimizer"] = _optimizer_part(reports, files.get("optimizer", {}))
-    if "extra" in files:
-        plans = {n: TensorPlan.from_json(n, plan) for report in reports for n, plan in report["extra"].items()}
-        parts["extra"] = Part("extra", plans, files["extra"])
-    if sharded := merged_names([report["sharded extra"] for report in reports]):
-        training[SHARDED_EXTRA] = sharded
+    for part in ("base", "optimizer", "extra"):
+        plans: dict[str, TensorPlan] = {}
+        for name, entry in ((n, entry) for report in reports for n, entry in report["plans"][part].items()):
+            plan = TensorPlan.from_json(name, entry)
+            if plans.setdefault(name, plan) != plan:
+                raise CheckpointError(f"the {part}'s {name} differs between ranks in shape or dtype")
+        if part not in files:
+            continue
+        parts[part] = Part(part, plans, files[part])
+        if part == "optimizer":
+            training[part] = merge_metadata([report["optimizer"] for report in reports])
+            OptimizerMetadata.parse(training[part]).check_names(plans)  # nothing is saved that could not be loaded
     if reports[0]["random"]:
         training["random_states"] = [report["random"] for report in reports]
     manifest = Manifest(
@@ -287,15 +277,196 @@ def _manifest(state: State, save_id: str, reports: list[dict[str, Any]], along: 
     return manifest
 
 
-def _optimizer_part(reports: list[dict[str, Any]], files: Mapping[str, FileRecord]) -> tuple[Part, dict[str, Any]]:
-    """Merge what all ranks have of the optimizer: its part of the manifest, and its metadata."""
+# -- one rank's part, collected and checked before anything is written -------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One rank's contribution to a checkpoint.
+
+    Attributes:
+        tensors: part -> name -> what this rank writes.
+        report: what the manifest says of this rank, as JSON: of all the model's tensors that it holds, also those that
+            others write, the dtypes, and which are parameters; plans of the other tensors; the optimizer's metadata,
+            the scheduler, the user's data; the random state.
+        extra: the user's data on this rank, to be compared.
+        by_replica: the replicas hold different parts of the optimizer's state (ZeRO-1).
+        fsdp: the model's tensors are sharded over the replicas; the same on every rank.
+    """
+
+    tensors: Mapping[str, Mapping[str, torch.Tensor]]
+    report: Mapping[str, Any]
+    extra: Extra | None
+    by_replica: bool
+    fsdp: bool
+
+    def gathered(self, state: State) -> Snapshot:
+        """Gather FSDP shards: the first rank that holds parts gets a whole one on the CPU, others none. Collective."""
+        return replace(self, tensors={part: _gather_all(tensors, state) for part, tensors in self.tensors.items()})
+
+    def copied(self) -> Snapshot:
+        """Copy the tensors to host memory, so that training can go on while they are written."""
+        copies = {
+            part: {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+            for part, tensors in self.tensors.items()
+        }
+        return replace(self, tensors=copies)
+
+
+def snapshot(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    lr_scheduler: Any = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Snapshot:
+    """Collect what this rank writes; tensors are the live ones, not copies. No communication.
+
+    FSDP shards are in the snapshot of each replica, for :meth:`Snapshot.gathered`.
+
+    Raises:
+        CheckpointError: the model is not the one that was parallelized, or something cannot be saved; names it.
+    """
+    state = state_of(model)
+    plan, mpu = state.plan, state.mpu
+    local = local_tensors(model, fsdp=True)
+    tensors: dict[str, dict[str, torch.Tensor]] = {
+        "model": {
+            name: tensor
+            for name, tensor in local.items()
+            if state.first(name, tensor)
+            and (mpu.tp.rank == 0 or plan.tensors[name].layout is not None)
+            and state.writes(name)
+        }
+    }
+    tensors["base"], base_plans, base_notes = base_tensors(model, state)
     plans: dict[str, TensorPlan] = {}
-    for report in reports:
-        for name, entry in report["plans"].items():
-            plan = TensorPlan.from_json(name, entry)
-            if plans.setdefault(name, plan) != plan:
-                raise CheckpointError(f"the optimizer's {name} differs between ranks in shape or dtype")
-    merged = merge_metadata([report["optimizer"] for report in reports])
-    metadata = OptimizerMetadata.parse(merged)
-    metadata.check_names(states_only(plans, metadata))  # nothing is saved that could not be loaded
-    return Part("optimizer", plans, files), merged
+    metadata = None
+    by_replica = False
+    training: dict[str, Any] = {}
+    loose: dict[str, torch.Tensor] = {}
+    if optimizer is not None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise CheckpointError(f"optimizer={optimizer!r} must be a torch.optim.Optimizer")
+        step = step_of(optimizer)
+        by_replica = step is not None and step.sharded  # ZeRO-1
+        if step is not None and step.scale is not None:
+            training[LOSS_SCALE] = dict(step.scale.state_dict())
+        taken = take(optimizer, model, plan, mpu.shards.rank)
+        tensors["optimizer"], metadata = _written(optimizer, model, state, taken, by_replica), taken.metadata
+        plans = {name: taken.plans[name] for name in tensors["optimizer"]}
+    if lr_scheduler is not None:
+        if not hasattr(lr_scheduler, "state_dict"):
+            raise CheckpointError(f"lr_scheduler={lr_scheduler!r} has no state_dict")
+        value = {"class": type(lr_scheduler).__name__, "state": lr_scheduler.state_dict()}
+        training["lr_scheduler"], loose = encode(value, "lr_scheduler")
+    own = None if extra is None else Extra.of(extra, plan, local)
+    if own is not None:
+        training["extra"], loose = own.value, {**loose, **own.loose}
+    tensors["extra"] = loose = loose if mpu.rank == 0 else {}
+    extra_plans = {name: TensorPlan(name, tuple(one.shape), dtype_name(one.dtype)) for name, one in loose.items()}
+    for name, tensor, due in own.tensors(plan) if own is not None else ():
+        if (due.layout is not None or mpu.tp.rank == 0) and state.writes(name) and state.first(name, tensor):
+            tensors["extra"][due.name], extra_plans[due.name] = tensor, due
+    resumable = optimizer is not None or lr_scheduler is not None
+    place = {"tp": mpu.tp.rank, "pp": mpu.pp.rank, "dp": mpu.dp.rank, "cp": mpu.cp.rank}
+    report = {
+        "dtypes": {name: dtype_name(tensor.dtype) for name, tensor in local.items()},
+        "parameters": [name for name, tensor in local.items() if isinstance(tensor, nn.Parameter)],
+        "plans": {
+            part: {name: due.to_json() for name, due in of.items()}
+            for part, of in (("base", base_plans), ("optimizer", plans), ("extra", extra_plans))
+        },
+        "base notes": base_notes,
+        "optimizer": metadata,
+        "training": training if mpu.rank == 0 else {},
+        "random": {**place, "state": random_states.take(mpu.random_tracker)} if resumable else None,
+    }
+    fsdp = any(isinstance(tensor, DTensor) for tensor in local.values())
+    return Snapshot(tensors, report, own, by_replica, fsdp)
+
+
+def _written(
+    optimizer: torch.optim.Optimizer, model: nn.Module, state: State, taken: OptimizerState, by_replica: bool
+) -> dict[str, torch.Tensor]:
+    """Return those of the optimizer's tensors that this rank writes."""
+    plan, mpu = state.plan, state.mpu
+    parameters, step = parameters_by_name(model, plan), step_of(optimizer)
+    result = {}
+    for name, tensor in taken.tensors.items():
+        parameter, _, key = name.partition("::")
+        weight, layout = parameters[parameter], plan.tensors[parameter].layout
+        if layout is None or (step is not None and weight in step.whole):
+            writer = 0 if step is None else step.whole.writer(weight)
+        else:  # what is no shard lies with the first rank that holds some of the parameter
+            writer = next((rank for rank in range(layout.axis_size) if layout.local_size(rank)), 0)
+        place = mpu.shards.rank if parameter in plan.experts else mpu.tp.rank
+        here = taken.plans[name].layout is not None or place == writer or key.endswith(f"@tp{mpu.shards.rank}")
+        if by_replica and not isinstance(tensor, DTensor):
+            here = here and step is not None and step.owns(weight)
+        elif not state.first(parameter, tensor):
+            here = False
+        if here and state.writes(parameter):
+            result[name] = tensor
+    return result
+
+
+# -- weights that FSDP2 shards over the replicas (ZeRO's stages 2 and 3) -----------------------------------------------
+
+
+@torch.no_grad()
+def _gather_all(tensors: Mapping[str, torch.Tensor], state: State) -> dict[str, torch.Tensor]:
+    """Gather DTensors: full on the CPU of their first rank, none on their others; other tensors stay as they are.
+
+    Collective: all ranks give the same DTensors in the same order.
+    """
+    result: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, DTensor):
+            result[name] = tensor
+            continue
+        parameter = name.partition("::")[0]
+        full = state.gather_rows(parameter, tensor)
+        if state.holders_of(parameter).rank == 0:
+            result[name] = full if full.is_meta else full.cpu()
+    return result
+
+
+# -- weights that several ranks hold ----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def digest_parameters(model: nn.Module, plan: Plan) -> dict[str, tuple[str, int]]:
+    """Digest the parameters of this rank: canonical name -> dtype and number. No communication."""
+    canonical = plan.names
+    found: dict[str, tuple[str, int]] = {}
+    for name, parameter in model.named_parameters():
+        if name in canonical and not parameter.is_meta:
+            local = local_part(parameter)
+            found[canonical[name]] = str(local.dtype), int(sum_of_bits(local))
+    return found
+
+
+def check_replicas(
+    digests: Sequence[Mapping[str, tuple[str, int]]], plan: Plan, places: Sequence[tuple[int, int, int]], fsdp: bool
+) -> None:
+    """Check that ranks which hold the same weights have the same digests. Dtypes that differ are another error's.
+
+    Args:
+        digests: what :func:`digest_parameters` gave on each rank of the world, in order.
+        places: of each of these ranks (:meth:`MPU.places`).
+        fsdp: the replicas hold different rows.
+
+    Raises:
+        CheckpointError: names the tensors, and two ranks that disagree.
+    """
+    different = unlike(digests, plan, places, fsdp)
+    if different:
+        name, (one, other) = next(iter(different.items()))
+        raise CheckpointError(
+            f"{name} differs between rank {one} and rank {other}, which must hold the same: the ranks have drifted "
+            f"apart ({len(different)} of {len(plan.tensors)} tensors: {listed(list(different), 3)})\n"
+            "  One of them skipped an optimizer step, stepped with gradients or random numbers of its own, or wrote\n"
+            "  into its weights. Nothing was written. Go on from the last checkpoint; with\n"
+            "  consistency_check: {enable: false} the weights of rank "
+            f"{one} would be saved."
+        )

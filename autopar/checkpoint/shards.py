@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from threading import Event
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from autopar.checkpoint.format import MANIFEST, WEIGHTS, Manifest, sizes_text
-from autopar.checkpoint.shard_index import FileRecord, Part
+from autopar.checkpoint.format import MANIFEST, PARTS, WEIGHTS, FileRecord, Manifest, Part, shard_name
+from autopar.checkpoint.staging import progress_bar
 from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import CheckpointError
 from autopar.layout import Layout, replica_rows
 from autopar.storage.files import Closing, file_checksum
-from autopar.storage.lazy_tensor import Joined, LazyTensor, read_shard, whole_box
-from autopar.storage.safetensors_io import SafetensorsReader, dtype_name, nbytes
-from autopar.storage.views import narrowed
+from autopar.storage.lazy_tensor import Joined, LazyTensor, narrowed, read_shard, whole_box
+from autopar.storage.safetensors_io import SafetensorsReader, SafetensorsWriter, dtype_name, nbytes
 
 if TYPE_CHECKING:
     from autopar.distributed.mesh import MPU
@@ -53,37 +56,32 @@ class Shards(Closing):
         self._mapped = mapped
         self.manifest = Manifest.read(folder)
         self._readers: dict[str, SafetensorsReader] = {}
-        used = [self.manifest.parts[name] for name in parts if name in self.manifest.parts]
-        self._check_presence(used)
+        files = [
+            (part, name, record)
+            for part in (self.manifest.parts[name] for name in parts if name in self.manifest.parts)
+            for name, record in part.files.items()
+        ]
+        missing = [(name, record) for _, name, record in files if not (folder / name).is_file()]
+        if missing:
+            more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+            raise CheckpointError(
+                f"{folder} is incomplete: {len(files) - len(missing)} of {len(files)} shards found, "
+                f"{missing[0][0]} is missing{more}.\n"
+                f"  It was saved with {self.manifest.sizes_text()} ({folder / MANIFEST}).\n"
+                f"  Copy the file from the node that ran rank {self.manifest.writer(missing[0][1])}, or save again."
+            )
         try:
-            for part in used:
-                for name, record in part.files.items():
-                    if (folder / name).stat().st_size != record.bytes:
-                        self._open(part, name)
+            for part, name, record in files:
+                if (folder / name).stat().st_size != record.bytes:
+                    self._open(part, name)
         except BaseException:
             self.close()
             raise
 
-    def _check_presence(self, parts: list[Part]) -> None:
-        manifest = self.manifest
-        files = {name: record for part in parts for name, record in part.files.items()}
-        missing = [name for name in files if not (self.folder / name).is_file()]
-        if not missing:
-            return
-        record = files[missing[0]]
-        rank = manifest.writer(record)
-        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise CheckpointError(
-            f"{self.folder} is incomplete: {len(files) - len(missing)} of {len(files)} shards found, "
-            f"{missing[0]} is missing{more}.\n"
-            f"  It was saved with {sizes_text(manifest)} ({self.folder / MANIFEST}).\n"
-            f"  Copy the file from the node that ran rank {rank}, or save again."
-        )
-
     def _open(self, part: Part, name: str) -> SafetensorsReader:
         if name in self._readers:
             return self._readers[name]
-        path, record = self.folder / name, part.files[name]
+        path, record, save_id = self.folder / name, part.files[name], self.manifest.save_id
         actual = path.stat().st_size if path.is_file() else 0
         truncated = f"{path} is truncated or overwritten: it has {actual} bytes, it was saved with {record.bytes}"
         try:
@@ -92,43 +90,30 @@ class Shards(Closing):
             if actual != record.bytes:
                 raise CheckpointError(truncated) from error
             raise
-        try:
-            self._check_origin(reader, record)
-            if actual != record.bytes:
-                raise CheckpointError(truncated)
-            self._check_entries(reader, part, record)
-        except BaseException:
+        found, own = reader.metadata.get("autopar_save_id"), reader.metadata.get("autopar_file")
+        odd = sorted(set(reader.entries) ^ set(record.checksums))
+        wrong = ""
+        if found != save_id:
+            wrong = f"{path} belongs to another save: its id is {found}, {MANIFEST} says {save_id}\n"
+            wrong += "  Files of two saves were mixed in one folder."
+        elif own != path.name:
+            wrong = f"{path} was saved as {own}: {own} was copied or renamed to it"
+        elif reader.header != record.header and not odd:
+            wrong = f"{path} is damaged: its header is not the one that was saved (its checksum differs)"
+        elif actual != record.bytes:
+            wrong = truncated
+        elif odd:
+            wrong = f"{path} does not hold what {MANIFEST} says; they differ in {odd[0]}"
+        for key, entry in reader.entries.items() if not wrong else ():
+            plan, due = part.tensors[key], part.tensors[key].local_shape(record.tp)
+            if entry.shape != due or dtype_name(entry.dtype) != plan.dtype:
+                wrong = f"{path} holds {key} as {dtype_name(entry.dtype)} {list(entry.shape)}, "
+                wrong += f"{MANIFEST} says {plan.dtype} {list(due)}"
+        if wrong:
             reader.close()
-            raise
+            raise CheckpointError(wrong)
         self._readers[name] = reader
         return reader
-
-    def _check_origin(self, reader: SafetensorsReader, record: FileRecord) -> None:
-        path, save_id = reader.path, self.manifest.save_id
-        found = reader.metadata.get("autopar_save_id")
-        if found != save_id:
-            raise CheckpointError(
-                f"{path} belongs to another save: its id is {found}, {MANIFEST} says {save_id}\n"
-                "  Files of two saves were mixed in one folder."
-            )
-        own = reader.metadata.get("autopar_file")
-        if own != path.name:
-            raise CheckpointError(f"{path} was saved as {own}: {own} was copied or renamed to it")
-        if reader.header != record.header and set(reader.entries) == set(record.checksums):
-            raise CheckpointError(f"{path} is damaged: its header is not the one that was saved (its checksum differs)")
-
-    def _check_entries(self, reader: SafetensorsReader, part: Part, record: FileRecord) -> None:
-        if set(reader.entries) != set(record.checksums):
-            odd = sorted(set(reader.entries) ^ set(record.checksums))
-            raise CheckpointError(f"{reader.path} does not hold what {MANIFEST} says; they differ in {odd[0]}")
-        for key, entry in reader.entries.items():
-            plan = part.tensors[key]
-            due = plan.local_shape(record.tp)
-            if entry.shape != due or dtype_name(entry.dtype) != plan.dtype:
-                raise CheckpointError(
-                    f"{reader.path} holds {key} as {dtype_name(entry.dtype)} {list(entry.shape)}, "
-                    f"{MANIFEST} says {plan.dtype} {list(due)}"
-                )
 
     def stored(self, parts: Iterable[str]) -> Iterator[StoredShard]:
         """Iterate over the shards of some parts, file by file."""
@@ -153,21 +138,17 @@ class Shards(Closing):
         """Raise CheckpointError if that file's header is not what the manifest describes."""
         self._open(next(part for part in self.manifest.parts.values() if name in part.files), name)
 
-    def verify_along(self) -> None:
+    def verify_along(self, names: Iterable[str] | None = None) -> None:
         """Raise CheckpointError if a small file of the save is missing or is not the one that was saved."""
-        for name in self.manifest.along:
-            self.verify_one_along(name)
-
-    def verify_one_along(self, name: str) -> None:
-        """Raise CheckpointError if that small file is missing or is not the one that was saved."""
-        path = self.folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{self.folder} is incomplete: {name} is missing")
-        if file_checksum(path) != self.manifest.along[name]:
-            raise CheckpointError(
-                f"{path} is not the file that was saved (its checksum differs)\n"
-                "  If it was edited on purpose, pass verify=False (--no-verify)."
-            )
+        for name in self.manifest.along if names is None else names:
+            path = self.folder / name
+            if not path.is_file():
+                raise CheckpointError(f"{self.folder} is incomplete: {name} is missing")
+            if file_checksum(path) != self.manifest.along[name]:
+                raise CheckpointError(
+                    f"{path} is not the file that was saved (its checksum differs)\n"
+                    "  If it was edited on purpose, pass verify=False (--no-verify)."
+                )
 
     def lazy(self, name: str, part: str = "model") -> LazyTensor:
         """Return the full tensor, to be read in ranges from the shards that hold it. Nothing is verified.
@@ -214,26 +195,28 @@ class Shards(Closing):
         rows = replica_rows(out.shape[0], axis.rank, axis.size)
         lazy.read_into(local, (rows, *whole_box(lazy.shape[1:])))
 
-    def whole(self, name: str, part: str = "model") -> torch.Tensor:
-        """Read the full tensor with checksums verified; one shard is in memory at a time beside it."""
-        there = self.manifest.parts[part]
-        plan = there.tensors[name]
-        if plan.layout is None:
-            return self._shard(there, name, 0)
-        full: torch.Tensor | None = None
-        for tp in reversed(range(self.manifest.sizes.tp)):  # where several hold a unit, the lowest rank's copy remains
-            if not plan.layout.owned(tp) and (tp or plan.layout.size):
-                continue
-            shard = self._shard(there, name, tp)
-            if full is None:
-                full = torch.empty(plan.shape, dtype=shard.dtype, device="cpu")
-            plan.layout.write(full, shard, tp)
-        assert full is not None
-        return full
+    @contextmanager
+    def verified_meanwhile(self, parts: Iterable[str], verify: bool = True) -> Iterator[None]:
+        """Verify all shards in a thread while the body works; raises at its end if a checksum is wrong."""
+        stored = sorted(self.stored(parts), key=lambda shard: shard.file) if verify else []
+        for file in dict.fromkeys(shard.file for shard in stored):
+            self.check_file(file)
+        stop = Event()
 
-    def _shard(self, part: Part, name: str, tp: int) -> torch.Tensor:
-        file = part.holder(name, tp)
-        return self._open(part, file).read(name, part.files[file].checksums[name])
+        def run() -> None:
+            for shard in stored:
+                if stop.is_set():
+                    return
+                self.verify(shard)
+
+        with ThreadPoolExecutor(1, "autopar verify") as pool:
+            done = pool.submit(run)
+            try:
+                yield
+            except BaseException:
+                stop.set()
+                raise
+            done.result()
 
     def close(self) -> None:
         """Close the files."""
@@ -247,29 +230,89 @@ def assign_verification(
     """Return the shards that ``rank`` verifies: all ranks together verify every stored byte once.
 
     On the same tensor-parallel size a shard goes to a rank that is going to read it, on any size all ranks verify about
-    equally many bytes. Pure: every rank computes the same assignment.
+    equally many bytes: ranks take turns, the largest shards first. Pure: every rank computes the same assignment.
 
     Args:
         stored: the shards of the checkpoint, which was saved on the mesh ``saved``.
         now: the mesh that loads it.
     """
-    world = now.tp * now.pp * now.dp
-    load = [0] * world
+    turns = Counter[int]()
     own = []
-    unassigned = []
-    for item in sorted(stored, key=lambda one: (-one.bytes, one.file, one.name)):
-        if saved.tp != now.tp or item.tp >= now.tp:
-            unassigned.append(item)
-            continue
-        reader = min(range(item.tp, world, now.tp), key=lambda candidate: load[candidate])  # tp varies fastest
-        load[reader] += item.bytes
-        if reader == rank:
-            own.append(item)
-    heap = [(bytes, reader) for reader, bytes in enumerate(load)]
-    heapq.heapify(heap)
-    for item in unassigned:
-        bytes, reader = heap[0]
-        heapq.heapreplace(heap, (bytes + item.bytes, reader))
-        if reader == rank:
-            own.append(item)
+    for shard in sorted(stored, key=lambda one: (-one.bytes, one.file, one.name)):
+        first, step = (shard.tp, now.tp) if saved.tp == now.tp else (0, 1)  # tp varies fastest
+        readers = range(first, now.tp * now.pp * now.dp, step)
+        if readers[turns[first] % len(readers)] == rank:
+            own.append(shard)
+        turns[first] += 1
     return own
+
+
+def shard_writer(
+    folder: Path,
+    save_id: str,
+    part: str,
+    place: tuple[int, int, int | None],
+    specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+) -> SafetensorsWriter:
+    """Make the shard file of rank ``(tp, pp, dp)``, to be filled."""
+    path = folder / shard_name(part, *place)
+    metadata = {"format": "pt", "autopar_save_id": save_id, "autopar_file": path.name}
+    return SafetensorsWriter(path, specs, metadata, align=64)
+
+
+def record_of(writer: SafetensorsWriter, place: tuple[int, int, int | None]) -> FileRecord:
+    """Return what the manifest says of a file that was written."""
+    return FileRecord(*place, writer.path.stat().st_size, writer.header, writer.checksums)
+
+
+def check_checkpoint(directory: str | os.PathLike[str], *, progress: bool | None = None) -> dict[str, Any]:
+    """Check that every file is there, that every byte is the one that was saved, and that nothing lies there besides.
+
+    Reading the manifest already checks that the shards cover every element of every tensor exactly once (or once a
+    replica).
+
+    Args:
+        directory: folder that ``save_parallelized``, ``split`` or ``reshard`` wrote.
+        progress: show a progress bar; by default on a terminal.
+
+    Returns:
+        ``{"directory": str, "files": int, "tensors": int, "bytes": int, "problems": [str]}``
+
+    Raises:
+        CheckpointError: the folder has no manifest that can be read.
+    """
+    folder = Path(directory)
+    problems: list[str] = []
+
+    def passes(check: Callable[[Any], None], what: Any) -> bool:
+        try:
+            check(what)
+        except CheckpointError as error:
+            problems.append(str(error))
+            return False
+        return True
+
+    with Shards(folder, ()) as shards:
+        manifest = shards.manifest
+        present = [name for name in manifest.files if (folder / name).is_file()]
+        problems += [f"{folder / name} is missing" for name in manifest.files if name not in present]
+        for name in manifest.along:
+            passes(shards.verify_along, [name])
+        intact = {name for name in present if passes(shards.check_file, name)}
+        stored = [shard for shard in shards.stored(PARTS) if shard.file in present]
+        total = sum(shard.bytes for shard in stored)
+        with progress_bar("checking", total, progress) as bar:
+            for shard in stored:
+                if shard.file in intact:
+                    passes(shards.verify, shard)
+                bar.update(shard.bytes)
+    for path in sorted(folder.glob("*-tp*-pp*.safetensors")):
+        if path.name not in manifest.files:
+            problems.append(f"{path} does not belong to this checkpoint")
+    return {
+        "directory": str(folder),
+        "files": len(manifest.files),
+        "tensors": sum(len(part.tensors) for part in manifest.parts.values()),
+        "bytes": total,
+        "problems": problems,
+    }

@@ -13,8 +13,15 @@ import os
 import re
 import secrets
 import shutil
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
 
 from autopar.errors import CheckpointError
 from autopar.storage.files import checksum
@@ -139,6 +146,48 @@ class Staging:
         """Remove the temporary folder unless it was committed."""
         if not self.committed:
             shutil.rmtree(self.temp, ignore_errors=True)
+
+
+@contextmanager
+def output_folder(verb: str, source: Path, destination: str | os.PathLike[str], force: bool) -> Iterator[Staging]:
+    """Stage a folder while the body writes into it, then commit it; after an error nothing of it is left.
+
+    Args:
+        verb: of the command, for errors.
+        source: folder that is read.
+        force: replace a checkpoint in ``destination``.
+
+    Raises:
+        CheckpointError: the destination cannot be written, or is the source or a folder around it.
+    """
+    target, real = Path(os.path.abspath(destination)), source.resolve()
+    if target.resolve() in (real, *real.parents):
+        raise CheckpointError(f"cannot {verb} {source} into {target}: it would replace what it is read from")
+    staging = Staging(target, replace=force)
+    try:
+        yield staging
+        fsync_files(staging.temp)
+        staging.commit()
+    except OSError as error:
+        raise CheckpointError(f"cannot write {target}: {error.strerror or error}") from error
+    finally:
+        staging.discard()
+
+
+def progress_bar(verb: str, total: int, progress: bool | None) -> Any:
+    """Make a progress bar over ``total`` bytes; ``progress=None`` shows it on a terminal."""
+    show = sys.stderr.isatty() if progress is None else progress
+    return tqdm(total=total, desc=verb, unit="B", unit_scale=True, disable=not show)
+
+
+def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """Return ``torch.bfloat16`` for ``bfloat16``. Raises CheckpointError unless it is a floating-point dtype."""
+    if dtype is None:
+        return None
+    found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype), None)
+    if not isinstance(found, torch.dtype) or found not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise CheckpointError(f"dtype={dtype!r} must be float32, bfloat16, float16 or float64")
+    return found
 
 
 def _check_replaceable(target: Path, replace: bool) -> None:

@@ -23,10 +23,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.distributed.agree import Ranks
 from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import all_gather
 from autopar.distributed.digest import number_groups_alike
 from autopar.distributed.mesh import MPU, owned_groups
 from autopar.errors import CheckpointError, listed
 from autopar.foreign.c10d import in_fake_world
+from autopar.layout import Block, Layout, replica_rows
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.quantized.layers import stored_weights
 
@@ -91,10 +93,9 @@ class Background:
             self._thread.join()
             self._thread = None
         error, self._error = self._error, None
-        if isinstance(error, CheckpointError):
-            raise CheckpointError(f"the save in the background failed: {error}") from error
         if error is not None:
-            raise CheckpointError(f"the save in the background failed: {type(error).__name__}: {error}") from error
+            kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+            raise CheckpointError(f"the save in the background failed: {kind}{error}") from error
 
     def close(self) -> None:
         """Wait, and drop the connections."""
@@ -140,6 +141,19 @@ class State:
     def rows_of(self, name: str) -> Axis:
         """Return the ranks over which FSDP2 shards a tensor: all its holders, or neighbours among them."""
         return self.mpu.copies if name in self.plan.experts else self.mpu.fsdp
+
+    def first(self, name: str, tensor: torch.Tensor) -> bool:
+        """Tell whether this rank is the first that holds a tensor; with FSDP2, all that hold parts of it are."""
+        return isinstance(tensor, DTensor) or self.holders_of(name).rank == 0
+
+    def gather_rows(self, name: str, held: DTensor) -> torch.Tensor:
+        """Gather what replicas have: not by the tensor's mesh, as torch may know an equal one of a model before."""
+        axis, count = self.rows_of(name), held.shape[0]
+        rows = tuple(replica_rows(count, replica, axis.size) for replica in range(axis.size))
+        local = held.to_local().to(self.mpu.device).contiguous()
+        raw = local.unsqueeze(-1).view(torch.uint8)  # not every backend knows every dtype
+        full = all_gather(raw, axis, Layout.of(0, [Block("rows", count, 1, rows)]))
+        return full.view(local.dtype).squeeze(-1)
 
     @property
     def adapted(self) -> bool:

@@ -21,11 +21,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from autopar.call_site import calls, frames_of, warn_user
 from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_reads import plain
 from autopar.errors import CheckpointError, ConfigError, listed
+from autopar.foreign.tensors import add_state_dict_hook, state_dict_hooks
 from autopar.layout import replica_rows
 from autopar.plan.plan import Plan, TensorPlan
 
@@ -40,6 +42,15 @@ _WHOLE_MODEL_SAVERS = {
     "sentence_transformers": ("save", "save_pretrained"),
 }
 _DCP = ("get_model_state_dict", "get_state_dict")
+# What writes the whole model.
+USE_INSTEAD = (
+    "  Use model.save_parallelized(dir, merge_checkpoints=True), on every rank, for a folder that from_pretrained "
+    "reads;\n  without merge_checkpoints, for one that model.from_parallelized reads, on any mesh."
+)
+_OF_DCP = (
+    "torch.distributed.checkpoint reads state_dict(), and takes tensors of one name for the same on all ranks "
+    "(autopar.checkpoint.to_dtensor_state_dict(model) makes a dict for it)"
+)
 _READERS = ("safetensors", "accelerate", "huggingface_hub", "torch.distributed.checkpoint")
 
 
@@ -107,14 +118,6 @@ def shard_of(model: nn.Module) -> ModelShard | None:
     return shard if shard is not None and shard.is_part(model) else None
 
 
-def use_instead() -> str:
-    """Return the advice what writes the whole model."""
-    return (
-        "  Use model.save_parallelized(dir, merge_checkpoints=True), on every rank, for a folder that from_pretrained "
-        "reads;\n  without merge_checkpoints, for one that model.from_parallelized reads, on any mesh."
-    )
-
-
 class Mark(_Shared):
     """In the metadata of a partial state dict: whose it is. Pickling it warns, once; copying it does not."""
 
@@ -131,21 +134,13 @@ class Mark(_Shared):
         if not self.warned:
             self.warned = True
             warn_user(
-                f"{what}: it is what {describe_ranks(self.ranks)} has of {self.name}, not all of it.\n{use_instead()}"
+                f"{what}: it is what {describe_ranks(self.ranks)} has of {self.name}, not all of it.\n{USE_INSTEAD}"
             )
 
 
 def describe_ranks(ranks: Mapping[str, Any]) -> str:
     """Return ``tensor-parallel rank 0 of 2, pipeline rank 1 of 2``."""
     return ", ".join(f"{axis} {rank} of {size}" for axis, (rank, size) in ranks.items())
-
-
-def _marked_ranks(metadata: Mapping[str, Any]) -> Mapping[str, list[int]] | None:
-    """Return whose part a state dict is, by the metadata of its root; None if it does not say."""
-    mark = metadata.get(_MARK)
-    if isinstance(mark, Mark):
-        return mark.ranks
-    return mark if isinstance(mark, Mapping) else None
 
 
 class PartialStateDict(OrderedDict[str, Any]):
@@ -158,26 +153,15 @@ class PartialStateDict(OrderedDict[str, Any]):
         caller = sys._getframe(1)
         module = str(caller.f_globals.get("__name__"))
         if self.mark is not None and module.startswith(_READERS) and caller.f_code.co_name != "_find_shared_tensors":
-            self._warn(module)
+            if not module.startswith("torch"):
+                self.mark.warn(f"{module.partition('.')[0]} reads state_dict()")
+            elif "tensor-parallel rank" in self.mark.ranks:
+                self.mark.warn(_OF_DCP)
         return super().items()
-
-    def _warn(self, module: str) -> None:
-        assert self.mark is not None
-        if not module.startswith("torch"):
-            self.mark.warn(f"{module.partition('.')[0]} reads state_dict()")
-        elif "tensor-parallel rank" in self.mark.ranks:
-            self.mark.warn(_of_dcp())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         attributes = {name: value for name, value in vars(self).items() if name != "mark"}
         return OrderedDict, (), attributes, None, ((name, plain(value)) for name, value in super().items())
-
-
-def _of_dcp() -> str:
-    return (
-        "torch.distributed.checkpoint reads state_dict(), and takes tensors of one name for the same on all ranks "
-        "(autopar.checkpoint.to_dtensor_state_dict(model) makes a dict for it)"
-    )
 
 
 class MarkPartial(_Shared):
@@ -197,12 +181,12 @@ class MarkPartial(_Shared):
             if function in _WHOLE_MODEL_SAVERS.get(package, ()):
                 raise ConfigError(
                     f"{package}'s {function}: this rank holds only its part of {shard.name}: that of "
-                    f"{describe_ranks(ranks)}.\n{use_instead()}"
+                    f"{describe_ranks(ranks)}.\n{USE_INSTEAD}"
                 )
             if module.startswith("torch.distributed.checkpoint") and function in _DCP:
                 _refuse_full(shard, model)
                 if shard.plan.shards > 1:
-                    mark.warn(_of_dcp())
+                    mark.warn(_OF_DCP)
         metadata[_MARK] = mark
         if prefix:
             return None  # part of another module's state dict, which goes on filling its own
@@ -223,21 +207,33 @@ class ShardOnLoad(_Shared):
     def _take(
         self, shard: ModelShard, model: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
     ) -> None:
-        entries = [(name, due, state[prefix + name]) for name, due in _planned(shard, state, prefix)]
+        entries = [
+            (key.removeprefix(prefix), due, value)
+            for key, value in state.items()
+            if key.startswith(prefix) and isinstance(value, torch.Tensor)
+            if (due := shard.planned(key.removeprefix(prefix))) is not None
+        ]
         if metadata.get("assign_to_params_buffers"):
             raise CheckpointError(
                 f"load_state_dict(assign=True): the tensors of {shard.name} are this rank's shards, and an optimizer "
                 "and the other ranks rely on these very parameters.\n  Leave assign out: values are copied into them."
             )
-        is_whole = _check(model, shard, entries, _marked_ranks(metadata))
-        own = dict(_own_tensors(model))
+        mark = metadata.get(_MARK)  # whose part it is, if that is known; a mark becomes plain data in a file
+        mark = mark.ranks if isinstance(mark, Mark) else mark if isinstance(mark, Mapping) else None
+        is_whole, own = _check(model, shard, entries, mark), dict(_own_tensors(model))
         for name, due, value in entries:
             if name not in own:
                 del state[prefix + name]  # another stage's
                 continue
             whole = is_whole and due.layout is not None and tuple(value.shape) == due.shape
             local = due.layout.shard(value.detach(), shard.mpu.shards.rank) if whole and due.layout else value
-            state[prefix + name] = _shard_as(local, own[name])
+            mine = own[name]
+            if isinstance(mine, DTensor) and not isinstance(local, DTensor) and local.shape == mine.shape:
+                mesh = mine.device_mesh  # ZeRO's stages 2 and 3; dims before the last one hold copies
+                start, stop = replica_rows(mine.shape[0], mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
+                rows, form = local.detach()[start:stop].to(mine.to_local().device), (mine.shape, mine.stride())
+                local = DTensor.from_local(rows, mesh, mine.placements, run_check=False, shape=form[0], stride=form[1])
+            state[prefix + name] = local
 
 
 class ShardPartOnLoad(ShardOnLoad):
@@ -257,16 +253,9 @@ class ShardPartOnLoad(ShardOnLoad):
             self._take(root.inside(self._path), model, state, prefix, metadata)
 
 
-def _planned(shard: ModelShard, state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, TensorPlan]]:
-    for key, value in state.items():
-        due = shard.planned(key[len(prefix) :]) if key.startswith(prefix) else None
-        if due is not None and isinstance(value, torch.Tensor):
-            yield key[len(prefix) :], due
-
-
 def _own_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters(remove_duplicate=False)
-    yield from ((name, buffer) for name, buffer in model.named_buffers(remove_duplicate=False) if buffer is not None)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def _check(
@@ -311,15 +300,26 @@ def _check(
     return bool(whole)
 
 
-def _shard_as(value: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Shard ``value`` by rows as ``own`` is, if that is a DTensor (ZeRO's stages 2 and 3)."""
-    if not isinstance(own, DTensor) or isinstance(value, DTensor) or value.shape != own.shape:
-        return value
-    mesh = own.device_mesh
-    last = mesh.ndim - 1  # before it: copies
-    start, stop = replica_rows(own.shape[0], mesh.get_local_rank(last), mesh.size(last))
-    rows = value.detach()[start:stop].to(own.to_local().device)
-    return DTensor.from_local(rows, mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride())
+def attach_hooks(model: nn.Module, plan: Plan, mpu: MPU) -> Iterator[nn.Module]:
+    """Put hooks on a model that warn of taking a rank's part for all; yield its root and the models inside it."""
+    mark, take, root = MarkPartial(), ShardOnLoad(), ModelShard(plan, mpu, "", type(model).__name__)
+    for path, module in model.named_modules():
+        if module is not model and not isinstance(module, PreTrainedModel):
+            module.register_load_state_dict_pre_hook(ShardPartOnLoad(root, path))
+            continue
+        module.__dict__[MODEL_SHARD] = ModelShard(plan, mpu, path, type(model).__name__)
+        add_state_dict_hook(module, mark)
+        module.register_load_state_dict_pre_hook(take)
+        yield module
+
+
+def detach_hooks(model: nn.Module) -> None:
+    """Undo :func:`attach_hooks`."""
+    for module in model.modules():
+        module.__dict__.pop(MODEL_SHARD, None)
+        for hooks, kind in zip(state_dict_hooks(module), (MarkPartial, ShardOnLoad), strict=True):
+            for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), kind)]:
+                del hooks[key]
 
 
 # -- torch.distributed.checkpoint.state_dict, which reads the optimizer and asks each module of the model for names ----
@@ -359,5 +359,5 @@ def _refuse_full(shard: ModelShard, model: nn.Module) -> None:
         if full and function in ("get_model_state_dict", *_FUNCTIONS):
             raise ConfigError(
                 f"torch's {function} with full_state_dict=True: {shard.name} is sharded without DTensors, and this is "
-                f"the part of {describe_ranks(shard.ranks(model))}.\n{use_instead()}"
+                f"the part of {describe_ranks(shard.ranks(model))}.\n{USE_INSTEAD}"
             )

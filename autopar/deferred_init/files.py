@@ -26,15 +26,14 @@ from transformers.core_model_loading import build_glob_alternation
 from transformers.utils import logging
 
 from autopar.checkpoint.format import MANIFEST
+from autopar.checkpoint.quantized_base import Packed, open_packed
 from autopar.checkpoint.shards import Shards
 from autopar.errors import AutoparError, CheckpointError, ConfigError, in_one_line, listed
 from autopar.foreign.tensors import own_buffers, own_parameters, version_of
 from autopar.foreign.transformers import INITIALIZED, dtype_plan
 from autopar.quantized.layers import check_quantizer, dequantizes, empty_weight, prepare, stored_weight, stored_weights
-from autopar.storage.hugging_face import damage, open_files, same_values
-from autopar.storage.lazy_conversion import Sketch
+from autopar.storage.hugging_face import Sketch, damage, open_files, same_values
 from autopar.storage.lazy_tensor import LazyTensor
-from autopar.storage.packed import Packed, open_packed
 from autopar.storage.safetensors_io import dtype_name
 from autopar.swap import replace_storage
 

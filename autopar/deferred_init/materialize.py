@@ -158,7 +158,7 @@ class Materializer:
         mpu: MPU,
     ) -> None:
         """Give a quantized weight its numbers: from files that hold them, or from its shard of the plain one."""
-        from autopar.storage.packed import Packed, read_packed
+        from autopar.checkpoint.quantized_base import Packed, read_packed
 
         if isinstance(pending.source, Packed):
             rows, columns = pending.shape

@@ -29,10 +29,15 @@ class _Stamp(NamedTuple):
     changed: int  # ns; also when it gets another name, owner or mode
     known: tuple[int, ...]  # what else changes then
 
+    @classmethod
+    def of(cls, handle: int) -> _Stamp:
+        found = os.fstat(handle)
+        known = (found.st_nlink, found.st_mode, found.st_uid, found.st_gid)
+        return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns, known)
+
     def is_of(self, other: _Stamp) -> bool:
         """Return whether nobody has written into the file between them; a copy may set back when it was modified."""
-        same = self[:2] == other[:2]
-        return same and (self.changed == other.changed or self.known != other.known)
+        return self[:2] == other[:2] and (self.changed == other.changed or self.known != other.known)
 
 
 class Closing:
@@ -119,7 +124,7 @@ class RangeFile(Closing):
             if self._handle is None:
                 self._handle = os.open(self.path, os.O_RDONLY)
             if self._stamp is None:
-                self._stamp = _stamp(self._handle)
+                self._stamp = _Stamp.of(self._handle)
         return self._handle
 
     def check_unchanged(self) -> None:
@@ -131,7 +136,7 @@ class RangeFile(Closing):
         if self._stamp is None:
             return
         try:
-            now = _stamp(self._opened())
+            now = _Stamp.of(self._opened())
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
         if not now.is_of(self._stamp):
@@ -153,12 +158,6 @@ class RangeFile(Closing):
 
     def __del__(self) -> None:
         self.close()
-
-
-def _stamp(handle: int) -> _Stamp:
-    found = os.fstat(handle)
-    known = (found.st_nlink, found.st_mode, found.st_uid, found.st_gid)
-    return _Stamp(found.st_size, found.st_mtime_ns, found.st_ctime_ns, known)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

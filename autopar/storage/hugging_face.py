@@ -1,21 +1,52 @@
-"""The weight files of a Hugging Face checkpoint as lazy tensors: safetensors, or what ``torch.save`` writes."""
+"""The weight files of a Hugging Face checkpoint as lazy tensors: safetensors, or what ``torch.save`` writes.
+
+``from_pretrained`` renames, splits, stacks and permutes what it reads, to fit files of one form into modules of
+another. A :class:`Sketch` looks to that code like the tensor in the file, but holds no data: each operation on it
+gives another sketch that knows which bytes it stands for. A view, as the same operation makes it on the meta device,
+stays a description of byte ranges; any other result is computed from the real tensors whenever it is read.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from autopar.errors import CheckpointError, first_line
+from autopar.foreign.tensors import (
+    TO_COPY,
+    UNSAFE_VIEW,
+    disabled_torch_function,
+    schema_of,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+    wrapper_subclass,
+)
 from autopar.storage.files import RangeFile, small_file
-from autopar.storage.lazy_tensor import InMemory, LazyTensor, Stored
+from autopar.storage.lazy_tensor import (
+    Box,
+    Converted,
+    InMemory,
+    Joined,
+    LazyTensor,
+    Stored,
+    lazy_view,
+    permuted,
+    reshaped,
+    unsqueezed,
+)
 from autopar.storage.safetensors_io import SafetensorsReader, nbytes
-from autopar.storage.views import permuted
+from autopar.tensor_tracking import written_in_place
 
+_ATEN = torch.ops.aten
 _CHUNK = 1 << 24  # bytes that are compared at a time
 
 
@@ -32,15 +63,25 @@ def open_files(
         CheckpointError: a file is missing, truncated, no checkpoint, or outside of ``folder``.
     """
     tensors: dict[str, LazyTensor] = {}
-    for file in files:
-        path = Path(file)
-        if folder and os.path.isdir(folder):
-            _check_inside(path, Path(folder))
+    for path in map(Path, files):
+        # Names are compared as they are written: a cache may well link its files to another place.
+        around = os.path.abspath(folder) if folder and os.path.isdir(folder) else "/"
+        if not Path(os.path.abspath(path)).is_relative_to(around):
+            raise CheckpointError(
+                f"the index in {folder} names {os.path.relpath(path, folder)}, which is outside of the folder"
+            )
         if not path.is_file():
             raise CheckpointError(
                 f"{path} is missing: the checkpoint has {len(files)} weight files, this is one of them"
             )
-        tensors.update(_open_safetensors(path, mapped) if path.suffix == ".safetensors" else _open_pickled(path))
+        if path.suffix == ".safetensors":
+            reader = SafetensorsReader(path, mapped)
+            tensors |= {name: reader.lazy(name) for name in reader.entries}
+        elif zipfile.is_zipfile(path):
+            size, data = path.stat().st_size, RangeFile(path)
+            tensors |= {n: _of_storage(n, tensor, data, size) for n, tensor in _unpickled(path, "meta").items()}
+        else:  # torch before 1.6, or no checkpoint at all: has to be read at once
+            tensors |= {name: InMemory(tensor) for name, tensor in _unpickled(path, "cpu").items()}
     return tensors
 
 
@@ -59,28 +100,8 @@ def damage(folder: Path) -> str:
     return ""
 
 
-def _check_inside(path: Path, folder: Path) -> None:
-    """Check the names as they are written: a cache may well link its files to another place."""
-    if not Path(os.path.abspath(path)).is_relative_to(os.path.abspath(folder)):
-        raise CheckpointError(
-            f"the index in {folder} names {os.path.relpath(path, folder)}, which is outside of the folder"
-        )
-
-
-def _open_safetensors(path: Path, mapped: bool) -> dict[str, LazyTensor]:
-    reader = SafetensorsReader(path, mapped)
-    return {name: reader.lazy(name) for name in reader.entries}
-
-
-def _open_pickled(path: Path) -> dict[str, LazyTensor]:
-    """Open a zip archive of raw storages and a pickle, with ``weights_only``: it can name tensors, not code."""
-    if not zipfile.is_zipfile(path):  # torch before 1.6, or no checkpoint at all: has to be read whole
-        return {name: InMemory(tensor) for name, tensor in _unpickled(path, "cpu").items()}
-    size, file = path.stat().st_size, RangeFile(path)
-    return {name: _of_storage(name, tensor, file, size) for name, tensor in _unpickled(path, "meta").items()}
-
-
 def _unpickled(path: Path, device: str) -> dict[str, torch.Tensor]:
+    """Read a pickle of tensors with ``weights_only``: it can name tensors, not code."""
     try:
         found = torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # a pickle that was cut off or tampered with can raise anything
@@ -126,3 +147,131 @@ def same_values(one: LazyTensor, other: LazyTensor) -> bool:
         if not torch.equal(one.read(box), other.read(box)):
             return False
     return True
+
+
+# -- lazy tensors that transformers' own conversions can work on -------------------------------------------------------
+
+
+class Computed(LazyTensor):
+    """Output ``which`` of an operation that needs its inputs whole; it is run again at each read.
+
+    Args:
+        like: a meta tensor with the output's shape and dtype.
+    """
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, which: int, like: torch.Tensor) -> None:
+        super().__init__(like.shape, like.dtype)
+        self._call = func, args, kwargs
+        self._which = which
+
+    def files(self) -> Iterator[RangeFile]:
+        for leaf in tree_leaves(self._call[1:]):
+            if isinstance(leaf, Sketch):
+                yield from leaf.lazy.files()
+
+    def read_into(self, out: torch.Tensor, box: Box) -> None:
+        func, args, kwargs = self._call
+        leaves = tree_leaves(func(*tree_map(_real, args), **tree_map(_real, kwargs)))
+        InMemory(leaves[self._which]).read_into(out, box)
+
+
+def _real(value: Any) -> Any:
+    return value.lazy.read() if isinstance(value, Sketch) else value
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return value
+
+
+class Sketch(torch.Tensor):
+    """A lazy tensor as code that works on tensors sees it: on the CPU, contiguous, without data.
+
+    Attributes:
+        lazy: the tensor that it stands for.
+    """
+
+    lazy: LazyTensor
+
+    @staticmethod
+    def __new__(cls, lazy: LazyTensor) -> Sketch:
+        made = wrapper_subclass(cls, lazy.shape, dtype=lazy.dtype, device=torch.device("cpu"))
+        made.lazy = lazy
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Sketch({type(self.lazy).__name__}, {list(self.shape)}, {self.dtype})"
+
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        moved = _moved(func, args, kwargs)
+        if moved is not None:
+            return [Sketch(lazy) for lazy in moved] if isinstance(moved, list) else Sketch(moved)
+        if any(isinstance(leaf, Sketch) for leaf in written_in_place(func, args, kwargs)):
+            raise CheckpointError(
+                f"a conversion writes into a tensor of the checkpoint ({func}), which lazy loading cannot follow: "
+                "load the model with transformers' from_pretrained and pass it to autopar.initialize"
+            )
+        # What cannot be described is computed: a number (``item``), a write into a real tensor, another device.
+        schema, device = schema_of(func), kwargs.get("device")
+        tensors = schema.returns and all(str(one.type) in ("Tensor", "List[Tensor]") for one in schema.returns)
+        if not tensors or schema.is_mutable or (device is not None and torch.device(device).type != "cpu"):
+            return func(*tree_map(_real, args), **tree_map(_real, kwargs))
+        like = func(*tree_map(_on_meta, args), **tree_map(_on_meta, kwargs))
+        leaves, form = tree_flatten(like)
+        return tree_unflatten(
+            [
+                Sketch(Computed(func, args, kwargs, which, leaf)) if isinstance(leaf, torch.Tensor) else leaf
+                for which, leaf in enumerate(leaves)
+            ],
+            form,
+        )
+
+
+def _moved(func: Any, args: Any, kwargs: Any) -> LazyTensor | list[LazyTensor] | None:
+    """Return the result of an operation that only moves elements about or converts them; None for any other."""
+    if func in (_ATEN.cat.default, _ATEN.stack.default):
+        return _side_by_side(func is _ATEN.stack.default, *args, **kwargs)
+    if not args or not isinstance(args[0], Sketch):
+        return None
+    lazy, first = args[0].lazy, schema_of(func).arguments[0]
+    if func in (_ATEN.clone.default, _ATEN.lift_fresh.default):
+        return lazy
+    if func is TO_COPY.default:
+        device, dtype = kwargs.get("device"), kwargs.get("dtype")
+        if device is not None and torch.device(device).type != "cpu":
+            return None
+        return lazy if dtype is None or dtype == lazy.dtype else Converted(lazy, dtype)
+    is_view = first.alias_info is not None and not schema_of(func).is_mutable
+    if not is_view and func is not UNSAFE_VIEW:
+        return None
+    made = func(torch.empty(lazy.shape, dtype=lazy.dtype, device="meta"), *args[1:], **kwargs)
+    views = [_view(lazy, one) for one in made] if isinstance(made, list | tuple) else _view(lazy, made)
+    return None if isinstance(views, list) and None in views else views  # type: ignore[return-value]
+
+
+def _view(lazy: LazyTensor, like: torch.Tensor) -> LazyTensor | None:
+    """Return the view of ``lazy`` that ``like`` is of a contiguous tensor on the meta device."""
+    if like.dtype != lazy.dtype:
+        return None
+    found = lazy_view(lazy, like.shape, like.stride(), int(like.storage_offset()))
+    same = like.is_contiguous() and like.numel() == math.prod(lazy.shape)
+    return reshaped(lazy, like.shape) if found is None and same else found
+
+
+def _side_by_side(stacked: bool, parts: Sequence[Any], dim: int = 0) -> LazyTensor | None:
+    if not all(isinstance(part, Sketch) for part in parts) or len({(p.dtype, p.ndim) for p in parts}) != 1:
+        return None
+    lazies = [part.lazy for part in parts]
+    dims = parts[0].ndim + stacked
+    dim = dim % dims if dims else dim
+    rest = {(*p.shape[:dim], *p.shape[dim + (not stacked) :]) for p in lazies}
+    if len(rest) != 1 or not dims:
+        return None  # torch says what is wrong
+    return Joined([unsqueezed(lazy, dim) for lazy in lazies] if stacked else lazies, dim)

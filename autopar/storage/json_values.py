@@ -3,11 +3,8 @@
 Values that JSON does not have are objects with the key ``"$"``: ``{"$": "tuple", "items": [1, 2]}``. Tensors are left
 out of the JSON and named by their place (``extra.ema['wte.weight']``), so that they can be stored as tensors; or, where
 they are small, they lie in it as base64. Decoding builds values of the types listed here only, and checks everything
-first.
-
-``torch.save`` and ``torch.load(weights_only=True)`` would replace the encoder only (83 lines): older checkpoints need
-the decoder, and a new file its own checksum, copying and checks. They also refuse numpy arrays and frozensets, write
-all of a storage for a view of two elements, and what they write cannot be read by eye.
+first. ``torch.save`` refuses numpy arrays and frozensets, writes all of a storage for a view of two elements, and what
+it writes cannot be read by eye.
 """
 
 from __future__ import annotations
@@ -50,27 +47,13 @@ def encode(value: object, where: str) -> tuple[Json, dict[str, torch.Tensor]]:
     Raises:
         CheckpointError: for anything else, with its place and type.
     """
-    encoder = _Encoder(inline=False)
-    return encoder.encode(value, where, 0), encoder.tensors
+    tensors: dict[str, torch.Tensor] = {}
+    return _encode(value, where, 0, tensors), tensors
 
 
 def encode_inline(value: object, where: str) -> Json:
     """Encode with the tensors in the JSON, as base64. For small ones."""
-    return _Encoder(inline=True).encode(value, where, 0)
-
-
-def decode(data: Json, tensors: Mapping[str, torch.Tensor] | None = None, where: str = "the value") -> Any:
-    """Return the value that :func:`encode` or :func:`encode_inline` was given.
-
-    Args:
-        data: JSON as they returned it.
-        tensors: by name; those of ``encode``.
-        where: what the value is called, in errors.
-
-    Raises:
-        CheckpointError: if ``data`` is not what they return; never another error.
-    """
-    return _Decoder(tensors or {}).decode(data, where, 0)
+    return _encode(value, where, 0, None)
 
 
 def _writable(text: str) -> bool:
@@ -83,138 +66,125 @@ def inside(where: str, key: object) -> str:
     return f"{where}.{key}" if isinstance(key, str) and key.isidentifier() else f"{where}[{key!r}]"
 
 
-class _Encoder:
-    def __init__(self, inline: bool) -> None:
-        self._inline = inline
-        self.tensors: dict[str, torch.Tensor] = {}
-
-    def encode(self, value: object, where: str, depth: int) -> Json:
-        if depth > _DEEPEST:
-            raise CheckpointError(
-                f"{where} lies {depth} containers deep; {_DEEPEST} are possible (does it hold itself?)"
-            )
-        kind = type(value)
-        if isinstance(value, float) and kind is float:
-            return value if math.isfinite(value) else {_TAG: "float", "value": str(value)}
-        if isinstance(value, int) and kind is int and value.bit_length() > _LONGEST:
-            raise CheckpointError(f"{where} is an int of {value.bit_length()} bits; {_LONGEST} are possible")
-        if isinstance(value, str) and kind is str and not _writable(value):
-            raise CheckpointError(f"{where} is text that UTF-8 cannot write: {value[:40]!r}")
-        if kind in _SCALARS:
-            return value
-        if isinstance(value, list) and kind is list:
-            return [self.encode(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
-        if isinstance(value, dict) and kind in _MAPPINGS.values():
-            return self._mapping(value, where, depth)
-        if isinstance(value, tuple | set | frozenset) and kind in _SEQUENCES.values():
-            items = [self.encode(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
-            if isinstance(value, set | frozenset):
-                items.sort(key=repr)  # the same file for the same set
-            return {_TAG: kind.__name__, "items": items}
-        if kind in PLAIN:
-            assert isinstance(value, torch.Tensor)
-            return self._tensor(value.detach(), where)
-        if isinstance(value, torch.dtype):
-            return {_TAG: "dtype", "name": dtype_name(value)}
-        if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and kind is np.ndarray):
-            return _numpy(value, where)
-        raise CheckpointError(
-            f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold\n"
-            "  Numbers, text, lists, tuples, dicts, sets, tensors and arrays of numbers it can; nothing is pickled.\n"
-            "  Leave it out, or turn it into these."
-        )
-
-    def _mapping(self, value: dict[Any, Any], where: str, depth: int) -> Json:
+def _encode(value: object, where: str, depth: int, tensors: dict[str, torch.Tensor] | None) -> Json:
+    """Encode; tensors go into ``tensors``, or into the JSON if that is None."""
+    if depth > _DEEPEST:
+        raise CheckpointError(f"{where} lies {depth} containers deep; {_DEEPEST} are possible (does it hold itself?)")
+    kind = type(value)
+    if isinstance(value, float) and kind is float:
+        return value if math.isfinite(value) else {_TAG: "float", "value": str(value)}
+    if isinstance(value, int) and kind is int and value.bit_length() > _LONGEST:
+        raise CheckpointError(f"{where} is an int of {value.bit_length()} bits; {_LONGEST} are possible")
+    if isinstance(value, str) and kind is str and not _writable(value):
+        raise CheckpointError(f"{where} is text that UTF-8 cannot write: {value[:40]!r}")
+    if kind in _SCALARS:
+        return value
+    if isinstance(value, dict) and kind in _MAPPINGS.values():
         for key in value:
             if type(key) not in _SCALARS or (isinstance(key, str) and not _writable(key)):
                 raise CheckpointError(
                     f"{where} has the key {key!r} of type {type(key).__name__}; keys are scalars here"
                 )
-        values = {key: self.encode(item, inside(where, key), depth + 1) for key, item in value.items()}
-        if type(value) is dict and _TAG not in values and all(isinstance(key, str) for key in values):
+        values = {key: _encode(item, inside(where, key), depth + 1, tensors) for key, item in value.items()}
+        if kind is dict and _TAG not in values and all(isinstance(key, str) for key in values):
             return values
-        items = [[self.encode(key, where, depth + 1), item] for key, item in values.items()]
-        return {_TAG: type(value).__name__, "items": items}
+        pairs = [[_encode(key, where, depth + 1, tensors), item] for key, item in values.items()]
+        return {_TAG: kind.__name__, "items": pairs}
+    if isinstance(value, list | tuple | set | frozenset) and (kind is list or kind in _SEQUENCES.values()):
+        items = [_encode(item, f"{where}[{i}]", depth + 1, tensors) for i, item in enumerate(value)]
+        if isinstance(value, set | frozenset):
+            items.sort(key=repr)  # the same file for the same set
+        return items if kind is list else {_TAG: kind.__name__, "items": items}
+    if isinstance(value, torch.Tensor) and kind in PLAIN:
+        return _encode_tensor(value.detach(), where, tensors)
+    if isinstance(value, torch.dtype):
+        return {_TAG: "dtype", "name": dtype_name(value)}
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and kind is np.ndarray):
+        array = np.asarray(value)
+        if not _NUMPY.fullmatch(array.dtype.str):
+            raise CheckpointError(f"{where} is a numpy value of dtype {array.dtype}; only numbers can be saved")
+        tag = "array" if kind is np.ndarray else "scalar"
+        return {_TAG: tag, "dtype": array.dtype.str, "shape": list(array.shape), "data": _text(array.tobytes())}
+    raise CheckpointError(
+        f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold\n"
+        "  Numbers, text, lists, tuples, dicts, sets, tensors and arrays of numbers it can; nothing is pickled.\n"
+        "  Leave it out, or turn it into these."
+    )
 
-    def _tensor(self, value: torch.Tensor, where: str) -> Json:
-        try:
-            dtype_of(dtype_name(value.dtype))
-        except ValueError as error:
-            raise CheckpointError(f"{where}: {error}") from error
-        if value.layout != torch.strided or value.device.type == "meta":
-            what = "on the meta device" if value.device.type == "meta" else f"of layout {value.layout}"
-            raise CheckpointError(f"{where} is a tensor {what}; a checkpoint holds dense tensors with values")
-        value = value.detach().resolve_conj().resolve_neg()  # a file holds values, not how they are to be read
-        if not self._inline:
-            if where in self.tensors:
-                raise CheckpointError(f"two tensors would be called {where}")
-            self.tensors[where] = value
-            return {_TAG: "tensor", "name": where}
-        data = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return {_TAG: "tensor", "dtype": dtype_name(value.dtype), "shape": list(value.shape), "data": _text(data)}
 
-
-def _numpy(value: np.generic | np.ndarray[Any, Any], where: str) -> Json:
-    array = np.asarray(value)
-    if not _NUMPY.fullmatch(array.dtype.str):
-        raise CheckpointError(f"{where} is a numpy value of dtype {array.dtype}; only numbers can be saved")
-    kind = "array" if isinstance(value, np.ndarray) else "scalar"
-    return {_TAG: kind, "dtype": array.dtype.str, "shape": list(array.shape), "data": _text(array.tobytes())}
+def _encode_tensor(value: torch.Tensor, where: str, tensors: dict[str, torch.Tensor] | None) -> Json:
+    try:
+        dtype_of(dtype_name(value.dtype))
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+    if value.layout != torch.strided or value.device.type == "meta":
+        what = "on the meta device" if value.device.type == "meta" else f"of layout {value.layout}"
+        raise CheckpointError(f"{where} is a tensor {what}; a checkpoint holds dense tensors with values")
+    value = value.detach().resolve_conj().resolve_neg()  # a file holds values, not how they are to be read
+    if tensors is not None:
+        if where in tensors:
+            raise CheckpointError(f"two tensors would be called {where}")
+        tensors[where] = value
+        return {_TAG: "tensor", "name": where}
+    data = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return {_TAG: "tensor", "dtype": dtype_name(value.dtype), "shape": list(value.shape), "data": _text(data)}
 
 
 def _text(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-class _Decoder:
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
+def decode(
+    data: Json, tensors: Mapping[str, torch.Tensor] | None = None, where: str = "the value", depth: int = 0
+) -> Any:
+    """Return the value that :func:`encode` or :func:`encode_inline` was given.
 
-    def decode(self, data: Json, where: str, depth: int) -> Any:
-        if depth > _DEEPEST:
-            _damaged(where, f"it lies more than {_DEEPEST} containers deep")
-        if type(data) in _SCALARS:
-            return data
-        if isinstance(data, list):
-            return [self.decode(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(data)]
-        if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-            _damaged(where, f"a {type(data).__name__} is not expected there")
-        if _TAG not in data:
-            return {key: self.decode(item, inside(where, key), depth + 1) for key, item in data.items()}
-        return self._tagged(data, where, depth)
+    Args:
+        data: JSON as they returned it.
+        tensors: by name; those of ``encode``.
+        where: what the value is called, in errors.
+        depth: how many containers are around it.
 
-    def _tagged(self, data: dict[str, Json], where: str, depth: int) -> Any:
-        tag = data[_TAG]
-        if tag == "float" and data.get("value") in ("inf", "-inf", "nan"):
-            return float(data["value"])
-        if tag == "dtype":
-            name = data.get("name")
-            dtype = getattr(torch, name, None) if isinstance(name, str) else None
-            return dtype if isinstance(dtype, torch.dtype) else _damaged(where, f"{name!r} is no dtype")
-        if tag == "tensor" and "name" in data:
-            name = data["name"]
-            found = self._tensors.get(name) if isinstance(name, str) else None
-            return _damaged(where, f"there is no tensor {name!r}") if found is None else found
-        if tag in ("tensor", "array", "scalar"):
-            return _unpack(data, where)
-        if isinstance(tag, str) and tag in _MAPPINGS:
-            pairs = data.get("items")
-            if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-                _damaged(where, f"a {tag} needs a list of pairs")
-            keys = [self.decode(key, where, depth + 1) for key, _ in pairs]
-            if not all(type(key) in _SCALARS for key in keys):
-                _damaged(where, "a key is no scalar")
-            values = [self.decode(v, inside(where, k), depth + 1) for k, (_, v) in zip(keys, pairs, strict=True)]
-            return _MAPPINGS[tag](dict(zip(keys, values, strict=True)))
-        if isinstance(tag, str) and tag in _SEQUENCES:
-            if not isinstance(data.get("items"), list):
-                _damaged(where, f"a {tag} needs a list")
-            items = self.decode(data["items"], where, depth + 1)
-            try:
-                return _SEQUENCES[tag](items)
-            except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-                _damaged(where, f"{error}")
-        return _damaged(where, f"{tag!r} is no kind of value that can be saved")
+    Raises:
+        CheckpointError: if ``data`` is not what they return; never another error.
+    """
+    if depth > _DEEPEST:
+        _damaged(where, f"it lies more than {_DEEPEST} containers deep")
+    if type(data) in _SCALARS:
+        return data
+    if isinstance(data, list):
+        return [decode(item, tensors, f"{where}[{i}]", depth + 1) for i, item in enumerate(data)]
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        _damaged(where, f"a {type(data).__name__} is not expected there")
+    if _TAG not in data:
+        return {key: decode(item, tensors, inside(where, key), depth + 1) for key, item in data.items()}
+    tag, name, items = data[_TAG], data.get("name"), data.get("items")
+    if tag == "float" and data.get("value") in ("inf", "-inf", "nan"):
+        return float(data["value"])
+    if tag == "dtype":
+        dtype = getattr(torch, name, None) if isinstance(name, str) else None
+        return dtype if isinstance(dtype, torch.dtype) else _damaged(where, f"{name!r} is no dtype")
+    if tag == "tensor" and "name" in data:
+        found = (tensors or {}).get(name) if isinstance(name, str) else None
+        return _damaged(where, f"there is no tensor {name!r}") if found is None else found
+    if tag in ("tensor", "array", "scalar"):
+        return _unpack(data, where)
+    if isinstance(tag, str) and tag in _MAPPINGS:
+        if not isinstance(items, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in items):
+            _damaged(where, f"a {tag} needs a list of pairs")
+        keys = [decode(key, tensors, where, depth + 1) for key, _ in items]
+        if not all(type(key) in _SCALARS for key in keys):
+            _damaged(where, "a key is no scalar")
+        pairs = zip(keys, items, strict=True)
+        return _MAPPINGS[tag]({k: decode(v, tensors, inside(where, k), depth + 1) for k, (_, v) in pairs})
+    if isinstance(tag, str) and tag in _SEQUENCES:
+        if not isinstance(items, list):
+            _damaged(where, f"a {tag} needs a list")
+        try:
+            return _SEQUENCES[tag](decode(items, tensors, where, depth + 1))
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            _damaged(where, f"{error}")
+    return _damaged(where, f"{tag!r} is no kind of value that can be saved")
 
 
 def _unpack(data: dict[str, Json], where: str) -> Any:

@@ -235,25 +235,12 @@ class SafetensorsReader(Closing):
         entry = self.entries[name]
         return Stored(self._file, entry.start, entry.dtype, entry.shape)
 
-    def read(self, name: str, expected: str | None = None) -> torch.Tensor:
-        """Read one tensor. Raises CheckpointError if it cannot be read or its checksum is not ``expected``."""
-        entry = self.entries[name]
-        tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-        data = memory(tensor)
-        self._file.read_into(data, entry.start)
-        if expected is not None and checksum(data) != expected:
-            raise self._damaged(name)
-        return tensor
-
     def verify(self, name: str, expected: str) -> None:
         """Raise CheckpointError if the bytes of ``name`` do not have that checksum; needs little memory."""
         if checksum_of(self._chunks(self.entries[name])) != expected:
-            raise self._damaged(name)
-
-    def _damaged(self, name: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self.path} is damaged: the bytes of {name} are not those that were saved (their checksum differs)"
-        )
+            raise CheckpointError(
+                f"{self.path} is damaged: the bytes of {name} are not those that were saved (their checksum differs)"
+            )
 
     def _chunks(self, entry: Entry) -> Iterator[memoryview]:
         buffer = memoryview(bytearray(min(_CHUNK, entry.stop - entry.start)))

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from autopar.checkpoint.format import Manifest, versions
-from autopar.checkpoint.offline.output import output_folder, parse_dtype, progress_bar
-from autopar.checkpoint.offline.reshard import check_blocks, check_sizes, stages_by_size, write_manifest, write_part
+from autopar.checkpoint.offline import check_blocks, check_sizes, stages_by_size, write_manifest, write_part
+from autopar.checkpoint.staging import output_folder, parse_dtype, progress_bar
 from autopar.deferred_init.context import lazy_init
 from autopar.deferred_init.files import explained, sources_of
 from autopar.distributed.mesh_sizes import MeshSizes

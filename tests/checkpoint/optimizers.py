@@ -13,8 +13,7 @@ import torch
 from torch import nn, optim
 from transformers.optimization import Adafactor as TransformersAdafactor
 
-from autopar.checkpoint.optimizer_metadata import merge_metadata
-from autopar.checkpoint.optimizer_state import OptimizerState, prepare, take
+from autopar.checkpoint.optimizer_state import OptimizerState, merge_metadata, prepare, take
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.policy.match import find_policy

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import autopar
-from autopar.checkpoint import Manifest, snapshot
-from autopar.checkpoint.offline.check import check_checkpoint
-from autopar.checkpoint.shards import Shards
+from autopar.checkpoint import Manifest
+from autopar.checkpoint import save as snapshot
+from autopar.checkpoint.shards import Shards, check_checkpoint
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
 from autopar.storage.safetensors_io import SafetensorsWriter
@@ -235,7 +235,7 @@ def test_deparallelize_waits(tmp_path):
         assert time.monotonic() - start > 0.3
     with Shards(tmp_path / "ckpt") as shards:
         for name in shards.manifest.tensors:
-            assert torch.equal(shards.whole(name), plain.state_dict()[name]), name
+            assert torch.equal(shards.lazy(name).read(), plain.state_dict()[name]), name
     parallel(model, 1).save_parallelized(tmp_path / "again", async_save=True)
     autopar.deparallelize(model)
     assert Manifest.read(tmp_path / "again")
@@ -300,10 +300,10 @@ def assert_whole(folder: Path, seed: int) -> None:
     plain = TinyModel(TinyConfig(), seed).state_dict()
     with Shards(folder, ("model", "optimizer")) as shards:
         for name, entry in shards.manifest.tensors.items():
-            assert torch.equal(shards.whole(name), plain[name]), name
+            assert torch.equal(shards.lazy(name).read(), plain[name]), name
             if name in shards.manifest.parameters:
                 due = moment(name, "exp_avg", seed, entry)
-                assert torch.equal(shards.whole(f"{name}::exp_avg", "optimizer"), due), name
+                assert torch.equal(shards.lazy(f"{name}::exp_avg", "optimizer").read(), due), name
 
 
 @pooled(world_size=2)

@@ -11,14 +11,13 @@ import torch
 
 from autopar.checkpoint import save
 from autopar.checkpoint.format import PARTS
-from autopar.checkpoint.offline.check import check_checkpoint
-from autopar.checkpoint.offline.reshard import reshard_checkpoint
-from autopar.checkpoint.shards import Shards
-from autopar.checkpoint.snapshot import snapshot
+from autopar.checkpoint.offline import reshard_checkpoint
+from autopar.checkpoint.save import snapshot
+from autopar.checkpoint.shards import Shards, check_checkpoint
 from autopar.checkpoint.state import state_of
 from autopar.data_parallel.whole_parameters import WholeParameters
 from autopar.errors import CheckpointError
-from tests.checkpoint.tiny import fake_mpu, save_alone, tiny, with_moments
+from tests.checkpoint.tiny import fake_mpu, save_alone, tiny, with_moments, written
 
 EXTRA = {"ema": torch.arange(100.0)}
 
@@ -107,7 +106,7 @@ def save_shared_out_by_replicas(folder, replicas: int) -> None:
                 masters=None,
                 scale=None,
             )
-            reports.append(save._write(snapshot(model, optimizer), state_of(model), folder, "0123456789abcdef"))
+            reports.append(written(model, snapshot(model, optimizer), folder))
     save._manifest(state_of(model), "0123456789abcdef", reports, {}).write(folder)
 
 
@@ -122,7 +121,7 @@ def test_state_that_replicas_share_out(tmp_path):
         assert set(shared.manifest.parts["model"].files) == set(due.manifest.parts["model"].files)
         assert set(shared.manifest.parts["optimizer"].tensors) == set(due.manifest.parts["optimizer"].tensors)
         for name in due.manifest.parts["optimizer"].tensors:
-            assert torch.equal(shared.whole(name, "optimizer"), due.whole(name, "optimizer")), name
+            assert torch.equal(shared.lazy(name, "optimizer").read(), due.lazy(name, "optimizer").read()), name
     os.remove(tmp_path / "shared" / "optimizer-tp1-pp0-dp2.safetensors")
     with pytest.raises(CheckpointError, match=r"7 of 8 shards found, optimizer-tp1-pp0-dp2.*missing[\s\S]*rank 5"):
         Shards(tmp_path / "shared", PARTS)

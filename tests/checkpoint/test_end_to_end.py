@@ -21,19 +21,9 @@ from transformers import (
 
 import autopar
 from autopar.checkpoint import merge_checkpoint
+from tests.checkpoint.tiny import assert_same_files
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def assert_same_files(one: Path, other: Path) -> None:
-    ours, theirs = files(one), files(other)
-    assert sorted(ours) == sorted(theirs)
-    for name in ours:
-        assert ours[name] == theirs[name], f"{name} differs"
 
 
 def bert() -> BertForMaskedLM:

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.checkpoint import Manifest
-from autopar.checkpoint.offline.check import check_checkpoint
-from autopar.checkpoint.offline.reshard import reshard_checkpoint
+from autopar.checkpoint import ShardedDict
+from autopar.checkpoint.offline import reshard_checkpoint
+from autopar.checkpoint.shards import check_checkpoint
 from autopar.distributed.shard_reads import Part
 from autopar.errors import CheckpointError
 from tests.checkpoint.hybrid import OF_FOUR, OF_TWO, Mesh
@@ -31,9 +31,10 @@ def start(mesh: Mesh, seed: int = 0, **config: Any) -> Any:
 
 
 def averages(model: Any) -> dict[str, Any]:
-    """An EMA of the parameters, as a user keeps it, and one of the state dict, deeper inside."""
+    """An EMA of the parameters, as a user keeps it, one of the state dict, and a number."""
     shadow = {name: tensor.detach() * 2 for name, tensor in model.state_dict().items()}
-    return {"ema": {name: p.detach() / 2 for name, p in model.named_parameters()}, "of": {"0.9": shadow, "n": 3}}
+    ema = {name: p.detach() / 2 for name, p in model.named_parameters()}
+    return {"ema": ShardedDict(ema), "of 0.9": ShardedDict(shadow), "n": 3}
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -43,12 +44,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def check(found: Mapping[str, Any], model: Any) -> None:
     due = averages(model)
-    assert list(found) == ["ema", "of"] and found["of"]["n"] == 3 and list(found["of"]) == ["0.9", "n"]
-    for ours, theirs in ((found["ema"], due["ema"]), (found["of"]["0.9"], due["of"]["0.9"])):
-        assert set(theirs) <= set(ours) <= set(model.state_dict())
-        for name, tensor in ours.items():
-            assert isinstance(tensor, DTensor) == isinstance(due["of"]["0.9"][name], DTensor)
-            assert torch.equal(local(tensor), local(theirs.get(name, theirs.get("transformer.wte.weight")))), name
+    assert list(found) == ["ema", "of 0.9", "n"] and found["n"] == 3
+    names = [*dict(model.named_parameters()), *(n for n, _ in model.named_buffers() if n in model.state_dict())]
+    for key, count in (("ema", len([*model.parameters()])), ("of 0.9", len(names))):
+        assert type(found[key]) is ShardedDict and len(found[key]) == count and set(found[key]) <= set(names)
+        for name, tensor in found[key].items():
+            assert isinstance(tensor, DTensor) == isinstance(due["of 0.9"][name], DTensor)
+            assert torch.equal(local(tensor), local(due[key][name])), name
 
 
 def over_meshes(folder: Path, meshes: list[Mesh]) -> None:
@@ -86,7 +88,11 @@ def _differing(model: Any) -> list[tuple[str, Any, tuple[str, ...]]]:
     """What rank 1 gives otherwise than rank 0: name, ``extra=``, what is said."""
     rank, named = model.mpu.rank, dict(model.named_parameters())
     ema: dict[str, Any] = {name: p.detach().clone() for name, p in named.items()}
-    norm = "transformer.ln_f.weight"
+    norm, whole = "transformer.ln_f.weight", torch.zeros(131, 36)
+
+    def sharded(given: dict[str, Any]) -> dict[str, Any]:
+        return {"ema": ShardedDict(given)}
+
     return [
         ("a number", {"epoch": 3, "loss": 0.5 + rank},
          ("differs between ranks in 1 of 2 places: extra.loss is 0.5 on rank 0 and 1.5 on rank 1", "in extra.loss.")),
@@ -95,13 +101,20 @@ def _differing(model: Any) -> list[tuple[str, Any, tuple[str, ...]]]:
         ("text", {"t": "same" * 99 + str(rank)}, (r"extra.t is ", "and another on rank 1")),
         ("a list of shards", {"ema": list(ema.values())}, ("in 13 of 29 places: extra.ema[0] is a tensor [66, 36]",)),
         ("other names", {"ema": {f"module.{name}": p for name, p in ema.items()}},
-         ("places: extra.ema['module.transformer.wte.weight'] is a tensor [", "{name of a parameter: tensor")),
-        ("one that is whole", {"ema": {**ema, **({"lm_head.weight": torch.zeros(3)} if rank else {})}}, ("extra.ema",)),
-        ("a weight less", {"ema": {n: p for n, p in ema.items() if not rank or n != norm}},
+         ("places: extra.ema['module.transformer.wte.weight'] is a tensor [", "ShardedDict, {name: tensor}")),
+        ("names of another model", sharded({f"module.{n}": p for n, p in ema.items()}),
+         ("extra.ema is a ShardedDict with 'module.transformer.wte.weight'", "no such tensor")),
+        ("one that is whole", sharded({**ema, **({"lm_head.weight": whole} if rank else {})}),
+         ("extra.ema holds lm_head.weight of shape [131, 36]; this rank's shard of it has [65, 36]",)),
+        ("two of a tie", sharded({**ema, "lm_head.weight": ema["transformer.wte.weight"] + 1}),
+         ("extra.ema holds two tensors for",)),
+        ("no tensor", sharded({**ema, norm: 3}), (f"extra.ema holds {norm} as a int",)),
+        ("deeper inside", {"of": {"0.9": ShardedDict(ema)}}, ("extra.of['0.9'] is a autopar.checkpoint.extra.Sh",)),
+        ("a weight less", sharded({n: p for n, p in ema.items() if not rank or n != norm}),
          (f"extra.ema holds {norm} on rank 0 and not on rank 1, which has this weight, too",)),
-        ("a dtype", {"ema": {n: p.bfloat16() if rank and n == norm else p for n, p in ema.items()}},
+        ("a dtype", sharded({n: p.bfloat16() if rank and n == norm else p for n, p in ema.items()}),
          (f"extra.ema holds {norm} on rank 0 and as another dtype on rank 1",)),
-        ("a replica that drifted", {"ema": {n: p + rank * (n == norm) for n, p in ema.items()}},
+        ("a replica that drifted", sharded({n: p + rank * (n == norm) for n, p in ema.items()}),
          (f"{norm} in extra.ema differs between rank 0 and rank 1, which must hold the same (1 tensors",)),
     ]  # fmt: skip
 
@@ -132,7 +145,6 @@ def test_whole_weights_that_are_equal_on_all_ranks_stay_whole(tmp_path):
         found: dict[str, Any] = {}
         model.from_parallelized(tmp_path / "ckpt", extra=found)
         assert all(torch.equal(found["teacher"][name], tensor) for name, tensor in plain.items())
-    assert "sharded_extra" not in Manifest.read(tmp_path / "ckpt").training
 
 
 @pooled(world_size=1)
@@ -140,22 +152,16 @@ def test_what_is_damaged_in_the_manifest_is_refused(tmp_path):
     model = parallel(gpt2(), 1)
     before = [p.detach().clone() for p in model.parameters()]
     for number, change in enumerate(
-        (
-            lambda entry: entry.pop("path"),
-            lambda entry: entry["names"].update(x="y"),
-            lambda entry: entry.update(path=["nowhere"]),
-            lambda entry: entry.update(names=3),
-        )
+        (lambda tensors, name: tensors[name].update(shape=[3], layout=None), lambda tensors, name: tensors.pop(name))
     ):
         folder = tmp_path / str(number)
         model.save_parallelized(folder, extra=averages(model))
 
         def edit(data: Any, change: Any = change) -> Any:
-            change(data["training"]["sharded_extra"][0])
+            change(data["parts"]["extra"]["tensors"], "transformer.ln_f.weight::extra.ema")
             return data
 
         rewrite_manifest(folder, edit)
-        with raises_everywhere(CheckpointError, "is damaged in the checkpoint"):
+        with raises_everywhere(CheckpointError, "(is damaged in the checkpoint|autopar.json is damaged)"):
             model.from_parallelized(folder, extra={})
     assert all(map(torch.equal, before, model.parameters()))
-    assert Manifest.read(folder).to_json()["format_version"] == 4  # which a reader that knows no shards refuses

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.checkpoint import merge_checkpoint
-from autopar.checkpoint.offline.check import check_checkpoint
+from autopar.checkpoint.shards import check_checkpoint
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
 from autopar.storage.safetensors_io import SafetensorsReader

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from autopar.checkpoint import Manifest, save
 from autopar.checkpoint import staging as folder
-from autopar.checkpoint.offline.check import check_checkpoint
 from autopar.checkpoint.rotation import is_checkpoint
+from autopar.checkpoint.shards import check_checkpoint
 from autopar.checkpoint.staging import Staging, leftovers
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError

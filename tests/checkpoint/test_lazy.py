@@ -17,9 +17,12 @@ from autopar.storage.lazy_tensor import (
     LazyTensor,
     RangeFile,
     Stored,
+    lazy_view,
+    narrowed,
+    permuted,
     read_shard,
+    unsqueezed,
 )
-from autopar.storage.views import lazy_view, narrowed, permuted, unsqueezed
 
 
 class Counting(RangeFile):

@@ -11,7 +11,7 @@ import torch
 
 from autopar.errors import CheckpointError
 from autopar.storage.files import RangeFile
-from autopar.storage.lazy_conversion import Computed, Sketch
+from autopar.storage.hugging_face import Computed, Sketch
 from autopar.storage.lazy_tensor import Stored
 
 VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {

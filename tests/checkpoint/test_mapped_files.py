@@ -16,8 +16,7 @@ from autopar.errors import CheckpointError
 from autopar.layout import Block, Layout, even_shards
 from autopar.storage import lazy_tensor
 from autopar.storage.files import RangeFile
-from autopar.storage.lazy_tensor import Joined, Stored, map_shard
-from autopar.storage.views import narrowed
+from autopar.storage.lazy_tensor import Joined, Stored, map_shard, narrowed
 from tests.checkpoint.loading import same, shared, tp
 from tests.pool import pooled
 from tests.small import gpt2, llama

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from autopar.checkpoint.optimizer_metadata import merge_metadata
-from autopar.checkpoint.optimizer_state import prepare, take
+from autopar.checkpoint.optimizer_state import merge_metadata, prepare, take
 from autopar.errors import CheckpointError
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan, TensorPlan

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from autopar.plan.plan import Piece
-from autopar.storage.lazy_tensor import InMemory, LazyTensor, Stored
+from autopar.storage.lazy_tensor import InMemory, LazyTensor, Stored, lazy_view
 from autopar.storage.safetensors_io import SafetensorsReader, SafetensorsWriter
-from autopar.storage.views import lazy_view
 from tests.checkpoint.test_lazy import Counting
 
 SHAPES = [(4, 3, 5), (3, 1, 4), (1, 1, 6), (2, 2, 2, 2), (7,), (5, 5), (1,)]

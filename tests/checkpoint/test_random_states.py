@@ -61,7 +61,7 @@ def entry(tp: int, pp: int, dp: int, number: int, streams: bool = True) -> dict[
     """What a rank saved after some steps; the default generators are seeded with ``number``."""
     tracker = seed(number, tp if streams else None)
     draw(tracker)
-    return {"tp": tp, "pp": pp, "dp": dp, "state": through_json(take(tracker))}
+    return {"tp": tp, "pp": pp, "dp": dp, "cp": 0, "state": through_json(take(tracker))}
 
 
 def drawn_by(state: Any) -> list[Any]:

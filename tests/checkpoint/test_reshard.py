@@ -9,14 +9,13 @@ import torch
 
 from autopar.checkpoint import Manifest, merge_checkpoint, save
 from autopar.checkpoint.format import PARTS
-from autopar.checkpoint.offline.check import check_checkpoint
-from autopar.checkpoint.offline.reshard import check_sizes, reshard_checkpoint
-from autopar.checkpoint.shards import Shards
-from autopar.checkpoint.snapshot import snapshot
+from autopar.checkpoint.offline import check_sizes, reshard_checkpoint
+from autopar.checkpoint.save import snapshot
+from autopar.checkpoint.shards import Shards, check_checkpoint
 from autopar.checkpoint.state import config_writer, state_of
 from autopar.errors import CheckpointError
 from autopar.storage.safetensors_io import SafetensorsWriter
-from tests.checkpoint.tiny import fake_mpu, moment, same, save_alone, saved_state, tiny
+from tests.checkpoint.tiny import fake_mpu, moment, same, save_alone, saved_state, tiny, written
 
 MESHES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (3, 1), (3, 3)]
 EXTRA = {"epoch": 3, "ema": [torch.arange(5.0), (torch.tensor(2), "x")]}
@@ -25,7 +24,7 @@ EXTRA = {"epoch": 3, "ema": [torch.arange(5.0), (torch.tensor(2), "x")]}
 def contents(folder) -> dict[str, torch.Tensor]:
     with Shards(folder, ("model", "optimizer", "extra")) as shards:
         return {
-            f"{part}/{name}": shards.whole(name, part)
+            f"{part}/{name}": shards.lazy(name, part).read()
             for part, entry in shards.manifest.parts.items()
             for name in entry.tensors
         }
@@ -164,7 +163,7 @@ def save_adafactor(folder, tp: int) -> None:
         for number, parameter in enumerate(model.parameters()):
             parameter.grad = torch.full_like(parameter, 0.1 + number)
         optimizer.step()
-        reports.append(save._write(snapshot(model, optimizer), state_of(model), folder, "0123456789abcdef"))
+        reports.append(written(model, snapshot(model, optimizer), folder))
     config_writer(model)(folder)
     save._manifest(state_of(model), "0123456789abcdef", reports, {}).write(folder)
 
@@ -187,7 +186,7 @@ def test_statistics_of_whole_parameters_stay_whole(tmp_path):
         names = [name for name in old.manifest.parts["optimizer"].tensors if name.endswith("_var")]
         assert names
         for name in names:
-            assert torch.equal(new.whole(name, "optimizer"), old.whole(name, "optimizer"))
+            assert torch.equal(new.lazy(name, "optimizer").read(), old.lazy(name, "optimizer").read())
 
 
 @pytest.mark.parametrize("tp", [1, 2])

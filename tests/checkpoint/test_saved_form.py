@@ -20,17 +20,15 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from typer.testing import CliRunner
 
 from autopar.checkpoint.format import Manifest
-from autopar.checkpoint.offline.merge import merge_checkpoint
-from autopar.checkpoint.offline.reshard import reshard_checkpoint
+from autopar.checkpoint.offline import merge_checkpoint, reshard_checkpoint
 from autopar.errors import CheckpointError
 from autopar.plan import tensors
 from autopar.plan.tensors import plan_tensors
 from autopar.policy.match import supported_model_types
-from autopar.storage.lazy_tensor import InMemory
-from autopar.storage.views import open_piece
+from autopar.storage.lazy_tensor import InMemory, open_piece
 from autopar.tools.cli import app
 from autopar.tools.split import split_checkpoint
-from tests.checkpoint.tiny import rewrite_manifest
+from tests.checkpoint.tiny import files, rewrite_manifest
 from tests.random_models import Case, build, cases, of_type
 from tests.refused_types import NAMES_IN_MEMORY
 from tests.representatives import REPRESENTATIVES, first_types
@@ -72,10 +70,6 @@ def check_plan(case: Case) -> bool:
         assert mine[name].shape == tensor.shape and mine[name].dtype == tensor.dtype, (case, name)
         assert torch.equal(mine[name], tensor), (case, name)
     return any(piece.joined for tensor in plan_tensors(model, "", model, {}).values() for piece in tensor.pieces)
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def assert_same_tensors(one: Path, other: Path) -> None:
@@ -178,7 +172,6 @@ def test_manifests_that_join_what_does_not_fit(tmp_path: Path, change: Callable[
     split_checkpoint(tmp_path / "plain", tmp_path / "split", tp=2)
 
     def edit(data: Any) -> Any:
-        assert data["format_version"] == 3
         change(
             next(t["pieces"][0] for n, t in data["parts"]["model"]["tensors"].items() if n.endswith("q_proj.weight"))
         )
@@ -188,21 +181,6 @@ def test_manifests_that_join_what_does_not_fit(tmp_path: Path, change: Callable[
     with pytest.raises(CheckpointError, match=message):
         merge_checkpoint(tmp_path / "split", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
-
-
-def test_a_manifest_of_before(tmp_path: Path) -> None:
-    """It has no order, and pieces of one tensor only: it is merged as it was."""
-    build(Case("mixtral", "MixtralForCausalLM"), 6, 3).save_pretrained(tmp_path / "plain")
-    split_checkpoint(tmp_path / "plain", tmp_path / "split", tp=2)
-
-    def older(data: Any) -> Any:
-        assert data["format_version"] == 2
-        del data["order"], data["follows"]
-        return data
-
-    rewrite_manifest(tmp_path / "split", older)
-    merge_checkpoint(tmp_path / "split", tmp_path / "merged")
-    assert files(tmp_path / "merged") == files(tmp_path / "plain")
 
 
 def test_inspect_names_the_tensor_that_others_are_joined_into(tmp_path: Path) -> None:

@@ -14,18 +14,13 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar.tools.cli import app
-from tests.checkpoint.test_saved_form import JOINED, assert_same_tensors, files
+from tests.checkpoint.test_saved_form import JOINED, assert_same_tensors
+from tests.checkpoint.tiny import assert_same_files
 from tests.pool import pooled
 from tests.random_models import build, cases
 from tests.tiers import mainly
 
 SIZE = 40_000  # bytes: several files
-
-
-def assert_same_files(one: Path, other: Path) -> None:
-    mine, theirs = files(one), files(other)
-    assert sorted(mine) == sorted(theirs)
-    assert not [name for name in theirs if mine[name] != theirs[name]]
 
 
 def check(folder: Path, plain: PreTrainedModel, tp: int, pp: int) -> None:

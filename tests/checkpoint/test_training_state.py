@@ -17,6 +17,7 @@ from transformers import GPT2LMHeadModel, get_linear_schedule_with_warmup
 import autopar
 from autopar.checkpoint import Manifest
 from autopar.errors import CheckpointError, ConfigError
+from tests.checkpoint.test_plain_data import same
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
 from tests.worlds import raises_everywhere
@@ -156,18 +157,6 @@ def extra_of_the_user() -> dict[str, Any]:
     }
 
 
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return type(other) is torch.Tensor and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and bool((one == other).all())
-    if isinstance(one, dict):
-        return type(one) is type(other) and list(one) == list(other) and all(equal(v, other[k]) for k, v in one.items())
-    if isinstance(one, list | tuple):
-        return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
-    return type(one) is type(other) and one == other
-
-
 @pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_the_users_own_data(tmp_path):
@@ -176,7 +165,7 @@ def test_the_users_own_data(tmp_path):
     found: dict[str, Any] = {"kept": 1, "epoch": 0}
     run.model.from_parallelized(tmp_path / "ckpt", extra=found)
     assert found.pop("kept") == 1
-    assert equal(found, {"epoch": 3, **extra_of_the_user()})
+    assert same(found, {"epoch": 3, **extra_of_the_user()})
     run.save(tmp_path / "empty", extra={})
     found = {}
     run.load(tmp_path / "empty", extra=found)

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from autopar.checkpoint import attach, save
-from autopar.checkpoint.snapshot import snapshot
+from autopar.checkpoint.save import snapshot
 from autopar.checkpoint.state import config_writer, state_of
 from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.layout import Block, Layout, aligned_shards, even_shards, replicated_shards
@@ -132,6 +132,12 @@ def with_moments(model: Any, seed: int = 0) -> torch.optim.AdamW:
 STAGES = [("embed", "qkv", "step"), ("proj", "norm", "gate", "head", "mask", "scratch")]
 
 
+def written(model: nn.Module, mine: save.Snapshot, folder: Path, save_id: str = "0123456789abcdef") -> dict[str, Any]:
+    """Write the files of the rank that has ``model``; returns its report."""
+    writer: Any = SimpleNamespace(state=state_of(model))
+    return save.Writer.write_shards(writer, mine, folder, save_id)
+
+
 def save_alone(
     folder: Path,
     tp: int,
@@ -154,7 +160,7 @@ def save_alone(
                 for name in [name for s, names in enumerate(STAGES) if s != p for name in names]:
                     delattr(model, name)
             mine = snapshot(model, with_moments(model, seed) if optimizer else None, **training)
-            reports.append(save._write(mine, state_of(model), folder, save_id))
+            reports.append(written(model, mine, folder, save_id))
     plain = tiny(fake_mpu(), seed)
     config_writer(plain)(folder)
     along = {"config.json": file_checksum(folder / "config.json")}
@@ -201,3 +207,13 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Copies of all tensors in an optimizer's state, in the order of its parameters."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return [v.clone() for p in parameters for v in optimizer.state.get(p, {}).values() if isinstance(v, torch.Tensor)]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def assert_same_files(one: Path, other: Path) -> None:
+    ours, theirs = files(one), files(other)
+    assert sorted(ours) == sorted(theirs)
+    assert not [name for name in ours if ours[name] != theirs[name]]

@@ -8,7 +8,6 @@ import tomllib
 from packaging.requirements import Requirement
 
 import autopar
-from autopar.checkpoint.format import FORMAT_VERSION, WITH_EXPERTS
 from tests.docs.pages import DOCS, ROOT
 from tests.test_version_ends import OLDEST
 
@@ -52,8 +51,3 @@ def test_what_the_tests_run_with_is_what_is_pinned() -> None:
     assert row("accelerate")[1] == PINNED["accelerate"] and row("PEFT")[1] == PINNED["peft"]
     (deepspeed,) = re.findall(r"deepspeed==([\d.]+)", (ROOT / "Makefile").read_text())
     assert row("DeepSpeed") == [deepspeed, f"{deepspeed}, on CPUs"]
-
-
-def test_formats_of_checkpoints_are_those_that_are_read() -> None:
-    assert (FORMAT_VERSION, WITH_EXPERTS) == (2, 5)
-    assert "This version writes 2 to 5, the lowest that the content allows, and reads" in TEXT

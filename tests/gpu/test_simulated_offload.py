@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.checkpoint.dtensor_optimizer import to_dtensor_training_state
+from autopar.checkpoint.dtensor import to_dtensor_training_state
 from autopar.data_parallel.optimizer_state import few_threads
 from autopar.errors import CheckpointError, ConfigError
 from tests.gpu.device_ranks import needs_compiler, on_device

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.checkpoint import snapshot
+from autopar.checkpoint import save as snapshot
 from tests.gpu import simulated
 from tests.gpu.device_ranks import needs_compiler, on_device
 from tests.gpu.host_waits import waits

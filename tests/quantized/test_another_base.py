@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import autopar
 from autopar.checkpoint.format import Manifest
-from autopar.checkpoint.offline.merge import merge_checkpoint
+from autopar.checkpoint.offline import merge_checkpoint
 from autopar.checkpoint.state import state_of
 from autopar.errors import CheckpointError, ConfigError
 from tests.pool import pooled

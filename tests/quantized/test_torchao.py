@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
 import autopar
-from autopar.checkpoint.offline.merge import merge_checkpoint
+from autopar.checkpoint.offline import merge_checkpoint
 from autopar.errors import CheckpointError, ConfigError
 from autopar.layout import Layout
 from autopar.plan.plan import held as count

@@ -15,7 +15,7 @@ from autopar.tools.tables import console, fitting, shape, size, table
 
 if TYPE_CHECKING:
     from autopar.checkpoint import Manifest
-    from autopar.checkpoint.shard_index import FileRecord
+    from autopar.checkpoint.format import FileRecord
     from autopar.layout import Layout
 
 _Source = Annotated[Path, typer.Argument(help="Folder that save_parallelized wrote.")]
@@ -51,7 +51,7 @@ def merge(
 ) -> None:
     """Merge a sharded checkpoint into a Hugging Face checkpoint, one tensor at a time."""
     with errors(as_json):
-        from autopar.checkpoint.offline.merge import merge_checkpoint
+        from autopar.checkpoint.offline import merge_checkpoint
 
         result = merge_checkpoint(
             source,
@@ -102,7 +102,7 @@ def reshard(
 ) -> None:
     """Write a sharded checkpoint again as the shards of another mesh. Loading does not need it: any mesh reads any."""
     with errors(as_json):
-        from autopar.checkpoint.offline.reshard import reshard_checkpoint
+        from autopar.checkpoint.offline import reshard_checkpoint
 
         result = reshard_checkpoint(
             source, destination, tp=tp, pp=pp, optimizer=not no_optimizer, force=force,
@@ -115,7 +115,7 @@ def reshard(
 def check(directory: _Source, as_json: Json = False) -> None:
     """Read a sharded checkpoint from end to end and list everything that is wrong; exit code 1 if anything is."""
     with errors(as_json):
-        from autopar.checkpoint.offline.check import check_checkpoint
+        from autopar.checkpoint.shards import check_checkpoint
 
         result = check_checkpoint(directory, progress=False if as_json else None)
     problems = result["problems"]

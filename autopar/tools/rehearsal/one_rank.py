@@ -25,10 +25,10 @@ import autopar.checkpoint.methods
 import autopar.data_parallel.dataloader
 import autopar.data_parallel.optimizer
 import autopar.pipeline_parallel.pipeline
-from autopar.checkpoint import adapters, hub, save
+from autopar.checkpoint import adapters, hf_weights, save
 from autopar.checkpoint import load as loading
 from autopar.checkpoint.quantized_base import QuantizedBase
-from autopar.checkpoint.snapshot import Snapshot
+from autopar.checkpoint.save import Snapshot
 from autopar.checkpoint.state import state_of
 from autopar.deferred_init.files import clear_sources
 from autopar.distributed.autograd_functions import record
@@ -390,7 +390,7 @@ def without_disk(note: Callable[[int], None]) -> None:
     save.Writer, loading.Loader = Writer, _Loader  # type: ignore[misc, assignment]
     # Rank 0's part behind the last exchange: PEFT's files, and the upload, which has no address then.
     adapters.Adapters.write_files = lambda self, whole, target: None  # type: ignore[method-assign]
-    hub.MergedModel.push_to_hub = lambda self, *args, **options: ""  # type: ignore[method-assign]
+    hf_weights.MergedModel.push_to_hub = lambda self, *args, **options: ""  # type: ignore[method-assign]
 
 
 class _Loader:

@@ -19,8 +19,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.checkpoint.offline.merge import merge_checkpoint
-from autopar.checkpoint.offline.reshard import reshard_checkpoint
+from autopar.checkpoint.offline import merge_checkpoint, reshard_checkpoint
 from autopar.errors import type_and_text
 from autopar.quantized.layers import stored_weights
 from autopar.tools.verification.outputs import (

@@ -1,0 +1,456 @@
+"""Merge a sharded checkpoint into a Hugging Face one, or write the shards of another mesh, without model code.
+
+One process, one tensor in memory at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import resource
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from autopar.checkpoint.format import PARTS, WEIGHTS, Manifest, Part, parse_size, versions
+from autopar.checkpoint.shards import Shards, record_of, shard_writer
+from autopar.checkpoint.staging import MERGED, Staging, output_folder, parse_dtype, progress_bar
+from autopar.distributed.mesh_sizes import MeshSizes
+from autopar.errors import CheckpointError
+from autopar.layout import Layout
+from autopar.plan.plan import Piece, TensorPlan
+from autopar.policy.schema import Policy
+from autopar.storage.files import file_checksum
+from autopar.storage.lazy_tensor import LazyTensor, open_piece
+from autopar.storage.safetensors_io import SafetensorsWriter, dtype_of, nbytes
+
+# File names of the weights, as transformers knows them.
+_FORMATS = {
+    "safetensors": ("model{suffix}.safetensors", "model.safetensors.index.json"),
+    "bin": ("pytorch_model{suffix}.bin", "pytorch_model.bin.index.json"),
+}
+_NOT_SMALL = re.compile(
+    r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx|index\.json|tmp|lock)|autopar\.json|\..*"
+)
+_OUTSIDE = "wrapper.safetensors"  # modules of the user's own around the Hugging Face model, under their own names
+
+
+def check_format(format: object) -> None:
+    """Raise CheckpointError for a format that is not offered."""
+    if format not in _FORMATS:
+        raise CheckpointError(f"format={format!r} must be one of {', '.join(map(repr, _FORMATS))}")
+
+
+def merge_checkpoint(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+    format: str = "safetensors",
+    dtype: str | torch.dtype | None = None,
+    force: bool = False,
+    verify: bool = True,
+    progress: bool | None = None,
+) -> dict[str, Any]:
+    """Write the Hugging Face checkpoint that ``save_pretrained`` of the plain model would have written.
+
+    Args:
+        source: folder that ``save_parallelized`` wrote.
+        destination: folder to make; it appears when it is whole.
+        max_shard_size: split the weights into files of at most this size (a larger tensor gets a file of its own).
+        format: ``safetensors`` or ``bin`` (``pytorch_model.bin``, which needs one file's tensors in memory at once).
+        dtype: convert floating-point tensors, for example to ``bfloat16``; by default they stay as they are.
+        force: replace a checkpoint in ``destination``; other files there are kept.
+        verify: compare every checksum.
+        progress: show a progress bar; by default on a terminal.
+
+    Returns:
+        ``{"destination": str, "files": {name: bytes}, "tensors": int, "parameters": int}``
+
+    Raises:
+        CheckpointError: if the source is incomplete, damaged or mixed, or the destination cannot be written.
+    """
+    check_format(format)
+    size, chosen, folder = parse_size(max_shard_size), parse_dtype(dtype), Path(source)
+    with Shards(folder) as shards:
+        manifest = shards.manifest
+        if manifest.base.forms and "base" not in manifest.parts:
+            raise CheckpointError(
+                f"{folder} leaves out {len(manifest.base.forms)} quantized weights of {manifest.base}, without which "
+                "no model\n  can be read. Load it into the same base (from_parallelized), which has them."
+            )
+        adapted = [name for name in manifest.tensors if ".base_layer." in name or ".modules_to_save." in name]
+        if adapted:
+            raise CheckpointError(
+                f"{folder} holds a model with adapters of PEFT ({adapted[0]}), for which a Hugging Face checkpoint has "
+                "no place.\n"
+                "  Load it (from_parallelized) and save the adapters with save_parallelized(adapter_only=True)."
+            )
+        has_config = "config.json" in manifest.along
+        if has_config and not (folder / "config.json").is_file():
+            raise CheckpointError(f"{folder} is incomplete: config.json is missing")
+        if verify:
+            shards.verify_along()
+        with output_folder("merge", folder, destination, force) as staging:
+            files = write_merged(shards, staging.temp, size, format, progress, chosen, verify)
+            copy_small_files(folder, staging.temp, chosen if has_config else None)
+    return {
+        "destination": os.path.abspath(destination),
+        "files": files,
+        "tensors": sum(len(tensor.saved_names()) for tensor in manifest.tensors.values()),
+        "parameters": manifest.total_parameters(),
+    }
+
+
+class _Saved(NamedTuple):
+    """A tensor of a merged checkpoint: its form there, and from where it is read."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    lazy: Callable[[], LazyTensor]
+
+
+def write_merged(
+    shards: Shards,
+    folder: Path,
+    max_shard_size: int,
+    format: str,
+    progress: bool | None,
+    dtype: torch.dtype | None = None,
+    verify: bool = True,
+) -> dict[str, int]:
+    """Write the weights of ``shards`` into ``folder``, whole and under the names that ``save_pretrained`` uses.
+
+    Returns file name -> bytes. Raises CheckpointError if a checksum is wrong, ``OSError`` if a file cannot be written.
+    """
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    manifest = shards.manifest
+    saved, outside = _saved_tensors(shards, dtype)
+    metadata = {"format": "pt"} | _notes(manifest, saved)
+    if "config.json" not in manifest.along:  # of a plain module; nothing else says whose file it is
+        metadata[MERGED] = manifest.model_type
+    pattern, index_name = _FORMATS[format]
+    split = split_state_dict_into_shards_factory(
+        saved, get_storage_size=lambda one: nbytes(*one[:2]), filename_pattern=pattern, max_shard_size=max_shard_size
+    )
+    files: dict[str, int] = {}
+    with (
+        shards.verified_meanwhile(WEIGHTS, verify),
+        progress_bar("merging", split.metadata["total_size"], progress) as bar,
+    ):
+        held = {file: {name: saved[name] for name in names} for file, names in split.filename_to_tensors.items()}
+        # modules of the user's own, which from_pretrained does not ask for
+        for file, tensors in (held | ({_OUTSIDE: outside} if outside else {})).items():
+            if format == "safetensors" or file == _OUTSIDE:
+                with SafetensorsWriter(folder / file, {name: t[:2] for name, t in tensors.items()}, metadata) as writer:
+                    for name in writer.order:
+                        writer.copy(name, tensors[name].lazy())
+                        bar.update(nbytes(*tensors[name][:2]))
+            else:
+                torch.save({name: t.lazy().read().to(t.dtype) for name, t in tensors.items()}, folder / file)
+                bar.update(sum(nbytes(*t[:2]) for t in tensors.values()))
+            files[file] = (folder / file).stat().st_size
+    if split.is_sharded:
+        index = {
+            "metadata": {"total_parameters": manifest.total_parameters(), **split.metadata},
+            "weight_map": split.tensor_to_filename,
+        }
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / index_name).write_text(text, encoding="utf-8")
+    return files
+
+
+def _saved_tensors(shards: Shards, dtype: torch.dtype | None) -> tuple[dict[str, _Saved], dict[str, _Saved]]:
+    """Return the tensors of a merged checkpoint by their names there, and those of modules around the model."""
+    tensors = shards.manifest.tensors
+    saved: dict[str, _Saved] = {}
+    outside: dict[str, _Saved] = {}
+
+    def one(part: str, name: str, piece: Piece | None) -> _Saved:
+        plan = shards.manifest.parts[part].tensors[name]
+        sources = [*piece.sources()] if piece is not None else []
+        stored = [tensors[source].dtype for source in sources] or [plan.dtype]
+        kind = written(functools.reduce(torch.promote_types, map(dtype_of, stored)))
+        if piece is None:
+            return _Saved(kind, plan.shape, lambda: shards.lazy(name, part))
+        return _Saved(kind, piece.shape, lambda: open_piece(piece, name, lambda source: shards.lazy(source, part)))
+
+    def written(stored: torch.dtype) -> torch.dtype:
+        return stored if dtype is None or not stored.is_floating_point else dtype
+
+    for name, tensor in tensors.items():
+        if tensor.saved_as is None:
+            saved |= {piece.name: one("model", name, piece) for piece in tensor.pieces}
+        else:
+            saved[tensor.saved_as] = one("model", name, None)
+        if tensor.outside:
+            outside[name] = one("model", name, None)
+    for name, tensor in shards.manifest.quantized.items():  # their scales stay what they are
+        kind = dtype_of(tensor.dtype)
+        saved |= {piece.name: one("base", name, piece)._replace(dtype=kind) for piece in tensor.pieces}
+    return saved, outside
+
+
+def _notes(manifest: Manifest, saved: Iterable[str]) -> dict[str, str]:
+    """Return what torchao reads in the head of each file: the settings of every tensor of the model."""
+    if not manifest.base.notes:
+        return {}
+    found = dict.fromkeys(saved, json.dumps({"_type": "Tensor"}))
+    for name, tensor in manifest.quantized.items():
+        path = name.rpartition(".")[0]
+        for piece in tensor.pieces:
+            found.pop(piece.name)
+            found[f"{piece.name.rpartition('.')[0]}.weight"] = manifest.base.notes[f"{path}.weight"]
+    return found | {"tensor_names": json.dumps([*found])}
+
+
+# -- the files beside the weights --------------------------------------------------------------------------------------
+
+
+def copy_small_files(source: Path, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Copy what every form of a checkpoint needs beside the weights: config, tokenizer, templates, code, notes.
+
+    Sub-folders come along (of chat templates, of a second tokenizer), except those with weights: other checkpoints.
+
+    Args:
+        dtype: if given, ``config.json`` says that the weights have it.
+    """
+    _copy_small(source, folder)
+    path = folder / "config.json"
+    if dtype is None or not path.is_file():
+        return
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("it holds no mapping")
+    except ValueError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error}") from error
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _copy_small(source: Path, folder: Path) -> None:
+    for path in sorted(source.iterdir()):
+        if _NOT_SMALL.fullmatch(path.name):
+            continue
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
+        elif path.is_dir() and not path.is_symlink():
+            names = (name for _, _, found in os.walk(path) for name in found if not name.startswith("."))
+            if not any(map(_NOT_SMALL.fullmatch, names)):
+                (folder / path.name).mkdir(exist_ok=True)
+                _copy_small(path, folder / path.name)
+
+
+# -- the shards of another mesh ----------------------------------------------------------------------------------------
+
+_OWN = re.compile(r"::.*@tp(\d+)$")
+
+
+def reshard_checkpoint(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    tp: int,
+    pp: int = 1,
+    optimizer: bool = True,
+    force: bool = False,
+    progress: bool | None = None,
+) -> dict[str, Any]:
+    """Write the shards of a mesh of ``tp`` x ``pp``; state of the optimizer included.
+
+    Loading does not need this: ``from_parallelized`` reads the shards of any mesh. It saves each rank from opening
+    files that it needs a part of only. Each kind of unit is sharded by itself: where query heads are uneven, a rank may
+    still find one of its heads in its neighbour's file.
+
+    Args:
+        source: folder that ``save_parallelized`` wrote.
+        destination: folder to make; it appears when it is whole.
+        tp, pp: sizes of the new mesh.
+        optimizer: take the optimizer's state along, if there is one.
+        force: replace a checkpoint in ``destination``; other files there are kept.
+        progress: show a progress bar; by default on a terminal.
+
+    Returns:
+        ``{"destination": str, "files": {name: bytes}, "tensors": int, "parameters": int}``
+
+    Raises:
+        CheckpointError: the source is incomplete or damaged, the destination cannot be written, or a state of the
+            optimizer belongs to one tensor-parallel size (Adafactor's statistics).
+    """
+    check_sizes(tp, pp)
+    folder = Path(source)
+    with Shards(folder, PARTS) as shards:
+        shards.verify_along()
+        old = shards.manifest
+        parts = {name: part for name, part in old.parts.items() if optimizer or name != "optimizer"}
+        training = {k: v for k, v in old.training.items() if optimizer or k != "optimizer"}
+        own = [name for name in (parts["optimizer"].tensors if "optimizer" in parts else ()) if _OWN.search(name)]
+        if own and old.sizes.tp != tp:
+            raise CheckpointError(
+                f"the optimizer's {own[0]} (and {len(own) - 1} more) are statistics of one rank's shard at "
+                f"tensor_parallel_size={old.sizes.tp}; they cannot be resharded for {tp}\n"
+                "  Pass optimizer=False (--no-optimizer) to leave the optimizer's state out."
+            )
+        bytes_of = {
+            part: {name: nbytes(dtype_of(t.dtype), t.shape) for name, t in parts[part].tensors.items()}
+            for part in parts
+        }
+        stages = stages_by_size(bytes_of["model"], pp)
+        total = sum(sum(sizes.values()) for sizes in bytes_of.values())
+        written: dict[str, Part] = {}
+        with (
+            output_folder("reshard", folder, destination, force) as staging,
+            shards.verified_meanwhile(parts),
+            progress_bar("resharding", total, progress) as bar,
+        ):
+            for name, part in parts.items():
+                plans = {key: _reshard(tensor, tp) for key, tensor in part.tensors.items()}
+                where = {key: stages.get(key.partition("::")[0], 0) for key in plans}
+
+                def read(key: str, part: str = name) -> torch.Tensor:
+                    bar.update(bytes_of[part][key])
+                    return shards.lazy(key, part).read()
+
+                written[name] = write_part(staging, name, plans, read, (tp, pp), where)
+            manifest = replace(old, save_id=staging.id, sizes=MeshSizes(tp, pp, 1), cp=1, tp=0, parts=written,
+                               training=training, versions=versions(), along={})  # fmt: skip
+            return write_manifest(staging, manifest, folder)
+
+
+def stages_by_size(sizes: Mapping[str, int], pp: int) -> dict[str, int]:
+    """Assign each tensor to a stage's file: blocks stay together, in order, about equally many bytes in each stage.
+
+    Loading reads any tensor from any file, so this decides only which files a rank opens.
+
+    Args:
+        sizes: tensor name -> bytes, in state-dict order.
+        pp: number of stages.
+    """
+    blocks: dict[str, int] = {}
+    block_of = {}
+    for name, size in sizes.items():
+        found = re.match(r"(.*?\.\d+)\.", name)
+        block_of[name] = found[1] if found else name
+        blocks[block_of[name]] = blocks.get(block_of[name], 0) + size
+    total = sum(blocks.values())
+    stage, reached = {}, 0
+    for block, size in blocks.items():
+        middle = reached + size / 2
+        stage[block] = min(pp - 1, int(pp * middle / total)) if total else 0
+        reached += size
+    return {name: stage[block] for name, block in block_of.items()}
+
+
+def _reshard(tensor: TensorPlan, tp: int) -> TensorPlan:
+    """Plan the same units over ``tp`` ranks. With fewer units than ranks several ranks hold the same one."""
+    if tensor.layout is None:
+        return tensor
+    return replace(tensor, layout=Layout.of(tensor.layout.dim, [block.over(tp) for block in tensor.layout.blocks]))
+
+
+def write_part(
+    staging: Staging,
+    part: str,
+    plans: Mapping[str, TensorPlan],
+    read: Callable[[str], torch.Tensor],
+    mesh: tuple[int, int],
+    stages: Mapping[str, int],
+) -> Part:
+    """Write all shard files of a part side by side; each tensor is read once, and whole for this moment only.
+
+    Args:
+        plans: layouts for the new mesh.
+        read: the whole tensor of a name.
+        mesh: ``(tp, pp)``.
+        stages: name -> stage.
+    """
+    tp, pp = mesh
+    needed = tp * pp + 256
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != soft < needed:
+        if resource.RLIM_INFINITY != hard < needed:
+            raise CheckpointError(
+                f"{tp * pp} shard files are written side by side, this process may open {hard} files\n"
+                f"  Raise the limit (ulimit -n {needed}), or write fewer shards."
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    with ExitStack() as stack:
+        writers: dict[tuple[int, int], SafetensorsWriter] = {}
+        for t, p in ((t, p) for p in range(pp) for t in range(tp)):
+            specs = {
+                key: (dtype_of(plan.dtype), plan.local_shape(t))
+                for key, plan in plans.items()
+                if stages[key] == p and _holds(key, plan, t)
+            }
+            if specs or part != "extra":  # most have one file
+                writer = shard_writer(staging.temp, staging.id, part, (t, p, None), specs)
+                writers[t, p] = stack.enter_context(writer)
+        for key in SafetensorsWriter.sorted_names({k: dtype_of(plan.dtype) for k, plan in plans.items()}):
+            full, plan = read(key), plans[key]
+            for t in range(tp):
+                if (t, stages[key]) in writers and _holds(key, plan, t):
+                    shard = full if plan.layout is None else plan.layout.shard(full, t)
+                    writers[t, stages[key]].write(key, shard)
+    return Part(part, plans, {writer.path.name: record_of(writer, (t, p, None)) for (t, p), writer in writers.items()})
+
+
+def _holds(key: str, plan: TensorPlan, t: int) -> bool:
+    """Tell whether the file of tensor-parallel rank ``t`` holds a shard of the tensor."""
+    if plan.layout is not None:
+        return True
+    own = _OWN.search(key)
+    return t == (int(own[1]) if own else 0)
+
+
+def write_manifest(
+    staging: Staging, manifest: Manifest, source: Path, dtype: torch.dtype | None = None
+) -> dict[str, Any]:
+    """Copy the small files of ``source``, write the manifest, and return the report of the command."""
+    copy_small_files(source, staging.temp, dtype)
+    saved = [name for name in ("config.json", "generation_config.json") if (staging.temp / name).is_file()]
+    manifest = replace(manifest, along={name: file_checksum(staging.temp / name) for name in saved})
+    manifest.check()
+    manifest.write(staging.temp)
+    return {
+        "destination": str(staging.target),
+        "files": {name: record.bytes for name, record in manifest.files.items()},
+        "tensors": len(manifest.tensors),
+        "parameters": manifest.total_parameters(),
+    }
+
+
+MOST = 4096  # files that are open at once are bounded by this
+
+
+def check_sizes(tp: int, pp: int) -> None:
+    """Raise CheckpointError unless both sizes can be made."""
+    for name, size in (("--tp", tp), ("--pp", pp)):
+        if not 1 <= size <= MOST:
+            raise CheckpointError(f"{name} {size} must be between 1 and {MOST}")
+    if tp * pp > MOST:
+        raise CheckpointError(f"--tp {tp} x --pp {pp} = {tp * pp} files are more than {MOST}")
+
+
+def check_blocks(policy: Policy, names: Iterable[str], model_type: str, pp: int) -> None:
+    """Raise CheckpointError if there are more stages than blocks; says how many there are."""
+
+    def pattern_of(path: str) -> str:
+        return r"\.".join(r"\w+" if part == "*" else re.escape(part.removesuffix("?")) for part in path.split("."))
+
+    places = [rf"(?:.*\.)?{pattern_of(tower.blocks_path)}\.(\w+)\." for tower in policy.towers if tower.blocks_path]
+    pattern = re.compile(f"({'|'.join(places)})" if places else "(?!)")
+    count = len({found[1] for name in names if (found := pattern.match(name))})
+    if 1 < count < pp:  # a single one may be called several times
+        raise CheckpointError(
+            f"--pp {pp} does not fit this {model_type} model: {count} blocks cannot be split into {pp} stages.\n"
+            f"  Largest number of stages that fits this model: {count}."
+        )
