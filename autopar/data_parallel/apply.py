@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.checks.experts import SharedExperts
-from autopar.checks.step import StepCheck
-from autopar.checks.wrappers import WrapperCheck
 from autopar.config import ParallelConfig
 from autopar.data_parallel.experts import ExpertGradients
 from autopar.data_parallel.fully_sharded import FullySharded
@@ -21,6 +18,9 @@ from autopar.data_parallel.replica_norm import ReplicaNorm
 from autopar.data_parallel.router_loss import RouterLoss
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
+from autopar.guards.experts import SharedExperts
+from autopar.guards.step import StepCheck
+from autopar.guards.wrappers import WrapperCheck
 from autopar.plan.plan import Plan
 
 if TYPE_CHECKING:

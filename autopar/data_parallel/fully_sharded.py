@@ -28,7 +28,6 @@ from transformers import Cache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from autopar.call_site import warn_user
-from autopar.checks.process_hooks import forget, listen
 from autopar.config import ParallelConfig
 from autopar.data_parallel.precision import DTYPES
 from autopar.distributed.axis import Axis
@@ -52,6 +51,7 @@ from autopar.foreign.groups import (
 from autopar.foreign.modules import own_parameters
 from autopar.foreign.patches import hold, release
 from autopar.foreign.transformers import caches_in, given_cache, holds_tokens, unsplit_modules
+from autopar.guards.process_hooks import forget, listen
 from autopar.plan.blocks import dropped_blocks
 from autopar.plan.plan import Plan
 

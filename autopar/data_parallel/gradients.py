@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.checks.samples import local_part
 from autopar.data_parallel.grad_sync import average_over_replicas
 from autopar.distributed.axis import Axis, device_of
 from autopar.distributed.gloo_collectives import all_reduce
@@ -19,6 +18,7 @@ from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_reads import aside
 from autopar.errors import ConfigError
 from autopar.foreign.modules import own_parameters
+from autopar.guards.samples import local_part
 from autopar.layout import Layout, replica_rows
 from autopar.plan.plan import Plan
 

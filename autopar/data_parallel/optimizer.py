@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.checks.optimizer_probe import SHOWN
-from autopar.checks.samples import local_part
 from autopar.config import ParallelConfig
 from autopar.data_parallel.gradients import gradient_norm
 from autopar.data_parallel.muon import MuonSteps
@@ -41,6 +39,8 @@ from autopar.distributed.axis import Axis
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
+from autopar.guards.optimizer_probe import SHOWN
+from autopar.guards.samples import local_part
 from autopar.plan.plan import Plan, TensorPlan
 
 _log = logging.getLogger(__name__)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.checks.optimizer_probe import stepping
 from autopar.config import ParallelConfig
 from autopar.data_parallel.muon import fused
 from autopar.distributed.mesh import MPU
 from autopar.distributed.process import cores_of_a_rank
 from autopar.errors import ConfigError
+from autopar.guards.optimizer_probe import stepping
 from autopar.plan.plan import Plan
 
 _log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def check_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, config:
 def stepping_of(optimizer: Any, group: dict[str, Any], config: ParallelConfig) -> str:
     """Return how a group of an optimizer that ``initialize`` is given is stepped.
 
-    ``parts``, ``owned`` or ``duplicated`` (:func:`~autopar.checks.optimizer_probe.stepping`), or ``sharded``: as parts,
+    ``parts``, ``owned`` or ``duplicated`` (:func:`~autopar.guards.optimizer_probe.stepping`), or ``sharded``: as parts,
     but for Muon's directions.
 
     Raises:

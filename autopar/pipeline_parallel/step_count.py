@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from autopar.call_site import warn_user
-from autopar.checks.process_hooks import listen
 from autopar.errors import ConfigError, ConsistencyError
+from autopar.guards.process_hooks import listen
 
 _PATIENCE = 8  # passes without a step after which a stage is told, once, if another stage goes on
 

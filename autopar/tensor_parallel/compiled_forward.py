@@ -19,8 +19,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from autopar.checks.forward import leaves
 from autopar.foreign.tensors import leave_alone
+from autopar.guards.forward import leaves
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

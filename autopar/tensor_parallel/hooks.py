@@ -26,8 +26,6 @@ from transformers.generation.stopping_criteria import ConfidenceCriteria
 from transformers.generation.streamers import BaseStreamer, TextStreamer
 
 from autopar import activation_checkpoint
-from autopar.checks.forward import ForwardCheck, named_arguments, parameters_of
-from autopar.checks.module_tree import ModuleTree
 from autopar.distributed import gloo_collectives
 from autopar.distributed.collectives import run
 from autopar.distributed.derivatives import refuse_transforms
@@ -38,6 +36,8 @@ from autopar.distributed.rng import sync_generators
 from autopar.distributed.shard_reads import hidden, switch
 from autopar.errors import ConfigError, first_line
 from autopar.foreign.modules import forward_hooks, remove_forward_hooks
+from autopar.guards.forward import ForwardCheck, named_arguments, parameters_of
+from autopar.guards.module_tree import ModuleTree
 from autopar.layout import Layout
 from autopar.plan.plan import Plan
 from autopar.swap import bind, unbind

@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import autopar
-from autopar.checks.optimizer_probe import Behaviour, probe
 from autopar.errors import ConfigError
+from autopar.guards.optimizer_probe import Behaviour, probe
 from tests.data_parallel.whole_optimizers import ACROSS, MATRICES
 from tests.parity import language_batches
 from tests.pool import pooled

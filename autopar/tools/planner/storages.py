@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from autopar.checks.samples import local_part
 from autopar.dry_run.operators import on_meta
 from autopar.foreign.autograd import next_sequence_number, run_backward
 from autopar.foreign.tensors import GROUPED_MM, ITEM, operator_of, schema_of
+from autopar.guards.samples import local_part
 from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in
 
 _GROUPED = ("_grouped_mm", "grouped_mm_fallback")

@@ -23,11 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autopar.adapters import is_adapted, is_peft_model
 from autopar.call_site import calls
-from autopar.checks.process_hooks import forget, listen
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.foreign.groups import left_out_of_ddp, meshes_of_fsdp
 from autopar.foreign.transformers import forget_own_adapters
+from autopar.guards.process_hooks import forget, listen
 
 _MESH = 'mesh=model.mpu.mesh["dp"]'
 

@@ -28,16 +28,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from autopar.call_site import warn_user
-from autopar.checks.messages import router_loss, unlike_gradients, unlike_weights
-from autopar.checks.optimizer_probe import refuse_unlike, refuse_whole_state, warn_of_fp16
-from autopar.checks.process_hooks import forget, listen
-from autopar.checks.samples import OVERFLOW, FreeWeights, ShardSample, digest_step, plain_settings, sample_shard
-from autopar.checks.wrappers import group_call
 from autopar.distributed.digest import of_text, of_values
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConsistencyError
 from autopar.foreign.groups import PrefixStore, default_store
+from autopar.guards.messages import router_loss, unlike_gradients, unlike_weights
+from autopar.guards.optimizer_probe import refuse_unlike, refuse_whole_state, warn_of_fp16
+from autopar.guards.process_hooks import forget, listen
+from autopar.guards.samples import OVERFLOW, FreeWeights, ShardSample, digest_step, plain_settings, sample_shard
+from autopar.guards.wrappers import group_call
 
 _log = logging.getLogger(__name__)
 

@@ -8,10 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.checks.messages import same_experts
-from autopar.checks.samples import first_elements, local_part
-from autopar.checks.step import StepCheck
-from autopar.checks.wrappers import group_call
 from autopar.distributed.collectives import all_gather, even_layout
 from autopar.distributed.derivatives import refuse_transforms
 from autopar.distributed.digest import of_tensor
@@ -19,6 +15,10 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConsistencyError
 from autopar.foreign.tensors import no_overrides
+from autopar.guards.messages import same_experts
+from autopar.guards.samples import first_elements, local_part
+from autopar.guards.step import StepCheck
+from autopar.guards.wrappers import group_call
 from autopar.plan.plan import Plan
 
 

@@ -18,9 +18,9 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autopar.call_site import is_of_library
-from autopar.checks.optimizer_probe import probe
 from autopar.distributed.shard_reads import switch
 from autopar.foreign.autograd import step_hooks
+from autopar.guards.optimizer_probe import probe
 
 _Kind = TypeVar("_Kind")
 

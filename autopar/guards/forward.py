@@ -24,11 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.checks.messages import different, explanation, same_gradient, same_shard
-from autopar.checks.process_hooks import listen
-from autopar.checks.samples import WeightSamples, local_part
-from autopar.checks.step import StepCheck
-from autopar.checks.wrappers import group_call
 from autopar.distributed.collectives import extremes_over
 from autopar.distributed.digest import hexdigest, of_tensor, of_text, of_values, sum_of_bits
 from autopar.distributed.failures import FailureLog
@@ -36,6 +31,11 @@ from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import Generators, begun_stream
 from autopar.errors import ConsistencyError
 from autopar.foreign.transformers import CACHES
+from autopar.guards.messages import different, explanation, same_gradient, same_shard
+from autopar.guards.process_hooks import listen
+from autopar.guards.samples import WeightSamples, local_part
+from autopar.guards.step import StepCheck
+from autopar.guards.wrappers import group_call
 
 _WATCHED = 4  # first forwards of a mode in which it is seen which generators the model draws from
 _WATCHED_AGAIN = 16  # and every so many later ones
