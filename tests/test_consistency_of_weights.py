@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import CheckpointError, ConsistencyError
-from autopar.guards.samples import WeightSamples
+from autopar.guards.forward import WeightSamples
 from tests.parity import language_batches
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel

@@ -19,6 +19,7 @@ from autopar import activation_checkpoint, checkpoint, compiled_blocks
 from autopar.applied.state import Parallelized
 from autopar.applied.torch_words import explained
 from autopar.data_parallel.apply import DataParallel
+from autopar.data_parallel.precision import warn_of_fp16
 from autopar.deferred_init.materialize import Materializer
 from autopar.distributed.agree import same_on_every_rank
 from autopar.distributed.broadcast_data import sync_parameters
@@ -27,7 +28,6 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.rng import sync_generators
 from autopar.distributed.uncaught import publish_uncaught
 from autopar.errors import tell
-from autopar.guards.optimizer_probe import warn_of_fp16
 from autopar.on_demand import tool
 from autopar.pipeline_parallel import methods as pipeline_methods
 from autopar.plan.listing import derived_notice, held, summarise

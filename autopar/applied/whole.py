@@ -27,7 +27,7 @@ from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import Generators, sync_generators
 from autopar.errors import ConfigError, ConsistencyError, nearest
 from autopar.foreign.modules import own_parameters
-from autopar.guards.process_hooks import listeners
+from autopar.guards.step import listeners
 from autopar.layout import Layout
 from autopar.plan.plan import Plan, TensorPlan
 

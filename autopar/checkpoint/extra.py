@@ -24,7 +24,7 @@ from autopar.checkpoint.state import State
 from autopar.distributed.digest import sum_of_bits
 from autopar.distributed.shard_reads import PLAIN
 from autopar.errors import CheckpointError, clip, listed
-from autopar.guards.samples import local_part
+from autopar.foreign.tensors import local_part
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.files import checksum
 from autopar.storage.json_values import Json, encode, inside

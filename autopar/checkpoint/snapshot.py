@@ -30,7 +30,7 @@ from autopar.checkpoint.state import State, local_tensors, state_of
 from autopar.distributed.axis import Axis
 from autopar.distributed.digest import sum_of_bits
 from autopar.errors import CheckpointError, listed
-from autopar.guards.samples import local_part
+from autopar.foreign.tensors import local_part
 from autopar.layout import replica_rows
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.json_values import encode

@@ -51,7 +51,7 @@ from autopar.foreign.groups import (
 from autopar.foreign.modules import own_parameters
 from autopar.foreign.patches import hold, release
 from autopar.foreign.transformers import caches_in, given_cache, holds_tokens, unsplit_modules
-from autopar.guards.process_hooks import forget, listen
+from autopar.guards.step import forget, listen
 from autopar.plan.blocks import dropped_blocks
 from autopar.plan.plan import Plan
 

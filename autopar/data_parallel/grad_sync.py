@@ -15,7 +15,7 @@ from autopar.distributed.digest import extremes, sum_of_bits
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU, new_pipeline_group
 from autopar.errors import ConsistencyError
-from autopar.guards.samples import local_part
+from autopar.foreign.tensors import local_part
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan
 

@@ -18,7 +18,7 @@ from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_reads import aside
 from autopar.errors import ConfigError
 from autopar.foreign.modules import own_parameters
-from autopar.guards.samples import local_part
+from autopar.foreign.tensors import local_part
 from autopar.layout import Layout, replica_rows
 from autopar.plan.plan import Plan
 

@@ -39,12 +39,13 @@ from autopar.distributed.axis import Axis
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.guards.optimizer_probe import SHOWN
-from autopar.guards.samples import local_part
+from autopar.foreign.tensors import local_part
+from autopar.guards.step import forget, listen
 from autopar.plan.plan import Plan, TensorPlan
 
 _log = logging.getLogger(__name__)
 
+SHOWN = ("loss_scale", "skipped_steps", "step_was_skipped", "gradient_norm")  # on the optimizer of the user
 _LARGEST = 2.0**15  # of the powers of two that fp16 can hold
 
 
@@ -96,12 +97,13 @@ class ParallelStep(OwnedParameters):
             fp32 = self.masters is not None and parameter.dtype in DTYPES.values()
             move_state(optimizer, parameter, self.host, torch.float32 if fp32 else None)
         self._handles = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
             optimizer.register_state_dict_post_hook(self._save),
             optimizer.register_load_state_dict_pre_hook(self._remember),
             optimizer.register_load_state_dict_post_hook(self._load),
         ]
+        self._is_around = False
+        self._surround()
+        listen(self)
         optimizer._autopar, optimizer.scale_loss = self, self.scale_loss
         self.publish()
 
@@ -182,11 +184,15 @@ class ParallelStep(OwnedParameters):
     @contextmanager
     def fp32_gradients(self) -> Iterator[None]:
         """Accumulate gradients of half-precision parameters in fp32 inside, over micro-batches and replicas."""
-        with fp32_gradients(self.model.parameters() if self.masters is not None else ()):
+        if self.masters is None:
+            yield
+            return
+        with fp32_gradients(self.model.parameters()):
             yield
 
     def remove(self) -> None:
         """Remove the hooks from the optimizer; its state stays what this rank has."""
+        forget(self)
         for handle in self._handles:
             handle.remove()
         for name in ("_autopar", "scale_loss", *SHOWN):
@@ -194,13 +200,22 @@ class ParallelStep(OwnedParameters):
 
     # -- around step -----------------------------------------------------------------------------------------------
 
+    def when_new(self, optimizer: Any) -> None:
+        """Take parameters that were added to the optimizer: called before the next step."""
+        if optimizer is self.optimizer:
+            self.update()
+            self._surround()
+
+    def _surround(self) -> None:
+        """Put hooks around the step, unless the optimizer steps the model's parameters as they are."""
+        configured = self.sharded or self.max_norm or self.scale or self.masters is not None or self.host
+        if not self._is_around and (configured or self.whole or self.muon):
+            self._handles.append(self.optimizer.register_step_pre_hook(self._before))
+            self._handles.append(self.optimizer.register_step_post_hook(self._after))
+            self._is_around = True
+
     @torch.no_grad()
     def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if kwargs.get("closure") is not None or any(callable(argument) for argument in args[1:]):
-            raise ConfigError(
-                f"{type(optimizer).__name__}.step(closure): its gradients come inside of step, where they can neither "
-                "be averaged, unscaled nor clipped. Call backward first, then step() without a closure."
-            )
         self.update()
         self._gathered, self.muon.taken = {}, {}  # of a step that raised
         with self._together(range(self.mpu.world_size)):

@@ -18,9 +18,9 @@ from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.foreign.groups import is_flat_parameter
 from autopar.foreign.patches import hold, release
-from autopar.guards.process_hooks import forget, listen
-from autopar.guards.samples import local_part
-from autopar.guards.wrappers import refuse_flat
+from autopar.foreign.tensors import local_part
+from autopar.guards.model_changes import refuse_flat
+from autopar.guards.step import forget, listen
 from autopar.plan.plan import Plan
 
 LAYER = "autopar_layer"  # of a parameter: the class of the layer that was constructed by hand

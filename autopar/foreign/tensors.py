@@ -51,6 +51,7 @@ __all__ = [
     "keystr",
     "leave_alone",
     "let_foreach_take",
+    "local_part",
     "name_of_operator",
     "no_dispatch_modes",
     "no_overrides",
@@ -110,6 +111,11 @@ def operators_of_dtensors() -> dict[Any, Any]:
 def operator_of(func: Any) -> Any:
     """Return the operator of which ``func`` is one overload."""
     return func._overloadpacket
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local shard of a tensor that FSDP may have sharded over the replicas."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 _VERSION = operator.attrgetter("_version")  # without a call of Python for each tensor

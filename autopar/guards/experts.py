@@ -14,11 +14,10 @@ from autopar.distributed.digest import of_tensor
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConsistencyError
-from autopar.foreign.tensors import no_overrides
-from autopar.guards.messages import same_experts
-from autopar.guards.samples import first_elements, local_part
+from autopar.foreign.tensors import local_part, no_overrides
+from autopar.guards.forward import first_elements
+from autopar.guards.messages import group_call, same_experts
 from autopar.guards.step import StepCheck
-from autopar.guards.wrappers import group_call
 from autopar.plan.plan import Plan
 
 

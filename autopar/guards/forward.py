@@ -1,10 +1,10 @@
-"""Compare over tp and cp, when a forward begins, what ranks that get the same batch must have alike.
+"""Compare over tp and cp, when a forward begins, what ranks that get the same batch must have in common.
 
 One small all-reduce at the start of the model's forward carries eight numbers: a digest of the call (mode, shapes,
 optimizer steps made so far), of the inputs' contents, of the random generators that the model draws from, of a sample
 of the replicated weights; and of a sample of a sharded weight, of the gradient and of the optimizer's state that a
-sharded one had in the last step, which must *differ* over tp; and whether sharded weights were written into without an
-optimizer's step: then, and in the first forwards, the shards of all of them must differ. Every rank gets the largest
+sharded weight had in the last step, which must *differ* over tp; and whether sharded weights were written into without
+an optimizer's step: then, and in the first forwards, the shards of all of them must differ. Every rank gets the largest
 and the smallest of each, and so the same result. Only where it is wrong do ranks exchange the values that the error
 names.
 
@@ -17,28 +17,39 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import math
+import operator
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import extremes_over
-from autopar.distributed.digest import hexdigest, of_tensor, of_text, of_values, sum_of_bits
+from autopar.distributed.digest import hexdigest, of_tensor, of_text, of_values, sums_of_bits
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import Generators, begun_stream
+from autopar.distributed.shard_reads import PLAIN
 from autopar.errors import ConsistencyError
+from autopar.foreign.modules import own_parameters
+from autopar.foreign.tensors import local_part, no_overrides, writes_into
 from autopar.foreign.transformers import CACHES
-from autopar.guards.messages import different, explanation, same_gradient, same_shard
-from autopar.guards.process_hooks import listen
-from autopar.guards.samples import WeightSamples, local_part
-from autopar.guards.step import StepCheck
-from autopar.guards.wrappers import group_call
+from autopar.guards.messages import different, explanation, group_call, same_gradient, same_shard
+from autopar.guards.step import StepCheck, listen, some_rows
+from autopar.quantized.layers import without_memory
 
 _WATCHED = 4  # first forwards of a mode in which it is seen which generators the model draws from
 _WATCHED_AGAIN = 16  # and every so many later ones
+_ELEMENTS = 16384  # of one sample
+_TENSORS = 8  # replicated weights in one sample, at most
+_FEW = 256  # elements from which on shards of parameters that are not called ``weight`` are compared
+_FIRST = (1024, 64, 16)  # of one sharded weight, if it has as many
+_IS_TRAINED = operator.attrgetter("requires_grad")
 
 
 class _Verdict(NamedTuple):
@@ -52,12 +63,15 @@ class ForwardCheck:
     """Compare over tp and cp, at the start of the model's forwards.
 
     Args:
-        draws: whether the model draws random numbers, in training (True) or in evaluation.
-        steps: counts and digests of optimizer steps.
-        every: compare contents, generators and weights on every ``every``-th forward, and on the first of each mode;
+        draws: Returns whether the model draws random numbers, in training (True) or in evaluation.
+        steps: Counts and digests of optimizer steps.
+        every: Compare contents, generators and weights on every ``every``-th forward, and on the first of each mode;
             0 compares on the first of each mode and nothing, not even shapes, on the others.
 
     After every ``steps.whole_every``-th step all replicated weights are compared, not a sample.
+
+    Attributes:
+        hooks: Places of user-defined hooks that gather.
     """
 
     def __init__(
@@ -71,7 +85,7 @@ class ForwardCheck:
         self._forwards = {True: 0, False: 0}  # so far, in training and in evaluation
         self._drawn: dict[bool, set[str]] = {True: set(), False: set()}  # generators that the model draws from
         self._before: dict[str, str] | None = None
-        self.hooks = ""  # of the user's, which gather: where they are
+        self.hooks = ""
         self._redrawn = 0  # forwards before which sharded weights were written into without a step
         listen(self)
 
@@ -95,15 +109,15 @@ class ForwardCheck:
         """Compare the call, inputs, generators and weights. A collective of the tp and cp axes.
 
         Args:
-            arguments: by name (:func:`named_arguments`).
-            compiled: the forward is a graph, after which :meth:`after_forward` is not called.
-            going_on: the forward is given a cache that an earlier one has filled. In evaluation weights were compared
-                there, and are again in one of :data:`_WATCHED_AGAIN` forwards.
+            arguments: Arguments by name (:func:`named_arguments`).
+            compiled: Whether the forward is a graph, after which :meth:`after_forward` is not called.
+            going_on: Whether the forward is given a cache that an earlier one has filled. In evaluation weights were
+                compared there, and are again in one of :data:`_WATCHED_AGAIN` forwards.
 
         Raises:
             ConsistencyError: on every rank of the axis; names what differs, and both values.
         """
-        if self.is_silent:
+        if self._left == 0:
             return
         self._left = max(self._left - 1, -1)
         number = self._forwards[model.training]
@@ -112,30 +126,27 @@ class ForwardCheck:
         full = number == 0 or whole or (self.every > 0 and number % self.every == 0)
         if not full and not self.every:
             return
+        self._samples.collect(model)
+        seen = self._described(model, arguments, going_on=going_on)
+        numbers = [of_text(repr(seen))]
         brief = going_on and full and not model.training and 0 < self.every <= number % _WATCHED_AGAIN
-        seen = {"call": f"forward of {type(model).__name__}", "training mode": str(model.training)}
-        seen |= {"optimizer steps so far": str(self.steps.made), "optimizer settings": self.steps.settings}
-        seen["weights that are trained"] = f"{of_text(self._samples.trained(model)):x}"[:8]
-        seen |= {"hooks that see whole tensors": self.hooks} if self.hooks else {}
-        seen |= {"goes on from a cache": "yes"} if going_on else {}
-        seen |= {name: _shape(value) for name, value in leaves(arguments) if not _is_opaque(value)}
-        if brief:
+        if full:
+            watched = self._watches and not compiled and (number < _WATCHED or number % _WATCHED_AGAIN == 0)
+            self._before = Generators.now().digests() if watched and not brief else None
+            numbers += [of_values(arguments), of_text(repr(self._states(model)))]
+            numbers += [] if brief else self._samples_of_weights(whole=whole)
+        else:
             self._before = None
-            inputs, states = of_values(arguments), of_text(repr(self._states(model)))
-            if not self._compare([of_text(repr(seen)), inputs, states]).alike:
-                self._raise(model, arguments, seen, full=True)
-            return
-        watched = self._watches and not compiled and (number < _WATCHED or number % _WATCHED_AGAIN == 0)
-        self._before = Generators.now().digests() if full and watched else None
-        numbers = self._digests(model, arguments, whole=whole) if full else []
-        verdict = self._compare([of_text(repr(seen)), *numbers])
+        verdict = self._compare(numbers)
         if self.steps.last_shard is not None and verdict.same_step:
             raise ConsistencyError(same_gradient(self.mpu.tp.ranks, self.steps.last_shard.name, group_call(self.mpu)))
         if verdict.same_shard:
             raise ConsistencyError(same_shard(self.mpu.tp.ranks, group_call(self.mpu)))
         if not verdict.alike:
             self._raise(model, arguments, seen, full=full)
-        if full and (number == 0 or self._is_due(verdict.redrawn)):
+        self._redrawn += verdict.redrawn
+        due = verdict.redrawn and (self._redrawn <= _WATCHED or self._redrawn % _WATCHED_AGAIN == 0)
+        if full and not brief and (number == 0 or due):
             with self.failures.wait("comparing the shards of weights", self.mpu.tp.ranks):
                 equal = self._samples.equal_shards(model, self.mpu.tp)
             if equal:
@@ -182,7 +193,36 @@ class ForwardCheck:
             everyone = [{"call": call}] * self.mpu.tp_cp.size
             dist.all_gather_object(everyone, {"call": call}, group=self.mpu.tp_cp.group)
 
-    # -- comparing -------------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def first_only(self, compare: bool = True, watch: bool = True) -> Iterator[None]:
+        """Compare the first forward inside, and no other: the later ones are computed from its result.
+
+        Args:
+            compare: False compares none.
+            watch: Whether to see which generators the model draws from; not where other threads may draw from them.
+        """
+        before = self._left, self._watches
+        self._left, self._watches = int(compare) if self._left else 0, watch
+        try:
+            yield
+        finally:
+            self._left, self._watches = before
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the next forward is not compared: a later one inside :meth:`first_only`."""
+        return self._left == 0
+
+    def reset(self) -> None:
+        """Collect the weights anew: modules have changed."""
+        self._samples.reset()
+
+    def _count_anew(self) -> None:
+        """After a disagreement ranks may have counted apart: what the next forwards compare follows from the counts."""
+        self._forwards = dict.fromkeys(self._forwards, 0)
+        self._samples.count_anew()
+
+    # -- what is compared ------------------------------------------------------------------------------------------
 
     def _is_whole(self, model: nn.Module) -> bool:
         """Return whether this is the first training forward after a step whose weights are all compared."""
@@ -191,22 +231,28 @@ class ForwardCheck:
         self._whole_after = made if due else self._whole_after
         return due
 
-    def _is_due(self, redrawn: bool) -> bool:
-        """Return whether all shards are compared: the first times, and some later ones where that is how one trains."""
-        self._redrawn += redrawn
-        return redrawn and (self._redrawn <= _WATCHED or self._redrawn % _WATCHED_AGAIN == 0)
+    def _described(self, model: nn.Module, arguments: Mapping[str, Any], *, going_on: bool) -> dict[str, str]:
+        """Describe the call: what ranks compare in every forward."""
+        seen = {"call": f"forward of {type(model).__name__}", "training mode": str(model.training)}
+        seen |= {"optimizer steps so far": str(self.steps.made), "optimizer settings": self.steps.settings}
+        seen["weights that are trained"] = f"{of_text(self._samples.trained()):x}"[:8]
+        seen |= {"hooks that see whole tensors": self.hooks} if self.hooks else {}
+        seen |= {"goes on from a cache": "yes"} if going_on else {}
+        for name, value in leaves(arguments):
+            if isinstance(value, torch.Tensor):
+                wants = ", wants a gradient" if value.requires_grad else ""
+                seen[name] = f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}{wants}"
+            elif isinstance(value, bool | int | float | str):
+                seen[name] = repr(value)
+        return seen
 
-    def _digests(self, model: nn.Module, arguments: Mapping[str, Any], *, whole: bool = False) -> list[int]:
-        states = self._states(model)
-        sums = [sum_of_bits(part) for part in self._samples.replicated(model, whole=whole)]
-        weights = torch.stack(sums).tolist() if sums else []
-        shard = self._samples.sharded(model)
+    def _samples_of_weights(self, *, whole: bool) -> list[int]:
+        """Return digests of replicated weights; and those that must differ, of sharded weights and the last step."""
+        weights = sums_of_bits(self._samples.replicated(whole=whole))
+        shard, last = self._samples.sharded(), self.steps.last_shard
         apart = -1 - self.mpu.tp_cp.rank
-        redrawn = self._samples.redrawn(model)
-        last = self.steps.last_shard
+        redrawn = self._samples.redrawn()
         return [
-            of_values(arguments),
-            of_text(repr(states)),
             of_text(repr(weights)),
             apart if shard is None else of_tensor(shard),
             *([apart, apart] if last is None else last.digests(apart)),
@@ -233,39 +279,8 @@ class ForwardCheck:
         numbers = [*alike, *[0] * (4 - len(alike)), *(numbers[4:] or [*missing, 0])]
         with self.failures.wait("comparing what the forward begins with", axis.ranks):
             largest, smallest = extremes_over(axis, numbers)
-        same = [high == low for high, low in zip(largest, smallest, strict=True)]
+        same = list(map(operator.eq, largest, smallest))
         return _Verdict(all(same[:4]), same[4], same[5] or same[6], largest[7] > 0)
-
-    @contextlib.contextmanager
-    def first_only(self, compare: bool = True, watch: bool = True) -> Iterator[None]:
-        """Compare the first forward inside, and no other: the later ones are computed from its result.
-
-        Args:
-            compare: False compares none.
-            watch: see which generators the model draws from; not where other threads may draw from them.
-        """
-        before = self._left, self._watches
-        self._left, self._watches = int(compare) if self._left else 0, watch
-        try:
-            yield
-        finally:
-            self._left, self._watches = before
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether the next forward is not compared: a later one inside :meth:`first_only`."""
-        return self._left == 0
-
-    def reset(self) -> None:
-        """Collect the weights anew: modules have changed."""
-        self._samples.reset()
-
-    def _count_anew(self) -> None:
-        """After a disagreement ranks may have counted apart: what the next forwards compare follows from the counts."""
-        self._forwards = dict.fromkeys(self._forwards, 0)
-        self._samples.count_anew()
-
-    # -- naming ----------------------------------------------------------------------------------------------------
 
     def _raise(
         self, model: nn.Module | None, arguments: Mapping[str, Any], seen: dict[str, str], *, full: bool
@@ -277,7 +292,8 @@ class ForwardCheck:
         if full and model is not None:
             for name, value in leaves(arguments):
                 if isinstance(value, torch.Tensor) and not value.is_meta:
-                    mine[name] = f"{list(value.shape)} {hexdigest(local_part(value))}{_wants(value)}"
+                    wants = ", wants a gradient" if value.requires_grad else ""
+                    mine[name] = f"{list(value.shape)} {hexdigest(local_part(value))}{wants}"
             mine |= self._states(model)
             mine |= {f"weight {name}": hexdigest(weight) for name, weight in self._samples.named()}
         everyone = [mine] * axis.size
@@ -285,7 +301,8 @@ class ForwardCheck:
             dist.all_gather_object(everyone, mine, group=axis.group)
         self._count_anew()
         weights = (name.removeprefix("weight ") for name in different(everyone) if name.startswith("weight "))
-        text = explanation(everyone, list(axis.ranks), _kind_of_group(self.mpu))
+        kinds = [name for name, its in (("tensor", self.mpu.tp), ("context", self.mpu.cp)) if its.size > 1]
+        text = explanation(everyone, list(axis.ranks), f"{'- and '.join(kinds)}-parallel")
         raise ConsistencyError(text, next(weights, ""))
 
 
@@ -303,29 +320,195 @@ def parameters_of(model: nn.Module) -> tuple[str, ...]:
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the entries of nested arguments, by names such as ``images[0].mask``."""
     if isinstance(value, Mapping):
-        for key, entry in value.items():
-            yield from leaves(entry, f"{name}.{key}" if name else str(key))
+        entries = [(f"{name}.{key}" if name else str(key), entry) for key, entry in value.items()]
     elif isinstance(value, list | tuple):
-        for index, entry in enumerate(value):
-            yield from leaves(entry, f"{name}[{index}]")
+        entries = [(f"{name}[{index}]", entry) for index, entry in enumerate(value)]
     else:
         yield name, value
+        return
+    for inside, entry in entries:
+        if isinstance(entry, Mapping | list | tuple):
+            yield from leaves(entry, inside)
+        else:
+            yield inside, entry
 
 
-def _kind_of_group(mpu: MPU) -> str:
-    names = [name for name, axis in (("tensor", mpu.tp), ("context", mpu.cp)) if axis.size > 1]
-    return "- and ".join(names) + "-parallel"
+# -- weights -----------------------------------------------------------------------------------------------------------
 
 
-def _is_opaque(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor | bool | int | float | str)
+class WeightSamples:
+    """Samples of the weights of one model, of other elements each time.
+
+    Args:
+        fsdp: Also sample replicated weights that FSDP has sharded: the ranks that compare have the same rows of them,
+            as those of a tensor-parallel group do, and those of a context-parallel one do not.
+
+    Attributes:
+        apart: ``id(weight)`` -> the sharded weights whose shards differ.
+    """
+
+    _seen: tuple[int, list[int], torch.Tensor] | None = None  # writes into sharded weights, their places, elements
+
+    def __init__(self, *, fsdp: bool = True) -> None:
+        self._fsdp = fsdp
+        self._replicated: list[tuple[str, nn.Module, str, nn.Parameter]] = []
+        self.apart: dict[int, nn.Parameter] = {}
+        self._sharded: list[nn.Parameter] = []
+        self._all: list[nn.Parameter] = []
+        self._model: weakref.ref[nn.Module] | None = None  # of these weights
+        self._next = self._next_sharded = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightSamples:
+        copied = memo[id(self)] = WeightSamples(fsdp=self._fsdp)
+        apart = [copy.deepcopy(weight, memo) for weight in self.apart.values()]
+        copied.apart = {id(weight): weight for weight in apart}
+        return copied
+
+    def find_sharded(self, model: nn.Module, axis: Axis) -> None:
+        """Find the sharded weights whose shards differ: heads may be copies of each other. A collective of the axis."""
+        weights = list(_sharded_weights(model))
+        if not weights:
+            return
+        parts = [first_elements(weight) for weight in weights]
+        digests = [0 if part is None else of_tensor(part) for part in parts]
+        largest, smallest = extremes_over(axis, [*digests, *(part is None for part in parts)])
+        differ = [high != low for high, low in zip(largest, smallest, strict=True)]
+        found = zip(weights, differ, largest[len(weights) :], strict=False)
+        self.apart = {id(weight): weight for weight, apart, missing in found if apart and not missing}
+
+    def collect(self, model: nn.Module) -> None:
+        """Collect the weights of ``model``, unless they are those of the last call."""
+        if self._model is None or self._model() is not model:
+            self._model = weakref.ref(model)
+            kept = [(name, p) for name, p in _replicated(model) if self._fsdp or not isinstance(p, DTensor)]
+            places = [(name, *name.rpartition(".")[::2], p) for name, p in kept]
+            self._replicated = [(name, model.get_submodule(path), leaf, p) for name, path, leaf, p in places]
+            self._all = list(model.parameters())
+            self._sharded = [weight for weight in _sharded_weights(model) if id(weight) in self.apart]
+
+    def reset(self) -> None:
+        """Collect the weights anew at the next sample."""
+        self._model = None
+
+    def count_anew(self) -> None:
+        """Begin with the first weights again."""
+        self._next = self._next_sharded = 0
+
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the replicated weights by name; in ``torch.func.functional_call`` those that it was given."""
+        return [(name, _current(owner, leaf, known)) for name, owner, leaf, known in self._replicated]
+
+    def trained(self) -> bytes:
+        """Return for each weight whether it is trained."""
+        with no_overrides():
+            return bytes(map(_IS_TRAINED, self._all))
+
+    def replicated(self, *, whole: bool = False) -> list[torch.Tensor]:
+        """Sample some replicated weights; with ``whole`` return all of them."""
+        if whole:
+            return [weight for _, weight in self.named()]
+        left, sample = _ELEMENTS, list[torch.Tensor]()
+        for _ in range(min(_TENSORS, len(self._replicated))):
+            turn, place = divmod(self._next, len(self._replicated))
+            part = _current(*self._replicated[place][1:])
+            part = part if part.numel() <= _ELEMENTS else some_rows(part, turn, _ELEMENTS)
+            if sample and part.numel() > left:
+                break
+            left -= part.numel()
+            sample.append(part)
+            self._next += 1
+        return sample
+
+    def sharded(self) -> torch.Tensor | None:
+        """Sample a sharded weight; None if there is none, or if its elements are all the same number."""
+        self._next_sharded += 1
+        return first_elements(self._sharded[self._next_sharded % len(self._sharded)]) if self._sharded else None
+
+    def redrawn(self) -> bool:
+        """Return whether sharded weights were written into since the last call, but by an optimizer's step."""
+        before, now = self._seen, self._written()
+        self._seen = now
+        return before is not None and (before[:2] != now[:2] or not torch.equal(before[2], now[2]))
+
+    def note_written(self) -> None:
+        """Take what was written into sharded weights until now for an optimizer's step."""
+        self._seen = self._written()
+
+    def _written(self) -> tuple[int, list[int], torch.Tensor]:
+        """Return writes that torch counted (not those by ``.data``), places of the weights, and an element of each.
+
+        Elements are those that can be joined: on one device, of two bytes or more. They are copies: a view would keep
+        the memory of a weight that has moved elsewhere.
+        """
+        with no_overrides(), torch.no_grad():
+            weights = self._sharded
+            places = list(map(torch.Tensor.data_ptr, weights))
+            firsts = [
+                w.as_strided((1,), (1,))
+                for w in weights
+                if w.numel() and w.element_size() > 1 and w.device == weights[0].device
+            ]
+            return writes_into(weights), places, torch.cat(firsts) if firsts else torch.empty(0)
+
+    def equal_shards(self, model: nn.Module, axis: Axis) -> list[str]:
+        """Return the names of the sharded weights whose shards are all equal now. A collective of the axis."""
+        parts = [first_elements(weight) for weight in self._sharded]
+        apart = -1 - axis.rank
+        largest, smallest = extremes_over(axis, [apart if part is None else of_tensor(part) for part in parts])
+        equal = {id(w) for w, high, low in zip(self._sharded, largest, smallest, strict=True) if high == low}
+        return [name for name, weight in model.named_parameters() if id(weight) in equal]
 
 
-def _shape(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return repr(value)
-    return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}{_wants(value)}"
+def _current(owner: nn.Module, leaf: str, known: nn.Parameter) -> torch.Tensor:
+    """Return what a forward that begins now uses as this weight."""
+    found = own_parameters(owner).get(leaf)
+    return local_part(known) if found is None or isinstance(known, DTensor) else found.detach()
 
 
-def _wants(value: torch.Tensor) -> str:
-    return ", wants a gradient" if value.requires_grad else ""
+def _replicated(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that are replicated over tp and have memory, which torchao's have not."""
+    sharded = without_memory(model)
+    for module in model.modules():
+        axis: Axis | None = vars(module).get("tp")
+        for name, layout in vars(module).get("autopar_layouts", {}).items():
+            if axis is not None and any(layout.ranges(rank) != layout.ranges(0) for rank in range(axis.size)):
+                sharded.add(id(own_parameters(module).get(name)))
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in sharded and not parameter.is_meta and local_part(parameter).numel():
+            yield name, parameter
+
+
+def first_elements(weight: torch.Tensor) -> torch.Tensor | None:
+    """Return some elements of a shard; None if there are none, or all are the same number, or not numbers.
+
+    Shards of unequal sizes that are drawn under one seed begin alike: so there are few kinds of lengths.
+    """
+    with no_overrides():
+        count = weight.numel()
+        length = next(filter(count.__ge__, _FIRST), count)
+        if not length or weight.ndim == 0:
+            return None
+        part = weight.detach()
+        while part.ndim > 1 and part[0].numel() >= length:
+            part = part[0]
+        part = part[: -(-length * len(part) // part.numel())].flatten()[:length]
+        numbers = torch.view_as_real(part) if part.is_complex() else part.float() if part.element_size() == 1 else part
+        low, high = torch.stack(numbers.aminmax()).tolist()
+    return part if low < high and math.isfinite(low) and math.isfinite(high) else None
+
+
+def _sharded_weights(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Weights, tables of experts and the like of which each tp rank holds another shard.
+
+    Not what may well have the same few numbers on all ranks: biases, and others with few elements.
+    """
+    for module in model.modules():
+        parameters = own_parameters(module)
+        for name, layout in vars(module).get("autopar_layouts", {}).items():
+            weight = parameters.get(name)
+            if weight is None or type(weight) not in PLAIN or layout.replicated or weight.is_meta:
+                continue
+            beside = math.prod(size for dim, size in enumerate(weight.shape) if dim != layout.dim)
+            least = beside * min(layout.local_size(rank) for rank in range(layout.axis_size))  # alike on all ranks
+            if name == "weight" or (weight.ndim > 1 and least >= _FEW):
+                yield weight

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from autopar.distributed.mesh import MPU
 from autopar.errors import listed
 
 _TURN_OFF = "  consistency_check: {enable: false} turns this check off."
+
+
+def group_call(mpu: MPU) -> str:
+    """Return the call that gives the process group over which gradients are averaged."""
+    joint = "with_context_parallel=True" if mpu.cp.size > 1 else ""
+    return f"model.mpu.get_data_parallel_group({joint})"
 
 
 def different(everyone: Sequence[Mapping[str, str]]) -> list[str]:
@@ -149,16 +156,6 @@ def unlike_gradients(replicas: str, place: str, names: Sequence[str], group: str
         f"replicas would drift apart.\n{place}: {listed(names, 3)}.\n"
         f"  Call the model through DistributedDataParallel(model, process_group={group}), or average before step():\n"
         f"  autopar.average_gradients(model). (Or one of them has skipped a step.)\n{_TURN_OFF}"
-    )
-
-
-def router_loss(model: str, ranks: int) -> str:
-    """Describe that each replica, or each rank of rows, balances its own tokens."""
-    return (
-        f"{model} adds its routers' auxiliary loss (output_router_logits=True), which is no mean over "
-        f"samples: each of {ranks} ranks\n  balances the tokens of its own, so gradients of routers are others than on "
-        "one process with all of them. A larger batch on each rank comes\n  closer; tensor parallelism changes "
-        "nothing. output_router_logits=False leaves the loss out."
     )
 
 

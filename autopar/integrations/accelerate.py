@@ -28,8 +28,8 @@ from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.foreign.modules import steps_of
 from autopar.foreign.patches import patch_body, patch_member, patch_name
-from autopar.guards.process_hooks import listeners
-from autopar.guards.wrappers import in_trainer
+from autopar.guards.model_changes import in_trainer
+from autopar.guards.step import listeners
 
 _UNSET: Any = object()
 _meant: ContextVar[Any] = ContextVar("the MPU of the model that is meant; None: all processes", default=_UNSET)

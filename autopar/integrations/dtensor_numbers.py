@@ -28,7 +28,7 @@ from autopar.errors import ConfigError
 from autopar.foreign.groups import gathered_parameters
 from autopar.foreign.patches import patch_entry, patch_name, patch_setter
 from autopar.foreign.tensors import ITEM, RANDOM, WRITES, base_of, name_of_operator, operators_of_dtensors
-from autopar.guards.process_hooks import listeners
+from autopar.guards.step import listeners
 from autopar.layout import replica_rows
 
 _ADVICE = (

@@ -24,7 +24,7 @@ from autopar.data_parallel.replica_norm import LAYER, ReplicaNorm
 from autopar.distributed.shard_reads import aside
 from autopar.errors import ConfigError
 from autopar.foreign.patches import patch_body, patch_member
-from autopar.guards.process_hooks import listeners
+from autopar.guards.step import listeners
 
 _Given = list[tuple["ReplicaNorm", dict[str, torch.Tensor]]]
 

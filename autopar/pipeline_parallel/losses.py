@@ -17,10 +17,10 @@ from transformers.loss.loss_utils import (
 )
 
 from autopar.call_site import warn_user
+from autopar.data_parallel.router_loss import adds_router_loss
 from autopar.errors import ConfigError
 from autopar.foreign.autograd import next_sequence_number, sequence_number
 from autopar.foreign.transformers import set_loss_function
-from autopar.guards.step import adds_router_loss
 from autopar.policy.match import is_encoder_decoder, loss_kind
 from autopar.policy.schema import Policy
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from autopar.call_site import warn_user
 from autopar.errors import ConfigError, ConsistencyError
-from autopar.guards.process_hooks import listen
+from autopar.guards.step import listen
 
 _PATIENCE = 8  # passes without a step after which a stage is told, once, if another stage goes on
 

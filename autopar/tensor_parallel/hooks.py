@@ -37,7 +37,7 @@ from autopar.distributed.shard_reads import hidden, switch
 from autopar.errors import ConfigError, first_line
 from autopar.foreign.modules import forward_hooks, remove_forward_hooks
 from autopar.guards.forward import ForwardCheck, named_arguments, parameters_of
-from autopar.guards.module_tree import ModuleTree
+from autopar.guards.model_changes import ModuleTree
 from autopar.layout import Layout
 from autopar.plan.plan import Plan
 from autopar.swap import bind, unbind

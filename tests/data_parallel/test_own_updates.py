@@ -13,7 +13,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import ShardWarning
-from autopar.guards.samples import FreeWeights
+from autopar.guards.free_weights import FreeWeights
 from tests.parity import language_batches
 from tests.pool import pooled
 from tests.small import gpt2

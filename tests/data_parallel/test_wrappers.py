@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from autopar.errors import ConfigError
-from autopar.guards import process_hooks
+from autopar.guards import step as process_hooks
 from tests.parity import language_batches
 from tests.pool import pooled
 from tests.small import gpt2, parallel

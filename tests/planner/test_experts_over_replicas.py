@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import autopar
 from autopar.errors import ConfigError
-from autopar.guards.samples import local_part
+from autopar.foreign.tensors import local_part
 from autopar.tools.planner.candidate import Candidate, Rows
 from autopar.tools.planner.estimate import Estimator
 from autopar.tools.planner.hardware import GPUS

@@ -11,7 +11,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import ConfigError
-from autopar.guards.samples import local_part
+from autopar.foreign.tensors import local_part
 from autopar.plan.make_plan import make_plan
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy

@@ -18,11 +18,11 @@ from transformers import Seq2SeqTrainer, Trainer
 from autopar.adapters import is_peft_model, tuner_layers
 from autopar.api import initialize
 from autopar.config import ParallelConfig
+from autopar.data_parallel.optimizer_probe import refuse_unlike
 from autopar.data_parallel.optimizer_state import check_optimizer
 from autopar.distributed.mesh import MPU
 from autopar.distributed.process import accelerator
 from autopar.errors import ConfigError
-from autopar.guards.optimizer_probe import refuse_unlike
 from autopar.integrations.trainer.accelerator import show_replicas
 from autopar.integrations.trainer.arguments import (
     check_arguments,

@@ -20,8 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from autopar.dry_run.operators import on_meta
 from autopar.foreign.autograd import next_sequence_number, run_backward
-from autopar.foreign.tensors import GROUPED_MM, ITEM, operator_of, schema_of
-from autopar.guards.samples import local_part
+from autopar.foreign.tensors import GROUPED_MM, ITEM, local_part, operator_of, schema_of
 from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in
 
 _GROUPED = ("_grouped_mm", "grouped_mm_fallback")

@@ -17,11 +17,11 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from autopar.config import ParallelConfig
+from autopar.data_parallel.optimizer_probe import probe
 from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.distributed.trace import Call
 from autopar.dry_run.plan_model import ModelPlans, plan_model, prepared
 from autopar.errors import ConfigError
-from autopar.guards.optimizer_probe import probe
 from autopar.policy.described_model import model_inside
 from autopar.policy.match import find_policy, given_policy
 from autopar.tools.planner.candidate import mesh_words

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autopar.distributed.profiling import listening
-from autopar.guards.samples import local_part
+from autopar.foreign.tensors import local_part
 from autopar.tensor_tracking import storage_key
 from autopar.tools.planner.hardware import Gpu
 from autopar.tools.planner.stage_costs import seconds_of
