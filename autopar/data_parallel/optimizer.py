@@ -3,16 +3,17 @@
 The optimizer stays the same object with the same groups, so a scheduler made before goes on driving it. torch lets a
 hook replace the arguments of ``step``, of which the first one is the optimizer itself. So ``step`` runs on a proxy: an
 object of the same class whose groups hold what this rank has to step: the parameters that it owns, their fp32 weights,
-or whole ones where the optimizer is not element by element. The user's optimizer and model are never in a state in
-between, not even if ``step`` raises (only gradients are unscaled and clipped in place by then).
+or full ones where the optimizer is not element-wise. The user's optimizer and model are never in a state in between,
+not even if ``step`` raises (only gradients are unscaled and clipped in place by then). Where nothing of this is
+configured, there are no hooks, and ``step`` is the optimizer's own.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -56,10 +57,14 @@ class ParallelStep(OwnedParameters):
     ``step_was_skipped`` and ``gradient_norm`` (a tensor, None before the first step or without clipping).
 
     Args:
-        optimizer: whose parameters are those of ``model``.
-        model: parallelized already; its parameters become those of ``precision.dtype`` here.
-        inner: the Hugging Face model in it.
-        counted: names that count in the norm here, see :func:`~autopar.data_parallel.gradients.counted_here`.
+        optimizer: The user's optimizer of parameters of ``model``.
+        model: The parallelized model; its parameters become those of ``precision.dtype`` here.
+        inner: The Hugging Face model in it.
+        counted: Names that count in the norm here, see :func:`~autopar.data_parallel.gradients.counted_here`.
+
+    Attributes:
+        fp32_gradients: Context in which gradients of half-precision parameters accumulate in fp32, over micro-batches
+            and replicas.
     """
 
     def __init__(
@@ -81,6 +86,8 @@ class ParallelStep(OwnedParameters):
         self.scale = LossScale(config) if config.precision == "fp16" else None
         self.host = host_of(config, mpu)  # where the optimizer's state lies, and steps
         self.masters = MasterWeights(self.host) if config.precision != "fp32" and not config.fully_sharded else None
+        self.fp32_gradients: Callable[[], AbstractContextManager[None]]
+        self.fp32_gradients = nullcontext if self.masters is None else self._accumulate_in_fp32
         self.step_was_skipped = False
         self.gradient_norm: torch.Tensor | None = None
         self._used_scale = 0.0  # by scale_loss since the last step
@@ -181,14 +188,8 @@ class ParallelStep(OwnedParameters):
             to_fp32(self.model, {id(p): self.master(p) for p in self.names if p.requires_grad and self.owns(p)})
             self.broadcast()
 
-    @contextmanager
-    def fp32_gradients(self) -> Iterator[None]:
-        """Accumulate gradients of half-precision parameters in fp32 inside, over micro-batches and replicas."""
-        if self.masters is None:
-            yield
-            return
-        with fp32_gradients(self.model.parameters()):
-            yield
+    def _accumulate_in_fp32(self) -> AbstractContextManager[None]:
+        return fp32_gradients(self.model.parameters())
 
     def remove(self) -> None:
         """Remove the hooks from the optimizer; its state stays what this rank has."""

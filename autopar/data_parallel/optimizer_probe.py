@@ -52,7 +52,11 @@ class Behaviour:
     keeps: bool = False
 
 
-_known: weakref.WeakKeyDictionary[Optimizer, dict[str, Behaviour | None]] = weakref.WeakKeyDictionary()
+_Known = dict[str, Behaviour | None]  # settings of a group, as text -> how an optimizer steps with them
+_known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
+_of_class: defaultdict[type, _Known] = defaultdict(dict)  # of optimizers without attributes that others have not
+_OF_ANY = vars(optim.SGD([nn.Parameter(torch.zeros(1))])).keys()
+_PLAIN = (bool, int, float, str, tuple, type(None))
 
 
 def stepping(
@@ -74,7 +78,7 @@ def stepping(
     Args:
         tp, stages: Sizes of the axes.
         zero: ZeRO stage.
-        whole: ``owned`` or ``duplicated``, for optimizers that look at full matrices; empty: they are refused.
+        whole: Way of stepping full matrices, ``owned`` or ``duplicated``; empty: not supported.
         experts: Number of ranks over which experts are sharded, where these are more than ``tp``.
         across: Whether the config declares that it takes statistics over several parameters, which a trial of two
             may not show.
@@ -96,8 +100,9 @@ def stepping(
         return "parts"
     found = found or Behaviour()
     sharded = f"tensor_parallel_size={tp}" if tp >= experts else f"expert_parallel_size={experts}"
+    is_given = bool(whole) and zero != 3  # so that full matrices can be stepped
     if across or found.beside > 0:
-        _refuse_across(name, found, "" if alone or (whole and zero != 3) else sharded, stages, zero)
+        _refuse_across(name, found, "" if alone or is_given else sharded, stages, zero)
     if found.draws and experts > tp:
         raise ConfigError(
             f"{name} draws random numbers, others on each replica, and with {sharded} the ranks of several replicas "
@@ -105,44 +110,46 @@ def stepping(
         )
     if alone or not (across or found.in_parts or found.beside or found.draws or found.keeps):
         return "parts"
-    if whole and zero != 3:
+    if is_given:
         return "duplicated" if across or found.beside or found.draws else whole
     if found.draws:
         return "parts"
-    raise ConfigError(_whole_text(name, found, sharded, zero))
-
-
-def _whole_text(name: str, found: Behaviour, sharded: str, zero: int) -> str:
+    share = f"{100 * found.in_parts:.2g} %"
+    fact = f"looks at whole matrices: the update of a matrix in two parts differs by {share} from that of the whole one"
+    fact = fact if found.in_parts else "looks at whole matrices: its state has statistics of them"
     instead = (
-        "Use zero.stage 1, where a rank steps whole matrices; an"
+        "Use zero.stage 1, where a rank steps whole matrices"
         if zero == 3
-        else "Give it to autopar.initialize(model, config, optimizer=optimizer), which steps whole ones; or use an"
+        else "Give it to autopar.initialize(model, config, optimizer=optimizer), which steps whole ones"
     )
-    differs = f"the update of a matrix in two parts differs by {100 * found.in_parts:.2g} % from that of the whole one"
-    return (
-        f"{name} looks at whole matrices: {differs if found.in_parts else 'its state has statistics of them'}.\n"
-        f"  With {sharded} each rank would update only its shard, so the result would differ from one process.\n"
-        f"  {instead} optimizer that works element by element (AdamW, SGD, Adagrad ...)."
+    raise _refusal(
+        f"{name} {fact}",
+        sharded,
+        f"{instead}; or use an optimizer that works element by element (AdamW, SGD, Adagrad ...).",
     )
 
 
 def _refuse_across(name: str, found: Behaviour, sharded: str, stages: int, zero: int) -> None:
     """Raise where a rank does not step all parameters."""
-    spread = (
-        [sharded] * bool(sharded) + [f"pipeline_parallel_size={stages}"] * (stages > 1) + ["zero.stage=1"] * (zero == 1)
-    )
-    if spread:
-        given = " With tensor_parallel_size alone, give it to autopar.initialize(..., optimizer=optimizer)." * (
-            stages == 1 and bool(sharded)
-        )
+    spread = [(sharded, bool(sharded)), (f"pipeline_parallel_size={stages}", stages > 1), ("zero.stage=1", zero == 1)]
+    where = ", ".join(text for text, applies in spread if applies)
+    if where:
+        given = "With tensor_parallel_size alone, give it to autopar.initialize(..., optimizer=optimizer). "
         differs = f"the update of one differs by {100 * found.beside:.2g} % beside another one"
-        raise ConfigError(
+        raise _refusal(
             f"{name} takes statistics over all parameters: "
-            f"{differs if found.beside else 'optimizer.across_parameters=true'}.\n"
-            f"  With {', '.join(spread)} a rank steps some of them, or shards, so the result would differ from one "
-            f"process.\n {given} Use an optimizer that steps each parameter by itself (AdamW, SGD, Adagrad ...), or "
-            "replicas without ZeRO."
+            f"{differs if found.beside else 'optimizer.across_parameters=true'}",
+            where,
+            f"{given * (stages == 1 and bool(sharded))}Use an optimizer that steps each parameter by itself (AdamW, "
+            "SGD, Adagrad ...), or replicas without ZeRO.",
         )
+
+
+def _refusal(fact: str, where: str, instead: str) -> ConfigError:
+    return ConfigError(
+        f"{fact}.\n  With {where} a rank steps some of them, or shards, so the result would differ from one process.\n"
+        f"  {instead}"
+    )
 
 
 def refuse_unlike(
@@ -211,7 +218,8 @@ def probe(optimizer: Optimizer, group: dict[str, Any]) -> Behaviour | None:
     if type(optimizer) in ELEMENTWISE:
         return Behaviour()
     settings = {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
-    known = _known.setdefault(optimizer, {})
+    is_plain = vars(optimizer).keys() <= _OF_ANY and all(isinstance(value, _PLAIN) for value in settings.values())
+    known = _of_class[type(optimizer)] if is_plain else _known.setdefault(optimizer, {})
     if (key := repr(settings)) not in known:
         try:
             with torch.random.fork_rng(devices=[]), torch.enable_grad():

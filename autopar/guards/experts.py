@@ -29,7 +29,7 @@ class SharedExperts:
     elements of one expert's weight, and of its gradient and state in the last step, have to differ.
 
     Args:
-        steps: keeps these of the last step.
+        steps: Check that keeps the gradient and the state of the last step.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, mpu: MPU, failures: FailureLog, steps: StepCheck) -> None:
@@ -74,7 +74,7 @@ class SharedExperts:
             raise ConsistencyError(same_experts(axis.ranks, alike, group_call(self.mpu)))
 
     def _that_differ(self, apart: int) -> list[tuple[str, nn.Parameter]]:
-        """Return the weights of which no two ranks hold the same now. A collective of the ranks with other experts."""
+        """Return the weights that differ between all ranks now. A collective of the ranks with other experts."""
         model = self._model()
         every = () if model is None else model.named_parameters()
         own = [(name, weight) for name, weight in every if name in self._plan.experts]

@@ -351,7 +351,7 @@ class WeightSamples:
 
     def __init__(self, *, fsdp: bool = True) -> None:
         self._fsdp = fsdp
-        self._replicated: list[tuple[str, nn.Module, str, nn.Parameter]] = []
+        self._replicated: list[tuple[str, Mapping[str, Any], str, nn.Parameter]] = []
         self.apart: dict[int, nn.Parameter] = {}
         self._sharded: list[nn.Parameter] = []
         self._all: list[nn.Parameter] = []
@@ -382,7 +382,8 @@ class WeightSamples:
             self._model = weakref.ref(model)
             kept = [(name, p) for name, p in _replicated(model) if self._fsdp or not isinstance(p, DTensor)]
             places = [(name, *name.rpartition(".")[::2], p) for name, p in kept]
-            self._replicated = [(name, model.get_submodule(path), leaf, p) for name, path, leaf, p in places]
+            owners = {path: own_parameters(model.get_submodule(path)) for _, path, _, _ in places}
+            self._replicated = [(name, owners[path], leaf, p) for name, path, leaf, p in places]
             self._all = list(model.parameters())
             self._sharded = [weight for weight in _sharded_weights(model) if id(weight) in self.apart]
 
@@ -396,7 +397,7 @@ class WeightSamples:
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
         """Return the replicated weights by name; in ``torch.func.functional_call`` those that it was given."""
-        return [(name, _current(owner, leaf, known)) for name, owner, leaf, known in self._replicated]
+        return [(name, _current(held, leaf, known)) for name, held, leaf, known in self._replicated]
 
     def trained(self) -> bytes:
         """Return for each weight whether it is trained."""
@@ -459,9 +460,9 @@ class WeightSamples:
         return [name for name, weight in model.named_parameters() if id(weight) in equal]
 
 
-def _current(owner: nn.Module, leaf: str, known: nn.Parameter) -> torch.Tensor:
-    """Return what a forward that begins now uses as this weight."""
-    found = own_parameters(owner).get(leaf)
+def _current(held: Mapping[str, Any], leaf: str, known: nn.Parameter) -> torch.Tensor:
+    """Return what a forward that begins now uses as this weight, of the parameters that a module holds."""
+    found: nn.Parameter | None = held.get(leaf)
     return local_part(known) if found is None or isinstance(known, DTensor) else found.detach()
 
 

@@ -22,7 +22,7 @@ class FreeWeights:
     """The trained weights of a model that no torch optimizer has stepped.
 
     Attributes:
-        named: these weights by name; without those that FSDP shards, and those that have no memory.
+        named: Names and weights, without those that FSDP shards, and those that have no memory.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class FreeWeights:
         """Return whether something has changed these weights since the last call.
 
         Args:
-            stepped: the parameters that torch optimizers step.
+            stepped: The parameters that torch optimizers step.
         """
         held = {id(parameter) for parameter in stepped}
         if len(held) != self._known or self._forwards % _AGAIN == 0:

@@ -26,8 +26,8 @@ def explanation(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int], kin
     """Describe what differs between the ranks that have one batch, and the usual cause.
 
     Args:
-        everyone: the compared values, by name, of each of the ranks.
-        kind: of the group.
+        everyone: The compared values of each rank, by name.
+        kind: Kind of the group.
     """
     unlike = different(everyone)
     weights = [name for name in unlike if name.startswith("weight ")]
@@ -86,8 +86,8 @@ def same_shard(ranks: Sequence[int], group: str, names: Sequence[str] = ()) -> s
     """Describe that tensor-parallel ranks hold the same shard of a weight.
 
     Args:
-        group: what DistributedDataParallel has to be given.
-        names: of the weights, where all were compared.
+        group: The call that returns the process group for DistributedDataParallel.
+        names: Names of the weights, where all were compared.
     """
     return (
         f"the ranks {list(ranks)} of one tensor-parallel group hold the same shard of the weights"
@@ -127,10 +127,10 @@ def unlike_weights(
     """Describe that weights differ.
 
     Args:
-        replicas: how many there are, and of which kind.
-        place: the two ranks, and the step.
-        weights: name -> digests on both ranks of ``pair``.
-        own: no torch optimizer has made the update.
+        replicas: Number and kind of the replicas.
+        place: The two ranks, and the step.
+        weights: Name -> digests on both ranks of ``pair``.
+        own: Whether user code made the update without a torch optimizer.
     """
     text = f"the weights of the {replicas} differ: they have drifted apart.\n{place}: {listed(list(weights), 3)}.\n"
     for name, (one, two) in list(weights.items())[:3]:
@@ -150,7 +150,7 @@ def unlike_weights(
 
 
 def unlike_gradients(replicas: str, place: str, names: Sequence[str], group: str) -> str:
-    """Describe that gradients differ; ``group``: what DistributedDataParallel has to be given."""
+    """Describe that gradients differ; ``group``: the call that returns the group for DistributedDataParallel."""
     return (
         f"the gradients of the {replicas} differ: nothing has averaged them, and the "
         f"replicas would drift apart.\n{place}: {listed(names, 3)}.\n"

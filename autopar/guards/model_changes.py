@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar.adapters import is_adapted, is_peft_model, tuner_layers
-from autopar.call_site import calls
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.foreign.groups import left_out_of_ddp, meshes_of_fsdp
@@ -198,8 +197,8 @@ class WrapperCheck:
     """Check wrappers of ``model`` as long as it lives and is parallel, where ranks hold different shards.
 
     Args:
-        shares_experts: replicas hold different experts.
-        fully_sharded: autopar shards the parameters with ``fully_shard``, experts over other ranks than the rest.
+        shares_experts: Whether replicas hold different experts.
+        fully_sharded: Whether autopar calls ``fully_shard``, which shards experts over other ranks than the rest.
     """
 
     def __init__(
@@ -324,8 +323,8 @@ def _check_group(what: str, group: Any, mpu: MPU, *, averages: bool = True) -> N
     ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
     remedy = f"process_group={group_call(mpu)}"
     if not set(ranks) <= set(mpu.dp_cp.ranks):
-        if any(module.startswith("accelerate.") for module, _ in calls()):
-            raise ConfigError(_in_accelerate(what, ranks, mpu))
+        if what == FullyShardedDataParallel.__name__:
+            remedy += ";\n  with accelerate leave out fsdp_plugin: zero: {stage: 3} in the config is torch's FSDP2"
         raise ConfigError(_explain(what, ranks, mpu, remedy))
     if averages:
         _check_context(what, ranks, mpu, remedy)
@@ -365,15 +364,6 @@ def in_trainer(mpu: MPU) -> str:
         f"{_ranks(range(mpu.world_size))}, which hold different shards\n"
         f"  of it: that of rank {mpu.rank} is held by {_ranks(mpu.dp_cp.ranks)}. Use\n"
         "  autopar.integrations.ParallelTrainer(model=model, args=args, ...) instead, with the same arguments."
-    )
-
-
-def _in_accelerate(what: str, ranks: list[int], mpu: MPU) -> str:
-    return (
-        f"accelerate would wrap the model in {what} over ranks {_ranks(ranks)}, which hold different "
-        f"shards of it:\n  that of rank {mpu.rank} is held by {_ranks(mpu.dp_cp.ranks)}. Leave fsdp_plugin and what "
-        "configures it out: accelerator.prepare\n  wraps DistributedDataParallel around the replicas, and "
-        "zero: {stage: 3} in autopar's config is torch's FSDP2."
     )
 
 

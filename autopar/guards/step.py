@@ -175,7 +175,7 @@ class StepCheck:
 
     Args:
         inner: The Hugging Face model in ``model``.
-        alike: ``id(parameter)`` -> those of the ranks that hold a stage's shards that hold the same one.
+        alike: ``id(parameter)`` -> the ranks of a stage that hold the same shard.
         experts: Names of parameters that are sharded over replicas, too.
         look: Called with each optimizer of the model, and what it steps, before its first step.
         compare: Whether to compare over the data-parallel replicas; False only counts steps.
@@ -332,9 +332,9 @@ class StepCheck:
         """Publish the digests of this step, and compare those of the other ranks that are there.
 
         Args:
-            update: the optimizer's name, for errors.
-            closure: gradients are computed inside of the step: only weights are compared.
-            scaled: a step that overflows is skipped.
+            update: Name of the optimizer, for errors.
+            closure: Whether gradients are computed inside of the step: then only weights are compared.
+            scaled: Whether a step that overflows is skipped.
         """
         step = progress.steps
         whole = step < _WHOLE or (self.whole_every > 0 and (step + 1) % self.whole_every == 0)
@@ -516,7 +516,7 @@ def digest_step(
     """Return by name the digests of (part of) each gradient and weight; with ``turn`` of a sample that moves with it.
 
     Args:
-        scaled: of a loss with a scale: gradients that are not finite make the step one to skip, and cannot be compared.
+        scaled: Whether the loss has a scale: a step with gradients that are not finite is skipped, and not compared.
     """
     names, sums, (count, most) = [], list[torch.Tensor](), _OF_STEP
     chosen = range(min(count, len(held))) if turn is not None else ()
