@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from autopar import activation_checkpoint, checkpoint, compiled_blocks
 from autopar.applied.state import Parallelized
 from autopar.applied.torch_words import explained
-from autopar.checks.optimizer_probe import warn_of_fp16
 from autopar.data_parallel.apply import DataParallel
+from autopar.data_parallel.precision import warn_of_fp16
 from autopar.deferred_init.materialize import Materializer
 from autopar.distributed.agree import same_on_every_rank
 from autopar.distributed.broadcast_data import sync_parameters

@@ -28,7 +28,6 @@ from transformers import Cache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from autopar.call_site import warn_user
-from autopar.checks.process_hooks import forget, listen
 from autopar.config import ParallelConfig
 from autopar.data_parallel.precision import DTYPES
 from autopar.distributed.agree import meet
@@ -51,6 +50,7 @@ from autopar.foreign.c10d import (
 from autopar.foreign.patches import hold, release
 from autopar.foreign.tensors import has_hooks, own_parameters
 from autopar.foreign.transformers import caches_in, given_cache, holds_tokens, unsplit_modules
+from autopar.guards.step import forget, listen
 from autopar.plan.plan import Plan
 from autopar.plan.stages import dropped_blocks
 

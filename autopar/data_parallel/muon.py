@@ -41,6 +41,9 @@ class MuonSteps:
         self._apart: Container[torch.Tensor] = ()
         self._fused: dict[torch.Tensor, Layout] = {}
 
+    def __len__(self) -> int:
+        return len(self.shards) + len(self._fused)
+
     def split(self, parameters: Mapping[torch.Tensor, TensorPlan]) -> None:
         """Step the fused ones among these parameters part by part."""
         self._fused.update({p: layout for p, plan in parameters.items() if (layout := fused(plan)) is not None})

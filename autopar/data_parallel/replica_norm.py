@@ -10,9 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.checks.process_hooks import forget, listen
-from autopar.checks.samples import local_part
-from autopar.checks.wrappers import refuse_flat
 from autopar.data_parallel.gradients import counted_here, tensor_norm
 from autopar.data_parallel.precision import agree_on_found
 from autopar.distributed.digest import extremes, of_text
@@ -21,6 +18,9 @@ from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.foreign.c10d import is_flat_parameter
 from autopar.foreign.patches import hold, release
+from autopar.foreign.tensors import local_part
+from autopar.guards.model_changes import refuse_flat
+from autopar.guards.step import forget, listen
 from autopar.plan.plan import Plan
 
 LAYER = "autopar_layer"  # of a parameter: the class of the layer that was constructed by hand

@@ -49,6 +49,7 @@ __all__ = [
     "is_in_torch_dispatch_mode",
     "keystr",
     "leave_alone",
+    "local_part",
     "no_dispatch_modes",
     "tree_flatten",
     "tree_flatten_with_path",
@@ -97,6 +98,11 @@ def operators_of_dtensors() -> dict[Any, Any]:
 def operator_of(func: Any) -> Any:
     """Return the operator of which ``func`` is one overload."""
     return func._overloadpacket
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local shard of a tensor that FSDP may have sharded over the replicas."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 _VERSION = operator.attrgetter("_version")  # without a call of Python for each tensor

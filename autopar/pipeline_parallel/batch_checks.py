@@ -23,12 +23,12 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.call_site import warn_user
-from autopar.checks.process_hooks import listen
 from autopar.distributed.axis import Axis
 from autopar.distributed.digest import hexdigest
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError, ConsistencyError
+from autopar.guards.step import listen
 from autopar.pipeline_parallel.p2p import P2P, Message, map_tensors
 
 _PATIENCE = 8  # passes without a step after which a stage is told, once, if another stage goes on

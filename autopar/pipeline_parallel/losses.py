@@ -17,7 +17,7 @@ from transformers.loss.loss_utils import (
 )
 
 from autopar.call_site import warn_user
-from autopar.checks.step import adds_router_loss
+from autopar.data_parallel.router_loss import adds_router_loss
 from autopar.errors import ConfigError
 from autopar.foreign.tensors import next_sequence_number, sequence_number
 from autopar.foreign.transformers import set_loss_function

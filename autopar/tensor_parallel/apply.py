@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.checks.forward import ForwardCheck
-from autopar.checks.step import StepCheck
 from autopar.config import ParallelConfig
 from autopar.distributed.axis import Axis
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
+from autopar.guards.forward import ForwardCheck
+from autopar.guards.step import StepCheck
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.stages import StagePlan
 from autopar.swap import bind, unbind

@@ -20,7 +20,6 @@ from transformers.generation.stopping_criteria import ConfidenceCriteria
 from transformers.generation.streamers import BaseStreamer, TextStreamer
 
 from autopar import activation_checkpoint
-from autopar.checks.forward import ForwardCheck
 from autopar.distributed import gloo_collectives
 from autopar.distributed.collectives import run
 from autopar.distributed.digest import extremes
@@ -29,6 +28,7 @@ from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import sync_generators
 from autopar.distributed.shard_reads import hidden
 from autopar.errors import ConfigError
+from autopar.guards.forward import ForwardCheck
 from autopar.plan.plan import Plan
 from autopar.swap import bind, unbind
 from autopar.tensor_parallel import continuous_batching

@@ -33,8 +33,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from autopar.checks.forward import ForwardCheck, leaves, named_arguments, parameters_of
-from autopar.checks.module_tree import ModuleTree
 from autopar.distributed.autograd_functions import refuse_transforms
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import gather, scatter
@@ -44,6 +42,8 @@ from autopar.distributed.shard_reads import switch
 from autopar.errors import ConfigError, first_line
 from autopar.foreign.tensors import forward_hooks, leave_alone, remove_forward_hooks
 from autopar.foreign.transformers import caches_in, holds_states, holds_tokens
+from autopar.guards.forward import ForwardCheck, leaves, named_arguments, parameters_of
+from autopar.guards.model_changes import ModuleTree
 from autopar.layout import Block, Layout
 from autopar.plan.plan import Plan
 from autopar.tensor_parallel.regions import Region

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.checks.samples import local_part
 from autopar.errors import ConfigError
+from autopar.foreign.tensors import local_part
 from autopar.tools.planner.candidate import Candidate, Rows
 from autopar.tools.planner.estimate import Estimator
 from autopar.tools.planner.hardware import GPUS

@@ -17,8 +17,8 @@ from transformers import Seq2SeqTrainer, Trainer
 
 from autopar.adapters import is_peft_model, tuner_layers
 from autopar.api import initialize
-from autopar.checks.optimizer_probe import refuse_unlike
 from autopar.config import ParallelConfig
+from autopar.data_parallel.optimizer_probe import refuse_unlike
 from autopar.data_parallel.optimizer_state import check_optimizer
 from autopar.distributed.mesh import MPU
 from autopar.distributed.process import accelerator

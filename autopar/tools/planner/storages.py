@@ -18,9 +18,16 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from autopar.checks.samples import local_part
 from autopar.dry_run.operators import on_meta
-from autopar.foreign.tensors import GROUPED_MM, ITEM, next_sequence_number, operator_of, run_backward, schema_of
+from autopar.foreign.tensors import (
+    GROUPED_MM,
+    ITEM,
+    local_part,
+    next_sequence_number,
+    operator_of,
+    run_backward,
+    schema_of,
+)
 from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in
 
 _GROUPED = ("_grouped_mm", "grouped_mm_fallback")

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from autopar.checks.optimizer_probe import probe
 from autopar.config import ParallelConfig
+from autopar.data_parallel.optimizer_probe import probe
 from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.distributed.trace import Call
 from autopar.dry_run.plan_model import ModelPlans, plan_model, prepared

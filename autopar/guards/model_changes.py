@@ -1,18 +1,24 @@
-"""Refuse wrappers that average over the wrong ranks when they are made: DistributedDataParallel over all, say.
+"""Check what user code changes about a model after ``initialize``: modules in it, and wrappers around it.
+
+A module that comes later (an adapter, a new head, a parametrization) computes with this rank's shard as if it were the
+full weight, and nothing in its numbers shows it. So each forward begins with a comparison of the tree: objects are
+compared by identity, which takes a fraction of a millisecond.
 
 Tensor-parallel ranks and stages hold different shards under the same names. A wrapper that copies or averages
-parameters over them makes one shard of all, silently where the shards are equally large. torch calls its global hooks
-when a module becomes part of another one (``DistributedDataParallel`` registers what it wraps before it sends anything)
-and before an optimizer steps; groups are compared there, and before a forward, on each rank by itself. The ranks of one
-axis partition the world, so a group that reaches beyond the replicas of one of its ranks does for all, and every rank
-raises.
+parameters over them (DistributedDataParallel over all ranks) makes one shard of all, silently where the shards are
+equally large. torch calls its global hooks when a module becomes part of another one (``DistributedDataParallel``
+registers what it wraps before it sends anything) and before an optimizer steps; groups are compared there, and before
+a forward, on each rank by itself. The ranks of one axis partition the world, so a group that reaches beyond the
+replicas of one of its ranks does for all, and every rank raises.
 """
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,21 +27,165 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from autopar.adapters import is_adapted, is_peft_model
-from autopar.call_site import calls
-from autopar.checks.process_hooks import forget, listen
+from autopar.adapters import is_adapted, is_peft_model, tuner_layers
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.foreign.c10d import left_out_of_ddp, meshes_of_fsdp
+from autopar.foreign.tensors import no_overrides, own_modules, own_parameters
 from autopar.foreign.transformers import forget_own_adapters
+from autopar.guards.messages import group_call
+from autopar.guards.step import forget, listen
+
+_WHEN = (
+    "  Add or replace modules (adapters, heads, parametrizations) before autopar.initialize, or take the model back\n"
+    "  with autopar.deparallelize(model), change it, and initialize it again."
+)
+
+_ADAPTERS = (
+    "  Adapters come first: model = autopar.initialize(peft.get_peft_model(plain_model, lora_config), config).\n"
+    "  On a model that is parallelized already: autopar.integrations.get_peft_model(model, lora_config).\n"
+    "  Where the plain model is too large for one process, build it, with its adapters, in autopar.lazy_init()."
+)
+
+
+class _Seen(NamedTuple):
+    module: nn.Module
+    path: str
+    kind: type[nn.Module]
+    children: list[nn.Module | None]
+    parameters: dict[str, nn.Parameter | None]  # of the module itself
+    shapes: dict[str, torch.Size | None]
+
+
+class ModuleTree:
+    """The module tree of a tensor-parallel model, as it was when last checked."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._remember(model)
+
+    def _remember(self, model: nn.Module) -> None:
+        self._seen = _look(model)
+        self._modules = [seen.module for seen in self._seen]
+        self._kinds = [seen.kind for seen in self._seen]
+        self._sizes, self._objects = _contents(self._modules)
+        self._parameters = [x for x in self._objects if isinstance(x, nn.Parameter) and not _is_packed(x)]
+        self._shapes = list(map(_SHAPE, self._parameters))
+
+    def _is_unchanged(self) -> bool:
+        sizes, now = _contents(self._modules)
+        with no_overrides():
+            return (
+                list(map(type, self._modules)) == self._kinds
+                and sizes == self._sizes
+                and all(map(operator.is_, now, self._objects))
+                and list(map(_SHAPE, self._parameters)) == self._shapes
+            )
+
+    @property
+    def model(self) -> nn.Module:
+        """The model whose tree it is."""
+        return self._seen[0].module
+
+    def check(self, model: nn.Module) -> bool:
+        """Compare the tree with the last one; True if it has changed in a way that sharding allows.
+
+        Modules without parameters may come and go, modules may be wrapped, a parameter may be replaced by one of the
+        same shape, whole blocks may be removed, and FSDP may turn parameters into DTensors.
+
+        Raises:
+            ConfigError: parameters are new, or a sharded one was resized, renamed, parametrized or replaced; the
+                next forward raises as well.
+        """
+        if self._is_unchanged():
+            return False
+        _check_parameters(model, self._seen)
+        _check_layers(model, self._seen)
+        self._remember(model)
+        return True
+
+
+def _is_packed(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter holds bytes of a quantized weight, which its library may pack otherwise."""
+    return not parameter.is_floating_point() and not parameter.requires_grad
+
+
+def _look(model: nn.Module) -> list[_Seen]:
+    found = []
+    for path, module in model.named_modules():
+        parameters = dict(own_parameters(module))
+        shapes = {name: None if p is None else p.shape for name, p in parameters.items()}
+        found.append(_Seen(module, path, type(module), list(own_modules(module).values()), parameters, shapes))
+    return found
+
+
+_CHILDREN, _PARAMETERS = operator.attrgetter("_modules"), operator.attrgetter("_parameters")
+_VALUES, _SHAPE = operator.methodcaller("values"), operator.attrgetter("shape")
+
+
+def _contents(modules: Sequence[nn.Module]) -> tuple[list[int], list[Any]]:
+    """Count the children and parameters of each module, and list them in order; for every forward, so only in C."""
+    held = [*map(_CHILDREN, modules), *map(_PARAMETERS, modules)]
+    return list(map(len, held)), list(chain.from_iterable(map(_VALUES, held)))
+
+
+def _check_parameters(model: nn.Module, before: list[_Seen]) -> None:
+    """Raise if a parameter is neither an old one nor replaces one of its shape."""
+    known = {id(parameter) for seen in before for parameter in seen.parameters.values()}
+    shapes = {(id(seen.module), name): shape for seen in before for name, shape in seen.shapes.items()}
+    new = []
+    for path, module in model.named_modules():
+        for name, parameter in own_parameters(module).items():
+            if parameter is None or isinstance(parameter, DTensor) or _is_packed(parameter):
+                continue
+            place = (id(module), name)
+            if place in shapes and shapes[place] == parameter.shape:
+                continue
+            if id(parameter) not in known:
+                new.append(f"{path}.{name}" if path else name)
+            elif place in shapes:
+                was = shapes[place]
+                raise ConfigError(
+                    f"{path}.{name} of {type(model).__name__} has another shape than autopar.initialize gave it: it "
+                    f"holds a shard.\n  Now {list(parameter.shape)}, then {was and list(was)} on this rank.\n{_WHEN}"
+                )
+    if new:
+        more = " ..." if len(new) > 3 else ""
+        adapted = next(tuner_layers(model), None)
+        raise ConfigError(
+            f"{len(new)} parameters of {type(model).__name__} came after autopar.initialize, which does not know how "
+            f"they are to be sharded: {', '.join(new[:3])}{more}\n{_WHEN if adapted is None else _ADAPTERS}"
+        )
+
+
+def _check_layers(model: nn.Module, before: list[_Seen]) -> None:
+    """Raise if a parallel layer has changed, or was taken out of its parent."""
+    now = {id(module) for module in model.modules()}
+    parents = {id(child): seen for seen in before for child in seen.children if child is not None}
+    for seen in before:
+        plan: Any = vars(seen.module).get("autopar")
+        if plan is None:
+            continue
+        if id(seen.module) not in now:
+            parent = parents.get(id(seen.module))
+            if parent is not None and id(parent.module) in now and not plan.gather_output:
+                _refuse(model, seen, "was taken out or replaced")
+        elif not issubclass(type(seen.module), seen.kind):
+            _refuse(model, seen, f"is a {type(seen.module).__name__} now (parametrized?)")
+        elif own_parameters(seen.module).keys() != seen.parameters.keys():
+            now_held = ", ".join(own_parameters(seen.module)) or "no parameter"
+            _refuse(model, seen, f"holds {now_held} now, and held {', '.join(seen.parameters)}")
+
+
+def _refuse(model: nn.Module, seen: _Seen, what: str) -> None:
+    raise ConfigError(
+        f"{seen.path} of {type(model).__name__}, a {seen.kind.__name__} since autopar.initialize, {what}: what was put "
+        f"there would compute with this rank's shard as if it were the whole weight.\n{_WHEN}"
+    )
+
+
+# -- wrappers ----------------------------------------------------------------------------------------------------------
 
 _MESH = 'mesh=model.mpu.mesh["dp"]'
-
-
-def group_call(mpu: MPU) -> str:
-    """Return the call that gives the process group over which gradients are averaged."""
-    joint = "with_context_parallel=True" if mpu.cp.size > 1 else ""
-    return f"model.mpu.get_data_parallel_group({joint})"
 
 
 def _mesh_of(mpu: MPU) -> str:
@@ -46,8 +196,8 @@ class WrapperCheck:
     """Check wrappers of ``model`` as long as it lives and is parallel, where ranks hold different shards.
 
     Args:
-        shares_experts: replicas hold different experts.
-        fully_sharded: autopar shards the parameters with ``fully_shard``, experts over other ranks than the rest.
+        shares_experts: Whether replicas hold different experts.
+        fully_sharded: Whether autopar calls ``fully_shard``, which shards experts over other ranks than the rest.
     """
 
     def __init__(
@@ -55,7 +205,6 @@ class WrapperCheck:
     ) -> None:
         self.mpu, self._shares, self._fully_sharded = mpu, shares_experts, fully_sharded
         self._model = weakref.ref(model)
-        self._checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._handle: Any = None
         if mpu.model.size > 1 or shares_experts or fully_sharded:
             listen(self)
@@ -107,9 +256,9 @@ class WrapperCheck:
         for experts in found if isinstance(wrapper, DistributedDataParallel) else ():
             experts.inside(wrapper)
 
-    def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def when_new(self, optimizer: torch.optim.Optimizer) -> None:
         model = self._model()
-        if model is None or optimizer in self._checked:
+        if model is None:
             return
         own = {id(parameter) for parameter in model.parameters()}
         parameters = [p for row in optimizer.param_groups for p in row["params"] if id(p) in own]
@@ -126,7 +275,6 @@ class WrapperCheck:
         for parameter in parameters if self._shares and not self._fully_sharded else ():
             if isinstance(parameter, DTensor):
                 raise ConfigError(_SHARDED.format(ep=self.mpu.ep.size, tp=self.mpu.tp.size))
-        self._checked.add(optimizer)
 
     def _on_forward(self, model: nn.Module, *_: Any) -> None:
         if type(model) is self._kind:
@@ -174,8 +322,8 @@ def _check_group(what: str, group: Any, mpu: MPU, *, averages: bool = True) -> N
     ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
     remedy = f"process_group={group_call(mpu)}"
     if not set(ranks) <= set(mpu.dp_cp.ranks):
-        if any(module.startswith("accelerate.") for module, _ in calls()):
-            raise ConfigError(_in_accelerate(what, ranks, mpu))
+        if what == FullyShardedDataParallel.__name__:
+            remedy += ";\n  with accelerate leave out fsdp_plugin: zero: {stage: 3} in the config is torch's FSDP2"
         raise ConfigError(_explain(what, ranks, mpu, remedy))
     if averages:
         _check_context(what, ranks, mpu, remedy)
@@ -193,18 +341,18 @@ def _check_context(what: str, ranks: Sequence[int], mpu: MPU, remedy: str) -> No
     """Raise ConfigError if gradients are averaged over ``ranks`` without all that share this rank's sequences."""
     if not set(mpu.cp.ranks) <= set(ranks):
         raise ConfigError(
-            f"{what} over ranks {_listed(ranks)} would leave out ranks that share their sequences: with "
+            f"{what} over ranks {_ranks(ranks)} would leave out ranks that share their sequences: with "
             f"context_parallel_size={mpu.cp.size}\n  gradients are averaged over all ranks with the shard of rank "
-            f"{mpu.rank}, {_listed(mpu.dp_cp.ranks)}. Give it {remedy}."
+            f"{mpu.rank}, {_ranks(mpu.dp_cp.ranks)}. Give it {remedy}."
         )
 
 
 def _explain(what: str, ranks: list[int], mpu: MPU, remedy: str) -> str:
     tp, pp = mpu.tp.size, mpu.pp.size
     return (
-        f"{what} over ranks {_listed(ranks)} would take their different shards of the model for one: with "
+        f"{what} over ranks {_ranks(ranks)} would take their different shards of the model for one: with "
         f"tensor_parallel_size={tp} and\n  pipeline_parallel_size={pp} the shard of rank {mpu.rank} is held by "
-        f"{_listed(mpu.dp_cp.ranks)}. Give it {remedy}."
+        f"{_ranks(mpu.dp_cp.ranks)}. Give it {remedy}."
     )
 
 
@@ -212,21 +360,12 @@ def in_trainer(mpu: MPU) -> str:
     """Say why transformers' Trainer cannot train a parallelized model."""
     return (
         "transformers' Trainer would wrap the model in DistributedDataParallel over ranks "
-        f"{_listed(range(mpu.world_size))}, which hold different shards\n"
-        f"  of it: that of rank {mpu.rank} is held by {_listed(mpu.dp_cp.ranks)}. Use\n"
+        f"{_ranks(range(mpu.world_size))}, which hold different shards\n"
+        f"  of it: that of rank {mpu.rank} is held by {_ranks(mpu.dp_cp.ranks)}. Use\n"
         "  autopar.integrations.ParallelTrainer(model=model, args=args, ...) instead, with the same arguments."
     )
 
 
-def _in_accelerate(what: str, ranks: list[int], mpu: MPU) -> str:
-    return (
-        f"accelerate would wrap the model in {what} over ranks {_listed(ranks)}, which hold different "
-        f"shards of it:\n  that of rank {mpu.rank} is held by {_listed(mpu.dp_cp.ranks)}. Leave fsdp_plugin and what "
-        "configures it out: accelerator.prepare\n  wraps DistributedDataParallel around the replicas, and "
-        "zero: {stage: 3} in autopar's config is torch's FSDP2."
-    )
-
-
-def _listed(ranks: Sequence[int]) -> str:
+def _ranks(ranks: Sequence[int]) -> str:
     first = ", ".join(map(str, ranks[:8]))
     return f"[{first}{', ...' if len(ranks) > 8 else ''}]"

@@ -1,52 +1,147 @@
 """Check at ``optimizer.step()`` that replicas step alike: that gradients are averaged, none skips, weights are equal.
 
-A hook on every optimizer of the process looks at those that hold parameters of the model, whether they were given to
-``initialize`` or not. Ranks that hold the same (one place of every data-parallel replica) write digests of gradients
-and weights into torch.distributed's key-value store, and each reads those of others: no collective, in which a rank
-that skips its step would leave the others waiting. The first step waits for the other ranks' digests, later ones wait
-only some seconds, and what comes late is compared late.
+torch calls hooks of the process before and after the step of any optimizer. They reach those that hold parameters of
+the model, whether they were given to ``initialize`` or not. Ranks that hold the same (one place of every data-parallel
+replica) write digests of gradients and weights into torch.distributed's key-value store, and each reads those of the
+other ranks: no collective, in which a rank that skips its step would leave the others waiting. The first step waits for
+the digests of the other ranks, later ones wait only some seconds, and what comes late is compared late.
 
-Weights that no torch optimizer steps are compared in the same way at the training forward after they have changed; what
-differs is a warning there, since replicas may look at them after different updates.
+Weights that no torch optimizer steps are compared in the same way at the training forward after they have changed; a
+difference is a warning there, since replicas may look at them after different updates.
+
+[Note: reads in a step] Reads of shards are silent in a step: a guard has looked at the optimizer before its first one.
+They warn in hooks that user code runs before a step, and in optimizers that could not be tried (:data:`untried`).
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import logging
+import operator
 import sys
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from autopar.call_site import warn_user
-from autopar.checks.messages import router_loss, unlike_gradients, unlike_weights
-from autopar.checks.optimizer_probe import refuse_unlike, refuse_whole_state, warn_of_fp16
-from autopar.checks.process_hooks import forget, listen
-from autopar.checks.samples import OVERFLOW, FreeWeights, ShardSample, digest_step, plain_settings, sample_shard
-from autopar.checks.wrappers import group_call
-from autopar.distributed.digest import of_text, of_values
+from autopar.call_site import is_of_library, warn_user
+from autopar.distributed.digest import of_tensor, of_text, of_values, sum_of_bits
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
-from autopar.errors import ConsistencyError
+from autopar.distributed.shard_reads import switch
+from autopar.errors import ConfigError, ConsistencyError
 from autopar.foreign.c10d import PrefixStore, default_store
+from autopar.foreign.tensors import step_hooks
+from autopar.guards.free_weights import FreeWeights
+from autopar.guards.messages import group_call, unlike_gradients, unlike_weights
 
 _log = logging.getLogger(__name__)
+_Kind = TypeVar("_Kind")
 
 _WHOLE = 3  # first steps, of which all gradients and weights are compared
 _DEADLINES = (5.0, 1.0, 1.0, 0.0)  # seconds that a later step waits for another rank, by how often that was late
 _KEPT = 64  # steps that are remembered to be compared with what comes late
 _GPU_INTERVAL = 10  # steps between two comparisons where reading a digest waits for the GPU
-_BUSY = 16  # ranks from which on the store is asked less often
-_OWN, _UPDATE = -2, "an update without a torch optimizer"  # number and name of those of the user's own
+_BUSY = 16  # ranks from which on the store is read less often
+_OWN, _UPDATE = -2, "an update without a torch optimizer"  # number and name of updates that user code makes
+OVERFLOW = -1  # the digest of a gradient that is not finite
+_OF_STEP = (4, 4096)  # weights of one step's sample, and elements of each: replicas may hold shards of other sizes
+_OF_SHARD = 2048  # elements of the gradient and state of a sharded weight
+_PARAMETERS = operator.itemgetter("params")
+
+# -- hooks of the process ----------------------------------------------------------------------------------------------
+# torch goes through its hooks while they run, and a hook that a garbage collection takes away in between ends that with
+# an error. So there is one of each kind, registered once and never removed; listeners are held weakly.
+
+untried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers of which it is not known how they step."""
+
+_listeners: list[weakref.ref[Any]] = []  # in the order in which they began to listen
+_known: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # and how many parameters they had
+_muting: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()  # the last of its hooks
+
+
+def listen(listener: object) -> None:
+    """Call methods of ``listener`` as long as it lives, those of these that it has.
+
+    ``when_new(optimizer)``: before the first step of any optimizer, and the first after parameters were added.
+    ``before_step(optimizer, args, kwargs)``: before each step; ``args`` begin with the optimizer.
+    ``after_step(optimizer, args, kwargs)``: after it.
+    ``before_registration(module, name, submodule)``: before a module becomes part of another one.
+    """
+    _register()
+    forget(None)  # those that live no longer
+    _listeners.append(weakref.ref(listener))
+    _known.clear()
+
+
+def forget(listener: object) -> None:
+    """Call ``listener`` no longer."""
+    _listeners[:] = [other for other in _listeners if other() not in (None, listener)]
+
+
+def listeners(kind: type[_Kind]) -> list[_Kind]:
+    """Return the listeners of a class that are alive, in the order in which they began to listen."""
+    return [found for other in _listeners if isinstance(found := other(), kind)]
+
+
+@functools.cache
+def _register() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+    register_module_module_registration_hook(functools.partial(_call, "before_registration"))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled step is checked, too
+def _before_step(optimizer: Optimizer, *arguments: Any) -> None:
+    switch.off = True
+    switch.hide(True)
+    count = sum(map(len, map(_PARAMETERS, optimizer.param_groups)))
+    if _known.get(optimizer) != count:
+        _call("when_new", optimizer)
+        _known[optimizer] = count
+    _call("before_step", optimizer, *arguments)
+    noticed = optimizer in untried
+    if not noticed and not all(map(is_of_library, step_hooks(optimizer))):
+        noticed = True
+        if optimizer not in _muting:  # a step that failed leaves it
+            _muting[optimizer] = optimizer.register_step_pre_hook(_mute)
+    if noticed:
+        switch.off, switch.in_hook = False, True
+        switch.hide(False)
+
+
+def _mute(*_: Any) -> None:
+    switch.off, switch.in_hook = True, False
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _after_step(optimizer: Optimizer, *arguments: Any) -> None:
+    handle = _muting.pop(optimizer, None)
+    if handle is not None:
+        handle.remove()
+    switch.off, switch.in_hook = True, False
+    _call("after_step", optimizer, *arguments)
+    switch.off = False
+    switch.hide(switch.generating)
+
+
+def _call(method: str, *arguments: Any) -> None:
+    for listener in [other() for other in _listeners]:
+        if hasattr(listener, method):
+            getattr(listener, method)(*arguments)
+
+
+# -- the guard ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -54,19 +149,19 @@ class _Progress:
     """The progress of one optimizer: what it steps, and which of its steps were compared.
 
     Attributes:
-        number: among the optimizers of this model, in the order of their first steps; -1 before.
-        held: name and parameter of those of the model that it steps.
-        sharded: those of which each tensor-parallel rank has another part.
-        published: comparison -> digests that this rank has published, as JSON, while some of the others' are missing.
-        read: comparisons that all others' digests were read for.
-        whole: comparisons of all gradients and weights.
-        late: steps in a row in which another rank's digests did not come in time.
+        number: Place among the optimizers of this model, in the order of their first steps; -1 before.
+        held: Name and parameter of those of the model that it steps.
+        sharded: Those of which each tensor-parallel rank has another shard.
+        published: Comparison -> digests that this rank has published, as JSON, while digests of other ranks are
+            missing.
+        read: Number of comparisons for which the digests of all other ranks were read.
+        whole: Comparisons of all gradients and weights.
+        late: Steps in a row in which the digests of another rank did not come in time.
     """
 
-    number: int
-    held: list[tuple[str, nn.Parameter]]
-    sharded: list[tuple[str, nn.Parameter]]
-    parameters: int  # of the optimizer, when ``held`` was looked up
+    number: int = -1
+    held: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+    sharded: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     steps: int = 0
     compared: int = 0
     read: int = 0
@@ -79,18 +174,18 @@ class StepCheck:
     """Watches the optimizers of one parallelized model. Every rank makes it.
 
     Args:
-        inner: the Hugging Face model in ``model``.
-        alike: ``id(parameter)`` -> those of the ranks that hold a stage's shards that hold the same one.
-        experts: names of parameters that are sharded over replicas, too.
-        routers_apart: each replica balances the routers of its own tokens, which is worth a warning.
-        compare: compare over the data-parallel replicas; False only counts steps.
-        whole_every: steps between two comparisons of all gradients and weights; 0: in the first steps only.
+        inner: The Hugging Face model in ``model``.
+        alike: ``id(parameter)`` -> the ranks of a stage that hold the same shard.
+        experts: Names of parameters that are sharded over replicas, too.
+        look: Called with each optimizer of the model, and what it steps, before its first step.
+        compare: Whether to compare over the data-parallel replicas; False only counts steps.
+        whole_every: Steps between two comparisons of all gradients and weights; 0: in the first steps only.
 
     Attributes:
-        made: optimizer steps so far with parameters of the model.
-        settings: of the optimizer in the last step (learning rates and the like), as text.
-        last_shard: part of the gradient and of the state of a sharded weight in the last step; another one each time.
-        last_experts: the same, of experts that replicas hold different ones of.
+        made: Optimizer steps so far with parameters of the model.
+        settings: Settings of the optimizer in the last step (learning rates and the like), as text.
+        last_shard: Part of the gradient and of the state of a sharded weight in the last step; another one each time.
+        last_experts: The same, of experts that differ between replicas.
     """
 
     def __init__(
@@ -104,8 +199,9 @@ class StepCheck:
         compare: bool,
         whole_every: int = 0,
         experts: frozenset[str] = frozenset(),
-        routers_apart: bool = True,
+        look: Callable[[Optimizer, list[tuple[str, nn.Parameter]]], None] = lambda *_: None,
     ) -> None:
+        self._look = look
         self.mpu, self.failures, self.made, self.whole_every = mpu, failures, 0, whole_every
         self.settings = ""
         self.last_shard: ShardSample | None = None
@@ -117,9 +213,9 @@ class StepCheck:
         self._sharded = {key for key, ranks in alike.items() if sum(rank // tp == own for rank in ranks) == 1}
         self._experts = experts
         self._names: set[str] | None = None  # of those in a model that is copied, until its parameters are there
-        self._free, self._own = FreeWeights(), _Progress(_OWN, [], [], 0)
+        self._free, self._own = FreeWeights(), _Progress(_OWN)
         self._progress: weakref.WeakKeyDictionary[Optimizer, _Progress] = weakref.WeakKeyDictionary()
-        self._count, self._told_of_routers, self._told_of_own_updates = 0, not routers_apart, False
+        self._count, self._told_of_own_updates = 0, False
         self._replicas = "data-parallel replicas" if mpu.cp.size == 1 else "ranks with the same weights (dp x cp)"
         self._compare = compare and mpu.dp_cp.size > 1
         self._input_hook: Any = None
@@ -160,11 +256,24 @@ class StepCheck:
         self._compare_own_update()
         if module.training and self.made < _WHOLE:
             self._input = of_values([args, kwargs])
-            if not self._told_of_routers and adds_router_loss(module, kwargs):
-                self._told_of_routers = True
-                warn_user(router_loss(type(module).__name__, self.mpu.dp_cp.size))
 
     # -- at a step -------------------------------------------------------------------------------------------------
+
+    def when_new(self, optimizer: Optimizer) -> None:
+        """Look up which parameters of the model ``optimizer`` steps."""
+        model = self._model()
+        if model is None:
+            return
+        if self._names is not None:
+            self._sharded = {id(p) for name, p in model.named_parameters() if name in self._names}
+            self._names = None
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        held = [(name, p) for name, p in model.named_parameters() if id(p) in stepped]
+        if held:
+            progress = self._progress.setdefault(optimizer, _Progress())
+            progress.held, progress.sharded = held, [(name, p) for name, p in held if id(p) in self._sharded]
+            if progress.steps == 0 and not is_inside_another_step():
+                self._look(optimizer, held)
 
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count a step of ``optimizer``, and compare it with that of the other replicas.
@@ -172,29 +281,27 @@ class StepCheck:
         With a closure gradients are computed inside of the step, and only weights can be compared.
 
         Raises:
-            ConfigError: in the first step, if steps of shards are others than steps of whole parameters.
+            ConfigError: a closure for the optimizer that ``initialize`` was given.
             ConsistencyError: gradients or weights differ between the replicas, or were left unaveraged by ``no_sync``.
             PipelineError: in the first step, if the other rank does not step within ``pipeline.timeout``.
         """
-        closure = any(argument is not None for argument in (*args[1:], kwargs.get("closure")))  # step(None) has none
-        model = self._model()
-        progress = None if model is None else self._progress_of(model, optimizer)
-        if model is None or progress is None or _inside_another_step():
+        model, progress = self._model(), self._progress.get(optimizer)
+        if model is None or progress is None or is_inside_another_step():
             return
+        closure = args.count(None) < len(args) - 1 or kwargs.get("closure") is not None  # step(None) has none
+        if closure and hasattr(optimizer, "_autopar"):
+            raise ConfigError(
+                f"{type(optimizer).__name__}.step(closure): its gradients come inside of step, where they can neither "
+                "be averaged, unscaled nor clipped. Call backward first, then step() without a closure."
+            )
+        if progress.number < 0:
+            progress.number, self._count = self._count, self._count + 1
         pipeline: Any = getattr(vars(model).get("_autopar"), "pp", None)
         if pipeline is not None and pipeline.unaveraged:
             raise ConsistencyError(
                 f"the gradients of the {self.mpu.dp_cp.size} {self._replicas} were not averaged: the last "
                 "execute_pipeline before step() ran inside no_sync, too.\n  Run the last one of a step outside of it."
             )
-        if progress.steps == 0 and not hasattr(optimizer, "_autopar"):  # else initialize has looked at it
-            held = [p for _, p in progress.held if not isinstance(p, DTensor)]
-            if "_autopar" in vars(model):
-                refuse_whole_state(optimizer, progress.held, vars(model)["_autopar"].plan)
-            mpu = self.mpu
-            refuse_unlike(optimizer, held, tp=mpu.tp.size, stages=mpu.pp.size, experts=mpu.shards.size)
-            if self.mpu.is_master:
-                warn_of_fp16(optimizer, held)
         if self._compare:
             scaled = getattr(getattr(optimizer, "_autopar", None), "scale", None) is not None  # may overflow, and skip
             self._compare_now(type(optimizer).__name__, progress, closure=closure, scaled=scaled)
@@ -204,32 +311,12 @@ class StepCheck:
             own = [] if closure else [(name, p) for name, p in progress.held if name in self._experts]
             self.last_experts = sample_shard(own, self.made, optimizer) or self.last_experts
         if self.mpu.tp_cp.size > 1:
-            self.settings = repr([plain_settings(group) for group in optimizer.param_groups])
+            self.settings = repr(list(map(plain_settings, optimizer.param_groups)))
             self.last_shard = None if closure else sample_shard(progress.sharded, self.made, optimizer)
 
     def watch(self, apart: set[int]) -> None:
         """Digest gradients of these parameters (``id``) only: their shards differ."""
         self._sharded &= apart
-
-    def _progress_of(self, model: nn.Module, optimizer: Optimizer) -> _Progress | None:
-        """Return the progress of ``optimizer``; None if it steps nothing of the model."""
-        progress = self._progress.get(optimizer)
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        if progress is None or progress.parameters != count:
-            if self._names is not None:
-                self._sharded = {id(p) for name, p in model.named_parameters() if name in self._names}
-                self._names = None
-            stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            held = [(name, p) for name, p in model.named_parameters() if id(p) in stepped]
-            sharded = [(name, p) for name, p in held if id(p) in self._sharded]
-            if progress is None:
-                progress = self._progress[optimizer] = _Progress(-1, held, sharded, count)
-            progress.held, progress.sharded, progress.parameters = held, sharded, count
-        if not progress.held:
-            return None
-        if progress.number < 0 and not _inside_another_step():
-            progress.number, self._count = self._count, self._count + 1
-        return progress
 
     def _compare_own_update(self) -> None:
         """Compare the weights that no torch optimizer steps, if something has changed them since the last forward."""
@@ -245,9 +332,9 @@ class StepCheck:
         """Publish the digests of this step, and compare those of the other ranks that are there.
 
         Args:
-            update: the optimizer's name, for errors.
-            closure: gradients are computed inside of the step: only weights are compared.
-            scaled: a step that overflows is skipped.
+            update: Name of the optimizer, for errors.
+            closure: Whether gradients are computed inside of the step: then only weights are compared.
+            scaled: Whether a step that overflows is skipped.
         """
         step = progress.steps
         whole = step < _WHOLE or (self.whole_every > 0 and (step + 1) % self.whole_every == 0)
@@ -361,7 +448,7 @@ class StepCheck:
 _WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__
 
 
-def _inside_another_step() -> bool:
+def is_inside_another_step() -> bool:
     """Return whether an optimizer's step is called by that of another one (ZeroRedundancyOptimizer's, a wrapper's)."""
     frame, found = sys._getframe(1), 0
     while frame is not None and found < 2:
@@ -370,14 +457,88 @@ def _inside_another_step() -> bool:
     return found > 1
 
 
-def adds_router_loss(model: Any, given: Mapping[str, Any]) -> bool:
-    """Return whether a forward with these arguments adds the routers' auxiliary loss to its own.
+# -- samples of a step -------------------------------------------------------------------------------------------------
 
-    It is not a mean over samples, so replicas make another one than one process.
+
+class ShardSample(NamedTuple):
+    """Some rows of the gradient of a sharded weight, and of its optimizer state; None where they tell nothing."""
+
+    name: str
+    gradient: torch.Tensor | None
+    state: torch.Tensor | None
+
+    def digests(self, apart: int) -> list[int]:
+        """Digest both; ``apart`` stands for what tells nothing."""
+        return [_digest_of(self.gradient, apart), _digest_of(self.state, apart)]
+
+
+@torch.no_grad()
+def sample_shard(sharded: list[tuple[str, nn.Parameter]], turn: int, optimizer: Optimizer) -> ShardSample | None:
+    """Copy some rows of the gradient and of the state of one weight, of another one each turn; None without any."""
+    if not sharded:
+        return None
+    name, parameter = sharded[turn % len(sharded)]
+    shape, moments = parameter.shape, None
+    for value in optimizer.state.get(parameter, {}).values():
+        if isinstance(value, torch.Tensor) and value.shape == shape:
+            moments = value
+            break
+    return ShardSample(name, _first_rows(parameter.grad), _first_rows(moments))
+
+
+def _first_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    if tensor is None or tensor.is_sparse or isinstance(tensor, DTensor) or tensor.numel() < 2:
+        return None
+    return tensor[: max(1, _OF_SHARD * len(tensor) // tensor.numel())].detach().clone()
+
+
+def _digest_of(part: torch.Tensor | None, apart: int) -> int:
+    """Digest it; ``apart`` if it is all the same number, or no numbers."""
+    if part is None:
+        return apart
+    part = part.cpu()
+    known = (part != part.flatten()[0]).any() & torch.isfinite(part).all()
+    return of_tensor(part) if known else apart
+
+
+def some_rows(tensor: torch.Tensor, turn: int, most: int) -> torch.Tensor:
+    """Return at most some rows of a tensor, of ``most`` elements, other ones each turn."""
+    if tensor.numel() <= most or tensor.ndim == 0:
+        return tensor
+    rows = max(1, most * len(tensor) // tensor.numel())
+    return tensor.narrow(0, turn * rows % (len(tensor) - rows + 1), rows)
+
+
+@torch.no_grad()
+def digest_step(
+    held: list[tuple[str, nn.Parameter]], turn: int | None, closure: bool, scaled: bool
+) -> dict[str, tuple[int, int]]:
+    """Return by name the digests of (part of) each gradient and weight; with ``turn`` of a sample that moves with it.
+
+    Args:
+        scaled: Whether the loss has a scale: a step with gradients that are not finite is skipped, and not compared.
     """
-    config = getattr(model, "config", None)
-    configs = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
-    asked = given.get("output_router_logits")
-    if asked is None:
-        asked = any(getattr(each, "output_router_logits", False) for each in configs)
-    return bool(asked)
+    names, sums, (count, most) = [], list[torch.Tensor](), _OF_STEP
+    chosen = range(min(count, len(held))) if turn is not None else ()
+    for name, parameter in held if turn is None else [held[(count * turn + n) % len(held)] for n in chosen]:
+        gradient, part = None if closure else parameter.grad, parameter.detach()
+        if turn is not None:
+            part = some_rows(part, turn, most)
+        if gradient is None or isinstance(gradient, DTensor):
+            found = torch.zeros((), dtype=torch.int64, device=part.device)
+        elif turn is None or gradient.is_sparse:
+            found = sum_of_bits(gradient)
+        else:
+            found = sum_of_bits(some_rows(gradient, turn, most))
+        if scaled and gradient is not None:
+            found = torch.where(torch.isfinite(gradient).all(), found, OVERFLOW)
+        names.append(name)
+        sums += [found, sum_of_bits(part)]
+    numbers = torch.stack(sums).tolist() if sums else []
+    return {name: (numbers[2 * i], numbers[2 * i + 1]) for i, name in enumerate(names)}
+
+
+def plain_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is plain data in a param group."""
+    plain = (bool, int, float, str, tuple, type(None))
+    return {name: value for name, value in group.items() if name != "params" and isinstance(value, plain)}

@@ -8,17 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.checks.messages import same_experts
-from autopar.checks.samples import first_elements, local_part
-from autopar.checks.step import StepCheck
-from autopar.checks.wrappers import group_call
 from autopar.distributed.autograd_functions import refuse_transforms
 from autopar.distributed.collectives import all_gather, even_layout
 from autopar.distributed.digest import of_tensor
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConsistencyError
-from autopar.foreign.tensors import no_overrides
+from autopar.foreign.tensors import local_part, no_overrides
+from autopar.guards.forward import first_elements
+from autopar.guards.messages import group_call, same_experts
+from autopar.guards.step import StepCheck
 from autopar.plan.plan import Plan
 
 
@@ -30,7 +29,7 @@ class SharedExperts:
     elements of one expert's weight, and of its gradient and state in the last step, have to differ.
 
     Args:
-        steps: keeps these of the last step.
+        steps: Check that keeps the gradient and the state of the last step.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, mpu: MPU, failures: FailureLog, steps: StepCheck) -> None:
@@ -75,7 +74,7 @@ class SharedExperts:
             raise ConsistencyError(same_experts(axis.ranks, alike, group_call(self.mpu)))
 
     def _that_differ(self, apart: int) -> list[tuple[str, nn.Parameter]]:
-        """Return the weights of which no two ranks hold the same now. A collective of the ranks with other experts."""
+        """Return the weights that differ between all ranks now. A collective of the ranks with other experts."""
         model = self._model()
         every = () if model is None else model.named_parameters()
         own = [(name, weight) for name, weight in every if name in self._plan.experts]

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from autopar.distributed.mesh import MPU
 from autopar.errors import listed
 
 _TURN_OFF = "  consistency_check: {enable: false} turns this check off."
+
+
+def group_call(mpu: MPU) -> str:
+    """Return the call that gives the process group over which gradients are averaged."""
+    joint = "with_context_parallel=True" if mpu.cp.size > 1 else ""
+    return f"model.mpu.get_data_parallel_group({joint})"
 
 
 def different(everyone: Sequence[Mapping[str, str]]) -> list[str]:
@@ -19,8 +26,8 @@ def explanation(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int], kin
     """Describe what differs between the ranks that have one batch, and the usual cause.
 
     Args:
-        everyone: the compared values, by name, of each of the ranks.
-        kind: of the group.
+        everyone: The compared values of each rank, by name.
+        kind: Kind of the group.
     """
     unlike = different(everyone)
     weights = [name for name in unlike if name.startswith("weight ")]
@@ -79,8 +86,8 @@ def same_shard(ranks: Sequence[int], group: str, names: Sequence[str] = ()) -> s
     """Describe that tensor-parallel ranks hold the same shard of a weight.
 
     Args:
-        group: what DistributedDataParallel has to be given.
-        names: of the weights, where all were compared.
+        group: The call that returns the process group for DistributedDataParallel.
+        names: Names of the weights, where all were compared.
     """
     return (
         f"the ranks {list(ranks)} of one tensor-parallel group hold the same shard of the weights"
@@ -120,10 +127,10 @@ def unlike_weights(
     """Describe that weights differ.
 
     Args:
-        replicas: how many there are, and of which kind.
-        place: the two ranks, and the step.
-        weights: name -> digests on both ranks of ``pair``.
-        own: no torch optimizer has made the update.
+        replicas: Number and kind of the replicas.
+        place: The two ranks, and the step.
+        weights: Name -> digests on both ranks of ``pair``.
+        own: Whether user code made the update without a torch optimizer.
     """
     text = f"the weights of the {replicas} differ: they have drifted apart.\n{place}: {listed(list(weights), 3)}.\n"
     for name, (one, two) in list(weights.items())[:3]:
@@ -143,22 +150,12 @@ def unlike_weights(
 
 
 def unlike_gradients(replicas: str, place: str, names: Sequence[str], group: str) -> str:
-    """Describe that gradients differ; ``group``: what DistributedDataParallel has to be given."""
+    """Describe that gradients differ; ``group``: the call that returns the group for DistributedDataParallel."""
     return (
         f"the gradients of the {replicas} differ: nothing has averaged them, and the "
         f"replicas would drift apart.\n{place}: {listed(names, 3)}.\n"
         f"  Call the model through DistributedDataParallel(model, process_group={group}), or average before step():\n"
         f"  autopar.average_gradients(model). (Or one of them has skipped a step.)\n{_TURN_OFF}"
-    )
-
-
-def router_loss(model: str, ranks: int) -> str:
-    """Describe that each replica, or each rank of rows, balances its own tokens."""
-    return (
-        f"{model} adds its routers' auxiliary loss (output_router_logits=True), which is no mean over "
-        f"samples: each of {ranks} ranks\n  balances the tokens of its own, so gradients of routers are others than on "
-        "one process with all of them. A larger batch on each rank comes\n  closer; tensor parallelism changes "
-        "nothing. output_router_logits=False leaves the loss out."
     )
 
 
