@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 from transformers.utils import logging
 
-from autopar.checkpoint.format import MANIFEST
 from autopar.checkpoint.shards import Shards
+from autopar.checkpoint.staging import MANIFEST
 from autopar.deferred_init.sources import set_source, sources_of
 from autopar.errors import AutoparError, CheckpointError, ConfigError, in_one_line, listed
 from autopar.foreign.modules import own_buffers, own_parameters
