@@ -33,11 +33,10 @@ if TYPE_CHECKING:
     from autopar.distributed.stop_signal import StopSignal
     from autopar.foreign.patches import patches
     from autopar.pretrained import from_pretrained
-    from autopar.tensor_parallel.expert_load import expert_load
+    from autopar.tensor_parallel.experts import expert_load
     from autopar.tensor_parallel.whole_hooks import local_hooks
     from autopar.tools.planner.memory_plan import plan_memory
-    from autopar.tools.planner.metrics import metrics
-    from autopar.tools.planner.summary import summary
+    from autopar.tools.planner.parallelized import metrics, summary
     from autopar.tools.rehearsal.run import rehearse
     from autopar.tools.verification.verify import verify
 
@@ -88,7 +87,7 @@ _HOMES = {
     "average_gradients": "autopar.data_parallel.gradients",
     "clip_grad_norm_": "autopar.data_parallel.gradients",
     "deparallelize": "autopar.api",
-    "expert_load": "autopar.tensor_parallel.expert_load",
+    "expert_load": "autopar.tensor_parallel.experts",
     "from_pretrained": "autopar.pretrained",
     "full": "autopar.applied.whole",
     "hf_weights": "autopar.checkpoint.hf_weights",
@@ -97,12 +96,12 @@ _HOMES = {
     "latest": "autopar.checkpoint.rotation",
     "lazy_init": "autopar.deferred_init.context",
     "local_hooks": "autopar.tensor_parallel.whole_hooks",
-    "metrics": "autopar.tools.planner.metrics",
+    "metrics": "autopar.tools.planner.parallelized",
     "patches": "autopar.foreign.patches",
     "plan_memory": "autopar.tools.planner.memory_plan",
     "prepare_dataloader": "autopar.data_parallel.dataloader",
     "rehearse": "autopar.tools.rehearsal.run",
-    "summary": "autopar.tools.planner.summary",
+    "summary": "autopar.tools.planner.parallelized",
     "tensor_parallel": "autopar.tensor_parallel",
     "verify": "autopar.tools.verification.verify",
     "checkpoint": "autopar.checkpoint",

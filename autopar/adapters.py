@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from autopar.errors import CheckpointError, ConfigError
-from autopar.foreign.modules import own_modules
+from autopar.foreign.tensors import own_modules
 
 
 def seen_through(module: Any) -> list[tuple[str, Any]]:

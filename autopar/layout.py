@@ -184,12 +184,16 @@ class Layout:
 
     def local_size(self, rank: int) -> int:
         """Count the elements along ``dim`` on ``rank``."""
-        return sum(stop - start for start, stop in self._ranges[rank])
+        return self._local_sizes[rank]
+
+    @cached_property
+    def _local_sizes(self) -> tuple[int, ...]:
+        return tuple(sum(stop - start for start, stop in ranges) for ranges in self._ranges)
 
     @cached_property
     def replicated(self) -> bool:
         """Whether some element is held by more than one rank (fewer KV heads than ranks)."""
-        return sum(self.local_size(rank) for rank in range(self.axis_size)) > self.size
+        return sum(self._local_sizes) > self.size
 
     @cached_property
     def _owned(self) -> tuple[tuple[Range, ...], ...]:

@@ -24,7 +24,7 @@ from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import AutoparError, CheckpointError, ConfigError, clip
 from autopar.foreign.transformers import from_config
 from autopar.policy.schema import Policy
-from autopar.quantized.methods import check_folder
+from autopar.quantized.layers import check_folder
 
 _REFUSED = {
     **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "write quantization_config=BitsAndBytesConfig(...)"),

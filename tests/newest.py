@@ -1,7 +1,9 @@
-"""What a newer transformers brings: a line for each model type without a policy. ``python -m tests.newest``.
+"""List the model types that a newer transformers brings. ``python -m tests.newest``.
 
-A small model of it gets a derived policy (*derived*), is refused in words (*refused*), or ends otherwise (*fails*).
-``make newest`` prints them with the newest versions that ``pyproject.toml`` admits; ``--ranges`` prints these ranges.
+A model type is new if no policy and no line of ``types_without_policy.txt`` has it; a test compares that file with
+the installed transformers. A small model of it gets a derived policy (*derived*), is refused in words (*refused*), or
+ends otherwise (*fails*). ``make newest`` prints them with the newest versions that ``pyproject.toml`` admits;
+``--ranges`` prints these ranges.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from autopar.tools.verification.small_models import small_config
 from tests.random_models import heads_of
 
 SECONDS = 20  # for a model type
+KNOWN = Path(__file__).with_name("types_without_policy.txt")
 NEWEST = ("transformers", "accelerate", "peft", "trl")
 
 
@@ -35,6 +38,16 @@ def ranges() -> list[str]:
         *(text for extra in project["optional-dependencies"].values() for text in extra),
     ]
     return sorted({text for text in listed if Requirement(text).name in NEWEST})
+
+
+def without_policy() -> set[str]:
+    """Return the model types of the installed transformers that no policy lists."""
+    return set(CONFIG_MAPPING) - set(supported_model_types())
+
+
+def known_without_policy() -> set[str]:
+    """Return the model types that are known to have no policy."""
+    return {line for line in KNOWN.read_text().splitlines() if line and not line.startswith("#")}
 
 
 def stop(*_: object) -> None:
@@ -65,9 +78,10 @@ def main() -> None:
         return
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    print(f"transformers {transformers.__version__}: model types without a policy")
+    new = sorted(without_policy() - known_without_policy())
+    print(f"transformers {transformers.__version__}: {len(new)} new model types without a policy")
     signal.signal(signal.SIGALRM, stop)
-    for model_type in sorted(set(CONFIG_MAPPING) - set(supported_model_types())):
+    for model_type in new:
         signal.setitimer(signal.ITIMER_REAL, SECONDS, 1)
         said = outcome(model_type)
         signal.setitimer(signal.ITIMER_REAL, 0)

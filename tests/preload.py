@@ -18,7 +18,7 @@ import autopar
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.plan.make_plan import make_plan
 from autopar.policy.match import find_policy
-from autopar.tensor_parallel import overlap
+from autopar.tensor_parallel import regions
 from tests.small import gpt2
 
 
@@ -30,7 +30,7 @@ def _plan_once() -> None:
 for module in pkgutil.walk_packages(autopar.__path__, "autopar."):
     if not module.name.endswith("__main__"):  # it would run the command line, and end the server
         importlib.import_module(module.name)
-overlap._LEAST = 0
+regions._LEAST = 0
 _plan_once()
 gc.collect()
 gc.freeze()

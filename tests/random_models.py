@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.auto import modeling_auto
 
-from autopar.tools.verification.dropout import switch_off
+from autopar.tools.verification.session import switch_off
 from autopar.tools.verification.small_models import randomise
 from tests.zoo.configs import fields_of, plain_fields, with_sizes
 from tests.zoo.engine import cross_inputs, head_kind, kind_of, labels_of

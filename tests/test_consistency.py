@@ -13,7 +13,7 @@ from transformers import DynamicCache, Qwen3NextConfig, StaticCache, Wav2Vec2Con
 
 import autopar
 from autopar.errors import ConfigError, ConsistencyError
-from autopar.tensor_parallel.given_caches import goes_on
+from autopar.tensor_parallel.hooks import goes_on
 from benchmarks.traffic import record
 from tests.compare import same_weights
 from tests.parity import close

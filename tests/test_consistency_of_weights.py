@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autopar.checks.samples import WeightSamples
 from autopar.errors import CheckpointError, ConsistencyError
+from autopar.guards.forward import WeightSamples
 from tests.parity import language_batches
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import autopar
-from autopar.plan.listing import summarise
+from autopar.plan.plan import summarise
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import autopar
-from autopar.distributed.uncaught import shorten_uncaught
+from autopar.distributed.failures import shorten_uncaught
 from autopar.errors import AutoparError, ConfigError, PipelineError
 from tests.parity import language_batches
 from tests.pool import pooled

@@ -23,7 +23,7 @@ from transformers import CONFIG_MAPPING
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.foreign.probes import PROBES
 from autopar.foreign.transformers import CACHES
-from autopar.plan import blocks
+from autopar.plan import stages
 from autopar.plan.make_plan import make_plan
 from autopar.policy.load import own_policies
 from autopar.policy.match import find_policy, supported_model_types
@@ -95,7 +95,7 @@ def test_forwards_call_their_arguments_what_autopar_calls_them() -> None:
     caches = {name for name, kinds in taken.items() if any(re.search(r"\b(Dynamic|Static)?Cache\b", x) for x in kinds)}
     assert caches - {"encoder_cache", "decoder_cache"} <= set(CACHES), "autopar.foreign.transformers.CACHES lacks some"
     assert caches & set(CACHES)
-    assert (sequence_parallel._OF_MODELS | blocks._USUAL) - set(CACHES) - _GONE <= set(taken)
+    assert (sequence_parallel._OF_MODELS | stages._USUAL) - set(CACHES) - _GONE <= set(taken)
 
 
 @pytest.mark.parametrize(

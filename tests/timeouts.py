@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.pipeline_parallel.methods import pipeline_of
+from autopar.pipeline_parallel.pipeline import pipeline_of
 
 TIMEOUT = int(os.environ.get("AUTOPAR_TEST_TIMEOUT", "2"))
 """Seconds after which a rank that hangs on purpose is given up."""

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import CausalLMOutput
 import autopar
 from autopar.tools.cli.policy_check import check_policy
 from autopar.tools.derivation.derive import derive
-from autopar.tools.derivation.yaml_text import composed, yaml_text
+from autopar.tools.derivation.policy_tree import yaml_text
 
 
 class QuillConfig(PretrainedConfig):
@@ -93,7 +93,7 @@ def main() -> None:
 
     # What `autopar policy new quill.py:QuillForCausalLM` does: one forward without data, every feature followed.
     derived = derive(model)
-    text = yaml_text(composed(model, derived.tree), ["Quill: derived from its modules and a forward."])
+    text = yaml_text(derived.tree, ["Quill: derived from its modules and a forward."])
     path = args.output / "quill.yaml"
     if rank == 0:
         path.parent.mkdir(parents=True, exist_ok=True)

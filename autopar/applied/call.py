@@ -26,11 +26,9 @@ from autopar.errors import ConfigError, nearest
 from autopar.plan.own_forwards import check_forwards
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.stages import elements_of
-from autopar.policy.described_model import model_inside
-from autopar.policy.match import find_policy, given_policy
+from autopar.policy.match import Described, find_policy, given_policy, model_inside
 from autopar.policy.schema import Policy
-from autopar.quantized.layers import as_plain, check_dtype
-from autopar.quantized.methods import check_quantizer
+from autopar.quantized.layers import as_plain, check_dtype, check_quantizer
 
 
 class Call(NamedTuple):
@@ -78,11 +76,12 @@ def check_call(
     check_offload(parsed.zero_cpu_offload)
     named = check_optimizer(optimizer, lr_scheduler, model, parsed)
     found = find_policy(inner, own)
+    described = Described(model, prefix, inner, found)
     if parsed.activation_checkpointing:
-        blocks = () if isinstance(inner, PreTrainedModel) else elements_of(model, found)[0]
+        blocks = () if isinstance(inner, PreTrainedModel) else elements_of(model, described)[0]
         activation_checkpoint.check(inner, blocks, found.where, parsed.checkpoint_every)
     if parsed.compile:
-        compiled_blocks.check(inner, elements_of(model, found)[0], found.where, parsed.compile_backend)
+        compiled_blocks.check(inner, elements_of(model, described)[0], found.where, parsed.compile_backend)
     return Call(parsed, prefix, inner, found, own is not None, named)
 
 

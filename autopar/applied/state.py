@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from autopar.applied.call import Call
-from autopar.checks.step import StepCheck
 from autopar.data_parallel.apply import DataParallel
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.dry_run.plan_model import Plans
+from autopar.guards.step import StepCheck
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan
 from autopar.policy.schema import DERIVED, Policy

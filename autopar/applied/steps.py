@@ -18,19 +18,18 @@ from transformers import PreTrainedModel
 from autopar import activation_checkpoint, checkpoint, compiled_blocks
 from autopar.applied.state import Parallelized
 from autopar.applied.torch_words import explained
-from autopar.checks.optimizer_probe import warn_of_fp16
 from autopar.data_parallel.apply import DataParallel
+from autopar.data_parallel.precision import warn_of_fp16
 from autopar.deferred_init.materialize import Materializer
 from autopar.distributed.agree import same_on_every_rank
 from autopar.distributed.broadcast_data import sync_parameters
 from autopar.distributed.digest import extremes
-from autopar.distributed.failures import FailureLog
+from autopar.distributed.failures import FailureLog, publish_uncaught
 from autopar.distributed.rng import sync_generators
-from autopar.distributed.uncaught import publish_uncaught
 from autopar.errors import tell
 from autopar.on_demand import tool
-from autopar.pipeline_parallel import methods as pipeline_methods
-from autopar.plan.listing import derived_notice, held, summarise
+from autopar.pipeline_parallel import pipeline as pipeline_methods
+from autopar.plan.plan import derived_notice, held, summarise
 from autopar.quantized.layers import keep_form
 from autopar.tensor_parallel import apply as tensor_parallel
 

@@ -1,4 +1,4 @@
-"""Add to torch's words of an error that ends the process: what of the model is here, and what works with it."""
+"""Add to torch's errors: what of the model this rank holds, and what works with it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch.distributed import tensor as dtensor
 
 from autopar.applied.state import Parallelized
 from autopar.errors import AutoparError
-from autopar.tensor_parallel.parameter_marks import describe_stage
-from autopar.tensor_parallel.shape_errors import shards_named
+from autopar.tensor_parallel.parameter_marks import describe_stage, shards_named
 
 _DTENSOR = ("DTensor", "Sharding propagation failed", "sharding strategy")
 _COPIES, _UNUSED = "FSDP does not support deepcopy", "appears to not have been used in the graph"

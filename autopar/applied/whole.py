@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
 from autopar.applied.state import Parallelized
-from autopar.checks.process_hooks import listeners
 from autopar.data_parallel.fully_sharded import FullySharded
 from autopar.data_parallel.replica_norm import ReplicaNorm
 from autopar.distributed import collectives
@@ -27,7 +26,8 @@ from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import Generators, sync_generators
 from autopar.errors import ConfigError, ConsistencyError, nearest
-from autopar.foreign.modules import own_parameters
+from autopar.foreign.tensors import own_parameters
+from autopar.guards.step import listeners
 from autopar.layout import Layout
 from autopar.plan.plan import Plan, TensorPlan
 

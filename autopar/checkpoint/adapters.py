@@ -27,7 +27,7 @@ from autopar.checkpoint.state import State, local_tensors, parameters_elsewhere,
 from autopar.distributed.agree import rank_zero
 from autopar.distributed.failures import waiting
 from autopar.errors import CheckpointError, listed
-from autopar.foreign.modules import own_parameters
+from autopar.foreign.tensors import own_parameters
 from autopar.storage.safetensors_io import dtype_of
 
 _CARD = "README.md"

@@ -22,8 +22,7 @@ from autopar.checkpoint.rotation import place_in_series
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.staging import MANIFEST
 from autopar.checkpoint.state import State, local_tensors, state_of
-from autopar.distributed.agree import all_ranks
-from autopar.distributed.barrier import barrier
+from autopar.distributed.agree import all_ranks, barrier
 from autopar.errors import CheckpointError, listed, nearest
 from autopar.storage.json_values import decode
 from autopar.storage.safetensors_io import dtype_name, dtype_of

@@ -25,8 +25,7 @@ from autopar.distributed.agree import Ranks
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather
 from autopar.distributed.digest import number_groups_alike
-from autopar.distributed.mesh import MPU
-from autopar.distributed.owned_groups import owned_groups
+from autopar.distributed.mesh import MPU, owned_groups
 from autopar.errors import CheckpointError, listed
 from autopar.foreign.c10d import in_fake_world
 from autopar.layout import Block, Layout, replica_rows

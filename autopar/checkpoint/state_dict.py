@@ -27,7 +27,7 @@ from autopar.call_site import calls, frames_of, warn_user
 from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_reads import plain
 from autopar.errors import CheckpointError, ConfigError, listed
-from autopar.foreign.modules import add_state_dict_hook, state_dict_hooks
+from autopar.foreign.tensors import add_state_dict_hook, state_dict_hooks
 from autopar.layout import replica_rows
 from autopar.plan.plan import Plan, TensorPlan
 

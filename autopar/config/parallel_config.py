@@ -80,6 +80,8 @@ class ParallelConfig:
             tensor-parallel ranks: ``owned``: on one of them, ``duplicated``: on each; ``sharded``: Muon's momentum and
             weights stay sharded, and only the direction of the update is whole, on one of them.
         optimizer_split_fused: step the parts of fused matrices (q | k | v, gate | up) with Muon as if each was one.
+        optimizer_across_parameters: the optimizer takes statistics over several parameters (Prodigy, D-Adaptation):
+            every tensor-parallel rank steps all of them; it raises with stages and ZeRO-1.
         gradient_clipping: largest norm of all gradients; 0 leaves them as they are.
         policy: path of a policy, or ``derive``, where ``initialize`` is given none; empty: the one of the model type.
         precision: ``fp32``, ``bf16`` or ``fp16``: what the model computes in; the optimizer works on fp32 weights.
@@ -132,6 +134,7 @@ class ParallelConfig:
     zero_optimizer_offload: bool = False
     optimizer_whole: str = "owned"
     optimizer_split_fused: bool = False
+    optimizer_across_parameters: bool = False
     gradient_clipping: float = 0.0
     policy: str = ""
     precision: str = "fp32"

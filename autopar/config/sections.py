@@ -26,7 +26,7 @@ SECTIONS: dict[str, dict[str, type]] = {
     "activation_checkpointing": {"enable": bool, "cpu_checkpointing": bool, "save": list, "every": int},
     "compile": {"enable": bool, "backend": str, "mode": str, "fullgraph": bool},
     "zero": {"enable": bool, "stage": int, "shard_size": int, "cpu_offload": bool, "optimizer_offload": bool},
-    "optimizer": {"whole": str, "split_fused": bool},
+    "optimizer": {"whole": str, "split_fused": bool, "across_parameters": bool},
     "precision": {
         "enable": bool,
         "dtype": str,
@@ -94,6 +94,7 @@ FIELDS = {
     ("zero", "optimizer_offload"): "zero_optimizer_offload",
     ("optimizer", "whole"): "optimizer_whole",
     ("optimizer", "split_fused"): "optimizer_split_fused",
+    ("optimizer", "across_parameters"): "optimizer_across_parameters",
     ("precision", "dtype"): "precision",
     ("consistency_check", "inputs"): "consistency_inputs",
     ("consistency_check", "parameters"): "consistency_parameters",

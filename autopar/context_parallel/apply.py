@@ -8,20 +8,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from autopar.context_parallel.attention import Implementation, register
-from autopar.context_parallel.block_boundary import BlockBoundary, NeedsAllRows, Recomputed, gather_all
-from autopar.context_parallel.lazy_rows import whole_tensors
-from autopar.context_parallel.own_rows import OwnRows
-from autopar.context_parallel.row_hooks import RowHooks
-from autopar.context_parallel.row_logits import RowsOfLogits
+from autopar.context_parallel.block_boundary import BlockBoundary, NeedsAllRows, OwnRows, Recomputed, gather_all
+from autopar.context_parallel.lazy_rows import RowsOfLogits, whole_tensors
 from autopar.context_parallel.rows import entered
 from autopar.context_parallel.state import RowPlan, RowState
 from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
-from autopar.foreign.modules import forward_hooks, remove_forward_hooks
+from autopar.foreign.tensors import forward_hooks, remove_forward_hooks
 from autopar.foreign.transformers import (
     ATTENTION,
     attention_of,
@@ -30,11 +26,11 @@ from autopar.foreign.transformers import (
     recompute_function,
     set_recompute_function,
 )
-from autopar.plan.blocks import lies_in
-from autopar.swap import swap, unswap
-from autopar.tensor_parallel.config_view import drop_value, set_value, view_of_config
-from autopar.tensor_parallel.hooks import BeforeForward
+from autopar.plan.stages import lies_in
+from autopar.swap import drop_value, set_value, swap, unswap, view_of_config
+from autopar.tensor_parallel.hooks import BeforeForward, callable_alone
 from autopar.tensor_parallel.sharded_logits import sharded_logits
+from autopar.tensor_parallel.whole_hooks import WholeHooks
 
 _MODELS = itertools.count(1)
 
@@ -65,23 +61,17 @@ def apply(model: nn.Module, plan: RowPlan, axis: Axis, method: str, *, gather_lo
             swap(modules[path], BlockBoundary, _autopar_rows=state, _autopar_place=ends)
     for path, own in plan.own.items():
         swap(modules[path], OwnRows, _autopar_rows=state, _autopar_own=(path, own))
-    for module in _callable_alone(model):
+    for module in callable_alone(model):
         module.register_forward_pre_hook(BeforeRows(state, module is model), with_kwargs=True)
         module.register_forward_hook(AfterRows(state), always_call=True)
-    _show_all_rows(model, state)
+    found = (hook for module in callable_alone(model) for _, _, hook in forward_hooks(module))
+    for hook in (hook for hook in found if isinstance(hook, BeforeForward)):
+        hook.whole_hooks = hook.whole_hooks or WholeHooks(hook.region.axis)
+        hook.whole_hooks.over_rows = state
     if plan.head is not None:
         modules[plan.head].register_forward_pre_hook(BeforeHead(state))
         modules[plan.head].register_forward_hook(AfterHead(state))
     return state
-
-
-def _show_all_rows(model: nn.Module, state: RowState) -> None:
-    """Let hooks of the user's see all rows, wherever a forward may begin."""
-    paths = {id(module): path for path, module in model.named_modules()}
-    for module in _callable_alone(model):
-        for _, _, hook in forward_hooks(module):
-            if isinstance(hook, BeforeForward):
-                hook.whole_hooks.over_rows = RowHooks(state, module, paths[id(module)])
 
 
 def _attend_over_rows(module: nn.Module, path: str, number: int, state: RowState) -> None:
@@ -106,10 +96,6 @@ def undo(model: nn.Module) -> None:
         for name in ("_autopar_rows", "_autopar_list", "_autopar_path"):
             vars(module).pop(name, None)
         remove_forward_hooks(module, _HOOKS)
-
-
-def _callable_alone(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if module is model or isinstance(module, PreTrainedModel)]
 
 
 class BeforeRows:

@@ -31,7 +31,7 @@ from autopar.context_parallel.rows import exchange, heads_layout, keys_layout
 from autopar.context_parallel.state import RowState
 from autopar.distributed.collectives import gather_sum
 from autopar.errors import ConfigError
-from autopar.foreign.modules import own_parameters
+from autopar.foreign.tensors import own_parameters
 from autopar.foreign.transformers import attention_of
 from autopar.layout import Layout
 

@@ -24,13 +24,12 @@ from transformers.pytorch_utils import Conv1D
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy, reduce
-from autopar.foreign.modules import own_buffers, own_parameters
-from autopar.plan.blocks import lies_in
+from autopar.foreign.tensors import own_buffers, own_parameters
 from autopar.plan.plan import AttributePlan, InputPlan, ModulePlan, Plan
-from autopar.tensor_parallel.config_view import drop_value, set_value, view_of_config
-from autopar.tensor_parallel.norms import GlobalMeans
+from autopar.plan.stages import lies_in
+from autopar.swap import drop_value, set_value, view_of_config
 from autopar.tensor_parallel.parallelize import resize
-from autopar.tensor_parallel.region_modules import shard_input, with_inputs
+from autopar.tensor_parallel.region_modules import GlobalMeans, shard_input, with_inputs
 
 # Of these nothing is left but cuts and sums: what sums gradients where a region begins is done by whoever averages.
 _RULES = frozenset(("", "column", "row", "sharded", "replicated", "enter_output", "norm_over"))

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autopar.context_parallel.handed_states import HandedStates
+from autopar.context_parallel.handed_states import HandedStates, Links
 from autopar.context_parallel.heads import Heads
-from autopar.context_parallel.rank_states import Links
 from autopar.context_parallel.rows import rows_layout
 from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
-from autopar.foreign.autograd import in_backward
+from autopar.foreign.tensors import in_backward
 from autopar.layout import Layout
 from autopar.tensor_parallel.regions import Region
+from autopar.tensor_parallel.whole_hooks import refused_hook
 
 
 @dataclass
@@ -69,7 +69,6 @@ class RowPlan:
         whole: path of a module -> how it is run with all rows.
         own: path of a module in front of the blocks -> how it computes own rows.
         crosses: path of a module that calls attention -> whether its keys are those of another sequence.
-        beside: ``given`` or ``made``, and path of a module -> whether its first tensor never holds rows.
         head: path of the head that makes logits of rows; None without one.
         between: whether something between the blocks needs all rows: then each block is cut and joined by itself.
         through: whether rows stay on their ranks from the last block up to the head; else they are joined between.
@@ -81,7 +80,6 @@ class RowPlan:
     whole: dict[str, WholeModule] = field(default_factory=dict)
     own: dict[str, OwnModule] = field(default_factory=dict)
     crosses: dict[str, bool] = field(default_factory=dict)
-    beside: dict[str, bool] = field(default_factory=dict)
     head: str | None = None
     through: bool = True
     between: bool = False
@@ -100,7 +98,6 @@ class Snapshot(NamedTuple):
     batches: dict[int, int]
     layouts: dict[int, Layout]
     narrowed: dict[int, tuple[torch.Tensor, torch.Tensor]]
-    hooked: frozenset[str]
 
 
 class RowState:
@@ -113,8 +110,7 @@ class RowState:
     Attributes:
         cutting: whether blocks get rows; False in a forward with a cache, and inside a module that needs all rows.
         keeping: whether rows stay on their ranks behind the last block, up to the logits.
-        hooked: paths of modules that have all rows and heads, since hooks of the user's are there.
-        refused: why hooks of the user's cannot see all rows; empty if they can.
+        refused: Why a forward over local sequences raises: user hooks are registered. Empty without them.
         gathers_logits: whether logits are gathered in every forward.
         resuming: whether a block is recomputed that knows its rows.
         watch: of a rehearsal: answers instead of attention.
@@ -130,7 +126,7 @@ class RowState:
     def __init__(self, axis: Axis, method: str, plan: RowPlan) -> None:
         self.axis, self.method, self.plan = axis, method, plan
         self.cutting = self.keeping = self.was_cut = self.resuming = False
-        self.gathers_logits, self.hooked, self.refused = False, frozenset[str](), ""
+        self.gathers_logits, self.refused = False, ""
         self.running = self.forwards = 0
         self.watch: Callable[..., torch.Tensor] | None = None
         self.tracking: Any = None
@@ -171,6 +167,10 @@ class RowState:
         self.region.finish()
         self.release()
 
+    def refuse_hooks(self, hooks: list[tuple[str, Any]]) -> None:
+        """Refuse a forward over local sequences while ``hooks`` (path of a module, hook) are registered."""
+        self.refused = refused_hook(*hooks[0], self.axis.size) if hooks else ""
+
     def release(self) -> None:
         """Release the references to activations."""
         self._layouts.clear()
@@ -193,10 +193,10 @@ class RowState:
     def snapshot(self) -> Snapshot:
         """Return what tells this forward from others."""
         positions = {key: pair for key, pair in self._narrowed.items() if not pair[0].is_floating_point()}
-        return Snapshot(self.cutting, self.keeping, dict(self.batches), dict(self._layouts), positions, self.hooked)
+        return Snapshot(self.cutting, self.keeping, dict(self.batches), dict(self._layouts), positions)
 
     def _resume(self, forward: Snapshot) -> None:
-        self.cutting, self.keeping, self.batches, layouts, self._narrowed, self.hooked = forward
+        self.cutting, self.keeping, self.batches, layouts, self._narrowed = forward
         self._layouts = dict(layouts)
 
     def check_recomputed(self) -> None:
@@ -233,15 +233,6 @@ class RowState:
             zigzag = self.method != "ulysses" and not self.plan.in_runs
             self._known[length] = rows_layout(length, self.axis.size, zigzag=zigzag)
         return self._known[length]
-
-    def lengths(self) -> list[int]:
-        """Return the lengths of sequences that were cut so far."""
-        return sorted(self._known)
-
-    @property
-    def needs_all_rows(self) -> bool:
-        """Whether a module that needs all rows is running."""
-        return self.was_cut and not self.cutting and (self.running > 0 or self.resuming)
 
     def layout(self, number: int) -> Layout | None:
         """Return the rows of a list of blocks that runs; None if it is not cut."""

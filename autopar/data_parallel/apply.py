@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.checks.experts import SharedExperts
-from autopar.checks.step import StepCheck
-from autopar.checks.wrappers import WrapperCheck
 from autopar.config import ParallelConfig
 from autopar.data_parallel.experts import ExpertGradients
 from autopar.data_parallel.fully_sharded import FullySharded
 from autopar.data_parallel.grad_sync import held_alike
 from autopar.data_parallel.gradients import counted_here
+from autopar.data_parallel.optimizer_probe import look_at_new
 from autopar.data_parallel.optimizer_state import keep_stage, rebind, shard_state, stepped_whole
 from autopar.data_parallel.replica_norm import ReplicaNorm
-from autopar.data_parallel.router_loss import RouterLoss
+from autopar.data_parallel.router_loss import RouterLoss, warn_of_own_balance
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
+from autopar.guards.experts import SharedExperts
+from autopar.guards.model_changes import WrapperCheck
+from autopar.guards.step import StepCheck
 from autopar.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -33,14 +35,14 @@ class DataParallel:
     To be made when weights are sharded over tp, and before pipeline stages release any.
 
     Args:
-        inner: the Hugging Face model in ``model``, or a plain module.
+        inner: The Hugging Face model in ``model``, or a plain module.
 
     Attributes:
-        wrappers: checks what is wrapped around the model.
-        steps: checks the steps of its optimizers.
-        fully_sharded: the weights in ZeRO's stages 2 and 3; None in others.
-        norm: of its gradients; also answers for them when torch's own clippers and loss scalers get them.
-        step: what happens around the step of the optimizer that :meth:`attach` got; None without one.
+        wrappers: Check of what is wrapped around the model.
+        steps: Check of the steps of its optimizers.
+        fully_sharded: The weights in ZeRO's stages 2 and 3; None in others.
+        norm: Norm of its gradients; also used when torch's own clippers and loss scalers get them.
+        step: Work around the step of the optimizer that :meth:`attach` got; None without one.
     """
 
     def __init__(
@@ -58,7 +60,9 @@ class DataParallel:
         compare = config.consistency_check and not config.fully_sharded
         self.steps = StepCheck(model, inner, mpu, failures, held_alike(model, plan, mpu), compare=compare,
                                whole_every=config.parameters_every, experts=plan.experts,
-                               routers_apart=self.routers is None and not apart)  # fmt: skip
+                               look=partial(look_at_new, plan, mpu))  # fmt: skip
+        if several and compare and self.routers is None and not apart:
+            warn_of_own_balance(inner, mpu.dp_cp.size)
         self.shared: SharedExperts | None = None
         if plan.experts:
             self.shared = SharedExperts(model, plan, mpu, failures, self.steps).attach(inner)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
-from autopar.foreign.groups import leave_out_of_ddp
+from autopar.foreign.c10d import leave_out_of_ddp
 from autopar.plan.plan import Plan
 
 

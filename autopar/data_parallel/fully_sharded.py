@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -28,18 +28,16 @@ from transformers import Cache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from autopar.call_site import warn_user
-from autopar.checks.process_hooks import forget, listen
 from autopar.config import ParallelConfig
 from autopar.data_parallel.precision import DTYPES
+from autopar.distributed.agree import meet
+from autopar.distributed.autograd_functions import refuse_transforms
 from autopar.distributed.axis import Axis
-from autopar.distributed.barrier import meet
-from autopar.distributed.derivatives import refuse_transforms
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_reads import aside
-from autopar.errors import ConfigError
-from autopar.foreign.autograd import has_hooks
-from autopar.foreign.groups import (
+from autopar.errors import ConfigError, ConsistencyError
+from autopar.foreign.c10d import (
     begin_forward,
     drop_gradients,
     end_forward,
@@ -49,11 +47,12 @@ from autopar.foreign.groups import (
     reduce_gradients,
     running,
 )
-from autopar.foreign.modules import own_parameters
 from autopar.foreign.patches import hold, release
+from autopar.foreign.tensors import has_hooks, own_parameters
 from autopar.foreign.transformers import caches_in, given_cache, holds_tokens, unsplit_modules
-from autopar.plan.blocks import dropped_blocks
+from autopar.guards.step import forget, listen
 from autopar.plan.plan import Plan
+from autopar.plan.stages import dropped_blocks
 
 
 def check_offload(cpu_offload: bool) -> None:
@@ -130,6 +129,7 @@ class FullySharded:
         self._compares = config.consistency_check and mpu.dp_cp.size > 1
         self._at, self._ran = (0, ""), 0  # blocks of this forward so far, and the last of them; groups before it
         self._next = dict[tuple[int, str], str]()  # what came after it in the forward before; "": nothing
+        self._meeting = False  # whether this rank waits for the others, or did so in vain
         self._stage = config.zero_stage
         self._keeps = config.zero_stage == 2  # weights, from a block's forward to its backward
         self._check_hooks(model, before=True)
@@ -145,6 +145,7 @@ class FullySharded:
         for module in _modules_of(model, experts):
             fully_shard(module, mesh=mpu.copies_mesh, mp_policy=own, **how)
         groups = blocks_of(inner, blocks)
+        self._blocks = len(groups)
         for module in (*groups, model):
             fully_shard(module, mesh=mpu.fsdp_mesh, mp_policy=policy, **how)
         for module in model.modules():
@@ -226,7 +227,7 @@ class FullySharded:
             self._check_changes()
         if not torch.is_grad_enabled() and not _goes_on(given_cache(kwargs)):
             self._meet()
-        self._gathered = True
+        self._gathered, self._meeting = True, False
         self._at, self._ran = (0, self._paths[model]), len(forward_order(self.model))
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -262,8 +263,26 @@ class FullySharded:
         at, self._at = self._at, (self._at[0] + 1, path)
         if self._compares and self._next.get(at) != path:
             what = f"the weights of {path} (block {at[0]} of a forward, sharded by zero.stage {self._stage})"
+            self._meeting = True
             meet(self._mpu.dp_cp, what if path else "no more weights", self.failures.timeout, _SAME_MODULES)
+            self._meeting = False
             self._next[at] = path
+
+    def _end_failed_forward(self) -> None:
+        """Bring FSDP2 where the other replicas are, so that all can skip a batch that failed on one of them.
+
+        After the last block they have ended this forward. Before it they wait for weights of this rank, or have failed
+        as well.
+        """
+        ended = self._next.get(self._at) == "" or (self._at not in self._next and self._at[0] == self._blocks)
+        if ended and not self._meeting:
+            with suppress(ConsistencyError):  # the error of this rank says more
+                self._compare("")
+        if ended and not self._meeting:
+            if running(self.model) == "FORWARD":
+                end_forward(self.model, None)
+        elif not self._passing:
+            self.reshard()
 
     def _after_block(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -280,9 +299,12 @@ class FullySharded:
             )
 
     def _after_forward(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        ran = forward_order(self.model)[self._ran :] if self._at[0] == 0 else []  # compiled blocks, without hooks
-        for path in (*filter(None, ran), "") if output is not None else ():  # None: it has failed
-            self._compare(path)
+        if output is None:
+            self._end_failed_forward()
+        else:
+            ran = forward_order(self.model)[self._ran :] if self._at[0] == 0 else []  # compiled blocks, without hooks
+            for path in (*filter(None, ran), ""):
+                self._compare(path)
         if not torch.is_grad_enabled() and given_cache(kwargs) is None:  # generate goes on with them
             self.reshard()
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from autopar.data_parallel.whole_parameters import WholeParameters
-from autopar.foreign.optimizers import muon_rates, newton_schulz
+from autopar.foreign.tensors import muon_rates, newton_schulz
 from autopar.layout import Layout
 from autopar.plan.plan import TensorPlan
 
@@ -40,6 +40,9 @@ class MuonSteps:
         self.taken: dict[torch.Tensor, torch.Tensor] = {}
         self._apart: Container[torch.Tensor] = ()
         self._fused: dict[torch.Tensor, Layout] = {}
+
+    def __len__(self) -> int:
+        return len(self.shards) + len(self._fused)
 
     def split(self, parameters: Mapping[torch.Tensor, TensorPlan]) -> None:
         """Step the fused ones among these parameters part by part."""

@@ -3,23 +3,22 @@
 The optimizer stays the same object with the same groups, so a scheduler made before goes on driving it. torch lets a
 hook replace the arguments of ``step``, of which the first one is the optimizer itself. So ``step`` runs on a proxy: an
 object of the same class whose groups hold what this rank has to step: the parameters that it owns, their fp32 weights,
-or whole ones where the optimizer is not element by element. The user's optimizer and model are never in a state in
-between, not even if ``step`` raises (only gradients are unscaled and clipped in place by then).
+or full ones where the optimizer is not element-wise. The user's optimizer and model are never in a state in between,
+not even if ``step`` raises (only gradients are unscaled and clipped in place by then). Where nothing of this is
+configured, there are no hooks, and ``step`` is the optimizer's own.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from autopar.checks.optimizer_probe import SHOWN
-from autopar.checks.samples import local_part
 from autopar.config import ParallelConfig
 from autopar.data_parallel.gradients import gradient_norm
 from autopar.data_parallel.muon import MuonSteps
@@ -41,10 +40,13 @@ from autopar.distributed.axis import Axis
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
+from autopar.foreign.tensors import local_part
+from autopar.guards.step import forget, listen
 from autopar.plan.plan import Plan, TensorPlan
 
 _log = logging.getLogger(__name__)
 
+SHOWN = ("loss_scale", "skipped_steps", "step_was_skipped", "gradient_norm")  # on the optimizer of the user
 _LARGEST = 2.0**15  # of the powers of two that fp16 can hold
 
 
@@ -55,10 +57,14 @@ class ParallelStep(OwnedParameters):
     ``step_was_skipped`` and ``gradient_norm`` (a tensor, None before the first step or without clipping).
 
     Args:
-        optimizer: whose parameters are those of ``model``.
-        model: parallelized already; its parameters become those of ``precision.dtype`` here.
-        inner: the Hugging Face model in it.
-        counted: names that count in the norm here, see :func:`~autopar.data_parallel.gradients.counted_here`.
+        optimizer: The user's optimizer of parameters of ``model``.
+        model: The parallelized model; its parameters become those of ``precision.dtype`` here.
+        inner: The Hugging Face model in it.
+        counted: Names that count in the norm here, see :func:`~autopar.data_parallel.gradients.counted_here`.
+
+    Attributes:
+        fp32_gradients: Context in which gradients of half-precision parameters accumulate in fp32, over micro-batches
+            and replicas.
     """
 
     def __init__(
@@ -80,6 +86,8 @@ class ParallelStep(OwnedParameters):
         self.scale = LossScale(config) if config.precision == "fp16" else None
         self.host = host_of(config, mpu)  # where the optimizer's state lies, and steps
         self.masters = MasterWeights(self.host) if config.precision != "fp32" and not config.fully_sharded else None
+        self.fp32_gradients: Callable[[], AbstractContextManager[None]]
+        self.fp32_gradients = nullcontext if self.masters is None else self._accumulate_in_fp32
         self.step_was_skipped = False
         self.gradient_norm: torch.Tensor | None = None
         self._used_scale = 0.0  # by scale_loss since the last step
@@ -96,12 +104,13 @@ class ParallelStep(OwnedParameters):
             fp32 = self.masters is not None and parameter.dtype in DTYPES.values()
             move_state(optimizer, parameter, self.host, torch.float32 if fp32 else None)
         self._handles = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
             optimizer.register_state_dict_post_hook(self._save),
             optimizer.register_load_state_dict_pre_hook(self._remember),
             optimizer.register_load_state_dict_post_hook(self._load),
         ]
+        self._is_around = False
+        self._surround()
+        listen(self)
         optimizer._autopar, optimizer.scale_loss = self, self.scale_loss
         self.publish()
 
@@ -179,14 +188,12 @@ class ParallelStep(OwnedParameters):
             to_fp32(self.model, {id(p): self.master(p) for p in self.names if p.requires_grad and self.owns(p)})
             self.broadcast()
 
-    @contextmanager
-    def fp32_gradients(self) -> Iterator[None]:
-        """Accumulate gradients of half-precision parameters in fp32 inside, over micro-batches and replicas."""
-        with fp32_gradients(self.model.parameters() if self.masters is not None else ()):
-            yield
+    def _accumulate_in_fp32(self) -> AbstractContextManager[None]:
+        return fp32_gradients(self.model.parameters())
 
     def remove(self) -> None:
         """Remove the hooks from the optimizer; its state stays what this rank has."""
+        forget(self)
         for handle in self._handles:
             handle.remove()
         for name in ("_autopar", "scale_loss", *SHOWN):
@@ -194,13 +201,22 @@ class ParallelStep(OwnedParameters):
 
     # -- around step -----------------------------------------------------------------------------------------------
 
+    def when_new(self, optimizer: Any) -> None:
+        """Take parameters that were added to the optimizer: called before the next step."""
+        if optimizer is self.optimizer:
+            self.update()
+            self._surround()
+
+    def _surround(self) -> None:
+        """Put hooks around the step, unless the optimizer steps the model's parameters as they are."""
+        configured = self.sharded or self.max_norm or self.scale or self.masters is not None or self.host
+        if not self._is_around and (configured or self.whole or self.muon):
+            self._handles.append(self.optimizer.register_step_pre_hook(self._before))
+            self._handles.append(self.optimizer.register_step_post_hook(self._after))
+            self._is_around = True
+
     @torch.no_grad()
     def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if kwargs.get("closure") is not None or any(callable(argument) for argument in args[1:]):
-            raise ConfigError(
-                f"{type(optimizer).__name__}.step(closure): its gradients come inside of step, where they can neither "
-                "be averaged, unscaled nor clipped. Call backward first, then step() without a closure."
-            )
         self.update()
         self._gathered, self.muon.taken = {}, {}  # of a step that raised
         with self._together(range(self.mpu.world_size)):

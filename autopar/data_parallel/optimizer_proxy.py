@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from autopar.distributed.digest import sum_of_bits
+from autopar.distributed.digest import sums_of_bits
 from autopar.errors import ConfigError
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -49,7 +49,7 @@ class OptimizerProxy:
         if not self._shares:
             self.optimizer.state = self._state()
         self._watched = {p: name for p, name in watched.items() if p.requires_grad}
-        self._sums = _sums(self._watched)
+        self._sums = sums_of_bits(self._watched)
         self._gradients = {p: p.grad for p in self._watched if p.grad is not None and p.grad.dtype != p.dtype}
         for parameter, gradient in self._gradients.items():  # one of fp32 would be torch's error, in its words
             _set_gradient(parameter, gradient.to(parameter.dtype))
@@ -93,7 +93,7 @@ class OptimizerProxy:
         for parameter, gradient in self._gradients.items():
             if parameter.grad is not None:
                 _set_gradient(parameter, gradient)
-        pairs = zip(self._watched.values(), self._sums, _sums(self._watched), strict=True)
+        pairs = zip(self._watched.values(), self._sums, sums_of_bits(self._watched), strict=True)
         moved = [name for name, was, now in pairs if was != now]
         if moved:
             raise ConfigError(_moved_text(type(self.plain).__name__, moved, len(self._watched)))
@@ -112,12 +112,6 @@ def _moved_text(kind: str, moved: list[str], count: int) -> str:
 
 def _set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     parameter.grad_dtype, parameter.grad = None, gradient
-
-
-def _sums(tensors: Iterable[torch.Tensor]) -> list[int]:
-    sums = [sum_of_bits(tensor) for tensor in tensors]
-    found: list[int] = torch.stack(sums).tolist() if sums else []
-    return found
 
 
 def _copied(entry: Any) -> Any:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.checks.optimizer_probe import stepping
 from autopar.config import ParallelConfig
 from autopar.data_parallel.muon import fused
+from autopar.data_parallel.optimizer_probe import stepping
 from autopar.distributed.mesh import MPU
 from autopar.distributed.process import cores_of_a_rank
 from autopar.errors import ConfigError
@@ -62,8 +62,8 @@ def check_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, config:
 def stepping_of(optimizer: Any, group: dict[str, Any], config: ParallelConfig) -> str:
     """Return how a group of an optimizer that ``initialize`` is given is stepped.
 
-    ``parts``, ``owned`` or ``duplicated`` (:func:`~autopar.checks.optimizer_probe.stepping`), or ``sharded``: as parts,
-    but for Muon's directions.
+    ``parts``, ``owned`` or ``duplicated`` (:func:`~autopar.data_parallel.optimizer_probe.stepping`), or ``sharded``: as
+    parts, but for Muon's directions.
 
     Raises:
         ConfigError: no way is right.
@@ -71,7 +71,8 @@ def stepping_of(optimizer: Any, group: dict[str, Any], config: ParallelConfig) -
     tp, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     zero, whole, experts = config.zero_stage, config.optimizer_whole, config.expert_parallel_size
     asked = "owned" if whole == "sharded" else whole
-    how = stepping(optimizer, group, tp=tp, stages=stages, zero=zero, whole=asked, experts=experts)
+    across = config.optimizer_across_parameters
+    how = stepping(optimizer, group, tp=tp, stages=stages, zero=zero, whole=asked, experts=experts, across=across)
     if whole != "sharded" or how == "parts":
         return how
     _refuse_unlike_muon(

@@ -14,13 +14,14 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
+from autopar.call_site import warn_user
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
@@ -157,3 +158,38 @@ def is_switch_loss(function: Callable[..., Any]) -> bool:
         if not isinstance(found, torch.Tensor) or not torch.allclose(found, _product(*_sums(logits, 4, 2, mask))):
             return False
     return True
+
+
+def adds_router_loss(model: Any, given: Mapping[str, Any]) -> bool:
+    """Return whether a forward with these arguments adds the routers' auxiliary loss to its own.
+
+    It is not a mean over samples, so replicas make another one than one process.
+    """
+    asked = given.get("output_router_logits")
+    return (
+        any(getattr(each, "output_router_logits", False) for each in _configs(model)) if asked is None else bool(asked)
+    )
+
+
+def _configs(model: Any) -> list[Any]:
+    config = getattr(model, "config", None)
+    return [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
+
+
+def warn_of_own_balance(model: nn.Module, ranks: int) -> None:
+    """Warn at the first training forward with the routers' auxiliary loss: each rank balances its own tokens."""
+    told: list[bool] = []
+
+    def warn(module: nn.Module, _: Any, given: dict[str, Any]) -> None:
+        trains = module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if trains and not told and adds_router_loss(module, given):
+            told.append(True)
+            warn_user(
+                f"{type(module).__name__} adds its routers' auxiliary loss (output_router_logits=True), which is no "
+                f"mean over samples: each of {ranks} ranks\n  balances the tokens of its own, so gradients of routers "
+                "are others than on one process with all of them. A larger batch on each rank comes\n  closer; tensor "
+                "parallelism changes nothing. output_router_logits=False leaves the loss out."
+            )
+
+    if any(hasattr(config, "output_router_logits") for config in _configs(model)):
+        model.register_forward_pre_hook(warn, with_kwargs=True)

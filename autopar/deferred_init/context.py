@@ -24,10 +24,9 @@ from transformers import PreTrainedModel
 from transformers import initialization as hf_init
 from transformers.integrations.peft import PeftAdapterMixin
 
-from autopar.deferred_init.sources import Init, by_parameter, set_source, sources_of
+from autopar.deferred_init.files import Init, by_parameter, set_source, sources_of
 from autopar.errors import ConfigError
-from autopar.foreign.modules import own_buffers, own_parameters
-from autopar.foreign.tensors import function_modes, storage_id
+from autopar.foreign.tensors import function_modes, own_buffers, own_parameters, storage_id
 from autopar.storage.lazy_tensor import InMemory
 from autopar.swap import replace_storage
 from autopar.tensor_tracking import storage_key, tensors_in

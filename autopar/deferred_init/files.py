@@ -1,16 +1,23 @@
-"""Sources of a lazy model in files: of a Hugging Face checkpoint, or in the shards of one of ours.
+"""Sources of a lazy model's values: files of a Hugging Face checkpoint, or shards of an autopar checkpoint.
 
 The first is transformers' own loading with the files opened lazily: its renames, conversions and reports, without the
 data. In shards every tensor has the model's own name.
+
+Of quantized weights each rank reads its part of the numbers and of the scales. transformers puts the tensors of a
+weight together in one operation of each library. While a model is loaded lazily, a :class:`Collector` takes that
+operation's place and notes which they are, after all renames.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,17 +25,157 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 from transformers.utils import logging
 
+from autopar.checkpoint.quantized_base import Packed, open_packed
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.staging import MANIFEST
-from autopar.deferred_init.sources import set_source, sources_of
 from autopar.errors import AutoparError, CheckpointError, ConfigError, in_one_line, listed
-from autopar.foreign.modules import own_buffers, own_parameters
+from autopar.foreign.tensors import own_buffers, own_parameters, version_of
 from autopar.foreign.transformers import INITIALIZED, dtype_plan
-from autopar.quantized.layers import prepare, stored_weights
-from autopar.quantized.methods import check_quantizer, dequantizes
+from autopar.quantized.layers import check_quantizer, dequantizes, empty_weight, prepare, stored_weight, stored_weights
 from autopar.storage.hugging_face import Sketch, damage, open_files, same_values
+from autopar.storage.lazy_tensor import LazyTensor
 from autopar.storage.safetensors_io import dtype_name
 from autopar.swap import replace_storage
+
+_SOURCES = "_autopar_sources"
+
+
+class Init(NamedTuple):
+    """One call of ``torch.nn.init``: ``function(tensor, *args, **kwargs)``."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a parameter's values come from.
+
+    Attributes:
+        lazy: the tensor to read; None: random initialization.
+        inits: calls of ``torch.nn.init`` on it by the constructor, in order.
+        parameter, version: itself, and its version then, to find later writes into it.
+    """
+
+    lazy: LazyTensor | None
+    inits: tuple[Init, ...]
+    parameter: nn.Parameter
+    version: int
+
+    def __deepcopy__(self, memo: Any) -> Source:
+        if type(self.parameter).__deepcopy__ is not nn.Parameter.__deepcopy__:
+            return self  # of a library that quantizes it later; such copies have other parameters in its place
+        copied = copy.deepcopy(self.parameter, memo)  # counts its own versions
+        then = version_of(copied) - (version_of(self.parameter) - self.version)
+        return Source(self.lazy, self.inits, copied, then)
+
+
+def set_source(module: nn.Module, name: str, lazy: LazyTensor | None, inits: Sequence[Init] = ()) -> None:
+    """Set the source of a module's parameter."""
+    parameter = own_parameters(module)[name]
+    vars(module).setdefault(_SOURCES, {})[name] = Source(lazy, tuple(inits), parameter, version_of(parameter))
+
+
+def sources_of(module: nn.Module) -> Mapping[str, Source]:
+    """Return the sources of the module's own parameters; empty if it was not built lazily."""
+    found: Mapping[str, Source] = vars(module).get(_SOURCES, {})
+    return found
+
+
+def by_parameter(modules: Iterable[nn.Module]) -> dict[int, tuple[LazyTensor | None, int]]:
+    """Return ``id(parameter)`` -> what to read, and its version when that was set; tied parameters are one."""
+    found: dict[int, tuple[LazyTensor | None, int]] = {}
+    for source in (source for module in modules for source in sources_of(module).values()):
+        lazy, first = found.get(id(source.parameter), (None, source.version))
+        found[id(source.parameter)] = source.lazy if lazy is None else lazy, first
+    return found
+
+
+def clear_sources(module: nn.Module) -> None:
+    """Remove the sources; the parameters have their values."""
+    vars(module).pop(_SOURCES, None)
+
+
+class Collector:
+    """Stands for the operation of transformers that makes a quantized weight.
+
+    Attributes:
+        found: name of the weight -> its tensors.
+    """
+
+    def __init__(self, operation: Any) -> None:
+        self.hf_quantizer = operation.hf_quantizer  # by which transformers knows that no dtype is changed before it
+        self.found: dict[str, dict[str, LazyTensor]] = {}
+
+    def __deepcopy__(self, memo: Any) -> Collector:
+        return self
+
+    def convert(self, tensors: dict[str, Any], full_layer_name: str, **_: Any) -> dict[str, Any]:
+        """Note what a weight is made of, and give its numbers back; a plain one is given back as it is."""
+        parts = {name: one[0] if isinstance(one, list) else one for name, one in tensors.items()}
+        if len(parts) == 1:
+            return parts if "weight" in parts else {full_layer_name: next(iter(parts.values()))}
+        self.found[full_layer_name] = {name: sketch.lazy for name, sketch in parts.items()}
+        return {full_layer_name: parts.get("weight", next(iter(parts.values())))}
+
+
+@contextlib.contextmanager
+def collected(conversions: Sequence[Any] | None) -> Iterator[dict[str, dict[str, LazyTensor]]]:
+    """Collect the tensors of quantized weights inside of ``with`` instead of reading them."""
+    found: dict[str, dict[str, LazyTensor]] = {}
+    before: list[tuple[Any, list[Any]]] = []
+    try:
+        for conversion in conversions or ():
+            operations = getattr(conversion, "operations", [])
+            if any(hasattr(operation, "hf_quantizer") for operation in operations):
+                before.append((conversion, operations))
+                conversion.operations = [Collector(one) if hasattr(one, "hf_quantizer") else one for one in operations]
+        yield found
+        for conversion, _ in before:
+            for one in conversion.operations:
+                found.update(getattr(one, "found", {}))
+    finally:
+        for conversion, operations in before:
+            conversion.operations = operations
+
+
+def point_to_packed(
+    model: Any, quantizer: Any, plain: Mapping[str, Any], found: Mapping[str, Mapping[str, LazyTensor]], folder: str
+) -> None:
+    """Give the quantized layers of a model without memory their library's weights, and these their places in files.
+
+    Args:
+        plain: weights by the path of their layer that the library made before anything was loaded.
+        found: as :func:`collected` gives it.
+
+    Raises:
+        CheckpointError: a weight lacks its scales, or has them for another shape.
+    """
+    lacking = [path for path in plain if f"{path}.weight" not in found]
+    if lacking:
+        raise CheckpointError(
+            f"{folder} does not hold the scales of {len(lacking)} weights that its config says are quantized, "
+            f"{lacking[0]}.weight first"
+        )
+    for name, parts in found.items():
+        path = name.rpartition(".")[0]
+        module = model.get_submodule(path)
+        weight = plain.get(path)
+        if weight is None:
+            like = {key: torch.empty(part.shape, dtype=part.dtype, device="meta") for key, part in parts.items()}
+            weight = empty_weight(quantizer, name, like)
+        vars(weight).update({INITIALIZED: True})
+        own_parameters(module)["weight"] = weight
+        stored = stored_weight(module)
+        assert stored is not None
+        packed = Packed(weight.shape, weight.dtype, parts)
+        set_source(module, "weight", packed)
+        try:
+            open_packed(stored, parts, (module.out_features, module.in_features), None, torch.device("cpu"))
+        except (ValueError, KeyError, AssertionError) as error:
+            raise CheckpointError(f"{folder} does not hold {name} as {stored.format}: {error}") from error
+
 
 _log = logging.get_logger(f"transformers.{__name__}")  # shown, and turned off, together with transformers' own reports
 
@@ -38,7 +185,6 @@ def load_lazily(original: Callable[..., Any], model: Any, files: Any, config: An
     quantizer = config.hf_quantizer
     if quantizer is not None and not quantizer.pre_quantized:
         prepare(model, quantizer)
-    from autopar.deferred_init.quantized_files import collected, point_to_packed
 
     pending = [path for path, stored in stored_weights(model).items() if stored.pending]
     quantized = {path: own_parameters(model.get_submodule(path))["weight"] for path in pending}

@@ -15,22 +15,21 @@ import torch
 from torch import nn
 
 from autopar.deferred_init.context import adapter_first, on_cpu
+from autopar.deferred_init.files import by_parameter, clear_sources, sources_of
 from autopar.deferred_init.random_init import DeferredParameter, InitSteps, adapter_parameters
-from autopar.deferred_init.sources import by_parameter, clear_sources, sources_of
 from autopar.distributed.broadcast_data import sync_parameters
 from autopar.distributed.mesh import MPU
 from autopar.distributed.process import cores_of_a_rank
 from autopar.distributed.rng import same_draws
 from autopar.errors import ConfigError, listed
-from autopar.foreign.modules import own_parameters
-from autopar.foreign.tensors import version_of
+from autopar.foreign.tensors import own_parameters, version_of
 from autopar.foreign.transformers import has_own_adapters
 from autopar.plan.plan import Plan
 from autopar.quantized.layers import stored_weights
 from autopar.quantized.stored import Part, StoredWeight
 from autopar.storage.lazy_tensor import InMemory, map_shard, read_shard
 from autopar.swap import replace_storage
-from autopar.tensor_parallel.quantized_product import part_on
+from autopar.tensor_parallel.layers import part_on
 
 _MOST_THREADS = 8  # more of them wait for each other's memory
 

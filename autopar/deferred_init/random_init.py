@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from transformers import initialization as hf_init
 
 from autopar.adapters import tuner_layers
-from autopar.deferred_init.sources import sources_of
+from autopar.deferred_init.files import sources_of
 from autopar.distributed.rng import kept
 from autopar.errors import ConfigError
-from autopar.foreign.modules import own_parameters
+from autopar.foreign.tensors import own_parameters
 from autopar.foreign.transformers import adapters_available, initialize_weights, is_initialized
 from autopar.layout import Layout
 from autopar.storage.lazy_tensor import InMemory, LazyTensor

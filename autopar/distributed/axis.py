@@ -11,6 +11,7 @@ import torch.distributed as dist
 from autopar.distributed.process import accelerator
 from autopar.errors import ConfigError
 from autopar.foreign.c10d import in_fake_world
+from autopar.layout import Block, Layout, even_shards
 
 
 class Transport(Protocol):
@@ -34,9 +35,13 @@ class Axis:
         ranks: their global ranks.
         rank: the place of this rank among them.
         size: how many there are.
+        one_each: The layout of one element for each rank.
     """
 
-    __slots__ = ("explain", "group", "name", "rank", "ranks", "read_timeout", "reduce_dtype", "size", "transport")
+    __slots__ = (
+        *("explain", "group", "name", "one_each", "rank", "ranks", "read_timeout", "reduce_dtype", "size"),
+        "transport",
+    )
 
     explain: Callable[[RuntimeError, str, Sequence[int]], Exception | None] | None
     """Names the rank that failed when a collective did, or None if there is none; set by ``initialize``."""
@@ -56,6 +61,7 @@ class Axis:
         self.ranks = tuple(ranks)
         self.rank = rank
         self.size = len(self.ranks)
+        self.one_each = Layout.of(0, [Block("element", self.size, 1, even_shards(self.size, self.size))])
         self.explain = None
         self.transport = None
         self.reduce_dtype = None

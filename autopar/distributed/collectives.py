@@ -1,5 +1,7 @@
 """Autograd collectives over one axis of the mesh: what the activations of a tensor-parallel layer go through.
 
+The first functions are the collectives without autograd, which the autograd functions call.
+
 | function             | forward                    | backward                    | Megatron-LM (mappings.py)         |
 |----------------------|----------------------------|-----------------------------|-----------------------------------|
 | ``copy``             | identity                   | all-reduce                  | f, _CopyToModelParallelRegion     |
@@ -24,44 +26,172 @@ None of these mutates its input except ``reduce_``, which is for a matmul output
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from autopar.distributed import gloo_collectives
-from autopar.distributed import plain_collectives as plain
-from autopar.distributed.axis import Axis
-from autopar.distributed.derivatives import NoGraph, any_order, is_watched, keep_none, refuse_transforms
-from autopar.distributed.plain_collectives import (
-    all_gather,
-    broadcast,
-    even_layout,
-    extremes_over,
-    run,
-    start_all_reduce,
+from autopar.distributed.autograd_functions import (
+    NoGraph,
+    any_order,
+    is_watched,
+    keep_none,
+    named_collective,
+    refuse_transforms,
 )
-from autopar.distributed.profiling import named_collective
-from autopar.distributed.recompute_tape import note_on_meta
-from autopar.foreign.autograd import is_transformed
-from autopar.layout import Layout
+from autopar.distributed.axis import Axis
+from autopar.distributed.digest import extremes
+from autopar.distributed.recompute_tape import note_on_meta, running
+from autopar.foreign.tensors import is_transformed
+from autopar.layout import Block, Layout, even_shards
 
-__all__ = [
-    "all_gather",
-    "all_to_all",
-    "broadcast",
-    "copy",
-    "even_layout",
-    "extremes_over",
-    "gather",
-    "gather_sum",
-    "reduce",
-    "reduce_",
-    "reduce_scatter",
-    "run",
-    "scatter",
-    "start_all_reduce",
-    "sum_replicas",
-]
+
+def run(collective: Callable[..., Any], axis: Axis, *args: Any, kept: bool = True) -> None:
+    """Run one of ``gloo_collectives`` by what carries it; if a rank failed, the error names it and its reason.
+
+    ``args[0]`` is written. The recomputation of a block that keeps its collectives reads it from a tape; not with
+    ``kept=False``, of messages between two ranks, which a recomputation sends again.
+    """
+    tape, name = running.tape if kept else None, getattr(collective, "__name__", "")
+    if tape is not None and tape.plays(name, args[0]):
+        return
+    transport = axis.transport
+    try:
+        if transport is None or not transport.run(name, *args):
+            collective(*args, group=axis.group)
+    except RuntimeError as error:
+        _explain(error, axis)
+    if tape is not None:
+        tape.note(name, args[0])
+
+
+def _explain(error: RuntimeError, axis: Axis) -> NoReturn:
+    failure = None if axis.explain is None else axis.explain(error, axis.name, axis.ranks)
+    if failure is None:
+        raise error
+    raise failure from error
+
+
+def even_layout(size: int, parts: int, dim: int = 0) -> Layout:
+    """Return the layout of ``size`` single elements sharded evenly over ``parts`` ranks along ``dim``."""
+    return Layout.of(dim, [Block("element", size, 1, even_shards(size, parts))])
+
+
+def all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Sum over the axis, out of place. Never in place: autograd may hand the same gradient to two branches."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    sum_in_place(x, axis)
+    return x
+
+
+def sum_in_place(x: torch.Tensor, axis: Axis) -> None:
+    """Sum a contiguous ``x`` over the axis in place."""
+    wide = axis.widened(x)
+    if axis.group is None:
+        note_on_meta("all_reduce", wide)
+        return
+    run(gloo_collectives.all_reduce, axis, wide)
+    if wide is not x:
+        x.copy_(wide)
+
+
+def start_all_reduce(x: torch.Tensor, axis: Axis) -> Callable[[], None]:
+    """Begin to sum a contiguous ``x`` over the axis in place, by its process group; call the result to wait for it."""
+    wide = axis.widened(x)
+    try:
+        work = dist.all_reduce(wide, group=axis.group, async_op=True)
+    except RuntimeError as error:
+        _explain(error, axis)
+
+    def wait() -> None:
+        try:
+            gloo_collectives.finish(work) if x.is_cpu else work.wait()
+        except RuntimeError as error:
+            _explain(error, axis)
+        if wide is not x:
+            x.copy_(wide)
+
+    return wait
+
+
+def all_gather(x: torch.Tensor, axis: Axis, layout: Layout, dim: int | None = None) -> torch.Tensor:
+    """All-gather shards along ``dim`` (the layout's), no autograd. Padded if uneven: gloo has no uneven all-gather."""
+    dim = layout.dim if dim is None else dim
+    sizes = [layout.local_size(rank) for rank in range(axis.size)]
+    if axis.group is None:
+        note_on_meta("all_gather_into_tensor", x, [axis.size, *_resized(x, dim, max(sizes))])
+        return x.new_empty(_resized(x, dim, layout.size))
+    missing = max(sizes) - x.shape[dim]
+    if missing > 0:
+        x = torch.cat([x, x.new_zeros(_resized(x, dim, missing))], dim)
+    x = x.contiguous()
+    out = x.new_empty(axis.size * x.numel())
+    run(gloo_collectives.all_gather_into_tensor, axis, out, x.view(-1))
+    shards = out.view(axis.size, *x.shape).unbind(0)
+    return layout.unshard([shard.narrow(dim, 0, size) for shard, size in zip(shards, sizes, strict=True)], dim)
+
+
+def extremes_over(axis: Axis, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the largest and the smallest of each number over an axis, without autograd."""
+    if axis.transport is None:
+        return extremes(numbers, axis.group)
+    everyone = torch.empty(axis.size * len(numbers), dtype=torch.int64)
+    run(gloo_collectives.all_gather_into_tensor, axis, everyone, torch.tensor(numbers))
+    columns = list(zip(*everyone.view(axis.size, -1).tolist(), strict=True))
+    return [max(column) for column in columns], [min(column) for column in columns]
+
+
+def sum_shards(shard: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
+    """Add the shards of all ranks into a full tensor; where several ranks hold the same units, they add up."""
+    full = shard.new_zeros(_resized(shard, dim, layout.size))
+    layout.write(full, shard, axis.rank, dim)
+    sum_in_place(full, axis)
+    return full
+
+
+def owned(part: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
+    """Return a gradient with zeros where a lower rank holds the same units: they are summed later."""
+    if not layout.replicated:
+        return part
+    mask = torch.zeros_like(part)
+    for start, stop in layout.owned_local(axis.rank):
+        mask.narrow(dim, start, stop - start).fill_(1)
+    return part * mask
+
+
+def _resized(x: torch.Tensor, dim: int, size: int) -> list[int]:
+    shape = list(x.shape)
+    shape[dim] = size
+    return shape
+
+
+def reduce_scattered(x: torch.Tensor, axis: Axis, dim: int, layout: Layout | None = None) -> torch.Tensor:
+    """Sum over the axis and keep this rank's part of ``dim``: an even one, or that of ``layout``, padded on the way."""
+    layout = layout or even_layout(x.shape[dim], axis.size)
+    sizes = [layout.local_size(rank) for rank in range(axis.size)]
+    wide = axis.widened(x[:0])
+    if axis.group is None:
+        note_on_meta("reduce_scatter_tensor", wide, _resized(x, dim, max(sizes)))
+        return x.new_empty(_resized(x, dim, sizes[axis.rank]))
+    make = wide.new_empty if min(sizes) == max(sizes) else wide.new_zeros
+    parts = make(axis.size, *_resized(x, dim, max(sizes)))
+    for rank in range(axis.size):
+        offset = 0
+        for start, stop in layout.ranges(rank):
+            parts[rank].narrow(dim, offset, stop - start).copy_(x.narrow(dim, start, stop - start))
+            offset += stop - start
+    out = torch.empty_like(parts[0])
+    run(gloo_collectives.reduce_scatter_tensor, axis, out.view(-1), parts.view(-1))
+    out = out.to(x.dtype)
+    return out if sizes[axis.rank] == max(sizes) else out.narrow(dim, 0, sizes[axis.rank]).contiguous()
+
+
+def broadcast(x: torch.Tensor, axis: Axis, source: int = 0) -> None:
+    """Overwrite a contiguous ``x`` by that of the axis's rank ``source``, no autograd."""
+    if axis.size > 1:
+        run(gloo_collectives.broadcast, axis, x, axis.ranks[source])
 
 
 class _Copy(torch.autograd.Function):
@@ -75,7 +205,7 @@ class _Copy(torch.autograd.Function):
     @named_collective("all-reduce: gradient at the entry of a sharded region")
     @any_order(lambda ctx, grad: (reduce(grad, ctx.axis), None))
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return plain.all_reduce(grad, ctx.axis), None
+        return all_reduce(grad, ctx.axis), None
 
 
 class _Reduce(torch.autograd.Function):
@@ -84,7 +214,7 @@ class _Reduce(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         keep_none(ctx)
         ctx.axis = axis
-        return plain.all_reduce(x, axis)
+        return all_reduce(x, axis)
 
     @staticmethod
     @any_order(lambda ctx, grad: (copy(grad, ctx.axis), None))
@@ -99,7 +229,7 @@ class _ReduceInPlace(_Reduce):
         keep_none(ctx)
         ctx.axis = axis
         ctx.mark_dirty(x)
-        plain.sum_in_place(x, axis)
+        sum_in_place(x, axis)
         return x
 
 
@@ -115,7 +245,7 @@ class _Gather(torch.autograd.Function):
     @any_order(lambda ctx, grad: (_owned_shard(grad, ctx.axis, ctx.layout, ctx.dim), None, None, None))
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         part = ctx.layout.shard(grad, ctx.axis.rank, ctx.dim)
-        return plain.owned(part, ctx.axis, ctx.layout, ctx.dim), None, None, None
+        return owned(part, ctx.axis, ctx.layout, ctx.dim), None, None, None
 
 
 class _Scatter(torch.autograd.Function):
@@ -132,7 +262,7 @@ class _Scatter(torch.autograd.Function):
         layout: Layout = ctx.layout
         if not layout.replicated:
             return all_gather(grad, ctx.axis, layout, ctx.dim), None, None, None
-        return plain.sum_shards(grad, ctx.axis, layout, ctx.dim), None, None, None  # of replicas each has a part
+        return sum_shards(grad, ctx.axis, layout, ctx.dim), None, None, None  # of replicas each has a part
 
 
 class _GatherSum(torch.autograd.Function):
@@ -149,7 +279,7 @@ class _GatherSum(torch.autograd.Function):
     @named_collective("reduce-scatter: gradient at the entry of a sharded region")
     @any_order(lambda ctx, grad: (reduce_scatter(grad, ctx.axis, ctx.dim, ctx.layout), *(None,) * 4))
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        return plain.reduce_scatter(grad, ctx.axis, ctx.dim, ctx.layout), None, None, None, None
+        return reduce_scattered(grad, ctx.axis, ctx.dim, ctx.layout), None, None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -158,7 +288,7 @@ class _ReduceScatter(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int, layout: Layout | None) -> torch.Tensor:
         keep_none(ctx)
         ctx.axis, ctx.dim, ctx.layout = axis, dim, layout or even_layout(x.shape[dim], axis.size)
-        return plain.reduce_scatter(x, axis, dim, ctx.layout)
+        return reduce_scattered(x, axis, dim, ctx.layout)
 
     @staticmethod
     @named_collective("all-gather: gradient at the exit of a sharded region")
@@ -201,7 +331,7 @@ class _SumReplicas(torch.autograd.Function):
     @any_order(lambda ctx, grad: (_sum_of_replicas(grad, ctx.axis, ctx.layout), None, None))
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         layout: Layout = ctx.layout
-        return layout.shard(plain.sum_shards(grad, ctx.axis, layout, layout.dim), ctx.axis.rank), None, None
+        return layout.shard(sum_shards(grad, ctx.axis, layout, layout.dim), ctx.axis.rank), None, None
 
 
 class _SumOfShards(torch.autograd.Function):
@@ -212,7 +342,7 @@ class _SumOfShards(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
         keep_none(ctx)
         ctx.axis, ctx.layout, ctx.dim = axis, layout, dim
-        return plain.sum_shards(x, axis, layout, dim)
+        return sum_shards(x, axis, layout, dim)
 
     @staticmethod
     @any_order(lambda ctx, grad: (scatter(grad, ctx.axis, ctx.layout, ctx.dim), None, None, None))
@@ -228,7 +358,7 @@ class _SumOfReplicas(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, layout: Layout) -> torch.Tensor:
         keep_none(ctx)
         ctx.axis, ctx.layout = axis, layout
-        return layout.shard(plain.sum_shards(x, axis, layout, layout.dim), axis.rank)
+        return layout.shard(sum_shards(x, axis, layout, layout.dim), axis.rank)
 
     @staticmethod
     @any_order(lambda ctx, grad: (sum_replicas(grad, ctx.axis, ctx.layout), None, None))
@@ -237,7 +367,7 @@ class _SumOfReplicas(torch.autograd.Function):
 
 
 def _owned_shard(x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
-    return plain.owned(scatter(x, axis, layout, dim), axis, layout, dim)
+    return owned(scatter(x, axis, layout, dim), axis, layout, dim)
 
 
 def _sum_of_shards(x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:

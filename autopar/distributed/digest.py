@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.process import device_of_numbers
-from autopar.foreign.groups import number_of_next_group
+from autopar.foreign.c10d import number_of_next_group
 
 _SMALL = 1 << 16  # bytes on the CPU up to which hashing costs less than summing
 _BITS = 62  # an int64, with room for its negative
@@ -77,6 +77,12 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     Equal tensors have equal sums on any device, others practically never.
     """
     return _bits(tensor).sum(dtype=torch.int64)
+
+
+def sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return :func:`sum_of_bits` of each tensor, read from the device at once."""
+    sums = [_bits(tensor).sum(dtype=torch.int64) for tensor in tensors]
+    return torch.stack(sums).tolist() if sums else []
 
 
 def sum_of_elements(tensor: torch.Tensor) -> int:

@@ -21,13 +21,19 @@ ranks, tp 2 and an expert-parallel size of 4::
     edp: [0, 4] [1, 5] [2, 6] ...     ranks that hold the same experts and get other sequences
 
 An MPU has no module-level state: two of them, with two shapes, may exist in one process.
+
+The process groups of a mesh are destroyed when all ranks have dropped it: torch keeps a group, its threads and its
+connections until then. Two meshes never share a group: their models may run in different threads, and a collective
+that fails leaves messages behind.
 """
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,14 +46,52 @@ from autopar.distributed.accessors import MeshAccessors
 from autopar.distributed.axis import Axis, check_divides, device_of_group
 from autopar.distributed.broadcast_data import Dtypes, broadcast_data
 from autopar.distributed.collectives import even_layout
-from autopar.distributed.cpu_transport import choose_transport
 from autopar.distributed.digest import number_groups_alike
+from autopar.distributed.host_transport import choose_transport
 from autopar.distributed.mesh_sizes import MeshSizes
-from autopar.distributed.owned_groups import owned_groups
 from autopar.distributed.process import TIMEOUT, start_process_group
 from autopar.distributed.rng_tracker import RandomStateTracker
 from autopar.errors import ConfigError, nearest
-from autopar.foreign.groups import destroy
+from autopar.foreign.c10d import default_group, destroy
+
+
+class _Owned(NamedTuple):
+    owner: weakref.ref[Any]
+    groups: list[Any]
+
+
+_worlds: weakref.WeakKeyDictionary[Any, dict[int, _Owned]] = weakref.WeakKeyDictionary()
+"""Default process group -> number of an owner, the same on all ranks -> its groups."""
+
+_MOST_OWNERS = 4
+"""Owners that may be alive before garbage is collected: that takes a few tenths of a second next to large libraries."""
+
+
+def owned_groups(owner: Any) -> list[Any]:
+    """Return a list for the process groups of ``owner``. Every rank calls it, in the same order."""
+    owners = _worlds.setdefault(default_group(), {})
+    owners[max(owners, default=-1) + 1] = made = _Owned(weakref.ref(owner), [])
+    return made.groups
+
+
+def dropped() -> set[int]:
+    """Return the numbers of the owners that this rank has dropped."""
+    owners = _worlds.get(default_group(), {})
+    if len(owners) > _MOST_OWNERS:
+        gc.collect()  # a model refers to itself
+    return {number for number, (owner, _) in owners.items() if owner() is None}
+
+
+def destroy_dropped(numbers: Iterable[set[int]]) -> None:
+    """Destroy the groups of owners that all ranks have dropped, in the same order on all ranks.
+
+    Args:
+        numbers: the result of :func:`dropped` on each rank.
+    """
+    owners = _worlds.get(default_group(), {})
+    for number in sorted(set.intersection(*numbers)):
+        destroy(owners.pop(number).groups)
+
 
 _AXES = ("pp", "dp", "cp", "tp")  # of the mesh, the slowest first
 _DIMS = ("pp", "edp", "inner", "cp", "tp")  # the same, with dp in two

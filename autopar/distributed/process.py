@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from autopar.errors import ConfigError
-from autopar.foreign.groups import HashStore, PrefixStore
+from autopar.foreign.c10d import HashStore, PrefixStore
 
 TIMEOUT = timedelta(minutes=10)
 _PAUSE = 0.05  # seconds between two looks at the store, and at the end for threads of gloo

@@ -2,7 +2,7 @@
 
 [Note: why not torch's selective checkpointing] It keeps what operators return, and a collective returns nothing: it
 writes into a tensor. So the tape stands where all collectives of activations pass
-(:func:`autopar.distributed.plain_collectives.run`). And it keeps results, not copies: a block that writes into one
+(:func:`autopar.distributed.collectives.run`). And it keeps results, not copies: a block that writes into one
 through another tensor of the same memory (``y += x`` behind a linear layer) would get a changed value back, in silence.
 The tape keeps copies, of operators too. Both runs of a block make the same calls in the same order; the recomputation
 may end earlier.

@@ -7,6 +7,8 @@ of them are saved, broadcast and compared together. The only code that sets thei
 from __future__ import annotations
 
 import hashlib
+import json
+import operator
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from autopar.distributed.axis import Axis
 from autopar.distributed.process import accelerator, device_of_numbers
 
+_TO_LIST = operator.methodcaller("tolist")  # of arrays and scalars of numpy
 _followers: list[Callable[[], None]] = []  # called when another stream begins
 _begun: list[TorchGenerators] = []  # the states with which the last stream began
 
@@ -88,18 +91,12 @@ class Generators(NamedTuple):
         """Hash each state: name for messages -> 12 characters."""
         return self.torch.digests() | {
             "random state of Python's random": _digest(repr(self.python).encode()),
-            "random state of numpy": _digest(repr(_plain(self.numpy)).encode()),
+            "random state of numpy": _digest(json.dumps(self.numpy, sort_keys=True, default=_TO_LIST).encode()),
         }
 
 
 def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=6).hexdigest()
-
-
-def _plain(state: Any) -> Any:
-    if isinstance(state, dict):
-        return [(key, _plain(value)) for key, value in sorted(state.items())]
-    return state.tolist() if isinstance(state, np.ndarray | np.generic) else state
 
 
 @contextmanager

@@ -26,9 +26,14 @@ from torch.distributed.tensor import DTensor
 
 from autopar.call_site import OURS, is_of_libraries, place_of_user
 from autopar.errors import ShardWarning
-from autopar.foreign.autograd import current_backward
-from autopar.foreign.modules import CALL, SAVE_STATE
-from autopar.foreign.tensors import disabled_torch_function, leave_alone, let_foreach_take
+from autopar.foreign.tensors import (
+    CALL,
+    SAVE_STATE,
+    current_backward,
+    disabled_torch_function,
+    leave_alone,
+    let_foreach_take,
+)
 from autopar.layout import Layout
 
 _TORCH = torch.__file__.rpartition("/")[0] + "/"

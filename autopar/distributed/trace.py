@@ -37,16 +37,13 @@ from autopar.foreign.tensors import dispatch_modes
 VARIABLE = "AUTOPAR_TRACE"
 _CARRIERS = (
     "agree.py",
-    "barrier.py",
     "trace.py",
     "storages.py",
     "c10d.py",
     "fake_world.py",
     "tensor_tracking.py",
-    "derivatives.py",
-    "profiling.py",
+    "autograd_functions.py",
     "gloo_collectives.py",
-    "plain_collectives.py",
     "neighbours.py",
     "digest.py",
 )
@@ -249,6 +246,8 @@ def where(frame: Any) -> str:
     ours = outside = ""
     while frame is not None and not outside:
         file, own = _file(frame.f_code.co_filename)
+        if own and file.endswith("/collectives.py") and frame.f_code.co_name not in ("forward", "backward"):
+            file = ""  # a collective without autograd, which others call
         if file and not own:
             outside = f"{file}:{frame.f_lineno}"
         elif file and not ours:

@@ -6,27 +6,35 @@ Every tensor is of one kind:
 * *input*: made from the model's inputs alone (masks, positions, pixels): no gradient flows back through it,
 * *parameter*: made from replicated parameters and inputs, with the names of those parameters,
 * *replicated*: an activation, the same on all ranks, with a full gradient,
-* *sharded*: an activation inside a region: this rank's shard, or at least with a partial gradient.
+* *sharded*: an activation inside a region: this rank's shard, or at least with a partial gradient,
+* *rows*: with sequence parallelism, an activation between regions, of which this rank has some rows.
 
 The result of a computation with a sharded tensor is sharded. A replicated parameter in it has a partial gradient, which
-must be summed; a replicated activation in it has one too, and that is never summed.
+must be summed; a replicated activation in it has one too, and that is never summed. A replicated parameter that meets
+rows has a partial gradient. Rows must not meet a sharded activation, nor a full one with a gradient of its own.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import PreTrainedModel
 
-from autopar.dry_run.block_replay import BlockReplay, form_of, tensor_of
-from autopar.dry_run.equal_blocks import EqualBlocks
+from autopar.dry_run.equal_blocks import BlockReplay, EqualBlocks, form_of, tensor_of
 from autopar.dry_run.operators import CONSTANT, ValuelessTracking, name_of
+from autopar.dry_run.row_tracking import MixedRows, RowTracking
 from autopar.errors import PolicyError
-from autopar.foreign.tensors import base_of
+from autopar.foreign.tensors import base_of, own_parameters, tree_leaves
+from autopar.layout import Layout
 from autopar.plan.plan import ModulePlan, Plan
+from autopar.tensor_parallel.regions import Region
+from autopar.tensor_parallel.sequence_parallel import RowsOfList, SequencePlan, argument_names
+from autopar.tensor_parallel.sequence_rows import rows_of
 from autopar.tensor_tracking import tensors_in
 
 
@@ -47,6 +55,7 @@ class ActivationTracking(ValuelessTracking):
         mixed: called when a replicated activation that carries a gradient meets a sharded one.
 
     Attributes:
+        operands: arguments of the operation that is tracked.
         partial: replicated parameters whose gradients are partial and not summed.
         summed_inside, summed_outside: parameters whose gradients are summed, by what they were computed with.
     """
@@ -55,7 +64,10 @@ class ActivationTracking(ValuelessTracking):
         super().__init__()
         self._kinds = WeakTensorKeyDictionary()
         self._names: dict[int, str] = {}
+        self._makers = WeakTensorKeyDictionary()  # number of the call, paths
+        self._calls = 0
         self._mixed = mixed
+        self.operands: Any = ()
         self.partial: set[str] = set()
         self.summed_inside: set[str] = set()
         self.summed_outside: set[str] = set()
@@ -64,6 +76,14 @@ class ActivationTracking(ValuelessTracking):
         """Mark a replicated parameter."""
         self._kinds[parameter] = Kind("parameter", frozenset([name]))
         self._names[id(parameter)] = name
+
+    def mark_parameters(self, shard: nn.Module, plan: Plan) -> None:
+        """Mark all parameters of a shard, by their layouts in the plan."""
+        for name, parameter in shard.named_parameters():
+            if plan.tensors[plan.canonical(name)].layout is None:
+                self.mark_parameter(name, parameter)
+            else:
+                self.mark_sharded(parameter)
 
     def mark_inputs(self, values: Any) -> None:
         """Mark the model's inputs."""
@@ -107,9 +127,47 @@ class ActivationTracking(ValuelessTracking):
     def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         kinds = [kind for tensor in tensors_in((args, kwargs)) if (kind := self._kinds.get(tensor)) is not None]
         if kinds and name_of(func) not in CONSTANT:
+            self.operands = (args, kwargs)
             kind = self._combine(kinds)
+            maker = self._last_maker(self.operands, kind.name)
             for tensor in tensors_in(result):
                 self._set(tensor, kind)
+                if maker is not None:
+                    self._makers[tensor] = maker
+
+    def note_maker(self, value: Any, path: str, args: Any, *, layer: bool, norm: bool) -> None:
+        """Note that the module at ``path`` has returned ``value``.
+
+        Args:
+            args: the arguments of the module.
+            layer: whether it has parameters or a rule; another module only makes what no layer in it has made.
+            norm: whether its parameters are vectors; a layer next to it whose output it reads counts, too.
+        """
+        self._calls += 1
+        for tensor in tensors_in(value):
+            if not layer and tensor in self._makers:
+                continue
+            before = self._last_maker(args, "replicated") if norm else None
+            parent = path.rpartition(".")[0]
+            next_to_it = [each for each in before[1] if each.rpartition(".")[0] == parent] if before else []
+            self._makers[tensor] = (self._calls, (*(each for each in next_to_it if each != path), path))
+
+    def makers_of(self, value: Any, kind: str = "replicated") -> tuple[str, ...]:
+        """Return the path of the module that made the last tensor of this kind in ``value``, then of a norm after it.
+
+        Empty if no module with parameters did.
+        """
+        maker = self._last_maker(value, kind)
+        return () if maker is None else maker[1]
+
+    def _last_maker(self, value: Any, kind: str) -> tuple[int, tuple[str, ...]] | None:
+        found = [
+            maker
+            for tensor in tensors_in(value)
+            if (maker := self._makers.get(tensor)) is not None and (known := self._kinds.get(tensor)) is not None
+            if known.name == kind
+        ]
+        return max(found, default=None)
 
     def kind_of(self, tensor: torch.Tensor) -> Kind | None:
         """Return what is known of a tensor; None: a constant."""
@@ -166,6 +224,9 @@ class TrackedReplay(BlockReplay):
         return self._tracking.set_kind(tensor_of(form), kind)
 
 
+MADE_BY = "\n  The activation was made by "
+"""Last line of an error about an activation."""
+
 _EXPERTS = ("experts", "expert_modules")
 
 
@@ -181,11 +242,15 @@ def tracking_hooks(shard: nn.Module, plan: Plan, tracking: ActivationTracking, s
             stack.append(path)
             rule = plan.modules.get(path)
             if rule is not None:
-                _check_input(rule, (args, kwargs), tracking)
+                _check_input(rule, (args, kwargs), tracking, plan)
 
-        def after(_: nn.Module, args: Any, out: Any, path: str = path) -> None:
+        def after(module: nn.Module, args: Any, out: Any, path: str = path) -> None:
             stack.pop()
             rule = plan.modules.get(path)
+            own = [parameter for parameter in own_parameters(module).values() if parameter is not None]
+            ruled = rule is not None and rule.rule != ""
+            norm = bool(own) and all(parameter.ndim < 2 for parameter in own)
+            tracking.note_maker(out, path, args, layer=ruled or bool(own), norm=norm)
             if rule is None:
                 return
             if rule.rule in ("sharded", "norm_over"):
@@ -198,23 +263,204 @@ def tracking_hooks(shard: nn.Module, plan: Plan, tracking: ActivationTracking, s
         yield module.register_forward_hook(after)
 
 
-def _check_input(rule: ModulePlan, values: Any, tracking: ActivationTracking) -> None:
+def _check_input(rule: ModulePlan, values: Any, tracking: ActivationTracking, plan: Plan) -> None:
     sharded = tracking.is_sharded(values)
-    path, kind = rule.path, rule.rule
+    wrong = _wrong_input(rule, sharded, values, tracking)
+    if wrong:
+        makers = tracking.makers_of(values, "sharded" if sharded else "replicated")
+        raise PolicyError(f"{rule.path} {wrong}{made_by(plan, makers)}", rule.where)
+
+
+def _wrong_input(rule: ModulePlan, sharded: bool, values: Any, tracking: ActivationTracking) -> str:
+    """Return what is wrong with the input of a module, as the end of a sentence; empty if it fits."""
+    kind = rule.rule
     if kind == "row" and not rule.split_input and not sharded:
-        raise PolicyError(f"{path} is a row, but its input is replicated: no column feeds it", rule.where)
+        return "is a row, but its input is replicated: no column feeds it"
     if rule.closes:
         if not sharded:
-            raise PolicyError(f"{path} closes a region, but its input is replicated", rule.where)
+            return "closes a region, but its input is replicated"
     elif kind == "column" and rule.inside:
         if not sharded:
-            raise PolicyError(f"{path} is a column inside a region, but its input is replicated", rule.where)
+            return "is a column inside a region, but its input is replicated"
     elif sharded and (kind in ("column", "embedding", "region", *_EXPERTS) or rule.split_input):
-        raise PolicyError(f"{path} is a {kind}, but its input is sharded already", rule.where)
+        return f"is a {kind}, but its input is sharded already"
     if kind in ("norm_over", "gathered") and not sharded:
-        raise PolicyError(f"{path} is {kind}, but its input is replicated", rule.where)
+        return f"is {kind}, but its input is replicated"
     if kind == "sharded" and not sharded and tracking.is_replicated(values):
-        raise PolicyError(
-            f"{path} is sharded, but its input is replicated and needs a gradient: make it a column, or feed it by one",
-            rule.where,
-        )
+        return "is sharded, but its input is replicated and needs a gradient: make it a column, or feed it by one"
+    return ""
+
+
+def made_by(plan: Plan, makers: Sequence[str]) -> str:
+    """Return a line of an error: the modules that made an activation, with the lines of their rules."""
+    shown = [f"{path} ({where})" if (where := line_of(plan, path)) else path for path in makers]
+    return f"{MADE_BY}{', then '.join(shown)}" if shown else ""
+
+
+def line_of(plan: Plan, path: str) -> str:
+    """Return ``file:line`` of the rule of a module or its parameters; empty if there is none."""
+    rule = plan.modules.get(path)
+    if rule is not None and rule.rule:
+        return str(rule.where)
+    own = (tensor for name, tensor in plan.tensors.items() if name.rpartition(".")[0] == path)
+    return next((tensor.where for tensor in own if tensor.where), "")
+
+
+_ROWS = Kind("rows")
+
+
+class SequenceTracking(ActivationTracking):
+    """A dispatch mode that follows rows, and gives each tensor its kind.
+
+    Args:
+        rows: follows the dims of rows.
+        blocks: paths of the blocks.
+        stack: paths of the modules that run.
+
+    Attributes:
+        on_rows: block -> parameters that work on rows in it.
+        on_whole: parameters that work on whole sequences.
+        worked: blocks that computed with rows.
+    """
+
+    def __init__(self, rows: RowTracking, blocks: Sequence[str], stack: list[str]) -> None:
+        def mixed() -> None:
+            raise MixedRows("a replicated activation meets sharded ones")
+
+        super().__init__(mixed)
+        self.rows, self.stack = rows, stack
+        self.on_rows: dict[str, set[str]] = {block: set() for block in blocks}
+        self.on_whole: set[str] = set()
+        self.worked: set[str] = set()
+
+    @property
+    def block(self) -> str:
+        """The block that runs; empty outside of blocks."""
+        return next((path for path in self.stack if path in self.on_rows), "")
+
+    def mark_rows(self, value: Any) -> Any:
+        """Mark every tensor in ``value`` as rows; returns ``value``."""
+        self.rows.mark_rows(value)
+        for tensor in tensors_in(value):
+            self.set_kind(tensor, _ROWS)
+        return value
+
+    def mark_replicated(self, value: Any) -> Any:
+        """Mark every tensor in ``value`` that holds no rows as replicated; returns ``value``."""
+        for tensor in tensors_in(value):
+            if not self.rows.holds_rows(tensor):
+                super().mark_replicated(tensor)
+        return value
+
+    def mark_sharded(self, value: Any) -> Any:
+        """Mark every tensor in ``value`` as sharded; returns ``value``."""
+        if self.rows.holds_rows(value):
+            raise MixedRows("rows enter a sharded region")
+        return super().mark_sharded(value)
+
+    def alias(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` as another tensor, marked as sharded."""
+        if self.rows.holds_rows(x):
+            raise MixedRows("rows enter a sharded region")
+        return super().alias(x)
+
+    def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if self.block or self.rows.holds_rows((args, kwargs)):
+            self.rows.track(func, args, kwargs, result)
+        super().track(func, args, kwargs, result)
+
+    def _combine(self, kinds: list[Kind]) -> Kind:
+        names = {kind.name for kind in kinds}
+        parameters = {name for kind in kinds for name in kind.parameters}
+        if "rows" not in names:
+            if names & {"replicated", "sharded"}:
+                self.on_whole |= parameters
+            return super()._combine(kinds)
+        if "sharded" in names:
+            raise MixedRows("rows meet what a sharded region has made")
+        if "replicated" in names:
+            raise MixedRows("rows meet a whole activation that has a gradient")
+        inside = sorted(name[1:] for name in parameters if name.startswith("+"))
+        if inside:
+            raise MixedRows(f"rows meet {inside[0]}, which works inside a sharded region")
+        if self.block:
+            self.worked.add(self.block)
+            self.on_rows[self.block] |= parameters
+        elif parameters:
+            raise MixedRows(f"rows meet {min(parameters)} outside of blocks")
+        return _ROWS
+
+
+class ModuleNotes:
+    """Notes on the modules of a shard, and on their arguments, made while it runs.
+
+    Args:
+        length: of the sequence.
+
+    Attributes:
+        ran: block -> paths of the modules that run in it.
+        seen, given: names of arguments that hold tensors, of the models around the blocks and of the blocks.
+        beside: names of arguments of blocks, ``[batch, seq, features]``, besides hidden states.
+    """
+
+    def __init__(self, shard: nn.Module, tracking: SequenceTracking, length: int) -> None:
+        self.ran: dict[str, set[str]] = {block: set() for block in tracking.on_rows}
+        self.seen, self.given, self.beside = set[str](), set[str](), set[str]()
+        self._tracking, self._length = tracking, length
+        self.hooks = []
+        blocks = {id(shard.get_submodule(path)) for path in self.ran}
+        for path, module in shard.named_modules():
+            note = functools.partial(self._note, path, id(module) in blocks)
+            self.hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
+
+    def _note(
+        self, path: str, is_block: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._tracking.block:
+            self.ran[self._tracking.block].add(path)
+        if not is_block and not isinstance(module, PreTrainedModel):
+            return
+        given = [*zip(argument_names(module), args, strict=False), *kwargs.items()]
+        held = {name for name, value in given if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))}
+        if isinstance(module, PreTrainedModel):
+            self.seen |= held
+        if is_block:
+            self.given |= held
+            for name, value in given[1:]:
+                if isinstance(value, torch.Tensor) and value.ndim == 3 and value.shape[1] == self._length:
+                    self.beside.add(name)
+
+
+class SampleRows(RowsOfList):
+    """Rows of a sequence of one length, whatever the model makes of its sample (the patches of an image)."""
+
+    def __init__(self, batch: int, length: int, region: Region, plan: SequencePlan) -> None:
+        super().__init__(region, plan)
+        self.batch, self.length = batch, length
+        self.known = _Everything()
+        self.whole: list[int] = []
+
+    def note_length(self, x: torch.Tensor) -> torch.Tensor:
+        """Note the length of the sample."""
+        natural = x.ndim > 2 and x.shape[1] == self.length
+        if x.shape[0] % self.batch or not (natural or x.ndim == 3):
+            raise MixedRows(f"hidden states have the shape {list(x.shape)}, not that of [batch, seq, hidden]")
+        self.whole = list(x.shape)
+        self.rows = rows_of(self.length, self.region.axis.size)
+        return x
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """Return rows of the sample."""
+        return super().enter(self.region.mark_replicated(x.new_empty(x.shape[0], self.length, *x.shape[2:])))
+
+    def leave(self, x: torch.Tensor, rows: Layout | None = None) -> torch.Tensor:
+        """Return whole hidden states, as long as they were."""
+        y = super().leave(x, rows)
+        return self.region.mark_replicated(y.new_empty(*self.whole[:2], *y.shape[2:]))
+
+
+class _Everything(frozenset[str]):
+    """All names: nothing is unknown to a dry run."""
+
+    def __contains__(self, name: object) -> bool:
+        return True

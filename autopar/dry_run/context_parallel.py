@@ -12,30 +12,29 @@ import inspect
 import warnings
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.context_parallel.apply import apply
+from autopar.context_parallel.block_boundary import may_own_rows
 from autopar.context_parallel.heads import Heads, heads_of
-from autopar.context_parallel.own_rows import may_own_rows
-from autopar.context_parallel.row_hooks import is_experts
-from autopar.context_parallel.state import OwnModule, RowPlan, RowState, WholeModule
+from autopar.context_parallel.state import OwnModule, RowPlan, WholeModule
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
-from autopar.dry_run.handed_states import calls_of, hand_on_states
-from autopar.dry_run.inputs import meta_copy, sample_inputs
-from autopar.dry_run.row_tracking import MixedRows, RowTracking, prime_beside
+from autopar.dry_run.handed_states import Call, calls_of, hand_on_states
+from autopar.dry_run.inputs import meta_copy
+from autopar.dry_run.row_tracking import Misfit, MixedRows, RowSearch, RowTracking, longest_of, prime_beside
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import AutoparError, ConfigError, first_line
-from autopar.plan.blocks import Blocks, dropped_blocks, lies_in
 from autopar.plan.make_plan import make_plan
+from autopar.plan.stages import Blocks, dropped_blocks, lies_in
+from autopar.policy.match import Described
 from autopar.policy.schema import Policy
-from autopar.tensor_parallel.seen_values import tensors_of
-
-_TRIES = 60
+from autopar.tensor_parallel.sequence_parallel import argument_names
+from autopar.tensor_parallel.whole_hooks import refused_hook, users_hook
 
 
 def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int, *, by_heads: bool = True) -> RowPlan:
@@ -51,7 +50,11 @@ def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int, *, by_h
     """
     if not isinstance(model, PreTrainedModel):
         raise _refusal(model, ranks, "it is no Hugging Face model, whose attention can be exchanged")
-    blocks = Blocks(policy, prefix, model)
+    for path, module in model.named_modules():
+        hook = users_hook(module) if path else None
+        if hook is not None:
+            raise ConfigError(refused_hook(path, hook, ranks))
+    blocks = Blocks(Described(model, prefix, model, policy))
     paths = [path.removeprefix(f"{prefix}.") if prefix else path for path in blocks.paths]
     place = blocks.encoder_place or 0
     lists = tuple(tuple(each) for each in (paths[:place], paths[place:]) if each)
@@ -61,10 +64,12 @@ def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int, *, by_h
     if dropped:
         raise _refusal(model, ranks, f"{dropped} leaves out blocks, and the last of them makes sequences whole")
     with kept():
-        search = _Search(model, _first_plan(model, lists), ranks)
+        search = _Search(model, lists, ranks)
         search.run()
         plan = search.sharded_by_heads(policy) if by_heads else search.plan
-        return search.handing_states_on(plan)
+        rows = search.prime * ranks
+        hand_on_states(model, search.copied, plan, search.calls, rows, ranks + 1)
+        return plan
 
 
 def check_beside_sequence(model: nn.Module, plan: RowPlan, ranks: int) -> None:
@@ -87,11 +92,6 @@ def _refusal(model: nn.Module, ranks: int, reason: str) -> ConfigError:
     return ConfigError(f"context_parallel_size={ranks} does not fit {type(model).__name__}: {reason}")
 
 
-def _first_plan(model: PreTrainedModel, lists: tuple[tuple[str, ...], ...]) -> RowPlan:
-    head, between = _head_of(model), _looks_between(model, lists[-1][0])
-    return RowPlan(lists, head=head, through=head is not None and not between, between=between)
-
-
 def _looks_between(model: PreTrainedModel, block: str) -> bool:
     """Return whether what runs the blocks takes images of its own: it adds them to all rows between blocks (deepstack).
 
@@ -102,54 +102,42 @@ def _looks_between(model: PreTrainedModel, block: str) -> bool:
     return any(part in name for name in names for part in ("deepstack", "visual", "vision", "image"))
 
 
-def _head_of(model: PreTrainedModel) -> str | None:
-    head = model.get_output_embeddings()
-    return next((path for path, module in model.named_modules() if module is head), None) if head is not None else None
+class _Search(RowSearch):
+    """The search for the plan of one model.
 
+    Attributes:
+        plan: how the model runs, as far as it is known.
+        copied, calls: the copy without memory that ran last, and the arguments of its modules with all rows.
+    """
 
-class _Failure(NamedTuple):
-    path: str  # of the innermost module that ran
-    reason: str
-    between: bool = False  # it happened between blocks
+    copied: PreTrainedModel
+    calls: dict[str, Call]
 
-
-class _Search:
-    """Runs with a plan, and changes it where it fails, until it holds."""
-
-    def __init__(self, model: PreTrainedModel, plan: RowPlan, ranks: int) -> None:
-        self.model, self.plan, self.ranks = model, plan, ranks
-        text = model.config.get_text_config(decoder=True)  # an encoder may have another
-        longest = next((n for name in _LENGTHS if isinstance(n := getattr(text, name, None), int) and n > 0), None)
+    def __init__(self, model: PreTrainedModel, lists: tuple[tuple[str, ...], ...], ranks: int) -> None:
+        super().__init__(model, ranks, [block for each in lists for block in each])
+        words, between = model.get_output_embeddings(), _looks_between(model, lists[-1][0])
+        head = None if words is None else next((path for path, m in model.named_modules() if m is words), None)
+        self.plan = RowPlan(lists, head=head, through=head is not None and not between, between=between)
+        longest = longest_of(model.config.get_text_config(decoder=True))  # an encoder may have another
         prime = prime_beside(model, ranks, None if longest is None else longest - 2)
         self.beyond = longest if prime is None else None  # without data many models take longer sequences, too
-        prime = prime_beside(model, ranks) if prime is None else prime
-        if prime is None:
-            raise _refusal(model, ranks, "no length tells rows from other sizes")
-        self.prime = prime
-        try:
-            self.inputs = sample_inputs(model, ranks + 1, ranks * prime)
-            taken = inspect.signature(model.forward).parameters
-            for words, mask in (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask")):
-                if words in self.inputs and mask in taken and self.inputs[words].ndim == 2:
-                    self.inputs[mask] = torch.ones_like(self.inputs[words])
-        except ValueError as error:
-            raise _refusal(model, ranks, str(error)) from error
+        self.prime = prime or prime_beside(model, ranks) or 0
+        if not self.prime:
+            raise self.refusal("no length tells rows from other sizes")
+        self.inputs = self.sample(ranks + 1)
+        taken = inspect.signature(model.forward).parameters
+        for ids, mask in (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask")):
+            if ids in self.inputs and mask in taken and self.inputs[ids].ndim == 2:
+                self.inputs[mask] = torch.ones_like(self.inputs[ids])
+
+    def refusal(self, reason: str) -> ConfigError:
+        return _refusal(self.model, self.ranks, reason)
 
     def run(self) -> None:
         """Find the plan that holds."""
-        if self._try_own() is None:
-            return
-        first: _Failure | None = None
-        for _ in range(_TRIES):
-            failure = self._try()
-            if failure is None:
-                self._try_own()
-                return
-            first = first or failure
-            if not self._change(failure):
-                raise _refusal(self.model, self.ranks, self._words(failure))
-        assert first is not None
-        raise _refusal(self.model, self.ranks, self._words(first))
+        if not self._runs_with_own():
+            self.settle()
+            self._runs_with_own()
 
     def sharded_by_heads(self, policy: Policy) -> RowPlan:
         """Return the plan in which modules with all rows compute some heads each, where the policy's rules shard them.
@@ -162,47 +150,40 @@ class _Search:
         before = deepcopy(plan.whole)
         for path, heads in modules.items():
             plan.whole[path].heads = heads
-        if self._try() is None and all(
-            replace(where, heads=None) == before[path] for path, where in plan.whole.items()
-        ):
+        if self.runs() and all(replace(where, heads=None) == before[path] for path, where in plan.whole.items()):
             return plan
         for where in plan.whole.values():
             where.heads = None
-        return plan if self._try() is None else replace(plan, whole=before)
+        return plan if self.runs() else replace(plan, whole=before)
 
-    def handing_states_on(self, plan: RowPlan) -> RowPlan:
-        """Return the plan in which modules that go on from a state as from rows hand on their states instead."""
-        hand_on_states(self.model, self.copied, plan, self.calls, self.prime * self.ranks, self.ranks + 1)
-        return plan
-
-    def _try_own(self) -> _Failure | None:
+    def _runs_with_own(self) -> bool:
         """Try the plan with modules in front of the blocks that compute own rows; without, if that fails."""
-        before = self.plan
-        self.plan = replace(_unseen(before), own=_candidates(self.model, before.lists))
-        failure = self._try() if self.plan.own else _Failure("", "no module in front of the blocks")
-        if failure is not None:
-            self.plan = before
-        return failure
+        before, whole = self.plan, {path: WholeModule() for path in self.plan.whole}
+        outside = ((path, m) for path, m in self.model.named_modules() if not self.block_of(path))
+        own = {path: OwnModule(getattr(m, "num_embeddings", 0)) for path, m in outside if may_own_rows(m)}
+        self.plan = replace(before, whole=whole, own=own, arguments={}, numbers={}, crosses={})
+        if own and self.runs():
+            return True
+        self.plan = before
+        return False
 
-    def _words(self, failure: _Failure) -> str:
+    def words(self, failure: Misfit) -> str:
         if self.beyond is not None:
             return f"no length up to {self.beyond} tells rows from other sizes"
         where = f"in {failure.path} " if failure.path else ""
-        return f"{where}{failure.reason}.\n  Rows of the sequence lie on different ranks there. Leave it out, or use tp"
+        return f"{where}{failure}.\n  Rows of the sequence lie on different ranks there. Leave it out, or use tp"
 
-    def _change(self, failure: _Failure) -> bool:
-        """Change the plan; False if nothing is left to change."""
-        plan = self.plan
+    def change(self, failure: Misfit) -> bool:
+        plan, block = self.plan, self.block_of(failure.path)
         whole, lists = {path: WholeModule() for path in plan.whole}, plan.lists
         head, through, between = plan.head, plan.through, plan.between
-        block = next((b for each in lists for b in each if lies_in(failure.path, b)), None)
-        if block is not None:
-            inner = failure.path
-            while any(lies_in(path, inner) for path in self._alike(inner, block)) and inner in whole:
+        if block:
+            inner, blocks = failure.path, next(each for each in lists if block in each)
+            while inner in whole:
                 inner = inner.rpartition(".")[0]
             if not lies_in(inner, block):
                 return False
-            for path in self._alike(inner, block):
+            for path in self.alike(inner, blocks):
                 whole = {known: where for known, where in whole.items() if not lies_in(known, path)}
                 whole[path] = WholeModule()
         elif failure.between and not plan.between:
@@ -213,76 +194,42 @@ class _Search:
             head = None
         elif len(lists) > 1:
             lists = lists[1:]
-            whole = {path: where for path, where in whole.items() if any(lies_in(path, b) for b in lists[0])}
+            self.blocks = list(lists[0])
+            whole = {path: where for path, where in whole.items() if self.block_of(path)}
         else:
             return False
         self.plan = RowPlan(lists, whole=whole, head=head, through=through and not between, between=between)
         return True
 
-    def _alike(self, path: str, block: str) -> list[str]:
-        """The modules in the same place of the other blocks, of the same class."""
-        kind, inside = type(self.model.get_submodule(path)), path.removeprefix(block)
-        listed = next(each for each in self.plan.lists if block in each)
-        found = []
-        for other in listed:
-            try:
-                module = self.model.get_submodule(f"{other}{inside}")
-            except AttributeError:
-                continue
-            found += [f"{other}{inside}"] if type(module) is kind else []
-        return found
-
-    def _try(self) -> _Failure | None:
+    def attempt(self) -> None:
         model = meta_copy(self.model)
         state = apply(model, self.plan, Axis("cp", None, range(self.ranks), 0), "auto")
         tracking = RowTracking(self.prime, self.ranks)
         state.tracking, state.watch = tracking, _Watch(self.plan, tracking)
         stack: list[str] = []
-        count = _follow(model, stack, {path for each in self.plan.lists for path in each})
-        _note_rows(model, tracking, self.plan.beside)
+        done = _follow(model, stack, set(self.blocks))
         self.copied, self.calls = model, calls_of(model, self.plan.whole)
         for module in model.modules():
-            if is_experts(module):
+            if _is_experts(module):
                 module.forward = _Experts(tracking)
         try:
             with torch.no_grad(), warnings.catch_warnings(), tracking:
                 warnings.simplefilter("ignore")
                 out = model(**self.inputs)
-        except MixedRows as error:
-            return self._failed(stack, error.operation, count, error.between)
         except Exception as error:
-            return self._failed(stack, f"{type(error).__name__}: {first_line(error)}", count)
+            main = self.plan.lists[-1]
+            between = bool(done) and done[-1] in main[:-1]
+            between = between and not any(lies_in(path, block) for path in stack for block in main)
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            if isinstance(error, MixedRows):
+                reason, between = str(error), between or error.between
+            raise Misfit(stack[-1] if stack else "", reason, between) from error
         own = state.opened - state.spoiled
         self.plan.own = {path: where for path, where in self.plan.own.items() if path in own}
-        rows = [name for name, value in out.items() if tracking.holds_rows(value)]
-        return _Failure("", f"{rows[0]} is made of rows") if rows else self._check(state)
-
-    def _failed(self, stack: list[str], reason: str, done: list[str], between: bool = False) -> _Failure:
-        main = self.plan.lists[-1]
-        outside = not any(lies_in(path, block) for path in stack for block in main)
-        return _Failure(
-            stack[-1] if stack else "", reason, between or (outside and bool(done) and done[-1] in main[:-1])
-        )
-
-    def _check(self, state: RowState) -> _Failure | None:
-        missing = [number for number in range(len(self.plan.lists)) if number not in state.entered]
-        return _Failure("", f"{self.plan.lists[missing[0]][0]} does not run over words") if missing else None
-
-
-def _unseen(plan: RowPlan) -> RowPlan:
-    """The same plan, without what a run has noted in it."""
-    whole = {path: WholeModule() for path in plan.whole}
-    return replace(plan, whole=whole, arguments={}, numbers={}, crosses={}, beside={})
-
-
-def _candidates(model: nn.Module, lists: tuple[tuple[str, ...], ...]) -> dict[str, OwnModule]:
-    """Modules in front of the blocks that may compute own rows."""
-    blocks = [block for each in lists for block in each]
-    outside = ((path, m) for path, m in model.named_modules() if not any(lies_in(path, block) for block in blocks))
-    return {path: OwnModule(getattr(m, "num_embeddings", 0)) for path, m in outside if may_own_rows(m)}
-
-
-_LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx", "max_seq_len")
+        if rows := [name for name, value in out.items() if tracking.holds_rows(value)]:
+            raise Misfit("", f"{rows[0]} is made of rows")
+        if missing := [each[0] for number, each in enumerate(self.plan.lists) if number not in state.entered]:
+            raise Misfit("", f"{missing[0]} does not run over words")
 
 
 def _follow(model: nn.Module, stack: list[str], blocks: set[str]) -> list[str]:
@@ -301,23 +248,6 @@ def _follow(model: nn.Module, stack: list[str], blocks: set[str]) -> list[str]:
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
     return done
-
-
-def _note_rows(model: nn.Module, tracking: RowTracking, beside: dict[str, bool]) -> None:
-    """Note which modules are given other tensors than rows, and make others: hooks of the user's see these as they are.
-
-    Args:
-        beside: filled; False where rows came in another call.
-    """
-    for path, module in model.named_modules():
-
-        def note(_: nn.Module, args: Any, kwargs: Any, out: Any, path: str = path) -> None:
-            for name, value in (("given", [args, kwargs]), ("made", out)):
-                first, key = next(tensors_of(value), None), f"{name} {path}"
-                if first is not None:
-                    beside[key] = beside.get(key, True) and not tracking.holds_rows(first)
-
-        module.register_forward_hook(note, with_kwargs=True)
 
 
 class _Watch:
@@ -346,6 +276,12 @@ class _Watch:
         return marked
 
 
+def _is_experts(module: nn.Module) -> bool:
+    """Return whether a module takes each token to the experts that were chosen for it."""
+    names = argument_names(module) if not isinstance(module, nn.ModuleList | nn.ModuleDict) else ()
+    return names[:1] == ("hidden_states",) and {"top_k_index", "top_k_weights"} <= set(names)
+
+
 class _Experts:
     """The forward of experts: a token in, a token out."""
 
@@ -364,7 +300,7 @@ def modules_by_heads(model: nn.Module, policy: Policy, plan: RowPlan, ranks: int
     if not plan.whole:
         return {}
     try:
-        sharded = make_plan(model, policy, ranks)
+        sharded = make_plan(model, Described(model, "", model, policy), ranks)
         if not check_plan(model, "", sharded):
             return {}
     except AutoparError:  # fewer heads than ranks

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.foreign.modules import remove_forward_hooks
+from autopar.foreign.tensors import remove_forward_hooks
 from autopar.foreign.transformers import ATTENTION, EXPERTS
 
 _BATCH, _SEQ, _FRAMES = 2, 5, 8

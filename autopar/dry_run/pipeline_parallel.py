@@ -1,14 +1,23 @@
-"""Dry run of a plan's stages, one after the other in this process, before the model is split: does each hold its reads?
+"""Find the reads of a model's blocks, and try a plan's stages: both on the meta device, before the model is split.
 
-:mod:`autopar.dry_run.block_reads` sees only the paths of gradients. Here every operation of every stage is followed, so
-what goes through whole numbers, comparisons and masks is seen too, and what a model collects beside its blocks.
+Stages hold what they read, so it must be known which blocks read tensors that lie outside of them (relative positions
+that one embedding makes for all layers, an image encoder that every layer looks at), and that a block reads nothing of
+earlier blocks but the output of the one before it. The policy names modules, but not who reads them; the model's own
+forward tells, with the graph detached after every block. Costs some 50 ms and no memory; a model that does not run
+there is run once with its weights, on five tokens.
+
+The graph has only the paths of gradients. So all stages also run one after the other in this process, and every
+operation is followed: what goes through whole numbers, comparisons and masks, and what a model collects beside its
+blocks.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,19 +25,223 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.distributed.rng import kept
-from autopar.dry_run.block_replay import BlockReplay, form_of, tensor_of
-from autopar.dry_run.equal_blocks import EqualBlocks
+from autopar.dry_run.equal_blocks import BlockReplay, EqualBlocks, Form, equal_blocks, form_of, tensor_of
+from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.errors import UnsupportedModelError, first_line
-from autopar.foreign.modules import own_buffers
-from autopar.pipeline_parallel.provenance import Provenance, examine
+from autopar.foreign.tensors import own_buffers
+from autopar.pipeline_parallel.outputs import Provenance, examine
+from autopar.pipeline_parallel.p2p import map_tensors
 from autopar.pipeline_parallel.stage_forward import (
     StageContext,
     StageForward,
     mark_boundaries,
     unmark_boundaries,
 )
-from autopar.plan.stages import StagePlan
+from autopar.plan.stages import Reads, StagePlan, elements_of
+from autopar.policy.match import Described
+from autopar.policy.schema import Policy
 from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in
+
+
+def find_reads(model: nn.Module, policy: Policy | Described) -> Reads | None:
+    """Trace what the blocks of a model read, or where its head looks at values, those of its base model.
+
+    None for a plain module, and for a model that does not run on made-up inputs.
+    """
+    described = Described.of(model, policy)
+    prefix, inner = described.prefix, described.model
+    if not isinstance(inner, PreTrainedModel):
+        return None
+    base = inner.base_model
+    for traced, below in ((inner, ""), (base, "" if base is inner else inner.base_model_prefix)):
+        if isinstance(traced, PreTrainedModel):
+            try:
+                inputs = sample_inputs(traced)
+            except ValueError:
+                continue
+            path = ".".join(filter(None, (prefix, below)))
+            reads = trace_reads(traced, path, *elements_of(model, described), inputs)
+            if reads is not None:
+                return reads
+    return None
+
+
+def trace_reads(
+    model: PreTrainedModel, prefix: str, elements: tuple[str, ...], encoder: int | None, inputs: Mapping[str, Any]
+) -> Reads | None:
+    """Run ``model`` once, on the meta device, or where that fails with its weights; None if it does not run at all.
+
+    Args:
+        model: whole, only read. Its path in the names of elements is ``prefix``.
+        elements: module paths in forward order, ``encoder`` the place of the encoder among them.
+        inputs: small inputs on the meta device.
+    """
+    start = f"{prefix}." if prefix else ""
+    around = {".".join(path.split(".")[:end]) for path in elements for end in range(1, path.count(".") + 1)}
+    equal = [group for group in equal_blocks(model) if around.isdisjoint(start + path for path in group.paths)]
+    for copied, blocks in ((meta_copy(model, gradients=True), equal), (model, [])):
+        device = next((parameter.device for parameter in copied.parameters()), torch.device("cpu"))
+        if copied is model and device.type == "meta":
+            return None
+        real = {name: torch.zeros_like(value, device=device) for name, value in inputs.items()}
+        for variant in _variants(copied, real):
+            for replayed in (blocks, []) if blocks else ([],):
+                try:
+                    reads = _trace(copied, start, elements, encoder, variant, replayed)
+                except Exception:  # it does not run so, which says nothing about the model
+                    continue
+                given = _without_cache(copied, variant)
+                reads.within = start
+                reads.dry_run = functools.partial(rehearse_stages, copied, start, inputs=given, equal=replayed)
+                return reads
+    return None
+
+
+def _trace(
+    model: PreTrainedModel,
+    start: str,
+    elements: tuple[str, ...],
+    encoder: int | None,
+    inputs: dict[str, Any],
+    equal: Sequence[EqualBlocks],
+) -> Reads:
+    reading = _Reading({id(p): start + name for name, p in model.named_parameters()}, encoder)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    hooks = []
+    try:
+        for place, path in enumerate(elements):
+            hooks.append(modules[path.removeprefix(start)].register_forward_hook(reading.behind(place)))
+        with evaluating(model), _ReadsReplay(model, equal), torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            reading.note(len(elements), model(**_without_cache(model, inputs)))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return reading.reads
+
+
+def _without_cache(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {**inputs, **({"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {})}
+
+
+def _variants(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the inputs as they are; with the mask of ``input_ids``; with images of the size that the config names.
+
+    Without a mask some models look for padding among their values. Some do not run on text alone.
+    """
+    taken, ids = inspect.signature(model.forward).parameters, inputs.get("input_ids")
+    yield dict(inputs)
+    if ids is not None and ids.ndim == 2 and "attention_mask" in taken:
+        yield {"attention_mask": torch.ones_like(ids), **inputs}
+    vision, first = getattr(model.config, "vision_config", None), next(iter(inputs.values()))
+    size, channels = getattr(vision, "image_size", None), getattr(vision, "num_channels", 3)
+    if type(size) is int:
+        pixels = torch.zeros(first.shape[0], channels, size, size, dtype=model.dtype, device=first.device)
+        yield {**dict.fromkeys((name for name in taken if name.endswith("pixel_values")), pixels), **inputs}
+
+
+class _Reading:
+    def __init__(self, names: dict[int, str], encoder: int | None) -> None:
+        self.names, self.encoder = names, encoder
+        self.reads = Reads()
+        self.outputs: dict[int, int] = {}  # id of a detached output -> place
+        self.alive: list[torch.Tensor] = []
+
+    def behind(self, place: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            self.reads.order.append(place)
+            self.reads.own_backward |= not torch.is_grad_enabled()
+            self.note(place, output)
+            return map_tensors(output, lambda tensor: self.detach(place, tensor))
+
+        return hook
+
+    def detach(self, place: int, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        leaf = tensor.detach().requires_grad_()
+        self.outputs[id(leaf)] = place
+        self.alive.append(leaf)
+        # A view that is no leaf: models may work in place on it.
+        return leaf.clone()
+
+    def note(self, place: int, output: Any) -> None:
+        tensors: list[torch.Tensor] = []
+        map_tensors(output, tensors.append)
+        for leaf, _ in _below([tensor for tensor in tensors if tensor.requires_grad], {}):
+            if id(leaf) in self.outputs:
+                origin = self.outputs[id(leaf)]
+                if origin < place - 1 and origin != self.encoder:
+                    self.reads.earlier.setdefault(place, set()).add(origin)
+            elif id(leaf) in self.names:
+                self.reads.parameters.setdefault(self.names[id(leaf)], set()).add(place)
+
+
+class _Again(torch.autograd.Function):
+    """A tensor of a form, computed from others as far as the graph tells."""
+
+    @staticmethod
+    def forward(ctx: Any, form: Form, *read: torch.Tensor) -> torch.Tensor:
+        return tensor_of(form)
+
+
+class _ReadsReplay(BlockReplay):
+    """The replay of equal blocks while their reads are traced: an output hangs on its own block's parameters."""
+
+    def describe(self, tensor: torch.Tensor) -> Any:
+        return (tensor.requires_grad,)
+
+    def keep(self, output: torch.Tensor, block: nn.Module, arguments: list[torch.Tensor]) -> Any:
+        if not output.requires_grad:
+            return form_of(output), (), ()
+        if output.grad_fn is None:
+            return None
+        own = {id(parameter): name for name, parameter in block.named_parameters()}
+        read, names = set(), []
+        ends = {_edge(argument): place for place, argument in enumerate(arguments) if argument.requires_grad}
+        for leaf, end in _below([output], ends):
+            if end is not None:
+                read.add(ends[end])
+            elif id(leaf) in own:
+                names.append(own[id(leaf)])
+            else:
+                return None  # read past the arguments
+        return form_of(output), tuple(names), tuple(sorted(read))
+
+    def make(self, kept: Any, block: nn.Module, arguments: list[torch.Tensor]) -> torch.Tensor:
+        form, names, places = kept
+        made: torch.Tensor = _Again.apply(
+            form, *(block.get_parameter(name) for name in names), *(arguments[place] for place in places)
+        )
+        return made
+
+
+_Edge = tuple[Any, int]
+
+
+def _edge(tensor: torch.Tensor) -> _Edge:
+    """Return where a tensor hangs in the graph: the number of an output of a node; for a leaf the tensor itself."""
+    return (tensor, 0) if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
+
+
+def _below(tensors: list[torch.Tensor], ends: Collection[_Edge]) -> Iterator[tuple[torch.Tensor | None, _Edge | None]]:
+    """Walk the graph that made some tensors, down to its leaves, or to ``ends``: yields the one or the other."""
+    edges = [_edge(tensor) for tensor in tensors]
+    seen = set(edges)
+    while edges:
+        edge = edges.pop()
+        node, _ = edge
+        leaf = node if isinstance(node, torch.Tensor) else getattr(node, "variable", None)
+        if leaf is not None:
+            edge = (leaf, 0)
+        if edge in ends:
+            yield None, edge
+        elif leaf is not None:
+            yield leaf, None
+        else:
+            following = {edge for edge in node.next_functions if edge[0] is not None} - seen
+            seen |= following
+            edges += following
 
 
 def rehearse_stages(
@@ -69,14 +282,10 @@ def _rehearse(
     received: Any = None
     context = StageContext(plan.encoder)
     replay = _StageReplay(model, equal, context)
-    with (
-        torch.no_grad(),
-        warnings.catch_warnings(),
-        evaluating(model),
-        _boundaries(model, start, plan, context),
-        replay,
-    ):
+    with torch.no_grad(), warnings.catch_warnings(), evaluating(model), ExitStack() as stack, replay:
         warnings.simplefilter("ignore")
+        stack.callback(unmark_boundaries, model, plan, start)
+        mark_boundaries(model, plan, context, start)
         for stage in range(plan.stages):
             context.placeholders = {
                 same[0]: by_id[key] for key, same in names.items() if stage not in plan.tensors[same[0]]
@@ -154,15 +363,6 @@ class _Reads(TensorTracking):
 
     def track(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         self.storages |= {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
-
-
-@contextmanager
-def _boundaries(model: nn.Module, start: str, plan: StagePlan, context: StageContext) -> Iterator[None]:
-    try:
-        mark_boundaries(model, plan, context, start)
-        yield
-    finally:
-        unmark_boundaries(model, plan, start)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from autopar.config import ParallelConfig
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan
 from autopar.plan.stages import Reads, StagePlan, make_stages
+from autopar.policy.match import Described, find_policy, given_policy, model_inside
 from autopar.policy.schema import Policy
 
 if TYPE_CHECKING:
@@ -68,11 +69,19 @@ class ModelPlans:
 
     def __init__(self, model: nn.Module, inner: Any, prefix: str, policy: Policy) -> None:
         self.model, self.inner, self.prefix, self.policy = model, inner, prefix, policy
+        self._described = Described(model, prefix, inner, policy)
         self._kept: dict[Any, Any] = {}
+
+    @classmethod
+    def of(cls, model: nn.Module, policy: Any = None, named: str = "") -> ModelPlans:
+        """Return the plans of a model by a policy, given or ``named`` in a config as in ``initialize``."""
+        given = given_policy(model, policy, named)
+        prefix, inner = model_inside(model, given)
+        return cls(model, inner, prefix, find_policy(inner, given))
 
     def tensors(self, tp: int, *, experts: int = 1) -> Plan:
         """Plan a tensor-parallel size; ``experts``: ranks that hold whole experts."""
-        return self._once(("tensors", tp, experts), lambda: make_plan(self.model, self.policy, tp, experts=experts))
+        return self._once(("tensors", tp, experts), lambda: make_plan(self.model, self._described, tp, experts=experts))
 
     def tried(self, tp: int, *, experts: int = 1) -> bool:
         """Run the shards without data; False if no inputs for that are known."""
@@ -100,7 +109,7 @@ class ModelPlans:
             ("stages", pp, chunks, tuple(layers), folded, dry_run),
             lambda: make_stages(
                 self.model,
-                self.policy,
+                self._described,
                 pp,
                 reads=self._reads(dry_run=dry_run) if pp > 1 else None,
                 chunks=chunks,
@@ -125,9 +134,9 @@ class ModelPlans:
         return self._once(key, lambda: plan_sequence(self.inner, self.prefix, plan, stages, routers=routers))
 
     def _reads(self, *, dry_run: bool) -> Reads | None:
-        from autopar.dry_run.block_reads import find_reads
+        from autopar.dry_run.pipeline_parallel import find_reads
 
-        reads: Reads | None = self._once("reads", lambda: find_reads(self.model, self.policy))
+        reads: Reads | None = self._once("reads", lambda: find_reads(self.model, self._described))
         return reads if reads is None or dry_run else dataclasses.replace(reads, dry_run=None)
 
     def _once(self, key: Any, make: Callable[[], T]) -> T:

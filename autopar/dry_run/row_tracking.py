@@ -1,5 +1,7 @@
 """Row tracking: whether what runs between two points of a forward works on each row of the sequence by itself.
 
+Also the search for the modules of a model that do not (:class:`RowSearch`).
+
 Sequence and context parallelism leave rows of the sequence on different ranks. That is right for a block whose
 operations treat rows alike and apart (norms, products, dropout), and wrong, with fitting shapes, for one that mixes
 them (a convolution, a softmax over the rows, positions counted from the number of rows). So the block runs on the meta
@@ -10,32 +12,37 @@ not assumed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import PreTrainedModel
 
+from autopar.dry_run.inputs import sample_inputs
 from autopar.dry_run.operators import ALONG, CONSTANT, EMPTY, SIZES, ValuelessTracking, name_of
+from autopar.errors import ConfigError
 from autopar.foreign.tensors import base_of, schema_of, tree_map
+from autopar.plan.stages import lies_in
 from autopar.tensor_tracking import tensors_in
 
 _PRIMES = (29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 23, 19, 17, 13, 11, 7, 5)
+_TRIES = 100
 
 
 class MixedRows(Exception):
     """An operation on rows that mixes them, or of which that is not known.
 
     Attributes:
-        operation: its name, and what is wrong with it.
         between: it is what runs between blocks.
     """
 
     def __init__(self, operation: str, between: bool = False) -> None:
         super().__init__(operation)
-        self.operation, self.between = operation, between
+        self.between = between
 
 
 def prime_beside(model: nn.Module, ranks: int, longest: int | None = None) -> int | None:
@@ -48,6 +55,104 @@ def prime_beside(model: nn.Module, ranks: int, longest: int | None = None) -> in
     sizes |= {ranks, ranks + 1}
     fitting = (p for p in _PRIMES if longest is None or p * ranks <= longest)
     return next((p for p in fitting if not any(size % p == 0 for size in sizes)), None)
+
+
+LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx", "max_seq_len")
+"""Names of the longest sequence of a model in its config."""
+
+
+def longest_of(config: Any, names: Sequence[str] = LENGTHS) -> int | None:
+    """Return the longest sequence that a model takes, as far as its config says."""
+    found = (getattr(config, name, None) for name in names)
+    return next((length for length in found if type(length) is int and length > 0), None)
+
+
+class Misfit(Exception):
+    """A run over rows that fails, or makes something else.
+
+    Attributes:
+        path: the innermost module that ran.
+        between: whether it happened between blocks.
+        inputs: names of other arguments of blocks that are as long as the sequence.
+    """
+
+    def __init__(self, path: str, reason: str, between: bool = False, inputs: tuple[str, ...] = ()) -> None:
+        super().__init__(reason)
+        self.path, self.between, self.inputs = path, between, inputs
+
+
+class RowSearch(ABC):
+    """Runs of a model over rows of the sequence, without data, in one way after another until nothing mixes rows.
+
+    Args:
+        model: the Hugging Face model, only read.
+        ranks: over which sequences are sharded.
+        blocks: paths of its blocks.
+
+    Attributes:
+        prime: of :func:`prime_beside`: rows of one rank.
+    """
+
+    prime: int
+
+    def __init__(self, model: PreTrainedModel, ranks: int, blocks: Sequence[str]) -> None:
+        self.model, self.ranks, self.blocks = model, ranks, blocks
+        self.kinds = {path: type(module) for path, module in model.named_modules(remove_duplicate=False)}
+
+    @abstractmethod
+    def attempt(self) -> None:
+        """Run the model as it is planned now. Raises Misfit."""
+
+    @abstractmethod
+    def change(self, failure: Misfit) -> bool:
+        """Change the plan after a failure: the next module around it is made whole; False if nothing is left."""
+
+    @abstractmethod
+    def refusal(self, reason: str) -> ConfigError:
+        """Return the error of a model that does not fit."""
+
+    def words(self, failure: Misfit) -> str:
+        """Return the reason of a refusal."""
+        return str(failure)
+
+    def runs(self) -> bool:
+        """Return whether the plan holds."""
+        try:
+            self.attempt()
+        except Misfit:
+            return False
+        return True
+
+    def settle(self) -> None:
+        """Change the plan until it holds. Raises ConfigError if it never does."""
+        first: Misfit | None = None
+        for _ in range(_TRIES):
+            try:
+                self.attempt()
+                return
+            except Misfit as error:
+                failure = error
+            first = first or failure
+            if not self.change(failure):
+                raise self.refusal(self.words(failure))
+        assert first is not None
+        raise self.refusal(self.words(first))
+
+    def sample(self, batch: int) -> dict[str, Any]:
+        """Return inputs for all ranks, on the meta device."""
+        try:
+            return sample_inputs(self.model, batch, self.ranks * self.prime)
+        except ValueError as error:
+            raise self.refusal(f"the dry run has {error}") from None
+
+    def block_of(self, path: str) -> str:
+        """Return the block that a module lies in; empty outside of blocks."""
+        return next((block for block in self.blocks if lies_in(path, block)), "")
+
+    def alike(self, path: str, blocks: Sequence[str]) -> list[str]:
+        """Return the modules of the same class in the same place of these blocks."""
+        own = path.removeprefix(self.block_of(path))
+        return [block + own for block in blocks if self.kinds.get(block + own) is self.kinds[path]]
 
 
 class RowTracking(ValuelessTracking):
@@ -155,30 +260,9 @@ def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
     return {**named, **kwargs}
 
 
-def _dims_of(*names: str) -> Callable[[torch.Tensor, dict[str, Any]], list[int]]:
-    def dims(held: torch.Tensor, given: dict[str, Any]) -> list[int]:
-        value = next((given[name] for name in names if given.get(name) is not None), None)
-        return list(range(held.ndim)) if value is None else [value] if isinstance(value, int) else list(value)
-
-    return dims
-
-
-def _normalized(held: torch.Tensor, given: dict[str, Any]) -> list[int]:
-    return [-1 - place for place in range(len(given["normalized_shape"]))]
-
-
-def _all_but_first(held: torch.Tensor, given: dict[str, Any]) -> list[int]:
-    return list(range(1, held.ndim))
-
-
-def _indexed(held: torch.Tensor, given: dict[str, Any]) -> list[int]:
-    if given["self"] is not held:
-        return []  # rows look something up
-    return [dim for dim, index in enumerate(given["indices"]) if index is not None]
-
-
-def _embedded(held: torch.Tensor, given: dict[str, Any]) -> list[int]:
-    return [] if given["indices"] is held else [0]
+def _along(held: torch.Tensor, given: dict[str, Any]) -> list[int]:
+    value = next((given[name] for name in ("dim", "dims") if given.get(name) is not None), None)
+    return list(range(held.ndim)) if value is None else [value] if isinstance(value, int) else list(value)
 
 
 # What tells values to Python.
@@ -199,17 +283,23 @@ _APART = frozenset(
         *("set_", "record_stream", "swapaxes", "_fused_dropout", "resolve_conj", "polar"),
     )
 )
-_ALONG = _dims_of("dim", "dims")
+
+
+def _indexed(held: torch.Tensor, given: dict[str, Any]) -> list[int]:
+    """Return the dims of rows that are picked; if rows look something up, none."""
+    return [dim for dim, index in enumerate(given["indices"]) if index is not None] if given["self"] is held else []
+
+
 # What works along one dim, or several, and keeps its size: those must not be the rows'.
 _BY_DIM: dict[str, Callable[[torch.Tensor, dict[str, Any]], list[int]]] = {
-    **dict.fromkeys((*ALONG, "flip", "roll", "renorm"), _ALONG),
-    **dict.fromkeys(("gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "index_select"), _ALONG),
+    **dict.fromkeys((*ALONG, "flip", "roll", "renorm", "cat", "stack", "glu", "gather", "index_select"), _along),
+    **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_"), _along),
+    **dict.fromkeys(("index_copy", "index_copy_", "index_fill", "repeat_interleave"), _along),
     **dict.fromkeys(
-        ("index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "repeat_interleave"), _ALONG
+        ("native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm"),
+        lambda _, given: [-1 - n for n in range(len(given["normalized_shape"]))],
     ),
-    **dict.fromkeys(("cat", "stack", "glu"), _ALONG),
-    **dict.fromkeys(("native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm"), _normalized),
-    **dict.fromkeys(("convolution", "native_group_norm"), _all_but_first),
+    **dict.fromkeys(("convolution", "native_group_norm"), lambda held, _: list(range(1, held.ndim))),
     **dict.fromkeys(("index", "index_put", "index_put_", "_unsafe_index"), _indexed),
-    "embedding": _embedded,
+    "embedding": lambda held, given: [] if given["indices"] is held else [0],
 }

@@ -20,18 +20,22 @@ from transformers import PreTrainedModel
 from autopar.adapters import enable_all, saved_copies, tuner_layers
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
-from autopar.dry_run.activation_tracking import ActivationTracking, tracking_hooks
-from autopar.dry_run.inputs import meta_copy, sample_inputs
-from autopar.dry_run.row_tracking import RowTracking, prime_beside
-from autopar.dry_run.sequence_tracking import SampleRows, SequenceTracking, note_given, note_inputs, note_modules
+from autopar.dry_run.activation_tracking import (
+    ActivationTracking,
+    ModuleNotes,
+    SampleRows,
+    SequenceTracking,
+    tracking_hooks,
+)
+from autopar.dry_run.inputs import meta_copy
+from autopar.dry_run.row_tracking import LENGTHS, Misfit, RowSearch, RowTracking, longest_of, prime_beside
 from autopar.dry_run.tensor_parallel import below, different_ranks, run, shapes_of
 from autopar.errors import ConfigError, first_line
-from autopar.plan.blocks import dropped_blocks, lies_in
 from autopar.plan.matching import around
-from autopar.plan.plan import ModulePlan, Plan
-from autopar.plan.stages import StagePlan
+from autopar.plan.plan import Plan
+from autopar.plan.stages import StagePlan, dropped_blocks, lies_in
 from autopar.tensor_parallel import parallelize, sequence_parallel
-from autopar.tensor_parallel.attentions import gather_hidden_states
+from autopar.tensor_parallel.hooks import gather_hidden_states
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.sequence_parallel import SequencePlan
 
@@ -49,8 +53,9 @@ def plan_sequence(
     Raises:
         ConfigError: sequence parallelism does not fit the model; says where, and why.
     """
-    lists = _lists_of_blocks(stages)
-    if not lists:
+    at = stages.encoder
+    lists = (stages.elements,) if at is None else (stages.elements[:at], stages.elements[at + 1 :])
+    if not any(lists):
         raise _refused(model, f"the policy {plan.policy} names no blocks, at whose boundary sequences are sharded")
     if not isinstance(model, PreTrainedModel):
         raise _refused(model, "a module without a config has no dry run before its first forward")
@@ -58,7 +63,7 @@ def plan_sequence(
     if dropped:
         raise _refused(model, f"{dropped} leaves out blocks, and the last of them makes sequences whole")
     with kept():
-        return _Rehearsal(model, prefix, plan, lists, routers).plan()
+        return _Search(model, prefix, plan, [blocks for blocks in lists if blocks], routers).plan()
 
 
 def _refused(model: nn.Module, reason: str) -> ConfigError:
@@ -68,32 +73,36 @@ def _refused(model: nn.Module, reason: str) -> ConfigError:
     )
 
 
-class _Rehearsal:
-    """Runs of the shards of one model, with one choice of whole modules after the other."""
+class _Search(RowSearch):
+    """The search for what runs over rows, between the regions of one model's shards.
+
+    Attributes:
+        entries, wholes, inputs: as in :class:`SequencePlan`, as far as they are known.
+        chosen: the plan of the run that held.
+    """
 
     def __init__(
         self, model: PreTrainedModel, prefix: str, plan: Plan, lists: Sequence[Sequence[str]], try_routers: bool
     ) -> None:
-        self.try_routers = try_routers
-        self.model, self.prefix, self.full = model, prefix, plan
-        start = f"{prefix}." if prefix else ""
-        self.start, self.tp = start, plan.tp
-        self.plan_inside = below(plan, prefix)
-        self.lists = tuple(tuple(path.removeprefix(start) for path in blocks) for blocks in lists)
-        self.blocks = [path for blocks in self.lists for path in blocks]
-        self.batch = 3 if self.tp != 3 else 2  # no multiple of the ranks
+        self.start = f"{prefix}." if prefix else ""
+        self.lists = tuple(tuple(path.removeprefix(self.start) for path in blocks) for blocks in lists)
+        super().__init__(model, plan.tp, [path for blocks in self.lists for path in blocks])
+        self.try_routers, self.plan_inside = try_routers, below(plan, prefix)
+        self.batch = 3 if self.ranks != 3 else 2  # no multiple of the ranks
         self.prime = 0
         self.routers = False  # whether the model returns what its routers make
-        self.kinds = {path: type(module) for path, module in model.named_modules(remove_duplicate=False)}
+
+    def refusal(self, reason: str) -> ConfigError:
+        return _refused(self.model, reason)
 
     def plan(self) -> SequencePlan:
         """Return what was found out, with a sequence as long as the model takes if it fits with no other."""
         longest = _longest(self.model, self.lists)
         inside = nn.ModuleList([self.model.get_submodule(path) for path in self.blocks])
-        problem = _refused(self.model, f"no length of a sequence up to {longest} tells its rows from other sizes")
+        problem = self.refusal(f"no length of a sequence up to {longest} tells its rows from other sizes")
         for limit in dict.fromkeys((None, longest)):
-            prime = prime_beside(inside, self.tp, limit)
-            if prime not in (None, self.prime):
+            prime = prime_beside(inside, self.ranks, limit)
+            if prime is not None and prime != self.prime:
                 self.prime, self.routers = prime, False
                 try:
                     return self._plan()
@@ -102,45 +111,45 @@ class _Rehearsal:
         raise problem
 
     def _plan(self) -> SequencePlan:
-        expected = self._expected()
-        entries, wholes = _entries_of(self.plan_inside, self.blocks, dict(_wrapped(self.model)))
-        wholes |= self._drawn_for_samples()
-        entries = _outermost(entries, wholes)
-        inputs: tuple[str, ...] = ()
-        while True:
-            chosen = SequencePlan(self.lists, tuple(sorted(entries)), tuple(sorted(wholes)), inputs)
-            try:
-                found = [self._run(chosen, rank, expected) for rank in different_ranks(self.plan_inside)]
-            except _Problem as problem:
-                place = self._larger(problem.path, entries, wholes)
-                if place is None and problem.inputs and not inputs:
-                    inputs = problem.inputs
-                    continue
-                if place is None:
-                    raise _refused(self.model, problem.text) from None
-                block = self._block_of(place)
-                own = place.removeprefix(f"{block}.")
-                alike = {f"{b}.{own}" for b in self.blocks if self.kinds.get(f"{b}.{own}") is self.kinds[place]}
-                wholes = _outermost(wholes | alike)
-                entries = _outermost(entries, wholes)
-                continue
-            idle = self._idle(found[0], entries | wholes)
-            if not idle:
-                break
-            wholes = _outermost(wholes | idle)
-            entries = _outermost(entries, wholes)
-        if wholes.issuperset(self.blocks):
-            raise _refused(self.model, "none of its blocks ran with rows of a sequence")
-        chosen = replace(chosen, parameters=found[0].parameters, seen=found[0].seen, given=found[0].given)
-        return self._full(replace(chosen, routers_whole=self._routers_are_whole(chosen)))
+        self.expected = self._expected()
+        self.entries, self.wholes = _entries_of(self.plan_inside, self.blocks, dict(_wrapped(self.model)))
+        inside = [path for path in self.kinds if self.block_of(path) not in ("", path)]
+        # Of modules that draw one number for a sample: whether to drop its path around a layer.
+        drawn = {path for path in inside if vars(self.model.get_submodule(path)).get("drop_prob")}
+        self.inputs: tuple[str, ...] = ()
+        self.wholes |= _outermost(drawn)
+        self.entries = _outermost(self.entries, self.wholes)
+        self.settle()
+        if self.wholes.issuperset(self.blocks):
+            raise self.refusal("none of its blocks ran with rows of a sequence")
+        return self._full(replace(self.chosen, routers_whole=self._routers_are_whole(self.chosen)))
 
-    def _drawn_for_samples(self) -> set[str]:
-        """Return modules that draw one number for a sample, not for a row: whether to drop its path around a layer."""
-        inside = (
-            (path, self.model.get_submodule(path)) for path in self.kinds if path and self._block_of(path) != path
-        )
-        named = {path for path, module in inside if self._block_of(path) and vars(module).get("drop_prob")}
-        return _outermost(named)
+    def attempt(self) -> None:
+        while True:
+            chosen = SequencePlan(self.lists, tuple(sorted(self.entries)), tuple(sorted(self.wholes)), self.inputs)
+            found, *_ = [self._run(chosen, rank) for rank in different_ranks(self.plan_inside)]
+            if not (idle := self._idle(found)):
+                break
+            self._make_whole(idle)
+        self.chosen = replace(chosen, parameters=found.parameters, seen=found.seen, given=found.given)
+
+    def change(self, failure: Misfit) -> bool:
+        path, block = failure.path, self.block_of(failure.path)
+        while block and path != block:
+            if not any(lies_in(path, whole) for whole in self.wholes) and not any(
+                path.startswith(f"{entry}.") for entry in self.entries
+            ):
+                self._make_whole(set(self.alike(path, self.blocks)))
+                return True
+            path = path.rpartition(".")[0]
+        if not failure.inputs or self.inputs:
+            return False
+        self.inputs = failure.inputs
+        return True
+
+    def _make_whole(self, paths: set[str]) -> None:
+        self.wholes = _outermost(self.wholes | paths)
+        self.entries = _outermost(self.entries, self.wholes)
 
     def _routers_are_whole(self, chosen: SequencePlan) -> bool:
         """Check whether the model can return its routers' logits; ConfigError if it does and routers work on rows."""
@@ -151,25 +160,15 @@ class _Rehearsal:
             return True
         self.routers = True
         try:
-            self._run(chosen, 0, self._expected())
-        except (_Problem, ConfigError) as problem:
+            self.expected = self._expected()
+            self._run(chosen, 0)
+        except (Misfit, ConfigError) as problem:
             if asked:
                 raise _refused(self.model, f"{name}=True: {str(problem).splitlines()[0]}") from None
             return False
         return True
 
-    def _larger(self, path: str, entries: set[str], wholes: set[str]) -> str | None:
-        """Return the next module to be made whole, around what failed; None if that is a block, or none."""
-        block = self._block_of(path)
-        while block and path != block:
-            inside_whole = any(lies_in(path, w) for w in wholes)
-            inside_entry = any(path.startswith(f"{e}.") for e in entries)
-            if not (inside_whole or inside_entry):
-                return path
-            path = path.rpartition(".")[0]
-        return None
-
-    def _idle(self, found: _Found, known: set[str]) -> set[str]:
+    def _idle(self, found: _Found) -> set[str]:
         """Return modules of which nothing was seen: blocks, and modules in blocks, that did not run with rows."""
         idle = {block for block in self.blocks if block not in found.worked}
         for block in self.blocks:
@@ -177,16 +176,8 @@ class _Rehearsal:
             above = {name[:end] for name in ran for end, letter in enumerate(name) if letter == "."}
             start = f"{block}."
             idle |= {path for path in self.kinds if path.startswith(start) and path not in ran and path not in above}
+        known = self.entries | self.wholes
         return {path for path in _outermost(idle) if not any(lies_in(path, k) for k in known)}
-
-    def _block_of(self, path: str) -> str:
-        return next((block for block in self.blocks if lies_in(path, block)), "")
-
-    def _inputs(self) -> dict[str, Any]:
-        try:
-            return sample_inputs(self.model, self.batch, self.tp * self.prime)
-        except ValueError as error:
-            raise _refused(self.model, f"the dry run has {error}") from None
 
     def _copy(self) -> PreTrainedModel:
         copied = meta_copy(self.model)
@@ -200,71 +191,55 @@ class _Rehearsal:
         plain = self._copy()
         try:
             with ActivationTracking():
-                return shapes_of(run(plain, (), self._inputs()))
+                return shapes_of(run(plain, (), self.sample(self.batch)))
         except ConfigError:
             raise
         except Exception as error:
             reason = f"it does not run without data, so nothing is known of its blocks ({first_line(error)})"
             raise _refused(self.model, reason) from None
 
-    def _run(self, chosen: SequencePlan, rank: int, expected: list[tuple[int, ...]]) -> _Found:
-        """Run the shard of a rank. Raises _Problem."""
+    def _run(self, chosen: SequencePlan, rank: int) -> _Found:
+        """Run the shard of a rank. Raises Misfit."""
         shard = self._copy()
-        region = Region(Axis("tp", None, range(self.tp), rank))
+        region = Region(Axis("tp", None, range(self.ranks), rank))
         parallelize.apply(shard, self.plan_inside, region.axis, region)
-        sequence_parallel.apply(shard, chosen, region, functools.partial(SampleRows, self.batch, self.tp * self.prime))
+        length = self.ranks * self.prime
+        sequence_parallel.apply(shard, chosen, region, functools.partial(SampleRows, self.batch, length))
         stack: list[str] = []
-        rows = RowTracking(self.prime, self.tp)
+        rows = RowTracking(self.prime, self.ranks)
         tracking = SequenceTracking(rows, self.blocks, stack)
-        for name, parameter in shard.named_parameters():
-            if self.plan_inside.tensors[self.plan_inside.canonical(name)].layout is None:
-                tracking.mark_parameter(name, parameter)
-            else:
-                tracking.mark_sharded(parameter)
-        inputs = self._inputs()
+        tracking.mark_parameters(shard, self.plan_inside)
+        inputs = self.sample(self.batch)
         tracking.mark_inputs(inputs)
         region.tracking = tracking
         hooks = list(tracking_hooks(shard, self.plan_inside, tracking, stack))
-        ran: dict[str, set[str]] = {block: set() for block in self.blocks}
-        beside: set[str] = set()
-        given: set[str] = set()
-        hooks += list(note_modules(shard, ran, tracking))
-        blocks = [shard.get_submodule(path) for path in self.blocks]
-        hooks += list(note_inputs(blocks, self.tp * self.prime, beside, given))
-        seen: set[str] = set()
-        hooks += [
-            module.register_forward_hook(lambda _, args, out: gather_hidden_states(out, region))
-            for module in shard.modules()
-            if isinstance(module, PreTrainedModel)
-        ]
-        hooks += [
-            module.register_forward_pre_hook(functools.partial(note_given, seen), with_kwargs=True)
-            for module in shard.modules()
-            if isinstance(module, PreTrainedModel)
-        ]
+        notes = ModuleNotes(shard, tracking, length)
+        hooks += notes.hooks
+        for module in shard.modules():
+            if isinstance(module, PreTrainedModel):
+                hooks.append(module.register_forward_hook(lambda _, args, out: gather_hidden_states(out, region)))
         try:
             with tracking:
                 out = run(shard, (), inputs)
         except Exception as error:
             at = stack[-1] if stack else ""
-            raise _Problem(at, f"{first_line(error)}, in {self.start}{at}", tuple(sorted(beside))) from error
+            raise Misfit(at, f"{first_line(error)}, in {self.start}{at}", inputs=tuple(sorted(notes.beside))) from error
         finally:
             for hook in hooks:
                 hook.remove()
-        if rows.holds_rows(out) or shapes_of(out) != expected:
-            raise _Problem("", f"its outputs have shapes {shapes_of(out)}, those of the full model {expected}")
-        named = {block: self._parameters(block, names, tracking, ran) for block, names in tracking.on_rows.items()}
-        return _Found(named, tracking.worked, ran, tuple(sorted(seen)), tuple(sorted(given)))
+        if rows.holds_rows(out) or shapes_of(out) != self.expected:
+            raise Misfit("", f"its outputs have shapes {shapes_of(out)}, those of the full model {self.expected}")
+        named = {block: self._parameters(block, tracking, notes.ran) for block in tracking.on_rows}
+        return _Found(named, tracking.worked, notes.ran, tuple(sorted(notes.seen)), tuple(sorted(notes.given)))
 
-    def _parameters(
-        self, block: str, names: set[str], tracking: SequenceTracking, ran: dict[str, set[str]]
-    ) -> tuple[str, ...]:
+    def _parameters(self, block: str, tracking: SequenceTracking, ran: dict[str, set[str]]) -> tuple[str, ...]:
+        names = tracking.on_rows[block]
         for name in sorted(names):
             owner = name.rpartition(".")[0]
             if name in tracking.on_whole:
-                raise _Problem(owner, f"{self.start}{name} works on rows and on whole sequences")
+                raise Misfit(owner, f"{self.start}{name} works on rows and on whole sequences")
             if owner not in ran[block]:
-                raise _Problem("", f"rows of {self.start}{block} meet what was made of {self.start}{name} outside")
+                raise Misfit("", f"rows of {self.start}{block} meet what was made of {self.start}{name} outside")
         return tuple(sorted(names | self._copies_of(names)))
 
     def _copies_of(self, names: set[str]) -> set[str]:
@@ -286,23 +261,13 @@ class _Rehearsal:
         def named(paths: Sequence[str]) -> tuple[str, ...]:
             return tuple(f"{self.start}{path}" for path in paths)
 
-        return SequencePlan(
-            tuple(named(blocks) for blocks in found.lists),
-            named(found.entries),
-            named(found.wholes),
-            found.inputs,
-            found.seen,
-            found.given,
-            found.routers_whole,
-            {f"{self.start}{block}": named(names) for block, names in found.parameters.items()},
+        return replace(
+            found,
+            lists=tuple(map(named, found.lists)),
+            entries=named(found.entries),
+            wholes=named(found.wholes),
+            parameters={f"{self.start}{block}": named(names) for block, names in found.parameters.items()},
         )
-
-
-def _lists_of_blocks(stages: StagePlan) -> tuple[tuple[str, ...], ...]:
-    """Return the blocks of a model by lists: of an encoder-decoder model the encoder's and the decoder's."""
-    at = stages.encoder
-    found = (stages.elements,) if at is None else (stages.elements[:at], stages.elements[at + 1 :])
-    return tuple(blocks for blocks in found if blocks)
 
 
 def _wrapped(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -321,7 +286,7 @@ def _entries_of(plan: Plan, blocks: Sequence[str], wrapped: Mapping[str, str]) -
     """
     entries, wholes = set[str](), set[str]()
     for block in blocks:
-        for inner, rule in _inside(plan, block):
+        for inner, rule in ((path, rule) for path, rule in plan.modules.items() if lies_in(path, block)):
             path = inner
             while path in wrapped:
                 path = wrapped[path]
@@ -342,19 +307,14 @@ def _outermost(paths: set[str], others: AbstractSet[str] = frozenset()) -> set[s
     return {path for path in paths - others if not any(path.startswith(f"{other}.") for other in paths | others)}
 
 
-def _inside(plan: Plan, block: str) -> Iterator[tuple[str, ModulePlan]]:
-    return ((path, rule) for path, rule in plan.modules.items() if path == block or path.startswith(f"{block}."))
-
-
 def _longest(model: PreTrainedModel, lists: Sequence[Sequence[str]]) -> int | None:
     """Return the longest sequence that the models next around the blocks take, as far as their configs say."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    found = []
+    modules, found = dict(model.named_modules(remove_duplicate=False)), []
     for blocks in lists:
-        inner = (blocks[0], *around(blocks[0]))
-        path = next((path for path in inner if isinstance(modules[path], PreTrainedModel)), "")
-        found.append(getattr(modules[path].config, "max_position_embeddings", None))
-    return min((value for value in found if type(value) is int and value > 0), default=None)
+        near = (modules[path] for path in (blocks[0], *around(blocks[0])))
+        around_it: Any = next((module for module in near if isinstance(module, PreTrainedModel)), model)
+        found.append(longest_of(around_it.config, LENGTHS[:1]))
+    return min((length for length in found if length is not None), default=None)
 
 
 class _Found(NamedTuple):
@@ -366,9 +326,3 @@ class _Found(NamedTuple):
     ran: dict[str, set[str]]
     seen: tuple[str, ...]
     given: tuple[str, ...]
-
-
-class _Problem(Exception):
-    def __init__(self, path: str, text: str, inputs: tuple[str, ...] = ()) -> None:
-        super().__init__(text)
-        self.path, self.text, self.inputs = path, text, inputs

@@ -6,7 +6,7 @@ names and shapes of parameters, and some of it not even in logits. So the plan i
 has shapes but no data, and the copy's own ``forward`` is run while every tensor is tracked: *sharded* from a
 column-parallel layer on, *replicated* from a row-parallel layer or a gather on. Outputs must be replicated and of the
 plain model's shapes. Costs some 50 ms, no memory, no communication, and gives every rank the same result. Only one of
-several equal blocks is computed (:mod:`autopar.dry_run.block_replay`). If something looks wrong, all of them are tried.
+several equal blocks is computed (:mod:`autopar.dry_run.equal_blocks`). If something looks wrong, all of them are tried.
 
 A model whose plain forward does not run on the meta device (attention kernels without shapes, values read in Python)
 has no dry run; then only the checks of the plan hold. A plain module's dry run comes with its first forward
@@ -26,15 +26,15 @@ from transformers import PreTrainedModel
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
-from autopar.dry_run.activation_tracking import ActivationTracking, TrackedReplay, tracking_hooks
+from autopar.dry_run.activation_tracking import ActivationTracking, TrackedReplay, line_of, made_by, tracking_hooks
 from autopar.dry_run.equal_blocks import EqualBlocks, equal_blocks
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.plan_model import warn_no_dry_run
 from autopar.errors import PolicyError, first_line
 from autopar.foreign.tensors import tree_leaves, tree_map_only
-from autopar.plan.blocks import lies_in
 from autopar.plan.matching import around
 from autopar.plan.plan import Plan
+from autopar.plan.stages import lies_in
 from autopar.tensor_parallel.hooks import Hook
 from autopar.tensor_parallel.parallelize import apply
 from autopar.tensor_parallel.regions import Region
@@ -141,58 +141,49 @@ class _Call(NamedTuple):
 
     def check(self, rank: int, equal: Sequence[EqualBlocks], expected: list[tuple[int, ...]]) -> None:
         """Run the shard of a rank. Raises PolicyError if it fails or is wrong."""
-        shard = meta_copy(self.model)
-        axis = Axis("tp", None, range(self.plan.tp), rank)
-        region = Region(axis)
-        apply(shard, self.plan, axis, region)
-        _run_shard(shard, self, region, equal, expected)
+        _, plan, args, kwargs = self
+        shard, region = meta_copy(self.model), Region(Axis("tp", None, range(plan.tp), rank))
+        apply(shard, plan, region.axis, region)
+        stack: list[str] = []
 
+        def mixed() -> None:
+            makers, met = tracking.makers_of(tracking.operands), stack[-1]
+            inside = bool(makers) and lies_in(makers[0], met)
+            raise PolicyError(
+                f"in {met or 'the model'} a replicated activation meets sharded ones: its gradient would be "
+                "partial. The module that made it needs {enter_output: UNIT}, or a rule that shards it"
+                f"{made_by(plan, makers)}",
+                (line_of(plan, makers[0]) if inside else "") or _where(plan, met),
+            )
 
-def _run_shard(
-    shard: nn.Module, call: _Call, region: Region, equal: Sequence[EqualBlocks], expected: list[tuple[int, ...]]
-) -> None:
-    plan, args, kwargs = call.plan, call.args, call.kwargs
-    stack: list[str] = []
-
-    def mixed() -> None:
-        raise PolicyError(
-            f"in {stack[-1] or 'the model'} a replicated activation meets sharded ones: its gradient would be "
-            "partial. The module that made it needs {enter_output: UNIT}, or a rule that shards it",
-            _where(plan, stack[-1]),
-        )
-
-    tracking = ActivationTracking(mixed)
-    for name, parameter in shard.named_parameters():
-        if plan.tensors[plan.canonical(name)].layout is None:
-            tracking.mark_parameter(name, parameter)
-        else:
-            tracking.mark_sharded(parameter)
-    tracking.mark_inputs((args, kwargs))
-    region.tracking = tracking
-    hooks = list(tracking_hooks(shard, plan, tracking, stack))
-    TrackedReplay(shard, equal, tracking)
-    try:
-        with tracking:
-            out = run(shard, args, kwargs)
-    except PolicyError:
-        raise
-    except Exception as error:
-        raise PolicyError(
-            f"the shard of one of {plan.tp} ranks fails in {stack[-1] or 'the model'}, where the full model does not: "
-            f"{first_line(error)}\n  A layer beside it may lack its rule, or an attribute that forward() "
-            "reads may not be scaled (attributes).",
-            _where(plan, stack[-1]),
-        ) from error
-    finally:
-        for hook in hooks:
-            hook.remove()
-    _check_sums(plan, tracking)
-    last = _where(plan, "")
-    for output, value in _entries(out):
-        if isinstance(value, torch.Tensor) and tracking.is_sharded(value):
-            raise PolicyError(f"output '{output}' is still sharded: some row or gather_output is missing", last)
-    if shapes_of(out) != expected:
-        raise PolicyError(f"outputs have shapes {shapes_of(out)}, those of the full model {expected}", last)
+        tracking = ActivationTracking(mixed)
+        tracking.mark_parameters(shard, plan)
+        tracking.mark_inputs((args, kwargs))
+        region.tracking = tracking
+        hooks = list(tracking_hooks(shard, plan, tracking, stack))
+        TrackedReplay(shard, equal, tracking)
+        try:
+            with tracking:
+                out = run(shard, args, kwargs)
+        except PolicyError:
+            raise
+        except Exception as error:
+            raise PolicyError(
+                f"the shard of one of {plan.tp} ranks fails in {stack[-1] or 'the model'}, where the full model does "
+                f"not: {first_line(error)}\n  A layer beside it may lack its rule, or an attribute that forward() "
+                "reads may not be scaled (attributes).",
+                _where(plan, stack[-1]),
+            ) from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+        _check_sums(plan, tracking)
+        last = _where(plan, "")
+        for output, value in _entries(out):
+            if isinstance(value, torch.Tensor) and tracking.is_sharded(value):
+                raise PolicyError(f"output '{output}' is still sharded: some row or gather_output is missing", last)
+        if shapes_of(out) != expected:
+            raise PolicyError(f"outputs have shapes {shapes_of(out)}, those of the full model {expected}", last)
 
 
 def _check_sums(plan: Plan, tracking: ActivationTracking) -> None:

@@ -1,4 +1,4 @@
-"""torch.distributed's operators as its dispatcher sees them.
+"""torch.distributed: groups, stores, backends and time-outs, FSDP's groups, and operators as its dispatcher sees them.
 
 Every collective of Python or C++ becomes an operator ``c10d::...`` before a backend runs it. A dispatch mode sees it
 there, whoever called it: this library, FSDP2 or the reducer of ``DistributedDataParallel``.
@@ -6,38 +6,33 @@ there, whoever called it: this library, FSDP2 or the reducer of ``DistributedDat
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
     FakeWork,
+    HashStore,
+    PrefixStore,
     ProcessGroup,
     _create_work_from_future,
 )
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.distributed_c10d import _get_default_group as default_group
+from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     _resolve_process_group,
     _world,
 )
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = [
-    "FUNCTIONAL",
-    "OPERATORS",
-    "Operator",
-    "TorchDispatchMode",
-    "done",
-    "fake_worlds",
-    "group_of",
-    "in_fake_world",
-    "in_parts",
-    "name_of_group",
-    "operator_of",
-    "reduction_of",
-    "tensors_in",
-]
+__all__ = ["HashStore", "PrefixStore", "TorchDispatchMode", "default_group", "default_store"]
 
 
 class Operator(NamedTuple):
@@ -174,3 +169,131 @@ fake_worlds: list[int] = []
 def in_fake_world() -> bool:
     """Return whether this process runs inside of a fake world: tensors have no memory, and are on no device."""
     return bool(fake_worlds)
+
+
+def backend_of(group: Any, device: torch.device) -> Any:
+    """Return the backend that carries a group's collectives of tensors on a device."""
+    return group._get_backend(device)
+
+
+def backends_of(group: Any) -> Iterator[Any]:
+    """Yield the backends of a group."""
+    for device in group._device_types:
+        yield group._get_backend(device)
+
+
+def set_timeout(backend: Any, timeout: timedelta) -> None:
+    """Set how long collectives of a backend wait."""
+    backend._set_default_timeout(timeout)
+
+
+def has_timeout(backend: Any) -> bool:
+    """Return whether :func:`set_timeout` knows a backend."""
+    return hasattr(backend, "_set_default_timeout") and hasattr(backend, "options")
+
+
+def destroy(groups: Iterable[Any]) -> None:
+    """Destroy process groups. DTensor forgets its results over them, which it would return for an equal mesh."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    for group in groups:
+        with contextlib.suppress(ValueError):  # user code has destroyed it
+            dist.destroy_process_group(group)
+    _clear_sharding_prop_cache()
+
+
+def number_of_next_group(number: int | None = None) -> int:
+    """Return the number by which torch names the next process group of this rank; with ``number`` it is this one."""
+    if number is not None:
+        _world.group_count = number
+    return _world.group_count
+
+
+def is_flat_parameter(parameter: torch.Tensor) -> bool:
+    """Return whether FSDP1 has put several parameters into this one."""
+    return bool(getattr(parameter, "_fsdp_flattened", False))
+
+
+_LEFT_OUT = "_ddp_params_and_buffers_to_ignore"
+
+
+def leave_out_of_ddp(model: nn.Module, names: Iterable[str]) -> None:
+    """Let a ``DistributedDataParallel`` that is made of ``model`` later leave these parameters alone; none: not any."""
+    vars(model).pop(_LEFT_OUT, None)
+    if listed := list(names):
+        vars(model)[_LEFT_OUT] = listed
+
+
+def left_out_of_ddp(wrapper: nn.Module) -> set[str]:
+    """Return the parameters that a ``DistributedDataParallel`` leaves alone, by their names in what it wraps."""
+    return set(getattr(wrapper, "parameters_to_ignore", ()))
+
+
+def meshes_of_fsdp(module: nn.Module) -> set[Any]:
+    """Return the meshes over which FSDP2 shards a module's own parameters."""
+    state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+    return {group.mesh_info.mesh for group in getattr(state, "_fsdp_param_groups", ())}
+
+
+def gathered_parameters(root: FSDPModule) -> set[int]:
+    """Return the ids of the whole parameters that FSDP2 puts in the place of its shards while it has them gathered."""
+    states = root._get_fsdp_state()._state_ctx.all_states
+    every = (held for each in states for group in each._fsdp_param_groups for held in group.fsdp_params)
+    return {id(held._unsharded_param) for held in every if hasattr(held, "_unsharded_param")}
+
+
+def drop_gradients(root: FSDPModule) -> None:
+    """Drop the gradients that FSDP2 has accumulated and not reduced."""
+    for each in root._get_fsdp_state()._state_ctx.all_states:
+        for group in each._fsdp_param_groups:
+            for held in group.fsdp_params:
+                held.unsharded_accumulated_grad = None
+                if hasattr(held, "_unsharded_param"):
+                    held._unsharded_param.grad = None
+
+
+def running(root: FSDPModule) -> str:
+    """Return what FSDP2 runs of the model: ``IDLE``, ``FORWARD``, ``PRE_BACKWARD`` or ``POST_BACKWARD``."""
+    return str(root._get_fsdp_state()._training_state.name)
+
+
+def begin_forward(root: FSDPModule, args: Any, kwargs: Any) -> Any:
+    """Gather the root's own weights, as a call of the root does; return the inputs for the module that runs instead.
+
+    Source: ``torch.distributed.fsdp.register_fsdp_forward_method``.
+    """
+    state: Any = root._get_fsdp_state()
+    return state._pre_forward(root, args, kwargs)
+
+
+def end_forward(root: FSDPModule, output: Any) -> Any:
+    """Return the output that the caller gets after :func:`begin_forward`."""
+    state: Any = root._get_fsdp_state()
+    return state._post_forward(root, None, output)
+
+
+def forward_order(root: FSDPModule) -> list[str]:
+    """Return the paths of the groups that ran in forwards since the last backward, in their order."""
+    order = getattr(root._get_fsdp_state()._comm_ctx, "post_forward_order", ())
+    return [group._module_fqn or "" for group in order]
+
+
+def free_weights(root: FSDPModule) -> None:
+    """Free weights that FSDP2 has gathered; before its first forward there are none, and torch would raise."""
+    if hasattr(root._get_fsdp_state()._comm_ctx, "all_gather_state"):
+        root.reset_iter_state()
+
+
+def reduce_gradients(root: FSDPModule) -> None:
+    """Reduce the gradients that FSDP2 has accumulated, as torch's pipeline stages do after their last backward.
+
+    Source: ``torch.distributed.pipelining.stage``, ``_PipelineStageBase.perform_reduce_grad``.
+    """
+    root.set_is_last_backward(True)
+    root.set_reshard_after_backward(True)
+    root.set_requires_gradient_sync(True)
+    state = root._get_fsdp_state()
+    for each in state._state_ctx.all_states:
+        for group in each._fsdp_param_groups:
+            group.post_backward()
+    state._root_post_backward_final_callback()

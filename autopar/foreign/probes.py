@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from autopar.foreign import autograd, batching, c10d, fake_world, groups, modules, optimizers, tensors, transformers
+from autopar.foreign import c10d, fake_world, tensors, transformers
 
 
 class Probe(NamedTuple):
@@ -42,9 +42,9 @@ class Probe(NamedTuple):
 
 def _held() -> bool:
     module = nn.Sequential(nn.BatchNorm1d(2))
-    norm = modules.own_modules(module)["0"]
-    named = set(modules.own_parameters(norm)) == {"weight", "bias"}
-    return named and "running_mean" in modules.own_buffers(norm) and set(vars(module)) >= modules.HELD
+    norm = tensors.own_modules(module)["0"]
+    named = set(tensors.own_parameters(norm)) == {"weight", "bias"}
+    return named and "running_mean" in tensors.own_buffers(norm) and set(vars(module)) >= tensors.HELD
 
 
 def _hooks() -> bool:
@@ -52,15 +52,15 @@ def _hooks() -> bool:
     module.register_forward_hook(print, always_call=True)
     module.register_forward_pre_hook(print, with_kwargs=True)
     module.register_full_backward_hook(print)
-    seen = [len(modules.hooks_of(module, kind)) for kind in ("forward", "forward_pre", "backward", "backward_pre")]
-    modules.remove_forward_hooks(module, type(print))
-    return seen == [1, 1, 1, 0] and not list(modules.forward_hooks(module))
+    seen = [len(tensors.hooks_of(module, kind)) for kind in ("forward", "forward_pre", "backward", "backward_pre")]
+    tensors.remove_forward_hooks(module, type(print))
+    return seen == [1, 1, 1, 0] and not list(tensors.forward_hooks(module))
 
 
 def _called_instead() -> bool:
     module, seen = nn.Linear(1, 1), list[int]()
     module.register_forward_hook(lambda *_: seen.append(0))
-    with modules.called_instead([(module, lambda call, x: x + 1 + 0 * call(x))]):
+    with tensors.called_instead([(module, lambda call, x: x + 1 + 0 * call(x))]):
         inside = bool(module(torch.ones(1)) == 2)
     module(torch.ones(1))
     return inside and seen == [0, 0]
@@ -68,9 +68,9 @@ def _called_instead() -> bool:
 
 def _state_dict_hooks() -> bool:
     module = nn.Linear(1, 1)
-    modules.add_state_dict_hook(module, lambda *_: None)
-    saved, loaded = modules.state_dict_hooks(module)
-    return len(saved) == 1 and not loaded and not modules.unsaved_buffers(module)
+    tensors.add_state_dict_hook(module, lambda *_: None)
+    saved, loaded = tensors.state_dict_hooks(module)
+    return len(saved) == 1 and not loaded and not tensors.unsaved_buffers(module)
 
 
 def _versions() -> bool:
@@ -108,8 +108,8 @@ class _Double(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        if autograd.in_backward() and autograd.current_backward() >= 0:
-            autograd.after_backward(lambda: _RAN.append(1))
+        if tensors.in_backward() and tensors.current_backward() >= 0:
+            tensors.after_backward(lambda: _RAN.append(1))
         return 2 * gradient
 
 
@@ -119,30 +119,30 @@ _RAN: list[int] = []
 def _backward() -> bool:
     _RAN.clear()
     x = torch.ones(1, requires_grad=True)
-    autograd.run_backward(_Double.apply(x).sum())
-    return _RAN == [1] and not autograd.in_backward() and float(x.grad) == 2  # type: ignore[arg-type]
+    tensors.run_backward(_Double.apply(x).sum())
+    return _RAN == [1] and not tensors.in_backward() and float(x.grad) == 2  # type: ignore[arg-type]
 
 
 def _nodes() -> bool:
-    before = autograd.next_sequence_number()
+    before = tensors.next_sequence_number()
     node = _Double.apply(torch.ones(3, requires_grad=True)).grad_fn
-    known = autograd.forward_class(node) is _Double and autograd.sequence_number(node) >= before
-    return known and tuple(autograd.input_metadata(node)[0].shape) == (3,)
+    known = tensors.forward_class(node) is _Double and tensors.sequence_number(node) >= before
+    return known and tuple(tensors.input_metadata(node)[0].shape) == (3,)
 
 
 def _transforms() -> bool:
     seen: list[bool] = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append(autograd.is_functorch_active())
+        seen.append(tensors.is_functorch_active())
         return x
 
     torch.func.vmap(look)(torch.ones(2))
     with torch.autograd.forward_ad.dual_level():
-        seen.append(autograd.is_transformed())
+        seen.append(tensors.is_transformed())
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        seen.append(getattr(torch.autograd.profiler, autograd.PROFILER_RUNS))
-    return seen == [True] * 3 and not autograd.is_transformed()
+        seen.append(getattr(torch.autograd.profiler, tensors.PROFILER_RUNS))
+    return seen == [True] * 3 and not tensors.is_transformed()
 
 
 def _modes() -> bool:
@@ -178,7 +178,7 @@ def _operators() -> bool:
 def _calls() -> bool:
     class Looks(nn.Module):
         def forward(self) -> bool:
-            return sys._getframe(1).f_code is modules.CALL or sys._getframe(2).f_code is modules.CALL
+            return sys._getframe(1).f_code is tensors.CALL or sys._getframe(2).f_code is tensors.CALL
 
     return bool(Looks()())
 
@@ -201,10 +201,10 @@ def _gradient_hooks() -> bool:
     hooked.register_hook(lambda gradient: None)
     behind.register_post_accumulate_grad_hook(lambda tensor: None)
     optimizer = torch.optim.SGD([hooked], lr=0.1)
-    before = autograd.step_hooks(optimizer)
+    before = tensors.step_hooks(optimizer)
     optimizer.register_step_pre_hook(_step_hook)
-    steps = (before, autograd.step_hooks(optimizer)) == ([], [_step_hook])
-    return steps and autograd.has_hooks(hooked) == (True, False) and autograd.has_hooks(behind) == (False, True)
+    steps = (before, tensors.step_hooks(optimizer)) == ([], [_step_hook])
+    return steps and tensors.has_hooks(hooked) == (True, False) and tensors.has_hooks(behind) == (False, True)
 
 
 def _dtensors() -> bool:
@@ -222,9 +222,9 @@ def _assertion() -> bool:
 
 def _convolution() -> bool:
     layer, x = nn.Conv1d(1, 2, 3), torch.randn(1, 1, 8)
-    kinds = isinstance(layer, modules.Convolution) and issubclass(nn.BatchNorm2d, modules.BatchNorm)
-    same = torch.equal(modules.convolve(layer, x, layer.weight, layer.bias), F.conv1d(x, layer.weight, layer.bias))
-    return kinds and same and issubclass(nn.Dropout2d, modules.Dropout)
+    kinds = isinstance(layer, tensors.Convolution) and issubclass(nn.BatchNorm2d, tensors.BatchNorm)
+    same = torch.equal(tensors.convolve(layer, x, layer.weight, layer.bias), F.conv1d(x, layer.weight, layer.bias))
+    return kinds and same and issubclass(nn.Dropout2d, tensors.Dropout)
 
 
 def _trees() -> bool:
@@ -265,15 +265,15 @@ def _muon() -> bool:
     made = torch.optim.Muon([matrix], lr=0.1, nesterov=False)
     made.step()
     (group,) = made.param_groups
-    kept, rate = optimizers.muon_rates(group, [6, 4])
-    update = optimizers.newton_schulz(gradient.lerp(torch.zeros(6, 4), group["momentum"]), group)
+    kept, rate = tensors.muon_rates(group, [6, 4])
+    update = tensors.newton_schulz(gradient.lerp(torch.zeros(6, 4), group["momentum"]), group)
     return torch.allclose(matrix, weight * kept - rate * update, atol=1e-3) and rate > group["lr"]
 
 
 def _groups() -> bool:
-    named = (groups.default_group, groups.default_store, groups.PrefixStore)
+    named = (c10d.default_group, c10d.default_store, c10d.PrefixStore)
     left_out = "_ddp_params_and_buffers_to_ignore" in inspect.getsource(DistributedDataParallel.__init__)
-    return all(map(callable, named)) and not groups.is_flat_parameter(torch.ones(1)) and left_out
+    return all(map(callable, named)) and not c10d.is_flat_parameter(torch.ones(1)) and left_out
 
 
 def _operators_of_collectives() -> bool:
@@ -303,7 +303,7 @@ def _batching() -> bool:
     asked = inspect.getsource(continuous_api) + inspect.getsource(cache)
     kept = "self.model._cached_continuous_batching_manager = self" in asked
     heads = "find_num_key_value_heads(config)" in asked and "self.model.config.get_text_config()" in asked
-    return batching.takes_ranks() and kept and heads and batching.kept_manager(nn.Module()) is None
+    return transformers.takes_ranks() and kept and heads and transformers.kept_manager(nn.Module()) is None
 
 
 PROBES: dict[str, Probe] = {

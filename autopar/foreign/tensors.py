@@ -1,21 +1,27 @@
-"""torch's tensors: writes, views, subclasses without memory; operators and modes; and the walk through containers."""
+"""torch's modules, tensors, containers, operators and dispatch modes; its autograd; the parts of a step of its Muon."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import operator
-from collections.abc import Iterable
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
+from torch import nn
 from torch._dynamo.eval_frame import skip_code as leave_alone  # code runs as it is, also in what is compiled
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
+from torch.nn.modules import module as torch_modules
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.conv import _ConvNd as Convolution
+from torch.nn.modules.dropout import _DropoutNd as Dropout
+from torch.optim import _muon
 from torch.optim.optimizer import _foreach_supported_types as _stepped_by_foreach
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils._foreach_utils import _foreach_supported_types as _taken_by_foreach
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    is_in_torch_dispatch_mode,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 from torch.utils._pytree import (
@@ -32,34 +38,19 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
-    "FOREACH_TYPES",
-    "GROUPED_MM",
-    "ITEM",
-    "RANDOM",
-    "TO_COPY",
-    "UNSAFE_VIEW",
-    "WRITES",
+    "BatchNorm",
+    "Convolution",
+    "Dropout",
     "SequenceKey",
     "TorchDispatchMode",
     "TreeSpec",
-    "assert_soon",
-    "base_of",
-    "disabled_torch_function",
     "dispatch_modes",
     "function_modes",
     "is_in_torch_dispatch_mode",
     "keystr",
     "leave_alone",
-    "let_foreach_take",
-    "name_of_operator",
+    "local_part",
     "no_dispatch_modes",
-    "no_overrides",
-    "operator_of",
-    "operators_of_dtensors",
-    "safe_softmax",
-    "schema_of",
-    "storage_id",
-    "swap_implementation",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_leaves",
@@ -67,9 +58,6 @@ __all__ = [
     "tree_map_only",
     "tree_map_with_path",
     "tree_unflatten",
-    "version_of",
-    "wrapper_subclass",
-    "writes_into",
 ]
 
 
@@ -112,6 +100,11 @@ def operator_of(func: Any) -> Any:
     return func._overloadpacket
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local shard of a tensor that FSDP may have sharded over the replicas."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 _VERSION = operator.attrgetter("_version")  # without a call of Python for each tensor
 wrapper_subclass = torch.Tensor._make_wrapper_subclass  # (class, shape, dtype=, device=): a tensor without memory
 assert_soon = torch._assert_async  # raises on the device, without waiting for it
@@ -152,3 +145,190 @@ def base_of(tensor: Any) -> Any:
 def storage_id(storage: Any) -> int:
     """Return a number that tells storages apart as long as they live."""
     return cast("int", storage._cdata)
+
+
+PROFILER_RUNS = "_is_profiler_enabled"  # attribute of torch.autograd.profiler: whether one runs
+
+
+current_backward = torch._C._current_graph_task_id  # () -> number of the pass that runs in this thread, or -1
+
+
+def has_hooks(tensor: torch.Tensor) -> tuple[bool, bool]:
+    """Return whether a tensor has hooks of its gradient, and hooks behind the accumulation of its gradient."""
+    behind = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return bool(tensor._backward_hooks), bool(behind)
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the hooks that an optimizer has of its own before its step."""
+    return list(optimizer._optimizer_step_pre_hooks.values())
+
+
+def in_backward() -> bool:
+    """Return whether a backward pass runs in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def after_backward(action: Callable[[], None]) -> None:
+    """Call ``action`` when the backward pass that runs is through."""
+    torch.autograd.Variable._execution_engine.queue_callback(action)
+
+
+def run_backward(
+    roots: torch.Tensor | Sequence[torch.Tensor],
+    gradients: Any = None,
+    keep_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = (),
+) -> None:
+    """Run ``torch.autograd.backward`` with function modes on: it would give itself to them, and run without them."""
+    tensors = (roots,) if isinstance(roots, torch.Tensor) else tuple(roots)
+    given = (gradients,) if gradients is None or isinstance(gradients, torch.Tensor) else tuple(gradients)
+    given = given if len(given) == len(tensors) else (None,) * len(tensors)
+    given = tuple(torch.ones_like(x) if g is None else g for x, g in zip(tensors, given, strict=True))
+    wanted = () if inputs is None else (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    keep = create_graph if keep_graph is None else keep_graph
+    torch.autograd.graph._engine_run_backward(
+        tensors, given, keep, create_graph, wanted, allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def next_sequence_number() -> int:
+    """Return the number that the next node of the graph gets."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def sequence_number(node: Any) -> int:
+    """Return in which place among all nodes one was made."""
+    return int(node._sequence_nr())
+
+
+def input_metadata(node: Any) -> Any:
+    """Return shape, dtype and device of the gradients that come to a node."""
+    return node._input_metadata
+
+
+def forward_class(node: Any) -> type:
+    """Return the ``torch.autograd.Function`` that a node is of."""
+    return node._forward_cls
+
+
+is_functorch_active = torch._C._are_functorch_transforms_active  # () -> whether a transform of torch.func runs
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of torch.func (grad, vmap, jvp) runs, or forward mode: tensors may be wrapped ones."""
+    return not torch.compiler.is_compiling() and (is_functorch_active() or forward_ad._current_level >= 0)
+
+
+def newton_schulz(direction: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+    """Return what Muon steps along instead of a direction: a matrix, nearly orthogonal, in bfloat16."""
+    return _muon._zeropower_via_newtonschulz(direction, group["ns_coefficients"], group["ns_steps"], group["eps"])
+
+
+def muon_rates(group: Mapping[str, Any], shape: Sequence[int]) -> tuple[Any, Any]:
+    """Return by what a step of Muon multiplies the weights of a matrix of ``shape``, and how far it goes."""
+    rate: Any = group["lr"].squeeze() if isinstance(group["lr"], torch.Tensor) else group["lr"]
+    return 1 - rate * group["weight_decay"], _muon._adjust_lr(rate, group["adjust_lr_fn"], torch.Size(shape))
+
+
+HELD = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+"""Attributes of a module that hold its tensors and children."""
+
+CALL = nn.Module._call_impl.__code__  # runs wherever a module is called
+SAVE_STATE = nn.Module._save_to_state_dict.__code__  # and where its state dict is made
+
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+
+def own_parameters(module: Any) -> dict[str, Any]:
+    """Return a module's own parameters by name, None for one that was left out: the dict itself, to change."""
+    return module._parameters
+
+
+def own_buffers(module: Any) -> dict[str, Any]:
+    """Return a module's own buffers likewise."""
+    return module._buffers
+
+
+def own_modules(module: Any) -> dict[str, nn.Module | None]:
+    """Return a module's children likewise."""
+    return cast("dict[str, nn.Module | None]", module._modules)
+
+
+def unsaved_buffers(module: nn.Module) -> set[str]:
+    """Return the names of buffers that a state dict leaves out."""
+    return module._non_persistent_buffers_set
+
+
+def hooks_of(module: nn.Module, kind: str) -> dict[int, Any]:
+    """Return a module's hooks of a kind: ``forward``, ``forward_pre``, ``backward``, ``backward_pre``."""
+    return cast("dict[int, Any]", vars(module)[f"_{kind}_hooks"])
+
+
+def hooks_with_kwargs(module: nn.Module, kind: str) -> set[int]:
+    """Return the keys of a module's hooks of a kind that are given keyword arguments too."""
+    return set(vars(module).get(f"_{kind}_hooks_with_kwargs", ()))
+
+
+def hooks_of_all(kind: str) -> tuple[dict[int, Any], set[int]]:
+    """Return the hooks of a kind on every module, and the keys of those that are given keyword arguments too."""
+    with_kwargs = vars(torch_modules).get(f"_global_{kind}_hooks_with_kwargs", ())
+    return vars(torch_modules)[f"_global_{kind}_hooks"], set(with_kwargs)
+
+
+def forward_hooks(module: nn.Module) -> Iterator[tuple[dict[int, Any], int, Any]]:
+    """Yield the hooks around a module's forward: the dict that holds it, its key, the hook."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in list(hooks.items()):
+            yield hooks, key, hook
+
+
+def remove_forward_hooks(module: nn.Module, kinds: type | tuple[type, ...]) -> None:
+    """Remove the hooks of these classes around a module's forward."""
+    for hooks, key, hook in forward_hooks(module):
+        if isinstance(hook, kinds):
+            hooks.pop(key)
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+            module._forward_hooks_always_called.pop(key, None)
+
+
+def add_state_dict_hook(module: nn.Module, hook: _Hook) -> None:
+    """Let a module call ``hook(module, state_dict, prefix, metadata)``, the first of them before public ones."""
+    module._register_state_dict_hook(hook)
+
+
+def state_dict_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the hooks that save a module's state, and those before it is loaded."""
+    return module._state_dict_hooks, module._load_state_dict_pre_hooks
+
+
+def steps_of(scheduler: Any) -> int:
+    """Return how many steps a learning-rate scheduler has made."""
+    return int(scheduler._step_count)
+
+
+def convolve(module: Any, x: Any, weight: Any, bias: Any) -> Any:
+    """Convolve as a module of torch does, with another weight and bias."""
+    return module._conv_forward(x, weight, bias)
+
+
+@contextlib.contextmanager
+def called_instead(functions: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Let a call of each module, inside, be one of its function instead of the module's forward and hooks.
+
+    A function is given what the call would have run, and its arguments.
+    """
+    name, before = "_compiled_call_impl", list[tuple[dict[str, Any], Any]]()
+    try:
+        for module, function in functions:
+            own = vars(module)
+            before.append((own, own.get(name)))
+            own[name] = functools.partial(function, own.get(name) or module._call_impl)
+        yield
+    finally:
+        for own, earlier in reversed(before):
+            if earlier is None:
+                own.pop(name, None)
+            else:
+                own[name] = earlier

@@ -12,8 +12,7 @@ from transformers.cache_utils import Cache
 from autopar.distributed.rng import base_seed
 from autopar.errors import ConfigError
 from autopar.pipeline_parallel.engine import Engine
-from autopar.pipeline_parallel.kv_cache import find_cache, record_lengths
-from autopar.pipeline_parallel.outputs import complete, incomplete, unavailable
+from autopar.pipeline_parallel.outputs import complete, find_cache, incomplete, record_lengths, unavailable
 from autopar.pipeline_parallel.p2p import Message
 from autopar.pipeline_parallel.stage_forward import StageForward, StageOutput, Streams, run_stage
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from transformers.loss.loss_utils import (
 )
 
 from autopar.call_site import warn_user
-from autopar.checks.step import adds_router_loss
+from autopar.data_parallel.router_loss import adds_router_loss
 from autopar.errors import ConfigError
-from autopar.foreign.autograd import next_sequence_number, sequence_number
+from autopar.foreign.tensors import next_sequence_number, sequence_number
 from autopar.foreign.transformers import set_loss_function
 from autopar.policy.match import is_encoder_decoder, loss_kind
 from autopar.policy.schema import Policy
@@ -36,10 +36,16 @@ class OwnLoss:
     Attributes:
         model: a Hugging Face model, or a plain module.
         kind: one of :data:`~autopar.policy.schema.LOSSES`; None if no policy says it.
+        has_encoder: Whether the model is an encoder and a decoder.
     """
 
     model: Any
     kind: str | None
+    has_encoder: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        encodes = isinstance(self.model, PreTrainedModel) and is_encoder_decoder(self.model)
+        object.__setattr__(self, "has_encoder", encodes)
 
     @classmethod
     def of(cls, model: Any, given: Policy | None = None) -> OwnLoss:
@@ -50,7 +56,7 @@ class OwnLoss:
     def shifted(self) -> bool:
         """Whether the loss leaves out the first label of each sequence, as those of causal models do."""
         if self.kind == "loss_function":  # encoder-decoders give their labels as those of a shift that has been done
-            return self._function is ForCausalLMLoss and not is_encoder_decoder(self.model)
+            return not self.has_encoder and self._function is ForCausalLMLoss
         return self.kind in ("shifted_mean", "shifted_attended_mean")
 
     def counted(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -34,8 +34,7 @@ from torch import nn
 from autopar.errors import ConfigError, ConsistencyError, nearest
 from autopar.pipeline_parallel.batch_checks import digest_of, read_batch
 from autopar.pipeline_parallel.engine import Step
-from autopar.pipeline_parallel.methods import pipeline_of
-from autopar.pipeline_parallel.pipeline import Pipeline
+from autopar.pipeline_parallel.pipeline import Pipeline, pipeline_of
 
 __all__ = ["get_forward_backward_func"]
 

@@ -1,20 +1,40 @@
-"""Outputs of a model in stages: of all micro-batches together, without entries that only another stage could compute.
+"""Results of a model in stages: outputs without entries of other stages, KV caches, and tensors from placeholders.
 
-Reading one of those raises.
+Outputs of all micro-batches are merged. Reading an entry that only another stage could compute raises.
+
+Each rank keeps the keys and values of its own layers, and sends no cache. A model makes positions and masks from the
+length of the sequence so far, which it reads from one layer of its cache, often the first. So layers that run on other
+ranks get keys and values of width 1 and that length.
+
+The code before a stage's blocks runs on placeholders, and what the stage receives replaces its results. If any of them
+were used after all, the result would be wrong. A dispatch mode follows each tensor from the placeholders on, through
+views, writes in place and comparisons, too, where a value that is not a number leaves no trace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields, is_dataclass, replace
-from typing import Any, NoReturn
+import contextlib
+import copy
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch import nn
 from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
-from autopar.errors import UnsupportedModelError
+from autopar.distributed.rng import Generators
+from autopar.distributed.whole_on_read import WholeOnRead, parts_of
+from autopar.errors import AutoparError, ConfigError, UnsupportedModelError, listed
+from autopar.foreign.tensors import ITEM, schema_of
+from autopar.pipeline_parallel.p2p import map_tensors
 from autopar.swap import plain_class, swap
+from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in, written_in_place
+
+if TYPE_CHECKING:
+    from autopar.pipeline_parallel.stage_forward import StageForward
 
 
 def incomplete(output: Any, names: Sequence[str]) -> Any:
@@ -147,3 +167,241 @@ def _is_mean(parts: list[torch.Tensor]) -> bool:
 def _counted(loss: torch.Tensor, weight: float) -> torch.Tensor:
     """The loss of a micro-batch without labels is not a number; it does not count."""
     return loss * weight if weight else torch.zeros_like(loss)
+
+
+def find_cache(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cache | None:
+    """Return the cache among the arguments of a call; None without one."""
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
+
+
+def copy_caches(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Copy the caches among the arguments of a call that may have to run twice; the rest stays the same object."""
+    copied = [copy.deepcopy(value) if isinstance(value, Cache) else value for value in (*args, *kwargs.values())]
+    return copied[: len(args)], dict(zip(kwargs, copied[len(args) :], strict=True))
+
+
+def kind_of_cache(cache: Cache) -> tuple[str, bool | None]:
+    """Return what of a cache decides which code of a model runs: whether it holds anything, if it tells."""
+    with contextlib.suppress(Exception):
+        return "cache", int(cache.get_seq_length()) > 0
+    return "cache", None
+
+
+def record_length(
+    block: nn.Module, cache: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tokens: torch.Tensor | None
+) -> None:
+    """Extend the layer of a block that runs on another rank by the length of this call.
+
+    Args:
+        args, kwargs: of the block; its hidden states are ``[batch, seq, width]``, or ``[seq, batch, width]``.
+        tokens: of the model's call, ``[batch, seq]``; for hidden states of several streams, or with time first.
+    """
+    hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+    index = _layer_index(block)
+    if index is None or hidden is None:
+        return
+    rows = getattr(getattr(block, "rows_list", None), "rows", None)
+    if hidden.ndim == 3 and rows is not None:  # sequence parallelism: keys and values are whole
+        _extend(cache, index, hidden.new_empty(hidden.shape[0], rows.size))
+    elif hidden.ndim == 3:
+        time_first = tokens is not None and hidden.shape[:2] == tokens.shape[1::-1]
+        _extend(cache, index, hidden.transpose(0, 1) if time_first else hidden)
+    elif hidden.ndim == 4 and tokens is not None:
+        _extend(cache, index, tokens)
+
+
+def tokens_of(kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the tokens among a model's arguments, or what they are embedded as: ``[batch, seq, ...]``."""
+    names = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+    found = (kwargs.get(name) for name in names)
+    return next((value for value in found if isinstance(value, torch.Tensor)), None)
+
+
+def record_lengths(cache: Any, kwargs: Mapping[str, Any]) -> None:
+    """Extend all layers by the length of this call's tokens, on a rank that ran nothing of it."""
+    tokens = tokens_of(kwargs)
+    if tokens is not None:
+        for index in range(len(getattr(getattr(cache, "self_attention_cache", cache), "layers", ()))):
+            _extend(cache, index, tokens)
+
+
+def _extend(cache: Any, index: int, like: torch.Tensor) -> None:
+    """Extend layer ``index`` by keys and values ``[batch, 1, seq, 1]``; ``like`` is ``[batch, seq, ...]``."""
+    cache = getattr(cache, "self_attention_cache", cache)
+    layers = getattr(cache, "layers", None)
+    if layers is None or (index < len(layers) and not hasattr(layers[index], "get_mask_sizes")):
+        return
+    narrow = torch.zeros(like.shape[0], 1, like.shape[1], 1, device=like.device)
+    cache.update(narrow, narrow, index)
+
+
+def _layer_index(block: nn.Module) -> int | None:
+    for module in block.modules():
+        for name in ("layer_idx", "layer_index", "layer_id"):
+            value = vars(module).get(name)
+            if type(value) is int:
+                return value
+    return None
+
+
+_PADDING = re.compile(r"padding token|pad_token", re.IGNORECASE)
+
+# Operations that read shapes and dtypes only.
+_VALUELESS = frozenset(
+    f"{name}{ending}"
+    for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
+    for ending in ("_like",)
+) | {"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"}
+
+
+class Provenance(TensorTracking):
+    """Dispatch mode in which each tensor knows the names of the marked tensors from which it was computed.
+
+    Attributes:
+        read_by_control_flow: names whose values decided which code ran.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._origins: dict[int, frozenset[str]] = {}  # of a storage
+        self._alive: list[Any] = []  # so that no other storage gets the number of a marked one
+        self.read_by_control_flow: frozenset[str] = frozenset()
+
+    def mark(self, value: Any, names: Iterable[str]) -> None:
+        """Set the origins of every tensor in ``value``."""
+        found = frozenset(names)
+        map_tensors(value, lambda tensor: self._set(tensor, found))
+
+    def origins(self, value: Any) -> frozenset[str]:
+        """Return the names from which any tensor in ``value`` was computed."""
+        found: list[frozenset[str]] = []
+        map_tensors(value, lambda tensor: found.append(self._of(tensor)))
+        return frozenset().union(*found)
+
+    def _of(self, tensor: torch.Tensor) -> frozenset[str]:
+        """The origins of a tensor; of one that is whole on reading those of its parts, which does not read it."""
+        keys = [storage_key(part) for part in parts_of(tensor)]
+        return frozenset().union(*(self._origins.get(key, frozenset()) for key in keys if key is not None))
+
+    def _set(self, tensor: torch.Tensor, names: frozenset[str]) -> None:
+        if isinstance(tensor, WholeOnRead):
+            return  # made of parts, which are followed
+        key = storage_key(tensor)
+        if key is None or names == self._origins.get(key, frozenset()):
+            return
+        if names and key not in self._origins:
+            self._alive.append(tensor.untyped_storage())
+        self._origins[key] = names
+
+    def track(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Give the result, and what is written in place, the origins of the arguments."""
+        inputs = list(tensors_in((args, kwargs)))
+        found = frozenset().union(*map(self._of, inputs))
+        if not found or schema_of(func).name.rpartition("::")[2] in _VALUELESS:
+            return
+        if func is ITEM:
+            self.read_by_control_flow |= found
+        # the schemas of collectives do not say what they write
+        collective = func.namespace in ("c10d", "_c10d_functional")
+        for tensor in [*tensors_in(result), *(inputs if collective else written_in_place(func, args, kwargs))]:
+            self._set(tensor, found)
+
+
+@dataclass
+class Examined:
+    """Result of :func:`examine`.
+
+    Attributes:
+        result: of the stage's forward.
+        missing: names of placeholders that were used, or outputs of elements ("the output of ...").
+        unavailable: entries of the last stage's result that are computed from placeholders, and nothing else is.
+    """
+
+    result: Any
+    missing: frozenset[str]
+    unavailable: tuple[str, ...] = ()
+
+
+def examine(
+    forward: StageForward,
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    finish: Callable[[Any], Any] | None = None,
+) -> Examined:
+    """Run a stage and follow what is computed from placeholders, and from outputs that it did not receive.
+
+    Raises:
+        UnsupportedModelError: the model writes in place into outputs of blocks.
+    """
+    kept = copy_caches(args, kwargs)
+    state = Generators.now()
+    result, provenance = _followed(forward, model, args, kwargs)
+    if forward.skipped_source:  # the block in front of this stage is not called: the one before it is what counts
+        state.restore()
+        forward.restart(forward.before[-1])
+        result, provenance = _followed(forward, model, *kept)
+    missing, unavailable = provenance.read_by_control_flow, []
+    if forward.last and isinstance(result, ModelOutput):
+        chief = next((name for name in result if "loss" not in name), next(iter(result)))  # logits, or hidden states
+        for name, value in result.items():
+            origins = provenance.origins(value)
+            if name == chief or "loss" in name:
+                missing |= origins
+            elif origins:
+                unavailable.append(name)
+        result = incomplete(result, unavailable) if unavailable else result
+    else:
+        missing |= provenance.origins(result)
+    if finish is not None and forward.last and not missing:
+        with provenance:
+            forward.loss = finish(result)
+        missing |= provenance.origins(forward.loss) | provenance.read_by_control_flow
+    return Examined(result, missing, tuple(unavailable))
+
+
+def _followed(
+    forward: StageForward, model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, Provenance]:
+    provenance = forward.provenance = Provenance()
+    for name, tensor in forward.context.placeholders.items():
+        provenance.mark(tensor, provenance.origins(tensor) | {name})
+    try:
+        with provenance:
+            return forward.run(model, args, kwargs), provenance
+    except Exception as error:
+        if provenance.read_by_control_flow:
+            text = explain(forward, provenance.read_by_control_flow)
+            raise UnsupportedModelError(f"{text}\n  It ended with {type(error).__name__}.") from error
+        if not isinstance(error, AutoparError):
+            check_padding(error)
+            if forward.start > 0:  # the first stage had the same arguments
+                error.add_note(
+                    f"Raised behind the elements {forward.start} to {forward.stop - 1} of the pipeline. If "
+                    "pipeline_parallel_size=1 does not raise the same,\nthis model cannot be split into pipeline "
+                    "stages: its code behind the blocks reads more than the last one's output."
+                )
+        raise
+    finally:
+        forward.provenance = None
+
+
+def check_padding(error: Exception) -> None:
+    """Raise ConfigError if the model's own code asks for a padding token."""
+    if _PADDING.search(str(error)):
+        alone = ", or give every\n  micro-batch one sample (pipeline.microbatch_size: 1)"
+        raise ConfigError(
+            f"{str(error).splitlines()[0]}\n  Set model.config.pad_token_id (to tokenizer.pad_token_id)"
+            f"{alone if 'batch size' in str(error) else ''}."
+        ) from error
+
+
+def explain(forward: StageForward, missing: frozenset[str]) -> str:
+    """Return the error of a stage that reads what it does not have."""
+    read = listed(sorted(missing), 4)
+    return (
+        f"this model cannot be split into pipeline stages here: the elements {forward.start} to {forward.stop - 1} of "
+        f"the pipeline, or the loss behind them, read {read}, which another stage holds.\n  Blocks or the head use "
+        "it beside the output of the block before (features of an image, say). Split the model elsewhere "
+        "(pipeline.layers_per_stage), leave that input or criterion out, or use pipeline_parallel_size=1."
+    )

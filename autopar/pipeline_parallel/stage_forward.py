@@ -25,10 +25,18 @@ from transformers.cache_utils import Cache
 from autopar.distributed.rng import seeded, switch_stream
 from autopar.errors import UnsupportedModelError
 from autopar.foreign.tensors import version_of
-from autopar.pipeline_parallel.kv_cache import find_cache, kind_of_cache, record_length, tokens_of
-from autopar.pipeline_parallel.outputs import incomplete
+from autopar.pipeline_parallel.outputs import (
+    Provenance,
+    check_padding,
+    examine,
+    explain,
+    find_cache,
+    incomplete,
+    kind_of_cache,
+    record_length,
+    tokens_of,
+)
 from autopar.pipeline_parallel.p2p import map_tensors
-from autopar.pipeline_parallel.provenance import Provenance, check_padding, examine, explain
 from autopar.plan.stages import StagePlan
 from autopar.swap import swap, unswap
 

@@ -3,7 +3,7 @@
 A parameter that another stage holds leaves the module. In its place stays a placeholder, a tensor without memory
 (:class:`Placeholder`), so that the model's own code in front of the blocks still runs and
 gives the right shapes; what it computes there is replaced by what the stage receives
-(:mod:`~autopar.pipeline_parallel.provenance` proves it). Its values are not a number.
+(:mod:`~autopar.pipeline_parallel.outputs` proves it). Its values are not a number.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from transformers import PreTrainedModel
 from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_reads import DRAWS, user_frame, warn_at
 from autopar.errors import UnsupportedModelError
-from autopar.foreign.modules import own_buffers, own_parameters
-from autopar.foreign.tensors import no_overrides
+from autopar.foreign.tensors import no_overrides, own_buffers, own_parameters
 from autopar.plan.stages import StagePlan
 from autopar.quantized.layers import stored_weight
 from autopar.swap import replace_storage, swap, unswap

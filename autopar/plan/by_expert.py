@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from autopar.errors import ConfigError
-from autopar.foreign.modules import BatchNorm, own_parameters
+from autopar.foreign.tensors import BatchNorm, own_parameters
 from autopar.layout import Block, Layout
 from autopar.plan.matching import RuleMatch, join
 from autopar.plan.plan import AttributePlan, ModulePlan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,13 +13,12 @@ from transformers import PreTrainedModel
 
 from autopar.adapters import seen_through
 from autopar.errors import PolicyError, nearest
-from autopar.foreign.modules import own_buffers, own_modules, own_parameters
+from autopar.foreign.tensors import own_buffers, own_modules, own_parameters
 from autopar.layout import Layout
 from autopar.plan.own_forwards import check_kernels
 from autopar.plan.plan import ModulePlan
 from autopar.plan.units import UnitTable
-from autopar.policy.described_model import base_of, config_of
-from autopar.policy.match import find_policy
+from autopar.policy.match import base_of, config_of, find_policy
 from autopar.policy.schema import BY_EXPERT, Input, Part, Policy, Ratio, Rule, Tower, UnitSpec
 from autopar.policy.yaml_reader import Where
 from autopar.quantized.layers import block_of
@@ -78,7 +77,9 @@ class RuleMatch:
             raise
 
 
-def all_scopes(policy: Policy, prefix: str, model: nn.Module, tp: int) -> Iterator[Scope]:
+def all_scopes(
+    policy: Policy, prefix: str, model: nn.Module, tp: int, policy_of: Callable[[PreTrainedModel], Policy] = find_policy
+) -> Iterator[Scope]:
     """Yield every scope of a policy on a model, and those of the models inside it by their own policies."""
     if tp > 1:
         check_kernels(policy, model)
@@ -113,7 +114,7 @@ def all_scopes(policy: Policy, prefix: str, model: nn.Module, tp: int) -> Iterat
         for path, inside in walk(base, pattern, where):
             if not isinstance(inside, PreTrainedModel):
                 raise PolicyError(f"{path} is a {type(inside).__name__}, which has no policy of its own", where)
-            yield from all_scopes(find_policy(inside), join(base_path, path), inside, tp)
+            yield from all_scopes(policy_of(inside), join(base_path, path), inside, tp, policy_of)
 
 
 def _aligned(units: Mapping[str, UnitSpec], together: int) -> Mapping[str, UnitSpec]:
@@ -240,8 +241,6 @@ def check_regions(matches: list[RuleMatch], modules: Mapping[str, ModulePlan]) -
         entered = {family for family, m in families if m.rule.kind in _ENTERS and not m.rule.closes} | {*opened}
         for family, match in opened.items():
             if family not in closed:
-                from autopar.plan.region_advice import advise
-
                 unit = next(unit for unit in match.rule.units if table.family(unit) == family)
                 advice = "that no row closes; add a row rule, or gather_output: true" + advise(match, unit, inside)
                 raise _alone(match, "opens a region sharded by", advice, unit)
@@ -292,3 +291,56 @@ def _opens(rule: Rule) -> bool:
 
 def _closes(rule: Rule) -> bool:
     return rule.closes or (rule.kind == "row" and not rule.split_input)
+
+
+def advise(opening: RuleMatch, unit: str, inside: Sequence[RuleMatch]) -> str:
+    """Return a line to end the error on ``opening`` with, from the rules of its scope; empty if none is likely.
+
+    Args:
+        unit: the one that no row has.
+    """
+    table = opening.scope.table
+    family = table.family(unit)
+    beside = [match for match in inside if _parent(match) == _parent(opening)]
+    for row in beside:
+        if row.rule.kind != "row":
+            continue
+        if table.family(row.rule.units[0]) == family:
+            return (
+                f"\n  {row.shown} is a row of '{row.rule.units[0]}' with split_input: true, which is for an input that "
+                f"arrives whole ({row.rule.where}); without it this row closes the region."
+            )
+        if advice := _grouped(opening, unit, row):
+            return advice
+    widths = {_size(match, 0) for match in beside if match.rule.kind == "column" and match.rule.units[:1] == (unit,)}
+    for match in beside:
+        if match.rule.kind == "replicated" and not match.rule.units and _size(match, 1) in widths - {None}:
+            return (
+                f"\n  {match.shown} reads {_size(match, 1)} features, as many as the region has, and is replicated "
+                f"({match.rule.where}); {{row: {unit}}} closes the region."
+            )
+    return ""
+
+
+def _grouped(opening: RuleMatch, few: str, row: RuleMatch) -> str:
+    """Say that query heads have to follow KV heads, if their numbers allow it."""
+    many = row.rule.units[0]
+    fewer, more = opening.count(few), row.count(many)
+    if fewer is None or more is None or more % fewer:
+        return ""
+    spec = opening.scope.table.specs[many]
+    return (
+        f"\n  {row.shown} closes a region of '{many}' ({row.rule.where}). In grouped-query attention each of the "
+        f"{fewer} '{few}' serves {more // fewer} of the {more} '{many}', so they must follow:"
+        f"\n    {many}: {{count: {spec.count}, follows: {few}}}   ({spec.where})"
+    )
+
+
+def _parent(match: RuleMatch) -> str:
+    return match.path.rpartition(".")[0]
+
+
+def _size(match: RuleMatch, dim: int) -> int | None:
+    """Return the output (0) or input features (1) of a linear layer; None of another module."""
+    names = ("out_features", "nf") if dim == 0 else ("in_features", "nx")
+    return next((getattr(match.module, name) for name in names if hasattr(match.module, name)), None)

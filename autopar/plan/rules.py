@@ -10,7 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from autopar.errors import ConfigError, PolicyError
-from autopar.foreign.modules import BatchNorm, own_buffers, own_parameters
+from autopar.foreign.tensors import BatchNorm, own_buffers, own_parameters
 from autopar.layout import Layout
 from autopar.plan.matching import RuleMatch, join
 from autopar.plan.plan import ModulePlan

@@ -1,4 +1,7 @@
-"""Load policies: those that come with autopar by file or by name, and the user's from a path, a dict or YAML text."""
+"""Load policies: from a YAML tree that knows its lines, from autopar's own files, from a path, a dict or YAML text.
+
+``policies/README.md`` describes the form.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import PolicyError
+from autopar.errors import PolicyError, nearest
 from autopar.policy.files import (
     PolicyName,
     comes_with_autopar,
@@ -21,19 +24,323 @@ from autopar.policy.files import (
     user_tree,
     variants_of,
 )
-from autopar.policy.parse import parse_policy
-from autopar.policy.schema import Policy
-from autopar.policy.yaml_reader import Node, plain_tree
+from autopar.policy.schema import (
+    BY_EXPERT,
+    HIDDEN,
+    KINDS,
+    LISTED,
+    LOSSES,
+    SUPPORTED,
+    Input,
+    Part,
+    Policy,
+    Ratio,
+    Rule,
+    Tower,
+    UnitSpec,
+)
+from autopar.policy.yaml_reader import Node, Where, plain, plain_tree
 
-__all__ = [
-    "load_policies",
-    "load_policy",
-    "own_policies",
-    "policy_files",
-    "policy_folder",
-    "policy_text",
-    "read_user_policy",
-]
+__all__ = ["policy_files", "policy_folder", "policy_text"]
+
+
+_TOWER = ("units", "prefix", "every_stage", "blocks", "suffix", "attributes", "inputs")
+_TOP = ("match", *_TOWER, "towers", "head", "head_attributes", "models", "without_kernels", "loss")
+_MATCH = ("model_type", "transformers", "config", "class")
+_BLOCKS = ("path", "modules", "attributes", "inputs")
+_UNIT = ("count", "follows", "replicate", "or_whole", "multiple", "align")
+_BELONGS = {"by_expert": "region", "within": "norm_over"}  # keys that name one more unit, and the kind that takes them
+_FLAGS = {"gather_output": "column", "inside": "column", "split_input": "row", "opens": "region", "closes": "region",
+          "sorted": "region"}  # fmt: skip
+
+
+def parse_policy(name: str, root: Node) -> Policy:
+    """Read a policy from its merged tree (``extends`` already resolved).
+
+    Raises:
+        PolicyError: with file and line, for unknown keys and rules, wrong types, undefined units.
+    """
+    top = _mapping(root, _TOP, f"policy '{name}'")
+    own = {"prefix", "suffix", "head"} if "match" not in top else set[str]()  # a plain module may have no blocks
+    if not {"blocks", "towers", "models", *own} & set(top):
+        raise PolicyError(f"policy '{name}' has no section 'blocks' (nor 'towers', nor 'models')", root.where)
+    if "units" not in top and not {"models", "towers"} & set(top):
+        raise PolicyError(f"policy '{name}' has no section 'units'", root.where)
+    match = _mapping(top["match"], _MATCH, "'match'") if "match" in top else {}
+    model_types = _parse_names(match, "model_type", top["match"].where) if "match" in top else ()
+    transformers, ranges = _parse_versions(match, model_types) if "match" in top else ("", {})
+    units = _parse_units(top["units"], literal="match" not in top) if "units" in top else {}
+    towers = [_parse_tower("", root.where, {key: top[key] for key in _TOWER if key in top}, units)]
+    for tower, entry in _mapping(top["towers"], None, "'towers'").items() if "towers" in top else ():
+        keys = _mapping(entry, (*_TOWER, "config"), f"tower '{tower}'")
+        merged = {**units, **(_parse_units(keys["units"], units) if "units" in keys else {})}
+        towers.append(_parse_tower(tower, entry.where, keys, merged))
+    return Policy(
+        name=name,
+        where=root.where,
+        model_types=model_types,
+        transformers=transformers,
+        ranges=ranges,
+        config={key: plain(node) for key, node in _mapping(match["config"], None, "'config'").items()}
+        if "config" in match
+        else {},
+        classes=_parse_names(match, "class", top["match"].where) if "class" in match else (),
+        towers=tuple(towers),
+        head=_parse_rules(top["head"], units) if "head" in top else {},
+        head_attributes=_parse_attributes(top["head_attributes"], units) if "head_attributes" in top else {},
+        models=_parse_models(top["models"]) if "models" in top else {},
+        loss=_parse_loss(top["loss"]) if "loss" in top else {},
+        without_kernels=_parse_names(top, "without_kernels", root.where) if "without_kernels" in top else (),
+    )
+
+
+def _parse_tower(name: str, where: Where, keys: Mapping[str, Node], units: Mapping[str, UnitSpec]) -> Tower:
+    sections: dict[str, Any] = {
+        section: _parse_rules(keys[section], units)
+        for section in ("prefix", "every_stage", "suffix")
+        if section in keys
+    }
+    if "attributes" in keys:
+        sections["attributes"] = _parse_attributes(keys["attributes"], units)
+    if "inputs" in keys:
+        sections["inputs"] = _parse_inputs(keys["inputs"], units)
+    if "blocks" in keys:
+        blocks = _mapping(keys["blocks"], _BLOCKS, "'blocks'")
+        for required in ("path", "modules"):
+            if required not in blocks:
+                raise PolicyError(f"'blocks' has no '{required}'", keys["blocks"].where)
+        sections |= {
+            "blocks_path": _text(blocks["path"], "path"),
+            "blocks_where": keys["blocks"].where,
+            "blocks": _parse_rules(blocks["modules"], units),
+        }
+        if "attributes" in blocks:
+            sections["block_attributes"] = _parse_attributes(blocks["attributes"], units)
+        if "inputs" in blocks:
+            sections["block_inputs"] = _parse_inputs(blocks["inputs"], units)
+    return Tower(name, where, units, _text(keys["config"], "config") if "config" in keys else "", **sections)
+
+
+def _parse_versions(match: Mapping[str, Node], model_types: tuple[str, ...]) -> tuple[str, dict[str, str]]:
+    """The range of transformers versions, and the ranges of single model types."""
+    node = match.get("transformers")
+    if node is None:
+        return SUPPORTED, {}
+    if not isinstance(node.value, dict):
+        return _text(node, "transformers"), {}
+    for kind, entry in node.value.items():
+        if kind not in model_types:
+            hint = nearest(kind, model_types)
+            raise PolicyError(f"'transformers' names '{kind}', which 'model_type' does not list.{hint}", entry.where)
+    return SUPPORTED, {kind: _text(entry, "transformers") for kind, entry in node.value.items()}
+
+
+def _parse_models(node: Node) -> dict[str, Where]:
+    if not isinstance(node.value, list):
+        raise PolicyError("'models' must be a list of paths", node.where)
+    return {_text(entry, "models"): entry.where for entry in node.value}
+
+
+def _parse_names(match: Mapping[str, Node], key: str, where: Where) -> tuple[str, ...]:
+    if key not in match:
+        raise PolicyError(f"'match' has no '{key}'", where)
+    node = match[key]
+    nodes = node.value if isinstance(node.value, list) else [node]
+    if not nodes:
+        raise PolicyError(f"'{key}' lists none", node.where)
+    return tuple(_text(n, key) for n in nodes)
+
+
+def _parse_units(
+    node: Node, outer: Mapping[str, UnitSpec] | None = None, *, literal: bool = False
+) -> dict[str, UnitSpec]:
+    """``literal``: a count may be a number. A policy for a model type holds for models of all sizes."""
+    units: dict[str, UnitSpec] = {}
+    for name, entry in _mapping(node, None, "'units'").items():
+        if isinstance(entry.value, dict):
+            spec = _mapping(entry, _UNIT, f"unit '{name}'")
+            if "count" not in spec:
+                raise PolicyError(f"unit '{name}' has no 'count'", entry.where)
+            units[name] = UnitSpec(
+                name,
+                str(spec["count"].value),
+                entry.where,
+                follows=_text(spec["follows"], "follows") if "follows" in spec else None,
+                **{flag: _flag(spec[flag], flag) for flag in ("replicate", "or_whole") if flag in spec},
+                multiple=_at_least_1(spec, "multiple"),
+                align=_at_least_1(spec, "align"),
+            )
+        else:
+            number = literal and type(entry.value) is int
+            units[name] = UnitSpec(name, str(entry.value) if number else _text(entry, name), entry.where)
+    known = {**(outer or {}), **units}
+    for unit in units.values():
+        if unit.name == HIDDEN:
+            raise PolicyError(f"'{HIDDEN}' cannot be defined: it stands for single features", unit.where)
+        if unit.follows is not None and unit.follows not in known:
+            raise PolicyError(_undefined(unit.follows, known), unit.where)
+        leader, chain = unit.follows, [unit.name]
+        while leader is not None:
+            if leader in chain:
+                raise PolicyError(f"'{unit.name}' follows itself: {' -> '.join([*chain, leader])}", unit.where)
+            chain.append(leader)
+            leader = known[leader].follows if leader in known else None
+    return units
+
+
+def _at_least_1(spec: Mapping[str, Node], key: str) -> int:
+    if key not in spec:
+        return 1
+    number = _number(spec[key], key)
+    if number < 1:
+        raise PolicyError(f"'{key}' must be at least 1, not {number}", spec[key].where)
+    return number
+
+
+def _parse_rules(node: Node, units: Mapping[str, UnitSpec]) -> dict[str, Rule]:
+    return {path: _parse_rule(path, entry, units) for path, entry in _mapping(node, None, "modules").items()}
+
+
+def _parse_rule(path: str, node: Node, units: Mapping[str, UnitSpec]) -> Rule:
+    if isinstance(node.value, str):
+        if node.value != "replicated":
+            hint = f" Write {{{node.value}: UNIT}}." if node.value in KINDS else nearest(node.value, KINDS)
+            raise PolicyError(f"unknown rule '{node.value}' for {path}.{hint}", node.where)
+        return Rule("replicated", node.where)
+    content = _mapping(node, (*KINDS, *_FLAGS, "dim", "repeat", *_BELONGS), f"the rule of {path}")
+    kinds = [kind for kind in KINDS if kind in content]
+    if kinds == ["row", "enter_output"]:  # a flag there, a rule by itself elsewhere
+        kinds = ["row"]
+    if not kinds and set(content) == {BY_EXPERT}:
+        unit = _parse_unit(content[BY_EXPERT], BY_EXPERT, units)
+        return Rule(BY_EXPERT, node.where, (Part(unit),), by_expert=unit)
+    if len(kinds) != 1:
+        raise PolicyError(f"the rule of {path} must name exactly one of {', '.join(KINDS)}", node.where)
+    kind = kinds[0]
+    parts = _parse_parts(content[kind], kind, units)
+    if kind not in LISTED and len(parts) != 1:
+        raise PolicyError(f"'{kind}' of {path} takes one unit, not {len(parts)}", node.where)
+    flags: dict[str, Any] = {flag: _flag(content[flag], flag) for flag in _FLAGS if flag in content}
+    for flag in flags:
+        if _FLAGS[flag] != kind:
+            raise PolicyError(f"'{flag}' belongs to '{_FLAGS[flag]}', not to '{kind}' ({path})", content[flag].where)
+    if flags.get("sorted") and BY_EXPERT not in content:
+        raise PolicyError(f"'sorted' needs 'by_expert': it describes the rows of experts ({path})", node.where)
+    if len({"opens", "closes", *(() if flags.get("sorted") else [BY_EXPERT])} & set(content)) > 1:
+        raise PolicyError(f"of 'opens', 'closes' and 'by_expert' one goes with a region ({path})", node.where)
+    if kind == "row" and "enter_output" in content:
+        flags["enter_output"] = _flag(content["enter_output"], "enter_output")
+    if "dim" in content:
+        if kind not in ("sharded", "gathered"):
+            raise PolicyError(
+                f"'dim' belongs to 'sharded' and 'gathered', not to '{kind}' ({path})", content["dim"].where
+            )
+        flags["dim"] = _number(content["dim"], "dim")
+    if "repeat" in content:
+        if kind != "sharded":
+            raise PolicyError(f"'repeat' belongs to 'sharded', not to '{kind}' ({path})", content["repeat"].where)
+        flags["repeat"] = str(content["repeat"].value)
+    for key, owner in _BELONGS.items():
+        if key in content:
+            if kind != owner:
+                raise PolicyError(f"'{key}' belongs to '{owner}', not to '{kind}' ({path})", content[key].where)
+            flags[key] = _parse_unit(content[key], key, units)
+    return Rule(kind, node.where, parts, **flags)
+
+
+def _parse_parts(node: Node, what: str, units: Mapping[str, UnitSpec]) -> tuple[Part, ...]:
+    parts = []
+    for entry in node.value if isinstance(node.value, list) else [node]:
+        unit, star, width = (piece.strip() for piece in _text(entry, what).partition("*"))
+        if unit not in units and unit != HIDDEN:
+            raise PolicyError(_undefined(unit, units), entry.where)
+        if star and not width:
+            raise PolicyError(f"'{entry.value}' has no width after '*'", entry.where)
+        parts.append(Part(unit, width or None))
+    if not parts:
+        raise PolicyError(f"'{what}' lists no unit", node.where)
+    return tuple(parts)
+
+
+def _parse_unit(node: Node, what: str, units: Mapping[str, UnitSpec]) -> str:
+    parts = _parse_parts(node, what, units)
+    if len(parts) != 1 or parts[0].width is not None:
+        raise PolicyError(f"'{what}' takes the name of one unit, not {plain(node)!r}", node.where)
+    return parts[0].unit
+
+
+def _parse_attributes(node: Node, units: Mapping[str, UnitSpec]) -> dict[str, Ratio]:
+    attributes: dict[str, Ratio] = {}
+    for path, entry in _mapping(node, None, "attributes").items():
+        per: str | None = None
+        if isinstance(entry.value, str) and "/" in entry.value:
+            names = [part.strip() for part in entry.value.split("/")]
+            if len(names) > 2:
+                raise PolicyError(f"{path} must be a unit or the quotient of two, not '{entry.value}'", entry.where)
+            top, per = names
+            if per not in units:
+                raise PolicyError(_undefined(per, units), entry.where)
+            parts = _parse_parts(Node(top, entry.where), path, units)
+        else:
+            parts = _parse_parts(entry, path, units)
+        attributes[path] = Ratio(parts, per, entry.where)
+    return attributes
+
+
+def _parse_inputs(node: Node, units: Mapping[str, UnitSpec]) -> dict[str, Input]:
+    inputs: dict[str, Input] = {}
+    for path, entry in _mapping(node, None, "inputs").items():
+        content = _mapping(entry, ("sharded", "dim"), f"the input {path}")
+        if set(content) != {"sharded", "dim"}:
+            raise PolicyError(f"the input {path} needs 'sharded' and 'dim'", entry.where)
+        inputs[path] = Input(
+            _parse_unit(content["sharded"], "sharded", units), _number(content["dim"], "dim"), entry.where
+        )
+    return inputs
+
+
+def _parse_loss(node: Node) -> dict[str, str]:
+    kinds = {name: _text(entry, name) for name, entry in _mapping(node, None, "'loss'").items()}
+    for name, kind in kinds.items():
+        if kind not in LOSSES:
+            raise PolicyError(
+                f"the loss of {name} is one of {', '.join(LOSSES)}, not '{kind}'.{nearest(kind, LOSSES)}",
+                node.value[name].where,
+            )
+    return kinds
+
+
+def _undefined(unit: str, units: Mapping[str, UnitSpec]) -> str:
+    return f"unit '{unit}' is not defined under 'units'.{nearest(unit, units)} Defined: {', '.join(units)}"
+
+
+def _mapping(node: Node, known: tuple[str, ...] | None, what: str) -> dict[str, Node]:
+    if not isinstance(node.value, dict):
+        raise PolicyError(f"{what} must hold keys, not {plain(node)!r}", node.where)
+    for key, entry in node.value.items():
+        if known is not None and key not in known:
+            raise PolicyError(
+                f"unknown key '{key}' in {what}.{nearest(key, known)} Known: {', '.join(known)}", entry.where
+            )
+    return node.value
+
+
+def _text(node: Node, what: str) -> str:
+    if not isinstance(node.value, str):
+        raise PolicyError(f"'{what}' must be text, not {plain(node)!r}", node.where)
+    return node.value
+
+
+def _flag(node: Node, what: str) -> bool:
+    if not isinstance(node.value, bool):
+        raise PolicyError(f"'{what}' must be true or false, not {plain(node)!r}", node.where)
+    return node.value
+
+
+def _number(node: Node, what: str) -> int:
+    if type(node.value) is not int:
+        raise PolicyError(f"'{what}' must be an integer, not {plain(node)!r}", node.where)
+    return node.value
 
 
 @functools.cache

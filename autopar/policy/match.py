@@ -12,7 +12,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -20,13 +21,192 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers import __version__ as transformers_version
 
-from autopar.errors import PolicyError, UnsupportedModelError, tell
+from autopar.errors import PolicyError, UnsupportedModelError, listed, nearest, tell
+from autopar.foreign.tensors import own_parameters
 from autopar.foreign.transformers import tensor_plan
 from autopar.on_demand import tool
-from autopar.policy.advice import advice, convolutional
-from autopar.policy.described_model import base_of, config_of, hugging_face_model
+from autopar.policy.files import reference
 from autopar.policy.load import load_policies, own_policies, policy_files, policy_text, read_user_policy
 from autopar.policy.schema import DERIVED, Policy
+
+
+def model_inside(root: nn.Module, policy: Policy | None) -> tuple[str, Any]:
+    """The path and the model in ``root`` that is parallelized.
+
+    That is the Hugging Face model inside (often ``root`` itself), or ``root`` if it holds none, or if the policy that
+    was given matches no model type: then it describes ``root``.
+
+    Raises:
+        UnsupportedModelError: there is no Hugging Face model and no policy was given, or there are several.
+    """
+    if policy is not None and not policy.model_types:
+        return "", root
+    found = _hugging_face_models(root)
+    if not found and policy is not None:
+        return "", root
+    return hugging_face_model(root)
+
+
+def hugging_face_model(root: nn.Module) -> tuple[str, PreTrainedModel]:
+    """The Hugging Face model inside ``root`` (often ``root`` itself) and its path.
+
+    Raises:
+        UnsupportedModelError: there is none, or more than one.
+    """
+    found = _hugging_face_models(root)
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise UnsupportedModelError(
+            f"{type(root).__name__} is no Hugging Face model and holds none: autopar has no policy for it.\n"
+            "  A module of your own needs one that says what its weights are made of:\n"
+            "    policy = {'units': {'ffn': 'inferred'}, 'blocks': {'path': 'layers', 'modules':\n"
+            "              {'norm': 'replicated', 'up': {'column': 'ffn'}, 'down': {'row': 'ffn'}}}}\n"
+            "    model = autopar.initialize(model, config, policy=policy)\n"
+            f"  The form is in {reference()}."
+        )
+    listed = ", ".join(f"{path} ({type(module).__name__})" for path, module in found)
+    raise UnsupportedModelError(
+        f"{type(root).__name__} holds {len(found)} Hugging Face models: {listed}; one is supported.\n"
+        f"  A policy without 'match' describes {type(root).__name__} as a whole; 'models: "
+        f"[{', '.join(path for path, _ in found)}]' in it stands for the policies of these."
+    )
+
+
+def _hugging_face_models(root: nn.Module) -> list[tuple[str, PreTrainedModel]]:
+    """The outermost ones."""
+    if isinstance(root, PreTrainedModel):
+        return [("", root)]
+    found: list[tuple[str, PreTrainedModel]] = []
+    for path, module in root.named_modules():
+        inside = any(path.startswith(outer + ".") or not outer for outer, _ in found)
+        if isinstance(module, PreTrainedModel) and not inside:
+            found.append((path, module))
+    return found
+
+
+def base_of(model: nn.Module) -> tuple[str, nn.Module]:
+    """The base model inside a task model, and its path; of anything else the model itself."""
+    name = model.base_model_prefix if isinstance(model, PreTrainedModel) else ""
+    base = getattr(model, name, None) if name else None
+    return (name, base) if isinstance(base, nn.Module) else ("", model)
+
+
+def config_of(model: nn.Module) -> Any:
+    """Return the object with a model's counts: its ``config``, also a dict; an empty one if it has none."""
+    config: Any = getattr(model, "config", None)
+    if isinstance(config, Mapping):
+        return SimpleNamespace(**{str(name): value for name, value in config.items()})
+    return SimpleNamespace() if config is None else config
+
+
+def model_type_of(model: nn.Module) -> str:
+    """``model_type`` of its config; of a plain module the name of its class."""
+    return str(getattr(config_of(model), "model_type", type(model).__name__))
+
+
+_MOST_NAMES = 6
+
+
+class _Likeness(NamedTuple):
+    """How like a model is to a policy. The greatest is the most alike, and of several the simplest."""
+
+    fitting: int  # kinds of modules that both have, less the modules and attributes that the model lacks
+    inherited: bool  # the model or its config derives from that of a listed type
+    spare: int  # less the kinds of modules that the model could have, heads apart
+    common: int  # types that the policy lists
+    name: str
+    without_rule: tuple[str, ...]
+    without_module: tuple[str, ...]
+
+
+def convolutional(model: nn.Module) -> str:
+    """Return the reason why a convolutional net has no policy; empty for any other model."""
+    if not isinstance(model, PreTrainedModel) or "heads" in str(model.config.to_dict()):
+        return ""
+    if not any(isinstance(module, nn.Conv2d) for module in model.modules()):
+        return ""
+    return (
+        f"{type(model).__name__} is a convolutional net, which autopar's policies do not cover.\n  Use torch's "
+        "DistributedDataParallel, or its fully_shard for the memory of weights and states."
+    )
+
+
+def advice(model: PreTrainedModel, kinds: dict[str, str]) -> str:
+    """Say which name may have been meant, which policy is nearest and how to use it: at most ten lines."""
+    model_type = str(model.config.model_type)
+    hint = nearest(model_type, kinds, cutoff=0.7).strip()
+    lines = [hint] if hint else []
+    lines.append("autopar.initialize(model, config, policy='derive') derives a policy from what forward computes;")
+    lines.append("'autopar policy new MODEL' (a folder or a name on the hub) also proves it and writes it down.")
+    own = _Structure(model)
+    best = max(_likeness(policy, own) for policy in own_policies().values())
+    same = len(own.stored) - len(best.without_rule)
+    if 2 * same >= len(own.stored):
+        lines.append(f"By hand: closest in structure is {best.name} ({same} of {len(own.stored)} kinds of modules):")
+        lines.append(f"  policy={{'extends': '{best.name}', 'match': {{'model_type': '{model_type}'}}}}")
+        if best.without_rule:
+            lines.append(f"  to which rules must be added for: {listed(best.without_rule, _MOST_NAMES)}")
+        if best.without_module:
+            lines.append(
+                f"  and from which rules must be deleted (NAME: ~): {listed(best.without_module, _MOST_NAMES)}"
+            )
+    lines.append(f"'autopar policy check my.yaml' tries a policy without weights; its form is in {reference()}")
+    lines.append("'autopar policy list' prints the model types that have one.")
+    return "".join(f"\n  {line}" for line in lines)
+
+
+class _Structure:
+    """The names in a model, each for all modules that end in it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        base = f"{model.base_model_prefix}."
+        modules = [(path.removeprefix(base), module) for path, module in model.named_modules() if path]
+        self.modules = {_end(path): module for path, module in modules}
+        self.around = {_end(path): {_end(outer) for outer in _and_around(path)} for path, _ in modules}
+        self.stored = {_end(path) for path, module in modules if own_parameters(module)}
+        self.parameters = {_end(path) for path, _ in model.named_parameters()}
+        configs = [type(model.config), *(getattr(kind, "config_class", None) for kind in type(model).mro())]
+        self.types = {getattr(kind, "model_type", "") for config in configs if config for kind in config.mro()}
+
+    def has_attribute(self, path: str) -> bool:
+        """Return whether a module has the attribute at the end of a rule's path."""
+        parent, _, attribute = path.rpartition(".")
+        parent, config, _ = parent.partition(".config")
+        module = self.modules.get(_end(parent))
+        return hasattr(getattr(module, "config", None) if config else module, attribute)
+
+
+def _likeness(policy: Policy, own: _Structure) -> _Likeness:
+    body = [
+        path for tower in policy.towers for section in (tower.prefix, tower.blocks, tower.suffix) for path in section
+    ]
+    named = {_end(path): path for path in [*policy.head, *body]}
+    missing = named.keys() - own.modules.keys() - own.parameters
+    without_module = tuple(sorted(name for name in missing if "?" not in named[name]))
+    attributes = {path for tower in policy.towers for path in tower.block_attributes if "." in path and "?" not in path}
+    lacking = sum(not own.has_attribute(path) for path in attributes)
+    return _Likeness(
+        fitting=len(own.stored & named.keys()) - len(without_module) - lacking,
+        inherited=bool(own.types & set(policy.model_types)),
+        spare=-len(missing & {_end(path) for path in body}),
+        common=len(policy.model_types),
+        name=policy.name,
+        without_rule=tuple(sorted(name for name in own.stored if not own.around[name] & named.keys())),
+        without_module=without_module,
+    )
+
+
+def _and_around(path: str) -> list[str]:
+    names = path.split(".")
+    return [".".join(names[:length]) for length in range(1, len(names) + 1)]
+
+
+def _end(path: str) -> str:
+    """The last two names of a path behind its last number, without marks."""
+    names = [name.removesuffix("?") for name in path.split(".")]
+    behind = max((place + 1 for place, name in enumerate(names) if name.isdigit() or name == "*"), default=0)
+    return ".".join(names[behind:][-2:])
 
 
 def supported_model_types() -> dict[str, str]:
@@ -87,6 +267,32 @@ def find_policy(model: nn.Module, policy: str | Path | Mapping[str, Any] | Polic
         raise UnsupportedModelError(reason + advice(model, supported_model_types()))
     _check_version(found[0], config)
     return found[0]
+
+
+class Described:
+    """A policy and the model that it describes, found once for all plans of a model.
+
+    Args:
+        root: The model that the user gave.
+        prefix: The path in ``root`` of the model that is parallelized.
+        model: That model: a Hugging Face model, or ``root``.
+        policy: Its policy.
+    """
+
+    def __init__(self, root: nn.Module, prefix: str, model: Any, policy: Policy) -> None:
+        self.root, self.prefix, self.model, self.policy = root, prefix, model, policy
+        self._of_models: dict[int, Policy] = {}
+
+    @classmethod
+    def of(cls, root: nn.Module, policy: Policy | Described) -> Described:
+        """Return ``policy`` if it is found already; else find the model in ``root`` that it describes."""
+        return policy if isinstance(policy, Described) else cls(root, *model_inside(root, policy), policy)
+
+    def policy_of(self, inside: PreTrainedModel) -> Policy:
+        """Return the policy of a Hugging Face model inside, found when a plan first asks for it."""
+        if id(inside) not in self._of_models:
+            self._of_models[id(inside)] = find_policy(inside)
+        return self._of_models[id(inside)]
 
 
 def policies_of(model_type: str) -> list[Policy]:

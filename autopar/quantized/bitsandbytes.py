@@ -1,13 +1,19 @@
-"""Weights of bitsandbytes: in 8 bit, or :mod:`in 4 bit <autopar.quantized.four_bit>`.
+"""Weights of bitsandbytes in 8 bit, and in 4 bit, also with quantized scales.
 
 In 8 bit (Dettmers et al., "LLM.int8()", 2022) each output has one scale. The layer's inputs are quantized, too, with a
 scale for each token, so ranks that have some of the inputs need the largest one of all (:meth:`EightBit.whole_rows`).
 
-bitsandbytes is never imported here: a layer can only be its own where somebody else has imported it.
+In 4 bit (NF4 and FP4; Dettmers et al., "QLoRA", 2023) a block of 64 numbers along the inputs has one scale, and two
+numbers share a byte. Scales may be quantized in turn, in groups of 256 with a scale each. Where ranks cannot hold full
+groups, scales become the numbers that these stand for: the weight stays the same to the bit. The codes stay in main
+memory, for when the shards become full weights again.
+
+bitsandbytes is never imported here: a layer can only be its own where other code has imported it.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -16,12 +22,313 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.foreign.modules import own_parameters
+from autopar.errors import ConfigError
+from autopar.foreign.tensors import own_parameters
 from autopar.layout import Layout
-from autopar.quantized.four_bit import IN_4_BIT, FourBit, config_of, functional, with_memory
 from autopar.quantized.stored import InFile, Kind, Part, Piece, ToFile
 
-__all__ = ["KINDS", "LIBRARY", "EightBit", "FourBit", "find"]
+_BLOCK = 64  # numbers that share a scale
+_NESTED = " with quantized scales"
+_GROUP = 256  # scales that are quantized together
+_CODES = "_autopar_codes"  # attribute of a state: the quantized one, of a shard with parts of groups
+_IN_FILES = {"bytes": "weight", "scales": "weight.absmax", "groups": "weight.nested_absmax"}
+_AT_A_TIME = 1 << 16  # scales
+
+
+def functional() -> Any:
+    """Return the functions of bitsandbytes."""
+    return sys.modules["bitsandbytes.functional"]
+
+
+def with_memory(module: nn.Module, data: torch.Tensor) -> Any:
+    """Return the weight of a layer, which is another object from now on if it had no memory."""
+    weight: Any = own_parameters(module)["weight"]
+    if weight.is_meta and not data.is_meta:
+        made = type(weight)(data, requires_grad=False)
+        vars(made).update(vars(weight))
+        own_parameters(module)["weight"] = weight = made
+    return weight
+
+
+def config_of(**settings: Any) -> Any:
+    """Return transformers' ``quantization_config``."""
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(**settings)
+
+
+class FourBit:
+    """The weight of a ``Linear4bit``."""
+
+    hidden: tuple[str, ...] = ("quant_state",)
+    dtype: torch.dtype | None = None
+    whole_rows = None
+
+    def __init__(self, module: Any) -> None:
+        self._module, self._weight = module, module.weight
+        self._opened: Any = None  # the state in a file, without its scales
+        state = getattr(module.weight, "quant_state", None) or module.quant_state
+        if state is None and not module.weight.is_meta:
+            raise ConfigError("a Linear4bit is not quantized yet: bitsandbytes does that when it moves to a device")
+        if module.weight.quant_storage != torch.uint8:
+            raise ConfigError(
+                f"bnb_4bit_quant_storage={module.weight.quant_storage}: bytes of quantized weights would look like "
+                "numbers to whatever\n  converts or sums parameters. Leave it out: torch.uint8 is its default. Weights "
+                "in a folder have to be quantized anew."
+            )
+        if getattr(state, "packing_format_for_cpu", False):
+            raise ConfigError(
+                "a Linear4bit was evaluated, and bitsandbytes has packed its weight for this CPU, with scales in "
+                "bfloat16, which it cannot undo.\n  Load the model again, and give it to initialize before it is "
+                "evaluated: what autopar has parallelized is not packed."
+            )
+        nested = module.weight.compress_statistics if state is None else state.nested
+        self.format = f"bitsandbytes {module.weight.quant_type}{_NESTED if nested else ''}"
+        shape = module.weight.shape if state is None else state.shape
+        self.shape: tuple[int, int] = (shape[0], shape[1])
+        self.block: tuple[int, int] = (1, module.weight.blocksize)
+        self.pending = state is None
+
+    @property
+    def kind(self) -> Kind:
+        """Return the form without the weight."""
+        return _BY_FORM[self.format]
+
+    @property
+    def _state(self) -> Any:
+        return self._opened or getattr(self._weight, "quant_state", None) or self._module.quant_state
+
+    def pieces(self, layout: Layout | None = None) -> dict[str, Piece]:
+        """Return bytes, ``[out, in/64, 32]``, scales, ``[out, in/64]``, and of quantized scales their groups."""
+        state = self._state
+        quantized = vars(state).get(_CODES) or state
+        held = {"weight": self._weight.data, "weight.absmax": quantized.absmax.to(self._weight.device)}
+        if quantized.nested:
+            held["weight.nested_absmax"] = quantized.state2.absmax
+        places = self._places(layout, whole_groups=quantized is state)
+        return {name: Piece(held[place.name].view(place.shape), place.block) for name, place in places.items()}
+
+    def _places(self, layout: Layout | None, *, whole_groups: bool = True) -> dict[str, InFile]:
+        (rows, columns), state = self.shape, self._state
+        blocks, width = columns // state.blocksize, state.blocksize
+        found = {"bytes": InFile("weight", (rows, blocks, width // 2), self.block)}
+        scales = InFile("weight.absmax", (rows, blocks), self.block)
+        if not (state.nested or not whole_groups):
+            return found | {"scales": scales}
+        groups = _groups(rows, blocks, width)
+        if whole_groups and groups is not None and (layout is None or _divides(groups[1], layout)):
+            return found | {"scales": scales, "groups": InFile("weight.nested_absmax", *groups)}
+        every = InFile("weight.nested_absmax", (-1,), (0, 0))
+        return found | {"scales" if layout is None else "codes": scales, "groups": every}
+
+    def open(
+        self, small: Mapping[str, torch.Tensor], shape: tuple[int, int], layout: Layout | None
+    ) -> dict[str, InFile]:
+        """Return where bytes and scales lie, and take the rest."""
+        unread = {name: torch.empty(0) for name in ("absmax", "nested_absmax") if f"weight.{name}" not in small}
+        if "weight.nested_quant_map" not in small:
+            del unread["nested_absmax"]
+        self._opened = state = functional().QuantState.from_dict({**small, **unread}, small["weight.quant_map"].device)
+        self.shape, count = shape, -(-shape[0] * shape[1] // state.blocksize)
+        if tuple(state.shape) != shape:
+            raise ValueError(f"it has shape {list(state.shape)} there, {list(shape)} in the model")
+        if layout is not None:
+            return self._places(layout)
+        found = {"bytes": InFile("weight", (-(-shape[0] * shape[1] // 2), 1), (0, 0))}
+        found["scales"] = InFile("weight.absmax", (count,), (0, 0))
+        if state.nested:
+            found["groups"] = InFile("weight.nested_absmax", (-(-count // state.state2.blocksize),), (0, 0))
+        return found
+
+    def files(self, shape: tuple[int, int]) -> dict[str, ToFile]:
+        """Return bytes, scales, groups, and what the state of the whole weight says beside them."""
+        state, found = vars(self._state).get(_CODES) or self._state, {"weight": ToFile(self._weight.data)}
+        if shape[1] % state.blocksize == 0:
+            found = {_IN_FILES[name]: ToFile(*piece, 1 + (name == "bytes")) for name, piece in self.pieces().items()}
+        whole = copy.copy(state)
+        whole.shape = torch.Size(shape)
+        rest = whole.as_dict(packed=True).items()
+        return found | {f"weight.{name}": ToFile(tensor) for name, tensor in rest if f"weight.{name}" not in found}
+
+    def note(self, shape: tuple[int, int]) -> str:
+        """Return "": all of it is in tensors."""
+        return ""
+
+    def take(self, tensors: dict[str, torch.Tensor], layout: Layout | None, rank: int) -> None:
+        """Take the pieces of a shard; codes whose groups lie on several ranks become the numbers that they are."""
+        rows, columns = self.shape if layout is None else layout.local_shape(self.shape, rank)
+        if layout is not None and "codes" in tensors:
+            state, blocks = self._state, self.shape[1] // self._state.blocksize
+            places = [torch.arange(count, device=tensors["codes"].device) for count in (self.shape[0], blocks)]
+            held = Layout(0, layout.in_steps(self.block[layout.dim]).blocks)
+            places[layout.dim] = held.shard(places[layout.dim], rank)
+            tensors = tensors | {"scales": _numbers(tensors["codes"], tensors["groups"], state, places, blocks)}
+        self.put((rows, columns), tensors)
+
+    def beside(self) -> dict[str, torch.Tensor]:
+        """Return the scales and, of quantized ones, their groups and mean."""
+        if self.pending:
+            return {}
+        state = self._state
+        found = {"scales": state.absmax}
+        return found | {"groups": state.state2.absmax, "mean": state.offset} if state.nested else found
+
+    def put(self, shape: tuple[int, int], tensors: dict[str, torch.Tensor]) -> None:
+        """Take bytes, scales and groups of a weight of this shape."""
+        old, library = self._state, functional()
+        quantized, state2 = vars(old).get(_CODES) or old, None
+        if "groups" in tensors:
+            kept = quantized.state2
+            state2 = library.QuantState(
+                tensors["groups"].reshape(-1), code=kept.code, blocksize=kept.blocksize, dtype=kept.dtype
+            )
+
+        def made(scales: torch.Tensor, state2: Any) -> Any:
+            return library.QuantState(
+                scales.reshape(-1),
+                shape=torch.Size(shape),
+                code=old.code,
+                blocksize=old.blocksize,
+                quant_type=old.quant_type,
+                dtype=old.dtype,
+                offset=None if state2 is None else quantized.offset,
+                state2=state2,
+            )
+
+        codes = tensors.get("codes")
+        state = made(tensors["scales"], state2 if codes is None else None)
+        if codes is not None:
+            vars(state)[_CODES] = made(codes.cpu(), state2)
+        self._weight = with_memory(self._module, tensors["bytes"])
+        self._weight.data = tensors["bytes"].reshape(-1, 1)
+        self._weight.bnb_quantized, self._weight.blocksize = True, state.blocksize
+        self._weight.module = self._module  # of a copied model it is the layer that was copied
+        self._weight.quant_state = self._module.quant_state = state
+        self._weight.compress_statistics, self._weight.quant_type = state.nested, state.quant_type
+        self.shape, self._opened = shape, None
+
+    def keep_form(self, keep: bool) -> None:
+        """Keep evaluation on CPUs with AVX512-BF16 from packing the weight: a packed one passes no gradient on."""
+        may = getattr(sys.modules["bitsandbytes.nn.modules"], "has_avx512bf16", bool)
+        self._module.support_avx512bf16_for_cpu = not keep and may()
+
+    def fill(self, values: torch.Tensor, part: Part) -> None:
+        """Quantize a weight that is this rank's part of one that has no memory yet."""
+        library, then = sys.modules["bitsandbytes.nn.modules"], self._weight
+        nested = then.compress_statistics and part.layout is not None
+        weight = library.Params4bit(
+            values,
+            requires_grad=False,
+            blocksize=then.blocksize,
+            compress_statistics=then.compress_statistics and not nested,
+            quant_type=then.quant_type,
+            quant_storage=then.quant_storage,
+            module=self._module,
+        ).to(values.device)
+        own_parameters(self._module)["weight"] = self._weight = weight
+        self.pending, self.shape = False, (values.shape[0], values.shape[1])
+        if nested:
+            self._nest(part)
+
+    def _nest(self, part: Part) -> None:
+        """Quantize the scales as those of the whole weight are."""
+        state, layout, (rows, columns) = self._state, part.layout, self.shape
+        assert layout is not None
+        blocks, steps = columns // state.blocksize, layout.in_steps(self.block[layout.dim])
+        scales = part.gather(state.absmax.view(rows, blocks), steps)  # [out, in/64] of the whole
+        mean = scales.mean()
+        codes, state2 = functional().quantize_blockwise(scales.reshape(-1) - mean, blocksize=_GROUP)
+        state.nested, state.state2, state.offset = True, state2, mean
+        self.shape = (scales.shape[0], scales.shape[1] * state.blocksize)
+        held = {"scales": codes, "codes": codes, "groups": state2.absmax}
+        tensors = {"bytes": self._weight.data}
+        for name, place in self._places(layout).items():
+            if name in held:
+                step = place.block[layout.dim]
+                tensor = held[name].view(place.shape)
+                tensors[name] = layout.in_steps(step).shard(tensor, part.rank) if step else tensor
+        self.take(tensors, layout, part.rank)
+
+    def drop(self) -> None:
+        """Free bytes and scales."""
+        self._weight.data = self._weight.data.new_empty(0)
+        self._weight.quant_state = self._module.quant_state = None
+
+    def dequantized(self) -> torch.Tensor:
+        """Return the weight, ``[out, in]``."""
+        whole: torch.Tensor = functional().dequantize_4bit(self._weight.data, self._state)
+        return whole
+
+
+def _numbers(
+    codes: torch.Tensor, groups: torch.Tensor, state: Any, places: list[torch.Tensor], blocks: int
+) -> torch.Tensor:
+    """Return the scales, ``[out, in/64]``, that codes of a shard stand for.
+
+    Args:
+        groups: of the whole weight, one for 256 codes.
+        places: of the shard's rows and columns in the whole one, which has so many ``blocks`` in a row.
+    """
+    found = torch.empty(codes.shape, device=codes.device)
+    step = max(1, _AT_A_TIME // max(1, codes.shape[1]))
+    for at in range(0, codes.shape[0], step):
+        group = (places[0][at : at + step, None] * blocks + places[1]) // state.state2.blocksize
+        found[at : at + step] = state.state2.code[codes[at : at + step].int()] * groups[group] + state.offset
+    return found
+
+
+def _groups(rows: int, blocks: int, width: int) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """Return shape and block of groups of scales that are rectangles of the weight; None if they are not.
+
+    Args:
+        rows, blocks: of the scales, ``[out, in/width]``.
+    """
+    if blocks % _GROUP == 0:
+        return (rows, blocks // _GROUP), (1, _GROUP * width)
+    if _GROUP % blocks == 0 and rows * blocks % _GROUP == 0:
+        return (rows * blocks // _GROUP, 1), (_GROUP // blocks, blocks * width)
+    return None
+
+
+def _four_bit(shape: tuple[int, int], layout: Layout | None, rank: int, *, nested: bool) -> int:
+    """Return the bytes of a shard: 4-bit numbers, and scales in fp32 or, quantized, with groups and their mean."""
+    rows, columns = shape if layout is None else layout.local_shape(shape, rank)
+    packed, scales = -(-rows * columns // 2), -(-rows * columns // _BLOCK)
+    if not nested:
+        return packed + 4 * scales
+    if layout is None:
+        return packed + scales + 4 * -(-scales // _GROUP) + 4
+    groups = _groups(shape[0], shape[1] // _BLOCK, _BLOCK)
+    if groups is None or not _divides(groups[1], layout):
+        return packed + 4 * scales
+    held, step = list(groups[0]), groups[1][layout.dim]
+    held[layout.dim] = layout.in_steps(step).local_size(rank)
+    return packed + scales + 4 * held[0] * held[1] + 4
+
+
+def _divides(block: tuple[int, int], layout: Layout) -> bool:
+    try:
+        layout.in_steps(block[layout.dim])
+    except ValueError:
+        return False
+    return True
+
+
+def _kind_of(name: str, nested: bool) -> Kind:
+    how = {"load_in_4bit": True, "bnb_4bit_quant_type": name, "bnb_4bit_use_double_quant": nested}
+    form = f"bitsandbytes {name}{_NESTED if nested else ''}"
+    nbytes, config = functools.partial(_four_bit, nested=nested), functools.partial(config_of, **how)
+    return Kind(form, (1, _BLOCK), False, nbytes, config)
+
+
+IN_4_BIT = {
+    "nf4": _kind_of("nf4", False),
+    "nf4-double": _kind_of("nf4", True),
+    "fp4": _kind_of("fp4", False),
+    "fp4-double": _kind_of("fp4", True),
+}
+_BY_FORM = {kind.form: kind for kind in IN_4_BIT.values()}
+
 
 LIBRARY = "bitsandbytes.nn.modules"  # imported by whoever has made such a layer
 _PADDING = 4  # columns; the product of 8-bit matrices wants multiples of 4

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from autopar.errors import ConfigError
-from autopar.foreign.modules import own_parameters
+from autopar.foreign.tensors import own_parameters
 from autopar.layout import Layout
 from autopar.quantized.stored import InFile, Kind, Part, Piece, ToFile
 

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
         manual_seed,
         model_parallel_cuda_manual_seed,
     )
-    from autopar.tensor_parallel.embeddings import VocabParallelEmbedding
-    from autopar.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from autopar.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
     from autopar.tensor_parallel.loss import vocab_parallel_cross_entropy
     from autopar.tensor_parallel.megatron import (
         VocabUtility,
@@ -82,7 +81,7 @@ _HOMES = {
     "MODEL_PARALLEL_STREAM": "autopar.distributed.rng_tracker",
     "RandomStateTracker": "autopar.distributed.rng_tracker",
     "RowParallelLinear": "autopar.tensor_parallel.layers",
-    "VocabParallelEmbedding": "autopar.tensor_parallel.embeddings",
+    "VocabParallelEmbedding": "autopar.tensor_parallel.layers",
     "VocabUtility": "autopar.tensor_parallel.megatron",
     "all_to_all": "autopar.tensor_parallel.megatron",
     "axis_of": "autopar.distributed.axis",

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from autopar.adapters import is_peft_model, is_tuner
-from autopar.distributed.plain_collectives import all_reduce
+from autopar.distributed.collectives import all_reduce
 from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.quantized.layers import stored_weights
 from autopar.swap import bind, unbind
-from autopar.tensor_parallel.embeddings import look_up
+from autopar.tensor_parallel.layers import look_up
 from autopar.tensor_parallel.region_modules import RegionModule
 
 _OWNER = "tensor parallelism of adapters"

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import re
 import warnings
+from collections.abc import Callable
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.checks.forward import ForwardCheck
-from autopar.checks.step import StepCheck
 from autopar.config import ParallelConfig
 from autopar.distributed.axis import Axis
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
+from autopar.guards.forward import ForwardCheck
+from autopar.guards.step import StepCheck
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.stages import StagePlan
-from autopar.tensor_parallel import hooks, parameter_marks
+from autopar.swap import bind, unbind
+from autopar.tensor_parallel import generation, hooks, parameter_marks
 from autopar.tensor_parallel.regions import Region
 
+_OWNER = "seeds of layers"
 _MODELS = itertools.count(1)  # every rank makes the same ones, in the same order
 
 
@@ -65,8 +72,9 @@ def attach(
         if not config.fully_sharded:
             check.find_sharded(inner)
     hooks.attach(inner, plan, mpu, region, failures, check)
+    generation.attach(inner, plan, mpu)
     if mpu.tp_cp.size > 1:
-        hooks.draw_seeds_alike(inner)
+        draw_seeds_alike(inner)
     if (plan.tp > 1 or config.loss_chunk) and config.loss_gather_logits == "on_read":
         kept = keep_logits_sharded(inner, config.loss_chunk)
         if config.loss_chunk and not kept and dist.get_rank() == 0:
@@ -82,7 +90,7 @@ def chunk_head(model: nn.Module, axis: Axis, region: Region) -> None:
     head = _head_of(model)
     if type(head) is nn.Linear:
         from autopar.tensor_parallel import parallelize
-        from autopar.tensor_parallel.parallel_layer import layout_of
+        from autopar.tensor_parallel.layers import layout_of
 
         layout = layout_of("the head", "out_features", head.out_features, 0, axis)
         layouts = dict.fromkeys(("weight",) if head.bias is None else ("weight", "bias"), layout)
@@ -97,7 +105,7 @@ def _head_of(model: nn.Module) -> nn.Module | None:
 
 def keep_logits_sharded(model: nn.Module, chunk: int) -> bool:
     """Let the head of a language model leave its logits sharded until they are read; whether there is one."""
-    from autopar.tensor_parallel.parallel_layer import ParallelLayer
+    from autopar.tensor_parallel.layers import ParallelLayer
 
     head = _head_of(model)
     if not isinstance(head, ParallelLayer) or not head.autopar.gather_output:
@@ -124,7 +132,7 @@ def mark_parameters(model: nn.Module, inner: nn.Module, plan: Plan, stages: Stag
 def undo(model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU) -> None:
     """Give back plain layers with full weights and gradients, without hooks and methods. Collective over tp."""
     from autopar.tensor_parallel import adapters, parallelize
-    from autopar.tensor_parallel.parallel_layer import ParallelLayer
+    from autopar.tensor_parallel.layers import ParallelLayer
 
     if plan.shards > 1:
         parallelize.undo(model, plan)
@@ -132,5 +140,40 @@ def undo(model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU) -> None:
     head = _head_of(inner)
     if isinstance(head, ParallelLayer):  # of chunk_head
         parallelize.swap_back(head)
+    generation.detach(inner)
     hooks.detach(inner)
+    unbind(inner, _OWNER)
     parameter_marks.unmark(model)
+
+
+_SEED = re.compile(r"_init_(\w*seed)")
+
+
+def draw_seeds_alike(model: nn.Module) -> None:
+    """Let layers draw the seed that they take for each forward from torch's CPU generator; :func:`undo` undoes it.
+
+    Reversible layers compute their activations twice, and seed the generators before. A seed that each process takes
+    from its operating system would let the ranks of a tensor-parallel group drop other elements of the same activation,
+    and hash it into other buckets. The default generator is the same on all of them.
+    """
+    for module in model.modules():
+        kind: Any = type(module)
+        for name, attribute in _renewals(kind):
+            if attribute in vars(module):
+                bind(module, _OWNER, **{name: _drawn(attribute)})
+
+
+@functools.cache
+def _renewals(kind: Any) -> tuple[tuple[str, str], ...]:
+    """Methods ``_init_..._seed`` that renew the attribute ``..._seed`` of a module."""
+    found = [(name, match) for name in dir(kind) if (match := _SEED.fullmatch(name)) is not None]
+    return tuple((name, str(match[1])) for name, match in found if callable(getattr(kind, name)))
+
+
+def _drawn(attribute: str) -> Callable[[Any], None]:
+    def renew(self: Any) -> None:
+        seed = int(torch.randint(2**62, (), device="cpu").item())
+        setattr(self, attribute, seed)
+        torch.manual_seed(seed)
+
+    return renew

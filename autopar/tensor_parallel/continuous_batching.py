@@ -23,10 +23,9 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_reads import hidden
 from autopar.errors import ConfigError
-from autopar.foreign.batching import free_part, kept_manager, takes_ranks
-from autopar.swap import swap
-from autopar.tensor_parallel.config_view import config_view, set_value
-from autopar.tensor_parallel.given_caches import cache_layouts
+from autopar.foreign.transformers import free_part, kept_manager, takes_ranks
+from autopar.swap import config_view, set_value, swap
+from autopar.tensor_parallel.hooks import cache_layouts
 
 
 def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,16 +79,6 @@ def forget(model: nn.Module) -> None:
     """Destroy a manager that was kept for another session."""
     if isinstance(kept_manager(model), _OverRanks):
         model.destroy_cached_continuous_batching_manager()  # type: ignore[operator]
-
-
-def check_thread(manager: Any) -> None:
-    """Refuse another thread's forward while requests run, whose collectives would meet those of the requests.
-
-    Raises:
-        ConfigError: says what to do.
-    """
-    if manager is not None:
-        manager.check_thread()
 
 
 def _refusal(model: nn.Module, mpu: MPU) -> str:

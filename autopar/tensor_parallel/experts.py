@@ -12,6 +12,9 @@ rank's first one.
 losses, where that of any other weight is the mean over replicas. The gradient that comes to the expert's output is
 divided by the number of these replicas, and what goes on to the tokens is multiplied by it again: a weight of an expert
 then has the mean over them, and replicas that hold the same experts are averaged over like those of other weights.
+
+Experts may also be given rows sorted by expert (:class:`SortedExperts`). :func:`expert_load` counts which experts the
+tokens of all ranks have chosen.
 """
 
 from __future__ import annotations
@@ -20,16 +23,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from autopar.distributed import gloo_collectives
+from autopar.distributed.autograd_functions import scale_gradient
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather, all_to_all, even_layout, gather, gather_sum, reduce_scatter, run
 from autopar.distributed.collectives import scatter as own_part
-from autopar.distributed.derivatives import scale_gradient
+from autopar.distributed.gloo_collectives import all_reduce
 from autopar.errors import ConfigError
-from autopar.foreign.autograd import in_backward
+from autopar.foreign.tensors import in_backward
 from autopar.layout import Block, Layout, even_shards
-from autopar.tensor_parallel.region_modules import RegionModule
+from autopar.tensor_parallel.region_modules import RegionModule, argument_names
 from autopar.tensor_parallel.whole_hooks import described, users_hook
 
 
@@ -164,8 +169,96 @@ def _layout_of_tokens(x: torch.Tensor, axis: Axis) -> Layout:
     counts = [x.shape[0]] * axis.size
     if axis.group is not None:
         own = torch.tensor([x.shape[0]], device=x.device)
-        everyone = all_gather(own, axis, even_layout(axis.size, axis.size))
+        everyone = all_gather(own, axis, axis.one_each)
         counts = counts if x.is_meta else everyone.tolist()
     ends = [sum(counts[: rank + 1]) for rank in range(axis.size)]
     ranges = tuple((end - count, end) for end, count in zip(ends, counts, strict=True))
     return Layout.of(0, [Block("tokens", ends[-1], 1, ranges)])
+
+
+class SortedExperts(ExpertParallel):
+    """Experts, of which this rank holds some: ``[rows, in] -> [rows, out]``, the rows of one expert after the other.
+
+    The second argument says how many rows each expert has. Without one all have equally many, of which those that are
+    not an expert's own are zeros; these stay here, as experts without biases make zeros of them.
+    """
+
+    def forward(self, hidden: torch.Tensor, sizes: list[int] | None = None) -> Any:  # type: ignore[override]
+        """Compute the output, in the order of the rows."""
+        assert self.autopar.layout is not None
+        if self.tp.group is None and not torch.is_grad_enabled():  # a dry run: the routes depend on data
+            return torch.empty_like(hidden)
+        experts = torch.arange(self.autopar.layout.size, device=hidden.device)
+        each = len(hidden) // len(experts) if sizes is None else torch.tensor(sizes, device=hidden.device)
+        ids = experts.repeat_interleave(each, output_size=len(hidden))
+        if not torch.compiler.is_compiling():
+            self._refuse_hooks()
+        if sizes is not None or hidden.is_meta:
+            return self._rows(hidden, ids)
+        own = hidden.detach().any(-1).nonzero().squeeze(1)
+        y = self._rows(hidden[own], ids[own])
+        return y.new_zeros(len(hidden), y.shape[1]).index_copy(0, own, y)
+
+    def _rows(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return self._exchanged(x, ids.unsqueeze(-1), torch.ones_like(x[:, :1]))
+
+    def _outputs(self, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        here = self.tokens.numel()
+        if rows.is_meta:  # even routes
+            counts = [stop - start for start, stop in even_shards(len(rows), here)]
+        else:
+            counts = torch.bincount(local, minlength=here).tolist()
+        order = torch.argsort(local, stable=True)
+        if len(argument_names(type(self))) > 1:  # type: ignore[arg-type]
+            y: torch.Tensor = super(ExpertParallel, self).forward(rows[order], counts)
+            return y[torch.argsort(order)]
+        most = max(1, *counts)
+        places = [torch.arange(count, device=local.device) + n * most for n, count in enumerate(counts)]
+        place = torch.empty_like(local).index_copy(0, order, torch.cat(places))
+        y = super(ExpertParallel, self).forward(rows.new_zeros(here * most, rows.shape[1]).index_copy(0, place, rows))
+        return y[place]
+
+
+@torch.no_grad()
+def expert_load(model: nn.Module, *, reset: bool = True) -> dict[str, torch.Tensor]:
+    """Return how many tokens each expert has been given since the last call; every rank calls it.
+
+    A token counts once for each expert that it has chosen, padding too; recomputed blocks count once. No token is
+    dropped: experts have no capacity. Collective::
+
+        for path, tokens in autopar.expert_load(model).items():
+            print(path, "busiest", int(tokens.max()), "idle", int((tokens == 0).sum()))
+
+    Args:
+        model: parallelized with ``expert_parallel_size`` above 1, or a wrapper around it.
+        reset: begin anew.
+
+    Returns:
+        Path of the experts, of this rank's stage -> ``[experts]``, int64, over all replicas and rows; the same on every
+        rank of the stage.
+
+    Raises:
+        ConfigError: no experts of ``model`` are held whole by ranks.
+    """
+    root: Any = next((module for module in model.modules() if "_autopar" in vars(module)), None)
+    if root is None or root.mpu.ep.size == 1:
+        raise ConfigError(
+            f"expert_load: ranks do not hold whole experts of {type(model).__name__}, so that no tokens are counted; "
+            "expert_parallel_size above 1 does that"
+        )
+    found = {}
+    with root._autopar.failures.wait("autopar.expert_load", root.mpu.model.ranks):
+        for path, module in root.named_modules():
+            if isinstance(module, ExpertParallel):
+                layout = module.autopar.layout
+                assert layout is not None
+                ((start, stop),) = layout.ranges(module.tp.rank)
+                tokens = torch.zeros(layout.size, dtype=torch.int64, device=root.mpu.device)
+                tokens[start:stop] = module.tokens.to(tokens.device)
+                for axis in (module.tp, root.mpu.copies):
+                    if axis.size > 1:
+                        all_reduce(tokens, group=axis.group)
+                found[path] = tokens
+                if reset:
+                    module.tokens.zero_()
+    return found

@@ -1,117 +1,322 @@
-"""Forward hooks of a tensor-parallel model, and the methods of transformers that are replaced.
+"""Forward hooks of a parallelized model: checks before a forward, and full tensors in what it is given and returns.
 
-Hooks are objects and methods are bound, so that ``copy.deepcopy`` of the model carries over both.
+Hooks are objects, so that ``copy.deepcopy`` of the model copies them.
+
+[Note: hooks and torch.compile] Dynamo traces the hooks of a compiled model. Comparing ranks there would break the
+graph, or run once while the graph is made and never again. So the checks before a forward are one operation that the
+compiler cannot look into, which runs whenever the graph does. It returns copies of the tensors that the forward begins
+with, so that everything else in the graph comes after it. ``torch.compile(model)`` calls the hooks of ``model`` outside
+of its graph; a function that calls the model, or a model around it, has them inside. Hooks support both:
+:func:`no_graph_of_its_own`.
+
+Blocks return attention maps of this rank's heads, and hidden states of this rank's part of the sequence: users get
+both in full. A cache that the parallelized model filled holds this rank's KV heads only: an attribute marks it. In a
+cache that the user gives, keys and values of all heads are sharded as the attention layer's heads are, inside the
+graph: the gradient of each rank's heads is gathered, and that of heads which several ranks hold is summed.
 """
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import functools
-import re
+import itertools
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
+    Cache,
     PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    StopStringCriteria,
 )
-from transformers.generation.stopping_criteria import ConfidenceCriteria
-from transformers.generation.streamers import BaseStreamer, TextStreamer
 
-from autopar import activation_checkpoint
-from autopar.checks.forward import ForwardCheck, named_arguments, parameters_of
-from autopar.checks.module_tree import ModuleTree
-from autopar.distributed import gloo_collectives
-from autopar.distributed.collectives import run
-from autopar.distributed.derivatives import refuse_transforms
-from autopar.distributed.digest import extremes
+from autopar.distributed.autograd_functions import refuse_transforms
+from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import gather, scatter
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
-from autopar.distributed.rng import sync_generators
-from autopar.distributed.shard_reads import hidden, switch
+from autopar.distributed.shard_reads import switch
 from autopar.errors import ConfigError, first_line
-from autopar.foreign.modules import forward_hooks, remove_forward_hooks
-from autopar.layout import Layout
+from autopar.foreign.tensors import forward_hooks, leave_alone, remove_forward_hooks
+from autopar.foreign.transformers import caches_in, holds_states, holds_tokens
+from autopar.guards.forward import ForwardCheck, leaves, named_arguments, parameters_of
+from autopar.guards.model_changes import ModuleTree
+from autopar.layout import Block, Layout
 from autopar.plan.plan import Plan
-from autopar.swap import bind, unbind
-from autopar.tensor_parallel import continuous_batching
-from autopar.tensor_parallel.attentions import gather_attentions, gather_hidden_states, head_layouts
-from autopar.tensor_parallel.compiled_forward import CompiledCheck, checked_arguments, no_graph_of_its_own
-from autopar.tensor_parallel.given_caches import MarkCaches, ShardCaches, cache_layouts, goes_on
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.whole_hooks import WholeHooks
 
-_OF_TOKENS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria, ConfidenceCriteria)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_CHECKS: weakref.WeakValueDictionary[int, CompiledCheck] = weakref.WeakValueDictionary()
+_KEYS = itertools.count()
 
 
-class AgreedCriteria(StoppingCriteria):
-    """Stop a sequence on all ranks of a model replica as soon as one of the criteria says so on one of them."""
+def no_graph_of_its_own(function: _Function) -> _Function:
+    """Let a hook be traced inside of a graph, and run as it is outside of any instead of beginning one."""
+    outside = torch.compiler.disable(function)
 
-    def __init__(self, criteria: Sequence[Any], failures: FailureLog) -> None:
-        self.criteria, self.failures = StoppingCriteriaList(criteria), failures
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (function if torch.compiler.is_compiling() else outside)(*args, **kwargs)
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
-        """Return which sequences are done, ``[batch]``. A collective of the replica."""
-        axis = self.failures.mpu.model
-        done = self.criteria(input_ids, scores, **kwargs).to(torch.int32)
-        with self.failures.blame("agreeing whether generate has come to its end", axis.ranks):
-            run(gloo_collectives.all_reduce, axis, done)
-        return done > 0
-
-    def __getattr__(self, name: str) -> Any:
-        """Return what one of the criteria has: generate looks for ``eos_token_id``."""
-        for one in vars(self).get("criteria", ()):
-            if hasattr(one, name):
-                return getattr(one, name)
-        raise AttributeError(name)
+    leave_alone(call.__code__)
+    return cast("_Function", functools.wraps(function)(call))
 
 
-class GuardedStreamer(BaseStreamer, StoppingCriteria):
-    """A streamer that may raise on one rank alone: then ``generate`` stops on all ranks of the replica.
+class CompiledCheck:
+    """Base of what checks a forward and can do so as an operation of a graph; copies have keys of their own."""
 
-    Args:
-        streamer: None on a rank without one.
+    key: int
 
-    Attributes:
-        error: raised by the streamer.
+    def register(self) -> None:
+        """Let graphs find this object, by a number."""
+        self.key = next(_KEYS)
+        _CHECKS[self.key] = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = copy.copy(self)
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        copied.register()
+        return copied
+
+    def run(self, arguments: Mapping[str, Any]) -> None:
+        """Check a forward with these arguments, by name. May be a collective."""
+        raise NotImplementedError
+
+
+def checked_arguments(
+    check: CompiledCheck, named: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a forward as copies that exist once they have been checked; ``named``: the same ones."""
+    found = list(leaves(named))
+    tensors = [value for _, value in found if isinstance(value, torch.Tensor)]
+    names = "\n".join(name for name, value in found if isinstance(value, torch.Tensor))
+    others = "\n".join(f"{name}={value!r}" for name, value in found if isinstance(value, bool | int | float | str))
+    if not tensors:
+        return args, kwargs
+    copies = _begin_forward(tensors, check.key, names, others)
+
+    def copied(value: Any) -> Any:
+        return next((new for old, new in zip(tensors, copies, strict=True) if old is value), value)
+
+    return tuple(copied(value) for value in args), {name: copied(value) for name, value in kwargs.items()}
+
+
+def _run(tensors: Sequence[torch.Tensor], key: int, names: str, others: str) -> list[torch.Tensor]:
+    check = _CHECKS.get(key)
+    if check is not None:  # a graph may outlive its model
+        check.run({**dict(zip(names.split("\n"), tensors, strict=True)), "other arguments": others})
+    return [tensor.clone() for tensor in tensors]
+
+
+def _on_meta(tensors: Sequence[torch.Tensor], key: int, names: str, others: str) -> list[torch.Tensor]:
+    return [torch.empty_like(tensor) for tensor in tensors]
+
+
+def _backward(ctx: Any, gradients: list[torch.Tensor]) -> tuple[Any, ...]:
+    return gradients, None, None, None
+
+
+_begin_forward: Any = torch.library.custom_op(
+    "autopar::begin_forward",
+    _run,
+    mutates_args=(),
+    schema="(Tensor[] tensors, int key, str names, str others) -> Tensor[]",
+    tags=[torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else [],
+)
+_begin_forward.register_fake(_on_meta)
+_begin_forward.register_autograd(_backward)
+
+
+_OTHER_HEADS = ("kv_heads", "state_heads", "key_heads", "value_heads")
+
+
+def head_layouts(plan: Plan) -> list[Layout]:
+    """Return the different layouts of attention heads in this model; one element is one head."""
+    found: dict[Any, Layout] = {}
+    for module in plan.modules.values():
+        for block in module.layout.blocks if module.layout is not None else ():
+            if "heads" in block.unit and block.unit not in _OTHER_HEADS:
+                found[block.count, block.ranges] = Layout.of(1, [Block(block.unit, block.count, 1, block.ranges)])
+    return [layout for layout in found.values() if not layout.replicated]
+
+
+def gather_attentions(output: Any, axis: Axis, layouts: list[Layout]) -> Any:
+    """Gather every attention map in ``output``; a collective of the axis if there is any.
+
+    The layout of a map follows from its sizes on all ranks, so that every rank chooses the same.
     """
+    maps: list[torch.Tensor] = []
 
-    def __init__(self, streamer: Any) -> None:
-        self.streamer = streamer
-        self.error: Exception | None = None
+    def collect(x: torch.Tensor) -> torch.Tensor:
+        maps.append(x)
+        return x
 
-    def put(self, value: Any) -> None:
-        """Give tokens to the streamer, until it raises."""
-        self._try("put", value)
-
-    def end(self) -> None:
-        """Tell the streamer that there are no more tokens."""
-        self._try("end")
-
-    def _try(self, method: str, *args: Any) -> None:
-        try:
-            if self.streamer is not None and self.error is None:
-                getattr(self.streamer, method)(*args)
-        except Exception as error:
-            self.error = error
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Return which sequences are done: all of them, if the streamer has raised."""
-        return torch.full((len(input_ids),), self.error is not None, device=input_ids.device)
+    _walk(output, collect, inside=False)
+    return _gather_maps(output, maps, axis, layouts) if maps and layouts else output
 
 
-def agreed(criteria: Sequence[Any], failures: FailureLog) -> StoppingCriteriaList:
-    """Return the criteria, with those on which ranks may differ as one on which they agree, the last one."""
-    apart = [one for one in criteria if type(one) not in _OF_TOKENS]
-    alike = [one for one in criteria if type(one) in _OF_TOKENS]
-    return StoppingCriteriaList([*alike, AgreedCriteria(apart, failures)] if apart else alike)
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _gather_maps(output: Any, maps: list[torch.Tensor], axis: Axis, layouts: list[Layout]) -> Any:
+    sizes: list[list[int]] = [[]] * axis.size
+    dist.all_gather_object(sizes, [x.shape[1] for x in maps], group=axis.group)
+    known = {tuple(layout.local_size(rank) for rank in range(axis.size)): layout for layout in layouts}
+    chosen = iter([known.get(each) for each in zip(*sizes, strict=True)])
+
+    def full(x: torch.Tensor) -> torch.Tensor:
+        layout = next(chosen)
+        return x if layout is None else gather(x, axis, layout, dim=1)
+
+    return _walk(output, full, inside=False)
+
+
+def _walk(value: Any, change: Any, inside: bool) -> Any:
+    """``value`` with ``change`` applied to each map; ``inside``: below a key that names attention maps."""
+    if isinstance(value, dict):
+        for name in list(value):
+            entry = value[name]
+            if isinstance(entry, (tuple, list, dict, torch.Tensor)) and not (inside is False and _plain(name, entry)):
+                value[name] = _walk(entry, change, inside or "attentions" in name)
+        return value
+    if isinstance(value, (tuple, list)):
+        maps = inside or (len(value) > 0 and all(isinstance(x, torch.Tensor) and x.ndim == 4 for x in value))
+        return type(value)([_walk(entry, change, maps) for entry in value]) if type(value) in (tuple, list) else value
+    return change(value) if inside and isinstance(value, torch.Tensor) and value.ndim == 4 else value
+
+
+def _plain(name: str, entry: Any) -> bool:
+    """Entries of a dict that hold no maps by their name: hidden states, features, caches."""
+    return "attentions" not in name and not isinstance(entry, dict)
+
+
+def gather_hidden_states(output: Any, region: Region) -> Any:
+    """Return what a model returns with hidden states gathered; a collective of the axis if it holds rows."""
+    if isinstance(output, torch.Tensor):
+        ref, gather = region.row_tensors.get(id(output), (None, None))
+        return gather(output) if ref is not None and gather is not None and ref() is output else output
+    if isinstance(output, dict):
+        for name, value in list(output.items()):
+            changed = gather_hidden_states(value, region)
+            if changed is not value:
+                output[name] = changed
+        return output
+    if type(output) in (tuple, list):
+        entries = [gather_hidden_states(entry, region) for entry in output]
+        same = all(new is old for new, old in zip(entries, output, strict=True))
+        return output if same else type(output)(entries)
+    return output
+
+
+_SHARDED = "_autopar_local"
+_NOT_CACHED = ("key_heads", "value_heads", "state_heads")  # of linear attention
+
+Layouts = Mapping[int, tuple[Layout, ...]]
+"""Number of a layer -> layouts of the heads of its attentions; one element is one head."""
+
+
+def cache_layouts(model: nn.Module) -> Layouts:
+    """Return the layouts of heads in the attentions of ``model``, which is sharded already; KV heads first."""
+    found: dict[int, dict[Any, Layout]] = {}
+    for module in model.modules():
+        number = vars(module).get("layer_idx")
+        if not isinstance(number, int):
+            continue
+        layouts = [one for inside in module.modules() for one in vars(inside).get("autopar_layouts", {}).values()]
+        blocks = [block for one in layouts for block in one.blocks if _is_head(block.unit)]
+        for block in sorted(blocks, key=lambda block: "kv" not in block.unit):
+            heads = Layout.of(1, [Block(block.unit, block.count, 1, block.ranges)])
+            found.setdefault(number, {}).setdefault((block.count, block.ranges), heads)
+    return {number: tuple(layouts.values()) for number, layouts in found.items()}
+
+
+def _is_head(unit: str) -> bool:
+    return "heads" in unit and unit not in _NOT_CACHED
+
+
+class ShardCaches:
+    """Forward pre-hook of a Hugging Face model that shards the caches it is given."""
+
+    def __init__(self, mpu: MPU, layouts: Layouts) -> None:
+        self.mpu, self.layouts = mpu, layouts
+
+    @no_graph_of_its_own
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Cache):
+                for cache in caches_in(value):
+                    if not vars(cache).get(_SHARDED):
+                        self._shard(model, cache)
+                        setattr(cache, _SHARDED, True)
+
+    def _shard(self, model: nn.Module, cache: Cache) -> None:
+        filled = [(number, layer) for number, layer in enumerate(cache.layers) if holds_states(vars(layer))]
+        if not filled:
+            return
+        if self.mpu.pp.size > 1:
+            raise ConfigError(
+                f"the given cache: this {type(model).__name__} is split into {self.mpu.pp.size} pipeline stages, which "
+                "go on only from a cache that they filled themselves.\n"
+                "  Give the tokens instead of their keys and values, or use pipeline_parallel_size=1."
+            )
+        sharded: list[tuple[Any, str, Layout]] = [
+            (layer, name, layout) for number, layer in filled for name, layout in self._layouts(model, number, layer)
+        ]
+        for layer, name, layout in sharded:  # all checks are done
+            setattr(layer, name, scatter(getattr(layer, name), self.mpu.tp, layout, dim=1))
+            if "num_heads" in vars(layer):
+                layer.num_heads = layout.local_size(self.mpu.tp.rank)
+
+    def _layouts(self, model: nn.Module, number: int, layer: Any) -> list[tuple[str, Layout]]:
+        """The layer's tensors that have all heads, and their layouts."""
+        layouts, rank = self.layouts.get(number, ()), self.mpu.tp.rank
+        other = [name for name, value in vars(layer).items() if name not in ("keys", "values") and holds_states(value)]
+        place = f"the given cache: layer {number} ({type(layer).__name__})"
+        if other:
+            raise ConfigError(
+                f"{place} comes with {', '.join(other)}, which autopar cannot shard.\n"
+                f"  {type(model).__name__} goes on from a cache that it filled itself, or from keys and values."
+            )
+        if not layouts:
+            return []  # replicated attention
+        found = []
+        for name in ("keys", "values"):
+            heads = getattr(layer, name).shape[1]
+            full = [layout for layout in layouts if heads == layout.size]
+            if full:
+                found.append((name, full[0]))
+            elif not any(heads == layout.local_size(rank) for layout in layouts):
+                due = " or ".join(f"{layout.size} ({layout.local_size(rank)} on this rank)" for layout in layouts)
+                raise ConfigError(
+                    f"{place} has {name} of {heads} heads; this layer of {type(model).__name__} has {due}.\n"
+                    "  Give keys and values of all heads: [batch, heads, length, head width]."
+                )
+        return found
+
+
+def goes_on(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Check whether a forward is given a cache that the parallelized model has filled, and that was not reset."""
+    caches = [list(caches_in(value)) for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
+    return any(
+        all(vars(cache).get(_SHARDED) for cache in leaves) and any(map(holds_tokens, leaves)) for leaves in caches
+    )
+
+
+class MarkCaches:
+    """Forward hook of a Hugging Face model that marks the caches it returns as sharded."""
+
+    @no_graph_of_its_own
+    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
+        values: Any = output if isinstance(output, tuple) else ()
+        if isinstance(output, Mapping):  # also where the last pipeline stage lacks some of them
+            values = dict.values(output) if isinstance(output, dict) else output.values()
+        for value in values:
+            if isinstance(value, Cache):
+                for cache in caches_in(value):
+                    setattr(cache, _SHARDED, True)
 
 
 class Hook:
@@ -119,7 +324,6 @@ class Hook:
 
 
 _NAMES = ("_autopar_failures", "_autopar_check", "_autopar_region")
-_OWNER = "tensor parallelism"
 T = TypeVar("T")
 
 
@@ -131,16 +335,14 @@ def attach(
     failures: FailureLog,
     check: ForwardCheck | None,
 ) -> None:
-    """Register hooks and methods on ``model`` and its base model (which users call by itself, too).
-
-    A plain module gets the hooks only.
+    """Register hooks on ``model`` and its base model (which users call by itself, too).
 
     Args:
         failures: where ``generate`` publishes its errors.
         check: compares over tp and cp when a forward begins; None for no checks.
     """
     layouts = head_layouts(plan) if plan.tp > 1 and isinstance(model, PreTrainedModel) else []
-    for module in _callable_alone(model):
+    for module in callable_alone(model):
         tree = ModuleTree(module) if plan.tp > 1 else None
         before = BeforeForward(region, check, tree, parameters_of(module))
         before.outermost, before.sharded = module is model, plan.shards > 1 or mpu.pp.size > 1
@@ -149,16 +351,9 @@ def attach(
             before.model = module
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(AfterForward(mpu, region, layouts, check), always_call=True)
-        if isinstance(module, PreTrainedModel):
-            if mpu.tp_pp.size > 1:
-                module.register_forward_pre_hook(ShardCaches(mpu, cache_layouts(module)), with_kwargs=True)
-                module.register_forward_hook(MarkCaches())
-            bind(module, _OWNER, resize_token_embeddings=_refuse_resize)
-            if (mpu.model.size > 1 or plan.experts) and callable(getattr(module, "generate", None)):
-                bind(module, _OWNER, generate=_generate, _get_stopping_criteria=_get_stopping_criteria)
-            if mpu.world_size > 1 and callable(getattr(module, "init_continuous_batching", None)):
-                bind(module, _OWNER, init_continuous_batching=continuous_batching.init_continuous_batching)
-                bind(module, _OWNER, generate_batch=continuous_batching.generate_batch)
+        if isinstance(module, PreTrainedModel) and mpu.tp_pp.size > 1:
+            module.register_forward_pre_hook(ShardCaches(mpu, cache_layouts(module)), with_kwargs=True)
+            module.register_forward_hook(MarkCaches())
         module._autopar_failures = failures  # type: ignore[assignment]
         module._autopar_check = check  # type: ignore[assignment]
         module._autopar_region = region  # type: ignore[assignment]
@@ -166,7 +361,7 @@ def attach(
 
 def look_again(model: nn.Module) -> None:
     """Take the parameters that ``model`` has now for its own: FSDP has made others, and keeping these costs memory."""
-    for module in _callable_alone(model):
+    for module in callable_alone(model):
         for _, _, hook in forward_hooks(module):
             if isinstance(hook, BeforeForward) and hook.tree is not None:
                 hook.tree.check(module)
@@ -174,19 +369,16 @@ def look_again(model: nn.Module) -> None:
 
 def detach(model: nn.Module) -> None:
     """Undo :func:`attach`."""
-    for module in _callable_alone(model):
-        continuous_batching.forget(module)
-    unbind(model, _OWNER)
-    for module in _callable_alone(model):
+    for module in callable_alone(model):
         for _, _, hook in forward_hooks(module):
-            if isinstance(hook, BeforeForward):
+            if isinstance(hook, BeforeForward) and hook.whole_hooks is not None:
                 hook.whole_hooks.unwrap()
         remove_forward_hooks(module, _HOOKS)
         for name in _NAMES:
             module.__dict__.pop(name, None)
 
 
-def _callable_alone(model: nn.Module) -> Iterator[nn.Module]:
+def callable_alone(model: nn.Module) -> Iterator[nn.Module]:
     """The model, and the Hugging Face models inside."""
     yield from (module for module in model.modules() if module is model or isinstance(module, PreTrainedModel))
 
@@ -205,14 +397,14 @@ class BeforeForward(Hook, CompiledCheck):
         names: tuple[str, ...],
     ) -> None:
         self.region, self.check, self.tree, self.names = region, check, tree, names
-        self.whole_hooks = WholeHooks(region.axis)
+        self.whole_hooks = WholeHooks(region.axis) if region.axis.size > 1 else None
         self.register()
 
     @no_graph_of_its_own
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         compiling, changed = torch.compiler.is_compiling(), None
         if self.region.batching is not None and not compiling:
-            continuous_batching.check_thread(self.region.batching())
+            self.region.check_thread()
         silent = self.tree is None if self.check is None else self.check.is_silent
         if self.sharded and not compiling:
             switch.off = True  # layers read their shards
@@ -224,8 +416,9 @@ class BeforeForward(Hook, CompiledCheck):
             changed = checked_arguments(self, named_arguments(self.names, args, kwargs), args, kwargs)
         elif self.region.running == 0 and not compiling:
             named = named_arguments(self.names, args, kwargs)
-            if self.whole_hooks.may_gather:
-                self.note_hooks(self._or_report(lambda: self.whole_hooks.wrap(model)))
+            hooks = self.whole_hooks
+            if hooks is not None:
+                self.note_hooks(self._or_report(lambda: hooks.wrap(model)))
             self._check(model, named, going_on=not silent and self.check is not None and goes_on(args, kwargs))
             self.region.expect_logits(kwargs.get("labels") is not None)
         self.region.start()
@@ -291,88 +484,3 @@ class AfterForward(Hook):
 
 
 _HOOKS = (Hook, ShardCaches, MarkCaches)
-
-
-def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """``generate`` that samples alike on all ranks of a model replica, from the first one's random state.
-
-    A ``TextStreamer`` prints on the first rank of the replica only; what gives the text to a program does so on all.
-    A streamer that raises ends this call on all ranks. It raises where it did; other ranks return what there is.
-    Replicas that share experts go on until the last of them has come to its end.
-    """
-    failures: FailureLog = self._autopar_failures
-    check: ForwardCheck | None = self._autopar_check
-    mpu, batching = failures.mpu, self._autopar_region.batching
-    if batching is not None:
-        continuous_batching.check_thread(batching())
-    if mpu.model.rank != 0 and _prints(kwargs.get("streamer")):
-        kwargs["streamer"] = None
-    if mpu.shards.size > mpu.tp.size:
-        kwargs["synced_gpus"] = True
-    with failures.deadline(), failures.blame("a collective in generate", mpu.model.ranks):
-        if check is not None and mpu.pp.size == 1:
-            check.check_call("generate")
-        sync_generators(mpu.model)
-        guard = GuardedStreamer(kwargs.get("streamer"))
-        given = guard.streamer is not None
-        if extremes([int(given)], mpu.model.group)[0][0] if mpu.model.size > 1 else given:  # on some rank
-            self._autopar_region.streamer = kwargs["streamer"] = guard
-        first = contextlib.nullcontext() if check is None else check.first_only()
-        try:
-            with first, activation_checkpoint.paused(self), hidden():
-                tokens = type(self).generate(self, *args, **kwargs)
-        finally:
-            self._autopar_region.streamer = None
-    if guard.error is not None:
-        raise guard.error
-    return tokens
-
-
-def _get_stopping_criteria(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the criteria that ``generate`` asks after each token; transformers' own method of this private name."""
-    guard, criteria = self._autopar_region.streamer, type(self)._get_stopping_criteria(self, *args, **kwargs)
-    return agreed([*criteria, *([] if guard is None else [guard])], self._autopar_failures)
-
-
-def _prints(streamer: Any) -> bool:
-    return isinstance(streamer, TextStreamer) and type(streamer).on_finalized_text is TextStreamer.on_finalized_text
-
-
-def _refuse_resize(self: Any, *_: Any, **__: Any) -> NoReturn:
-    raise ConfigError(
-        f"resize_token_embeddings: the vocabulary of this {type(self).__name__} is sharded already. "
-        "Resize before autopar.initialize, or after autopar.deparallelize(model)."
-    )
-
-
-_SEED = re.compile(r"_init_(\w*seed)")
-
-
-def draw_seeds_alike(model: nn.Module) -> None:
-    """Let layers draw the seed that they take for each forward from torch's CPU generator; :func:`detach` undoes it.
-
-    Reversible layers compute their activations twice, and seed the generators before. A seed that each process takes
-    from its operating system would let the ranks of a tensor-parallel group drop other elements of the same activation,
-    and hash it into other buckets. The default generator is the same on all of them.
-    """
-    for module in model.modules():
-        kind: Any = type(module)
-        for name, attribute in _renewals(kind):
-            if attribute in vars(module):
-                bind(module, _OWNER, **{name: _drawn(attribute)})
-
-
-@functools.cache
-def _renewals(kind: Any) -> tuple[tuple[str, str], ...]:
-    """Methods ``_init_..._seed`` that renew the attribute ``..._seed`` of a module."""
-    found = [(name, match) for name in dir(kind) if (match := _SEED.fullmatch(name)) is not None]
-    return tuple((name, str(match[1])) for name, match in found if callable(getattr(kind, name)))
-
-
-def _drawn(attribute: str) -> Callable[[Any], None]:
-    def renew(self: Any) -> None:
-        seed = int(torch.randint(2**62, (), device="cpu").item())
-        setattr(self, attribute, seed)
-        torch.manual_seed(seed)
-
-    return renew

@@ -10,56 +10,331 @@ Every layer has, in addition to the plain module:
 * ``autopar``: its :class:`~autopar.plan.plan.ModulePlan`,
 * ``autopar_layouts``: parameter name -> :class:`~autopar.layout.Layout` of the sharded ones (on the module, since
   attributes of parameters do not survive ``deepcopy``, ``to_empty`` or ``load_state_dict(assign=True)``).
+
+A constructor, for a user-defined model as with Megatron-LM, draws the full weight on every rank from the same random
+state and keeps this rank's shard. So a model has the same full weights for any tensor-parallel size, and without
+``init_method`` those that ``nn.Linear`` and ``nn.Embedding`` draw.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from autopar.distributed.axis import Group
-from autopar.distributed.collectives import copy, gather, reduce_, scatter
-from autopar.distributed.rng import kept
-from autopar.errors import PolicyError
-from autopar.foreign.modules import Convolution, convolve
+from autopar.data_parallel.replica_norm import mark_layer
+from autopar.distributed.axis import Axis, Group, axis_of, device_of
+from autopar.distributed.collectives import all_gather, copy, gather, reduce_, scatter, sum_replicas
+from autopar.distributed.digest import extremes, of_text
+from autopar.distributed.gloo_collectives import all_reduce
+from autopar.distributed.rng import TorchGenerators
+from autopar.errors import ConfigError, ConsistencyError
+from autopar.foreign.tensors import assert_soon, convolve, own_parameters
+from autopar.layout import Block, Layout, even_shards
 from autopar.plan.plan import ModulePlan
-from autopar.swap import mixed_class
-from autopar.tensor_parallel.adapters import (
-    AdapterOfRows,
-    DropoutAlike,
-    DropoutApart,
-    Magnitude,
-    MagnitudeOfParts,
-)
-from autopar.tensor_parallel.embeddings import HiddenParallelEmbedding, VocabParallelEmbedding
-from autopar.tensor_parallel.expert_modules import ExpertCaller, ModuleExperts
-from autopar.tensor_parallel.experts import ExpertParallel
+from autopar.quantized.layers import stored_weight
+from autopar.quantized.stored import Part
 from autopar.tensor_parallel.logits_shards import Head, HeadState, Shards
-from autopar.tensor_parallel.norms import ShardedNorm
 from autopar.tensor_parallel.overlap import CONV1D, LINEAR, WeightGradient, attach
-from autopar.tensor_parallel.parallel_layer import FullWeight, InitMethod, ParallelLayer, make_linear
-from autopar.tensor_parallel.quantized_product import StoredProduct
-from autopar.tensor_parallel.region_modules import RegionModule, argument_names, region_class
+from autopar.tensor_parallel.parameter_marks import mark_shard
+from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.sequence_rows import sum_to_rows
 from autopar.tensor_parallel.sharded_logits import sharded_logits
-from autopar.tensor_parallel.sorted_experts import SortedExperts
 
-__all__ = [
-    "ColumnParallelConv1D",
-    "ColumnParallelLinear",
-    "HiddenParallelEmbedding",
-    "RowParallelConv1D",
-    "RowParallelLinear",
-    "VocabParallelEmbedding",
-    "parallel_class",
-    "plain_class",
-]
+InitMethod = Callable[[torch.Tensor], Any]
+
+
+class ParallelLayer:
+    """Base of the parallel layers: a mixin before the plain torch class."""
+
+    tp: Axis
+    region: Region
+    autopar: ModulePlan
+    autopar_layouts: dict[str, Layout]
+    chunk: int | None = None  # a language model's head: tokens whose logits are made at a time, 0 for all
+    skip_bias_add = False  # a layer that returns its bias beside its output
+    weight: Any
+    bias: Any
+    training: bool
+    _parameters: Any  # those of nn.Module, read without its search for a name
+    _multiply: Any  # (x, weight, bias) -> y
+
+    def __repr__(self) -> str:
+        return nn.Module.__repr__(self)  # type: ignore[arg-type]  # some plain layers have one of their own
+
+    def _parameter(self, name: str) -> torch.Tensor:
+        """A parameter for use in forward: where ranks replicate its units, their gradients are summed."""
+        parameter: torch.Tensor = getattr(self, name)
+        layout = self.autopar_layouts.get(name)
+        return sum_replicas(parameter, self.tp, layout) if layout is not None and layout.replicated else parameter
+
+    def _plain(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Weight and bias where, without gradients, the layer only multiplies and sums: a token costs many such calls.
+
+        None where a dry run follows tensors, where dropout draws, where the bias is returned beside the output, and
+        where the parameters are not the module's own (parametrizations).
+        """
+        own = self._parameters
+        if self.skip_bias_add or "bias" not in own or not self.region.only_computes(self.training):
+            return None
+        weight = own.get("weight")
+        return None if weight is None else (weight, own["bias"])
+
+
+class _LayerRegion(Region):
+    """The region of a layer without a parallelized model around it: nothing is kept from one layer to the next.
+
+    Its random draws are the user's affair (:func:`autopar.tensor_parallel.get_cuda_rng_tracker`).
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _LayerRegion:
+        return _LayerRegion(self.axis)
+
+    def enter(self, x: torch.Tensor, *, shared: bool = True) -> torch.Tensor:
+        return copy(x, self.axis)
+
+
+def seeded_axis(group: Group | None, layer: str) -> Axis:
+    """Return the axis of ``group``, whose ranks are about to draw the same weights. A collective of the axis.
+
+    Raises:
+        ConfigError: there is no group.
+        ConsistencyError: on all ranks, if their random states differ.
+    """
+    if group is None:
+        raise ConfigError(f"{layer} needs group=, a torch ProcessGroup or an MPU: there is no global one")
+    axis = axis_of(group)
+    if axis.size == 1:
+        return axis
+    device = device_of(axis)
+    states = TorchGenerators.now(cuda=device.type != "cpu")
+    state = b"".join(each.numpy().tobytes() for each in states if each is not None)
+    largest, smallest = extremes([of_text(state)], axis.group)
+    if largest != smallest:
+        raise ConsistencyError(
+            f"{layer}: the random states of the ranks {list(axis.ranks)} differ: they would draw different weights.\n"
+            "  Seed all of them alike before the model is built: torch.manual_seed(1234)."
+        )
+    return axis
+
+
+def layout_of(layer: str, what: str, size: int, dim: int, axis: Axis, stride: int = 1, unit: int = 1) -> Layout:
+    """Return the layout of ``size`` features: ``stride`` parts side by side, units of ``unit`` features each.
+
+    Raises:
+        ConfigError: they do not divide into such units, or a rank would hold none (rows of an embedding may be few).
+    """
+    if stride < 1 or unit < 1 or size % (stride * unit):
+        raise ConfigError(
+            f"{layer}: {what}={size} does not divide into {stride} x units of {unit} features (stride={stride}, "
+            f"unit={unit})"
+        )
+    count = size // (stride * unit)
+    if count < axis.size and what != "num_embeddings":
+        raise ConfigError(
+            f"{layer}: {what}={size} has {count} unit{'s' if count != 1 else ''} of {stride} x {unit} features, which "
+            f"cannot be sharded over {axis.size} ranks"
+        )
+    return Layout.of(dim, [Block("feature", count, unit, even_shards(count, axis.size))] * stride)
+
+
+class FullWeight(NamedTuple):
+    """How the full weight of a constructed layer is made.
+
+    Attributes:
+        init_method: fills it, and a bias is 0 then; None: as torch does.
+        stride: parts side by side, each sharded by itself.
+        unit: features that stay together on one rank.
+    """
+
+    init_method: InitMethod | None
+    stride: int = 1
+    unit: int = 1
+    device: Any = None
+    dtype: torch.dtype | None = None
+
+
+def make_layer(
+    layer: Any, axis: Axis, plan: ModulePlan, plain: Callable[..., nn.Module], how: FullWeight
+) -> torch.Tensor:
+    """Give a layer under construction what every parallel layer has, and its shards of the full parameters.
+
+    Args:
+        plain: makes the layer with full parameters.
+
+    Returns:
+        The full weight.
+    """
+    if how.init_method is None:
+        full = plain(device=how.device, dtype=how.dtype)
+    else:  # without torch's own draws
+        full = plain(device="meta", dtype=how.dtype).to_empty(device=how.device or torch.get_default_device())
+        with torch.no_grad():
+            for name, parameter in full.named_parameters():
+                how.init_method(parameter.data) if name == "weight" else parameter.zero_()
+    layer.tp, layer.region, layer.autopar, layer.autopar_layouts = axis, _LayerRegion(axis), plan, dict(plan.layouts)
+    for name, tensor in own_parameters(full).items():
+        layout = plan.layouts.get(name)
+        if tensor is None:
+            layer.register_parameter(name, None)
+        elif layout is None:
+            setattr(layer, name, nn.Parameter(tensor.data))
+        else:
+            setattr(layer, name, nn.Parameter(layout.shard(tensor.data, axis.rank)))
+            mark_shard(own_parameters(layer)[name], layout.dim, how.stride)
+            if axis.size > 1:
+                mark_layer(own_parameters(layer)[name], layer)
+    return full.get_parameter("weight").data
+
+
+def make_linear(
+    layer: Any,
+    rule: Literal["column", "row"],
+    shape: tuple[int, int],
+    bias: bool,
+    how: FullWeight,
+    group: Group | None,
+    **options: Any,
+) -> torch.Tensor:
+    """Construct a linear layer, column- or row-parallel.
+
+    Args:
+        shape: of the full weight, ``[out, in]``.
+        options: of its :class:`~autopar.plan.plan.ModulePlan`.
+
+    Returns:
+        The full weight.
+    """
+    name, dim = type(layer).__name__, 0 if rule == "column" else 1
+    axis = seeded_axis(group, name)
+    layout = layout_of(name, ("output_size", "input_size")[dim], shape[dim], dim, axis, how.stride, how.unit)
+    layouts = {"weight": layout, **({"bias": layout} if bias and rule == "column" else {})}
+    nn.Module.__init__(layer)
+    layer.output_size, layer.input_size = shape
+    layer.out_features, layer.in_features = (
+        shape if options.get("gather_output") else layout.local_shape(shape, axis.rank)
+    )
+    plan = ModulePlan("", rule, "", layout, layouts, **options)
+    return make_layer(layer, axis, plan, functools.partial(nn.Linear, shape[1], shape[0], bias), how)
+
+
+class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
+    """An embedding with its rows sharded: mask, look up, sum. ``[...] -> [..., hidden]``, weight Shard(0).
+
+    Args:
+        num_embeddings, embedding_dim, padding_idx, device, dtype: of the full table, as for ``nn.Embedding``.
+        init_method: what fills the full table, ``init_method(weight)``; None: as ``nn.Embedding`` does.
+        group: a process group or an MPU.
+
+    Raises:
+        IndexError: an id outside the full table, on every rank (on CUDA a device-side assertion, as in torch).
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        init_method: InitMethod | None = None,
+        group: Group | None = None,
+        padding_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ConfigError(f"padding_idx={padding_idx} lies outside of num_embeddings={num_embeddings}")
+        axis = seeded_axis(group, type(self).__name__)
+        layout = layout_of(type(self).__name__, "num_embeddings", num_embeddings, 0, axis)
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
+        plan = ModulePlan("", "embedding", "", layout, {"weight": layout})
+        plain = functools.partial(nn.Embedding, num_embeddings, embedding_dim, padding_idx)
+        make_layer(self, axis, plan, plain, FullWeight(init_method, device=device, dtype=dtype))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        y = look_up(input, self.weight, self.autopar_layouts["weight"], self.tp, self.padding_idx)
+        return self.region.mark_replicated(y)
+
+
+def look_up(
+    ids: torch.Tensor, weight: torch.Tensor, layout: Layout, axis: Axis, padding: int | None = None
+) -> torch.Tensor:
+    """Look up ``ids`` in a table of which ``weight`` is this rank's rows: mask, look up, sum. ``[..., features]``.
+
+    Raises:
+        IndexError: an id outside the full table, on every rank (on CUDA a device-side assertion, as in torch).
+    """
+    (start, stop) = next(iter(layout.ranges(axis.rank)), (0, 0))
+    _check_ids(ids, layout.size)
+    elsewhere = weight.stride() == (0, 0)  # one number stands for a table that another stage has: nobody needs the sum
+    if start == stop:  # no rows here: zeros that are part of the graph
+        y: torch.Tensor = weight.new_zeros(*ids.shape, weight.shape[1]) + weight.sum()
+        return y if elsewhere else reduce_(y, axis)
+    local = ids - start
+    outside = (local < 0) | (local >= stop - start)
+    if padding is not None:
+        padding = padding - start if start <= padding < stop else None
+    y = F.embedding(local.masked_fill(outside, 0), weight, padding)
+    return y if elsewhere else reduce_(y.masked_fill(outside.unsqueeze(-1), 0), axis)
+
+
+class HiddenParallelEmbedding(ParallelLayer, nn.Embedding):
+    """An embedding with its columns sharded: look up, gather. ``[...] -> [..., hidden]``, weight Shard(1)."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        y = F.embedding(input, self.weight, self.padding_idx)
+        return self.region.mark_replicated(gather(y, self.tp, self.autopar_layouts["weight"]))  # [..., hidden]
+
+
+def _check_ids(ids: torch.Tensor, size: int) -> None:
+    if ids.is_meta:
+        return
+    if not ids.is_cpu or torch.compiler.is_compiling():  # looking at them would make the host wait
+        assert_soon(((ids >= 0) & (ids < size)).all(), f"index out of range in an embedding of {size} rows")
+    elif ids.numel():
+        low, high = (int(bound) for bound in torch.aminmax(ids))
+        if low < 0 or high >= size:
+            raise IndexError(f"index out of range in an embedding of {size} rows: ids run from {low} to {high}")
+
+
+class StoredProduct(ParallelLayer):
+    """A mixin before the column- or row-parallel layer, which is before the class of the weight's library."""
+
+    _weight_gradient: WeightGradient | None = None  # the weight is frozen
+
+    def _multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        stored = stored_weight(self) if self.autopar.rule == "row" else None  # type: ignore[arg-type]
+        if stored is not None and stored.whole_rows is not None:
+            x = stored.whole_rows(x, self._largest)
+        own, kept = self._parameters, self._parameters["bias"]
+        own["bias"] = bias
+        try:
+            y: torch.Tensor = super(ParallelLayer, self).forward(x)  # type: ignore[misc]
+        finally:
+            own["bias"] = kept
+        # In 8 bit on a GPU it is a view out of bitsandbytes' autograd function, which nobody may sum in place.
+        return y.clone() if stored is not None and stored.whole_rows is not None and y.requires_grad else y
+
+    def _largest(self, x: torch.Tensor) -> torch.Tensor:
+        return part_on(self.tp).largest(x)
+
+
+def part_on(axis: Axis, layout: Layout | None = None) -> Part:
+    """Return what the ranks of an axis, which hold parts of one quantized weight, do together."""
+
+    def largest(x: torch.Tensor) -> torch.Tensor:
+        all_reduce(x, op=dist.ReduceOp.MAX, group=axis.group)
+        return x
+
+    return Part(layout, axis.rank, lambda shard, of: all_gather(shard, axis, of), largest)
 
 
 class _Column(ParallelLayer):
@@ -286,98 +561,3 @@ class ColumnParallelStored(StoredProduct, _Column):
 
 class RowParallelStored(StoredProduct, _Row):
     """A linear layer with a quantized weight and its input features sharded."""
-
-
-_LAYERS: dict[tuple[str, bool], type[nn.Module]] = {
-    ("column", False): ColumnParallelLinear,
-    ("row", False): RowParallelLinear,
-    ("column", True): ColumnParallelConv1D,
-    ("row", True): RowParallelConv1D,
-    ("embedding", False): VocabParallelEmbedding,
-    ("embedding", True): HiddenParallelEmbedding,
-}
-_REGION_MODULES: dict[str, type[RegionModule]] = {
-    "norm_over": ShardedNorm,
-    "experts": ExpertParallel,
-    "expert_modules": ModuleExperts,
-    "calls_experts": ExpertCaller,
-    "dropout_alike": DropoutAlike,
-    "dropout_apart": DropoutApart,
-    "adapter_of_rows": AdapterOfRows,
-    "magnitude": Magnitude,
-    "magnitude_of_parts": MagnitudeOfParts,
-}
-
-
-def parallel_class(plain: type[nn.Module], plan: ModulePlan, *, stored: bool = False) -> type[nn.Module]:
-    """Return the class that a module of class ``plain`` becomes; subclasses keep their own behaviour (``embed_scale``).
-
-    Args:
-        stored: its weight is quantized.
-
-    Raises:
-        PolicyError: the class computes something else than the layer that the rule is for.
-    """
-    if plan.rule in ("column", "row") and stored:
-        return _stored_class(plain, ColumnParallelStored if plan.rule == "column" else RowParallelStored)
-    if plan.rule in ("column", "row") and issubclass(plain, Convolution):
-        return _conv_class(plain, ColumnParallelConv if plan.rule == "column" else RowParallelConv)
-    if plan.rule in ("column", "row", "embedding"):
-        layer = _LAYERS[plan.rule, plan.by_hidden if plan.rule == "embedding" else issubclass(plain, Conv1D)]
-        return _layer_class(plain, layer)  # type: ignore[arg-type]
-    replicas = {name for name, layout in plan.layouts.items() if layout.replicated}
-    mixin = _REGION_MODULES.get(plan.rule, RegionModule)
-    takes_routes = mixin is ExpertParallel and len(argument_names(plain)) >= 3  # type: ignore[arg-type]
-    if mixin is ExpertParallel and not takes_routes:  # no indices of experts and no weights
-        mixin = SortedExperts
-    return region_class(plain, mixin, tuple(sorted(plan.summed | replicas)))  # type: ignore[arg-type]
-
-
-def _stored_class(plain: Any, parallel: Any) -> Any:
-    return mixed_class(parallel, plain, f"{parallel.__name__}Of{plain.__name__}")
-
-
-def _conv_class(plain: Any, parallel: Any) -> Any:
-    if plain.forward not in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward):
-        raise PolicyError(f"{plain.__name__} has a forward of its own; it cannot become {parallel.__name__}")
-    return mixed_class(parallel, plain, f"{parallel.__name__}Of{plain.__name__}")
-
-
-@functools.cache
-def _layer_class(plain: Any, parallel: Any) -> Any:
-    """Put ``parallel`` before ``plain``, or, where that one calls ``super().forward``, between it and torch's class."""
-    torch_class = parallel.__mro__[parallel.__mro__.index(ParallelLayer) + 1]
-    if plain is torch_class:
-        return parallel
-    if plain.__setattr__ is not nn.Module.__setattr__ or "__call__" in vars(plain):
-        raise PolicyError(f"{plain.__name__} changes how modules work; it cannot become {parallel.__name__}")
-    forward = inspect.getattr_static(plain, "forward")
-    if "super" in getattr(getattr(forward, "__code__", None), "co_names", ("super",)):
-        return mixed_class(plain, parallel, f"{parallel.__name__}Of{plain.__name__}")
-    _check_same(plain, torch_class)
-    return mixed_class(parallel, plain, f"{parallel.__name__}Of{plain.__name__}")
-
-
-def _check_same(plain: type[nn.Module], torch_class: type[nn.Module]) -> None:
-    """Raise unless a subclass with a forward of its own (Falcon's ``x @ W.T``) computes what torch's class does."""
-    same = False
-    try:
-        with torch.device("cpu"), kept(), torch.no_grad():
-            module = plain(3, 5)
-            x = torch.arange(3) if issubclass(plain, nn.Embedding) else torch.randn(2, 3)
-            same = torch.allclose(module(x), torch_class.forward(module, x), rtol=1e-4, atol=1e-5)
-    except Exception:
-        same = False
-    if not same:
-        raise PolicyError(
-            f"{plain.__name__} has a forward of its own that does something else than {torch_class.__name__}'s, "
-            f"or needs more to be made: only {{replicated: UNIT}} fits it"
-        )
-
-
-def plain_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that :func:`parallel_class` was given for a module."""
-    for candidate in type(module).__mro__:
-        if issubclass(candidate, nn.Module) and not issubclass(candidate, ParallelLayer | RegionModule):
-            return candidate
-    raise TypeError(f"{type(module).__name__} is no parallel layer")

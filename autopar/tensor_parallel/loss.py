@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from autopar.distributed import collectives
+from autopar.distributed.autograd_functions import any_order, keep_none
 from autopar.distributed.axis import Axis, Group, axis_of
-from autopar.distributed.collectives import even_layout
-from autopar.distributed.derivatives import any_order, keep_none
 from autopar.errors import ConfigError
 from autopar.foreign.tensors import assert_soon
 from autopar.layout import even_shards
@@ -70,7 +69,7 @@ def vocab_parallel_cross_entropy(
     _check_arguments(logits, target, label_smoothing, reduction)
     if vocab_size is None:
         width = torch.tensor([logits.shape[-1]], device=logits.device)
-        widths = collectives.gather(width, axis, even_layout(axis.size, axis.size), 0).tolist()
+        widths = collectives.gather(width, axis, axis.one_each, 0).tolist()
     else:
         widths = [stop - start for start, stop in even_shards(vocab_size, axis.size)]
 
@@ -191,7 +190,7 @@ def _losses_of(
     """Return each token's loss, and the logarithm of its sum of exponentials; ``[tokens]``, the same on all ranks."""
     kinds, tokens = stats.shape
     sent = torch.cat([stats.view(-1), stats.new_full((1,), width)])  # [kinds * tokens + 1]
-    gathered = collectives.gather(sent.unsqueeze(0), axis, even_layout(axis.size, axis.size), 0)
+    gathered = collectives.gather(sent.unsqueeze(0), axis, axis.one_each, 0)
     _check_widths(gathered[:, -1], widths)
     table = gathered[:, :-1].view(axis.size, kinds, tokens)
     tops, sums, at_targets, *rest = table.unbind(1)  # [axis.size, tokens] each

@@ -24,14 +24,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autopar.distributed.autograd_functions import any_order, keep_none, named_collective, record
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy, reduce, start_all_reduce
-from autopar.distributed.derivatives import any_order, is_watched, keep_none
-from autopar.distributed.profiling import named_collective, record
-from autopar.foreign.c10d import in_fake_world
-
-_LEAST = 1 << 16
-"""Elements of the input, from which on it pays: the nodes cost some 50 us. Alike on all ranks, as shards are not."""
 
 
 class WeightGradient(NamedTuple):
@@ -67,28 +62,6 @@ class Late(NamedTuple):
     tensor: torch.Tensor | None = None
     weight: torch.Tensor | None = None
     x: torch.Tensor | None = None
-
-
-def can_overlap(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> bool:
-    """Return whether the sum of ``x``'s gradient can run beside the gradient of ``weight``: something else carries it.
-
-    Shared memory does not: there this process sums itself.
-    """
-    return (
-        weight.requires_grad
-        and x.requires_grad
-        and x.numel() >= _LEAST
-        and axis.size > 1
-        and (axis.transport is None or not x.is_cpu)
-        and torch.is_grad_enabled()
-        and type(x) is torch.Tensor
-        and x.dtype == weight.dtype
-        and (not x.is_meta or in_fake_world())
-        and not torch.compiler.is_compiling()
-        and (x.is_meta or not torch.is_autocast_enabled(x.device.type))
-        and not torch.is_anomaly_enabled()  # would read the gradient before the sum is there
-        and not is_watched(x)  # what the layer returns was kept: it must not be written to
-    )
 
 
 def enter(x: torch.Tensor, weight: torch.Tensor, gradient: WeightGradient, axis: Axis) -> tuple[torch.Tensor, Late]:

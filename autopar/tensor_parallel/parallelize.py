@@ -5,28 +5,47 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather
 from autopar.distributed.gloo_collectives import all_reduce
-from autopar.errors import CheckpointError
-from autopar.foreign.modules import BatchNorm, Convolution, own_buffers, own_parameters
+from autopar.distributed.rng import kept
+from autopar.errors import CheckpointError, PolicyError
+from autopar.foreign.tensors import BatchNorm, Convolution, own_buffers, own_parameters
 from autopar.foreign.transformers import EXPERTS
 from autopar.layout import Layout
 from autopar.plan.own_forwards import drop_plain_forward
 from autopar.plan.plan import AttributePlan, ModulePlan, Plan
 from autopar.quantized import stored as stored_form
 from autopar.quantized.layers import stored_weight
-from autopar.swap import bind, unbind
-from autopar.tensor_parallel.config_view import set_value, view_of_config
-from autopar.tensor_parallel.layers import parallel_class, plain_class
-from autopar.tensor_parallel.quantized_product import part_on
+from autopar.swap import bind, mixed_class, set_value, unbind, view_of_config
+from autopar.tensor_parallel.adapters import AdapterOfRows, DropoutAlike, DropoutApart, Magnitude, MagnitudeOfParts
+from autopar.tensor_parallel.expert_modules import ExpertCaller, ModuleExperts
+from autopar.tensor_parallel.experts import ExpertParallel, SortedExperts
+from autopar.tensor_parallel.layers import (
+    ColumnParallelConv,
+    ColumnParallelConv1D,
+    ColumnParallelLinear,
+    ColumnParallelStored,
+    HiddenParallelEmbedding,
+    ParallelLayer,
+    RowParallelConv,
+    RowParallelConv1D,
+    RowParallelLinear,
+    RowParallelStored,
+    VocabParallelEmbedding,
+    part_on,
+)
+from autopar.tensor_parallel.region_modules import RegionModule, ShardedNorm, argument_names, region_class
 from autopar.tensor_parallel.regions import Region
 
 _OWNER = "printed sizes"
@@ -279,3 +298,100 @@ def _sharded(model: nn.Module) -> Iterator[tuple[str, tuple[Axis, Layout]]]:
         found: Mapping[str, Any] = getattr(module, "autopar_layouts", {})
         for name, layout in found.items():
             yield f"{path}.{name}".lstrip("."), (module.tp, layout)
+
+
+_LAYERS: dict[tuple[str, bool], type[nn.Module]] = {
+    ("column", False): ColumnParallelLinear,
+    ("row", False): RowParallelLinear,
+    ("column", True): ColumnParallelConv1D,
+    ("row", True): RowParallelConv1D,
+    ("embedding", False): VocabParallelEmbedding,
+    ("embedding", True): HiddenParallelEmbedding,
+}
+
+
+_REGION_MODULES: dict[str, type[RegionModule]] = {
+    "norm_over": ShardedNorm,
+    "experts": ExpertParallel,
+    "expert_modules": ModuleExperts,
+    "calls_experts": ExpertCaller,
+    "dropout_alike": DropoutAlike,
+    "dropout_apart": DropoutApart,
+    "adapter_of_rows": AdapterOfRows,
+    "magnitude": Magnitude,
+    "magnitude_of_parts": MagnitudeOfParts,
+}
+
+
+def parallel_class(plain: type[nn.Module], plan: ModulePlan, *, stored: bool = False) -> type[nn.Module]:
+    """Return the class that a module of class ``plain`` becomes; subclasses keep their own behaviour (``embed_scale``).
+
+    Args:
+        stored: its weight is quantized.
+
+    Raises:
+        PolicyError: the class computes something else than the layer that the rule is for.
+    """
+    if plan.rule in ("column", "row") and stored:
+        return _stored_class(plain, ColumnParallelStored if plan.rule == "column" else RowParallelStored)
+    if plan.rule in ("column", "row") and issubclass(plain, Convolution):
+        return _conv_class(plain, ColumnParallelConv if plan.rule == "column" else RowParallelConv)
+    if plan.rule in ("column", "row", "embedding"):
+        layer = _LAYERS[plan.rule, plan.by_hidden if plan.rule == "embedding" else issubclass(plain, Conv1D)]
+        return _layer_class(plain, layer)  # type: ignore[arg-type]
+    replicas = {name for name, layout in plan.layouts.items() if layout.replicated}
+    mixin = _REGION_MODULES.get(plan.rule, RegionModule)
+    takes_routes = mixin is ExpertParallel and len(argument_names(plain)) >= 3  # type: ignore[arg-type]
+    if mixin is ExpertParallel and not takes_routes:  # no indices of experts and no weights
+        mixin = SortedExperts
+    return region_class(plain, mixin, tuple(sorted(plan.summed | replicas)))  # type: ignore[arg-type]
+
+
+def _stored_class(plain: Any, parallel: Any) -> Any:
+    return mixed_class(parallel, plain, f"{parallel.__name__}Of{plain.__name__}")
+
+
+def _conv_class(plain: Any, parallel: Any) -> Any:
+    if plain.forward not in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward):
+        raise PolicyError(f"{plain.__name__} has a forward of its own; it cannot become {parallel.__name__}")
+    return mixed_class(parallel, plain, f"{parallel.__name__}Of{plain.__name__}")
+
+
+@functools.cache
+def _layer_class(plain: Any, parallel: Any) -> Any:
+    """Put ``parallel`` before ``plain``, or, where that one calls ``super().forward``, between it and torch's class."""
+    torch_class = parallel.__mro__[parallel.__mro__.index(ParallelLayer) + 1]
+    if plain is torch_class:
+        return parallel
+    if plain.__setattr__ is not nn.Module.__setattr__ or "__call__" in vars(plain):
+        raise PolicyError(f"{plain.__name__} changes how modules work; it cannot become {parallel.__name__}")
+    forward = inspect.getattr_static(plain, "forward")
+    if "super" in getattr(getattr(forward, "__code__", None), "co_names", ("super",)):
+        return mixed_class(plain, parallel, f"{parallel.__name__}Of{plain.__name__}")
+    _check_same(plain, torch_class)
+    return mixed_class(parallel, plain, f"{parallel.__name__}Of{plain.__name__}")
+
+
+def _check_same(plain: type[nn.Module], torch_class: type[nn.Module]) -> None:
+    """Raise unless a subclass with a forward of its own (Falcon's ``x @ W.T``) computes what torch's class does."""
+    same = False
+    try:
+        with torch.device("cpu"), kept(), torch.no_grad():
+            module = plain(3, 5)
+            x = torch.arange(3) if issubclass(plain, nn.Embedding) else torch.randn(2, 3)
+            same = torch.allclose(module(x), torch_class.forward(module, x), rtol=1e-4, atol=1e-5)
+    except Exception:
+        same = False
+    if not same:
+        raise PolicyError(
+            f"{plain.__name__} has a forward of its own that does something else than {torch_class.__name__}'s, "
+            f"or needs more to be made: only {{replicated: UNIT}} fits it"
+        )
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that :func:`parallel_class` was given for a module."""
+    for candidate in type(module).__mro__:
+        if issubclass(candidate, nn.Module) and not issubclass(candidate, ParallelLayer | RegionModule):
+            return candidate
+    raise TypeError(f"{type(module).__name__} is no parallel layer")

@@ -1,4 +1,4 @@
-"""Attributes by which Megatron-LM and DeepSpeed recognise sharded parameters, so that their norms count each one once.
+"""Marks and descriptions of sharded parameters: for norms of Megatron-LM and DeepSpeed, and for errors of shapes.
 
 ``tensor_model_parallel`` (counts on every rank; otherwise on the first one only), ``partition_dim``, and
 ``partition_stride``, the number of blocks that lie side by side (two for ``gate | up``). ``shared`` and
@@ -13,14 +13,19 @@ is exact there, too.
 
 from __future__ import annotations
 
+import re
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.distributed.axis import Axis
 from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_reads import Shard, unwatch, watch
+from autopar.foreign.tensors import own_parameters
 from autopar.layout import Layout
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.plan.stages import StagePlan
@@ -87,3 +92,53 @@ def unmark(model: nn.Module) -> None:
         unwatch(parameter)
         for name in _NAMES:
             vars(parameter).pop(name, None)
+
+
+_LISTED = 3
+
+
+def shards_named(model: nn.Module) -> Callable[[BaseException], str | None]:
+    """Return a function that tells of an error which sharded parameters have the sizes that it names; None of others.
+
+    The model is held weakly.
+    """
+    held = weakref.ref(model)
+
+    def explain(error: BaseException) -> str | None:
+        living, text = held(), str(error)
+        if living is None or not isinstance(error, RuntimeError) or not re.search(r"\b(size|shape)", text):
+            return None
+        sizes = {int(number) for number in re.findall(r"\d+", text)}
+        found: dict[int, str] = {}  # tied ones once
+        for name, module in living.named_modules():
+            found = _fitting(name, module, sizes) | found
+        if not found:
+            return None
+        more = f"\n  and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
+        return (
+            "autopar: parameters of these sizes are shards of whole ones:\n"
+            + "\n".join(list(found.values())[:_LISTED])
+            + more
+            + "\n  What was made of whole weights (an average, a product) fits them before autopar.initialize, or "
+            "after autopar.deparallelize(model)."
+        )
+
+    return explain
+
+
+def _fitting(path: str, module: nn.Module, sizes: set[int]) -> dict[int, str]:
+    """Describe the shards of a module of which both sizes, here and in the plain model, are among ``sizes``, by id."""
+    axis: Axis | None = vars(module).get("tp")
+    layouts: dict[str, Layout] = vars(module).get("autopar_layouts", {})
+    lines: dict[int, str] = {}
+    if axis is None:
+        return lines
+    for name, layout in layouts.items():
+        parameter = own_parameters(module).get(name)
+        if parameter is None or parameter.shape[layout.dim] == layout.size:
+            continue
+        if {parameter.shape[layout.dim], layout.size} <= sizes:
+            whole = [*parameter.shape]
+            whole[layout.dim] = layout.size
+            lines[id(parameter)] = f"  {path}.{name}: rank {axis.rank}'s shard {list(parameter.shape)} of {whole}"
+    return lines

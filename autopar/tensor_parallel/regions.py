@@ -26,12 +26,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.distributed.autograd_functions import is_watched
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy
 from autopar.distributed.rng import TorchGenerators, follow_streams, seed_torch, unfollow_streams
+from autopar.foreign.c10d import in_fake_world
 from autopar.foreign.tensors import version_of
 from autopar.layout import Layout
-from autopar.tensor_parallel.overlap import Late, WeightGradient, can_overlap
+from autopar.tensor_parallel.overlap import Late, WeightGradient
 from autopar.tensor_parallel.overlap import enter as enter_overlapped
 from autopar.tensor_parallel.sequence_rows import Entered, can_save_rows, gather_rows
 
@@ -73,7 +75,7 @@ class Region:
         self._copied: torch.Tensor | None = None
         self._version = 0
         self._outside: TorchGenerators | None = None
-        self._dropouts: list[tuple[Any, str]] = []  # where their probabilities are kept: object, name
+        self._dropouts: list[tuple[Any, str, Mapping[str, Any]]] = []  # object, name of its probability, its entries
         self.running = 0  # how many of the model's Hugging Face models are running inside each other
         self.depth = 0  # how many region modules are running inside each other
         self.model = ""  # tells models apart, the same on all ranks
@@ -86,8 +88,19 @@ class Region:
         copied = Region(self.axis)
         memo[id(self)] = copied
         copied.model = f"{self.model}, copied"
-        copied._dropouts = [(deepcopy(owner, memo), name) for owner, name in self._dropouts]
+        owners = [(deepcopy(owner, memo), name) for owner, name, _ in self._dropouts]
+        copied._dropouts = [(owner, name, _entries(owner)) for owner, name in owners]
         return copied
+
+    def check_thread(self) -> None:
+        """Refuse a forward of another thread while requests run, whose collectives would meet those of the requests.
+
+        Raises:
+            ConfigError: Says what to do.
+        """
+        manager = None if self.batching is None else self.batching()
+        if manager is not None:
+            manager.check_thread()
 
     def find_dropout(self, model: nn.Module) -> None:
         """Find dropout: ``p`` of dropout modules, attributes called ``*drop*``, the config's for attention.
@@ -95,20 +108,21 @@ class Region:
         Other dropout fields of a config (a classifier's, a summary's) act through the modules made from them.
         """
         configs: dict[int, Any] = {}
-        self._dropouts.clear()
+        found: list[tuple[Any, str]] = []
         for module in model.modules():
             for name, value in vars(module).items():
                 if type(value) in (float, int) and ("drop" in name or name == "p"):
-                    self._dropouts.append((module, name))
+                    found.append((module, name))
             config = getattr(module, "config", None)
             if hasattr(config, "__dict__"):  # Idefics has a layer whose "config" is a number
                 configs[id(config)] = config
         if not isinstance(model, PreTrainedModel):
-            self._dropouts += [source for module in model.modules() for source in _of_own(module)]
+            found += [source for module in model.modules() for source in _of_own(module)]
         for config in configs.values():
             for name, value in vars(config).items():
                 if type(value) in (float, int) and "drop" in name and ("att" in name or name == "dropout"):
-                    self._dropouts.append((config, name))
+                    found.append((config, name))
+        self._dropouts = [(owner, name, _entries(owner)) for owner, name in found]
 
     def start(self) -> None:
         """Start a forward: clear what an interrupted one left behind, see which dropouts are on.
@@ -121,7 +135,7 @@ class Region:
             self.depth = 0
             self.forget_rows()
         self.running += 1
-        on = [owner for owner, name in self._dropouts if float(_entries(owner).get(name) or 0) > 0]
+        on = [owner for owner, name, entries in self._dropouts if float(entries.get(name) or 0) > 0]
         self.may_draw = bool(on)
         self._in_evaluation = any(isinstance(owner, nn.Module) and owner.training for owner in on)
 
@@ -198,7 +212,8 @@ class Region:
         """
         if self._entered is not None and self._entered.is_whole(x) and can_save_rows(x, weight):
             return self.enter(x), self._entered.late_weight(weight, gradient)
-        if self.tracking is not None or not can_overlap(x, weight, self.axis) or self._is_copied(x):
+        small = x.numel() < _LEAST
+        if self.tracking is not None or small or not can_overlap(x, weight, self.axis) or self._is_copied(x):
             return self.enter(x), None
         copied, late = enter_overlapped(x, weight, gradient, self.axis)
         self._source, self._version, self._copied = x, version_of(x), copied
@@ -353,3 +368,28 @@ def _of_own(module: nn.Module) -> Iterator[tuple[Any, str]]:
 
 def _entries(owner: Any) -> Mapping[str, Any]:
     return owner if isinstance(owner, Mapping) else vars(owner)
+
+
+_LEAST = 1 << 16
+"""Elements of the input, from which on it pays: the nodes cost some 50 us. Alike on all ranks, as shards are not."""
+
+
+def can_overlap(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> bool:
+    """Return whether the sum of ``x``'s gradient can run beside the gradient of ``weight``: something else carries it.
+
+    Shared memory does not: there this process sums itself.
+    """
+    return (
+        weight.requires_grad
+        and x.requires_grad
+        and axis.size > 1
+        and (axis.transport is None or not x.is_cpu)
+        and torch.is_grad_enabled()
+        and type(x) is torch.Tensor
+        and x.dtype == weight.dtype
+        and (not x.is_meta or in_fake_world())
+        and not torch.compiler.is_compiling()
+        and (x.is_meta or not torch.is_autocast_enabled(x.device.type))
+        and not torch.is_anomaly_enabled()  # would read the gradient before the sum is there
+        and not is_watched(x)  # what the layer returns was kept: it must not be written to
+    )

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.foreign.modules import own_parameters
-from autopar.foreign.tensors import tree_leaves
+from autopar.foreign.tensors import own_parameters, tree_leaves
 from autopar.foreign.transformers import CACHES
 from autopar.layout import Layout
 from autopar.plan.matching import around

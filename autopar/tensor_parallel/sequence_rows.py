@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.distributed.autograd_functions import any_order, is_watched, keep_none, named_collective
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import (
     all_gather,
@@ -27,8 +28,6 @@ from autopar.distributed.collectives import (
     reduce_scatter,
     scatter,
 )
-from autopar.distributed.derivatives import any_order, is_watched, keep_none
-from autopar.distributed.profiling import named_collective
 from autopar.foreign.tensors import version_of
 from autopar.layout import Layout
 from autopar.swap import mixed_class

@@ -4,7 +4,7 @@ A language model's head makes ``[..., vocab/tp]`` on each rank, with context par
 Most training steps take a cross entropy of it, which is computed from the parts, and read nothing else; gathering
 ``[..., vocab]`` would move more bytes than all blocks together. :class:`ShardedLogits` is the whole tensor that the
 model's own code passes on. Operations of a loss on the logits, and ``F.cross_entropy`` itself, are done to the parts
-(:mod:`~autopar.tensor_parallel.logits_shards`, :mod:`~autopar.context_parallel.row_logits`). Any other operation
+(:mod:`~autopar.tensor_parallel.logits_shards`, :mod:`~autopar.context_parallel.lazy_rows`). Any other operation
 gathers them and goes on with a plain tensor, in the same autograd graph. So ``outputs.logits`` is what users know.
 
 A view shares memory with what it was taken from, so as soon as one of a family is read, all are whole, and a change in
@@ -22,9 +22,9 @@ from typing import Any, ClassVar
 import torch
 
 from autopar.call_site import is_of_library
+from autopar.distributed.agree import meet
+from autopar.distributed.autograd_functions import any_order, keep_none, refuse_again
 from autopar.distributed.axis import Axis
-from autopar.distributed.barrier import meet
-from autopar.distributed.derivatives import any_order, keep_none, refuse_again
 from autopar.distributed.whole_on_read import WholeOnRead, without_overrides
 from autopar.foreign.tensors import tree_leaves, tree_map_only, wrapper_subclass
 from autopar.layout import Layout

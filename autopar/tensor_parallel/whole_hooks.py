@@ -1,12 +1,11 @@
-"""Hooks of the user's on modules whose activations are sharded: they get whole tensors, and give back whole ones.
+"""User hooks on modules whose activations are sharded: they get full tensors, and may return full ones.
 
-A hook on a column-parallel layer would see this rank's features. Its place in torch's own dict of hooks is taken by an
-object that gathers what the hook reads, and cuts what it returns; both are differentiable. Handles still remove it.
-After it the module continues with a shard of what the hook got, so that the hook may keep that for the backward. In
-sequence parallelism a block with hooks inside computes with whole sequences.
+A hook on a column-parallel layer would see this rank's features. An object takes the hook's place in torch's dict of
+hooks. It gathers what the hook reads, and shards what the hook returns; both are differentiable. Handles still remove
+the hook. The module then continues with a shard of what the hook got, so that the hook may keep that for the backward.
+In sequence parallelism a block with hooks inside computes with full sequences.
 Nothing is gathered where no hook is. All ranks have the same hooks: that is compared when a forward begins.
-:mod:`~autopar.tensor_parallel.seen_values` says which tensors are gathered, and how;
-:mod:`autopar.context_parallel.row_hooks` does so for rows that the ranks of the context-parallel axis have.
+Under context parallelism a forward over local sequences is refused while user hooks are registered that are not local.
 """
 
 from __future__ import annotations
@@ -14,23 +13,28 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from transformers.utils.generic import ModelOutput
 
 from autopar.call_site import is_of_library
+from autopar.distributed import collectives
 from autopar.distributed.axis import Axis
 from autopar.distributed.shard_reads import inside_hook
 from autopar.errors import ConfigError
-from autopar.foreign.modules import hooks_of, hooks_of_all, hooks_with_kwargs, own_parameters
+from autopar.foreign.tensors import hooks_of, hooks_of_all, hooks_with_kwargs, own_parameters, version_of
+from autopar.layout import Layout
 from autopar.plan.plan import ModulePlan
-from autopar.tensor_parallel.seen_values import Chain, Seen, SeenShards, Shards
 
 _KINDS = ("forward", "forward_pre", "backward", "backward_pre")
+_EVERYWHERE = {kind: hooks_of_all(kind)[0] for kind in _KINDS}  # torch's own dicts of the hooks on every module
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 _LOCAL = "_autopar_local_hooks"
+_HELD = "_autopar_full"  # attribute of a shard: the full tensor it was cut from, and its own version
 _FRONT = -1  # key among a module's forward pre-hooks, of which torch counts its own from 0
 
 
@@ -53,72 +57,77 @@ def local_hooks(module: nn.Module) -> None:
         _unwrap(hooks_of(module, kind))
 
 
+class RefusesHooks(Protocol):
+    """What computes with a part of each sequence on each rank, which user hooks must not see unasked."""
+
+    def refuse_hooks(self, hooks: list[tuple[str, Any]]) -> None:
+        """Refuse a forward over local sequences while ``hooks`` (path of a module, hook) are registered."""
+
+
 class WholeHooks:
-    """Finds hooks of the user's when a forward begins, and lets them see whole tensors.
+    """Finds user hooks when a forward begins, and lets them see full tensors.
 
     Attributes:
-        over_rows: finds modules that compute rows of the sequence, where ranks share sequences: a RowHooks.
+        over_rows: The state of context parallelism, which refuses user hooks; None where ranks do not share sequences.
     """
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
-        self.over_rows: Any = None
+        self.over_rows: RefusesHooks | None = None
         self._known: dict[int, Shards] | None = None
         self._places: list[tuple[dict[int, Any], str, Shards]] = []  # torch's own dicts, by kind
         self._dicts: list[dict[int, Any]] = []
         # Modules whose inputs are shards, with torch's dicts of their forward pre-hooks and forward hooks.
         self._fronts: list[tuple[Shards, dict[int, Any], dict[int, Any]]] = []
         self._blocks: list[tuple[str, Any, list[tuple[nn.Module, dict[int, Any]]]]] = []  # that compute with rows
+        self._below: list[tuple[str, nn.Module]] = []  # modules that compute with local sequences, by path
+        self._below_dicts: list[dict[int, Any]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WholeHooks:
         copied = memo[id(self)] = WholeHooks(self.axis)
         copied.over_rows = copy.deepcopy(self.over_rows, memo)
         return copied
 
-    @property
-    def may_gather(self) -> bool:
-        """Whether modules of the model have parts of tensors."""
-        return self.axis.size > 1 or self.over_rows is not None
-
     def wrap(self, model: nn.Module) -> str:
-        """Wrap the hooks that are new; return where all of them are, in words that are alike on all ranks."""
+        """Wrap the hooks that are new; return where all of them are, in words that are identical on all ranks."""
         if self._known is None:
             self._find(model)
         assert self._known is not None
         for _, front, _ in self._fronts:
             front.pop(_FRONT, None)
-        places, hooked = list[str](), list[tuple[str, str, Any]]()
+        places = list[str]()
         for hooks, kind, shards in compress(self._places, self._dicts):
             if _LOCAL not in vars(shards.module):
                 self._wrap(hooks, hooks_with_kwargs(shards.module, kind), kind, {id(shards.module): shards})
-                found = [hook.hook for hook in hooks.values() if isinstance(hook, _WholeHook)]
-                hooked += [(kind, shards.path, hook) for hook in found]
-                places += [f"{kind} on {shards.path}" for _ in found]
-        for kind in _KINDS:
+                places += [f"{kind} on {shards.path}" for hook in hooks.values() if isinstance(hook, _WholeHook)]
+        everywhere = [kind for kind, hooks in _EVERYWHERE.items() if hooks and _has_users(hooks)]
+        for kind in everywhere:
             hooks, with_kwargs = hooks_of_all(kind)
-            if hooks:
-                self._wrap(hooks, with_kwargs, kind, self._known)
-                found = [hook.hook for hook in hooks.values() if isinstance(hook, _WholeHook)]
-                seeing = [s.path for s in self._known.values() if found and _LOCAL not in vars(s.module)]
-                hooked += [(kind, path, found[0]) for path in seeing]
-                places += [f"{kind} on all modules" for _ in found]
-        after = _has_users(hooks_of_all("forward")[0])
+            self._wrap(hooks, with_kwargs, kind, self._known)
+            places += [f"{kind} on all modules" for hook in hooks.values() if isinstance(hook, _WholeHook)]
+        after = "forward" in everywhere
         for shards, front, hooks in self._fronts:
             if (after or (hooks and _has_users(hooks))) and _LOCAL not in vars(shards.module):
                 front[_FRONT] = _Front(shards, self.axis)
-        everywhere = any(_has_users(hooks_of_all(kind)[0]) for kind in _KINDS)
         for path, block, inside in self._blocks:
             here = (_has_users(hooks) for module, hooks in inside if hooks and _LOCAL not in vars(module))
-            block.rows_hooked = everywhere or any(here)
+            block.rows_hooked = bool(everywhere) or any(here)
             places += [f"inside of {path}"] * block.rows_hooked
         if self.over_rows is not None:
-            self.over_rows.begin(hooked)
+            refused = self._below_hooks()
+            self.over_rows.refuse_hooks(refused)
+            places += [f"over local sequences on {path}" for path, _ in refused]
         return ", ".join(places)
+
+    def _below_hooks(self) -> list[tuple[str, Any]]:
+        """Return the user hooks on modules below the model that are not local: paths of the modules, and the hooks."""
+        every = [("all modules", hook) for hooks in _EVERYWHERE.values() for hook in _users_of(hooks)]
+        found = zip(self._below, self._below_dicts, strict=True)
+        here = [(path, _users_of(hooks)) for (path, module), hooks in found if hooks and _LOCAL not in vars(module)]
+        return [*((path, hook) for path, hooks in here for hook in hooks), *every]
 
     def _find(self, model: nn.Module) -> None:
         sharded = {id(shards.module): shards for shards in _shards_of(model)} if self.axis.size > 1 else {}
-        for path, module, seen in () if self.over_rows is None else self.over_rows.places():
-            sharded[id(module)] = sharded.get(id(module), Shards(path, module))._replace(over_rows=seen)
         self._known = sharded
         self._fronts = [
             (shards, hooks_of(shards.module, "forward_pre"), hooks_of(shards.module, "forward"))
@@ -132,8 +141,13 @@ class WholeHooks:
         ]
         self._places = [(hooks_of(s.module, kind), kind, s) for s in sharded.values() for kind in _KINDS]
         self._dicts = [hooks for hooks, _, _ in self._places]
+        below = [] if self.over_rows is None else [each for each in model.named_modules() if each[0]]
+        self._below = [each for each in below for _ in _KINDS]
+        self._below_dicts = [hooks_of(module, kind) for _, module in below for kind in _KINDS]
 
     def _wrap(self, hooks: dict[int, Any], with_kwargs: set[int], kind: str, known: Mapping[int, Shards]) -> None:
+        if self.axis.size == 1:
+            return  # context parallelism alone: hooks see no shards of features
         for key, hook in list(hooks.items()):
             if isinstance(hook, _WholeHook):
                 hook.known.update(known)  # on all modules, of several models
@@ -145,16 +159,23 @@ class WholeHooks:
         for hooks, _, _ in self._places:
             _unwrap(hooks)
         for kind in _KINDS if self._places else ():
-            for hook in hooks_of_all(kind)[0].values():
+            for hook in _EVERYWHERE[kind].values():
                 for key in self._known or () if isinstance(hook, _WholeHook) else ():
                     hook.known.pop(key, None)
         for _, front, _ in self._fronts:
             front.pop(_FRONT, None)
         self._known, self._places, self._dicts, self._fronts, self._blocks = None, [], [], [], []
+        self._below, self._below_dicts = [], []
 
 
 def _has_users(hooks: dict[int, Any]) -> bool:
     return any(isinstance(hook, _WholeHook) or not is_of_library(hook) for hook in hooks.values())
+
+
+def _users_of(hooks: dict[int, Any]) -> list[Any]:
+    """Return the user hooks in one of torch's dicts, without what this module has put around them."""
+    found = [hook.hook if isinstance(hook, _WholeHook) else hook for hook in hooks.values()]
+    return [hook for hook in found if not is_of_library(hook)]
 
 
 def _unwrap(hooks: dict[int, Any]) -> None:
@@ -181,12 +202,12 @@ class _WholeHook:
         if shards is None or failed or _LOCAL in vars(module):
             return self._run(module, *values)
         backward = self.kind.startswith("backward")
-        given, made = self._seen(shards, backward, made=False), self._seen(shards, backward, made=True)
+        given, made = SeenShards(shards.given, shards, self.axis), SeenShards(shards.made, shards, self.axis)
         if self.kind == "forward":
             *inputs, output = values
             seen = made.whole(output)
             result = self._run(module, *given.whole(inputs), seen)
-            if given.loses_writes():
+            if given.is_written():
                 raise ConfigError(_lost(self.hook, shards.path))
             return made.cut(seen if result is None and (made.is_written() or made.is_kept()) else result)
         if self.kind == "backward":
@@ -207,12 +228,6 @@ class _WholeHook:
             return self.hook(*values)
         with inside_hook():
             return self.hook(*values)
-
-    def _seen(self, shards: Shards, gradients: bool, *, made: bool) -> Seen:
-        over_rows = None if shards.over_rows is None else shards.over_rows(self.hook, gradients, made)
-        layout = shards.made if made else shards.given
-        parts: list[Seen] = [SeenShards(layout, shards, self.axis)] if self.axis.size > 1 else []
-        return Chain([*parts, over_rows] if over_rows is not None else parts)
 
 
 class _Front:
@@ -240,6 +255,15 @@ def _lost(hook: Any, path: str) -> str:
         f"the hook {described(hook)} on {path} writes into what its module was given, of which it has a copy: the "
         "module's input is in parts.\n  Change it in a forward pre-hook, return what is changed, or use "
         "autopar.local_hooks(module)."
+    )
+
+
+def refused_hook(path: str, hook: Any, ranks: int) -> str:
+    """Return the error of a user hook where ``ranks`` context-parallel ranks share each sequence."""
+    return (
+        f"context_parallel_size={ranks}: the hook {described(hook)} on {path} would get this rank's part of each "
+        "sequence.\n  Call autopar.local_hooks(module) if it is written for that. Otherwise remove it, or use "
+        "tensor_parallel_size,\n  with which hooks get full tensors."
     )
 
 
@@ -286,3 +310,141 @@ def _inside_experts(path: str, experts: nn.Module, plan: ModulePlan) -> Iterator
     for name, beside in experts.named_children() if features is not None else ():
         if type(beside).__module__ in _ACTIVATIONS:
             yield id(beside), Shards(f"{path}.{name}", beside, features, features)
+
+
+class Shards(NamedTuple):
+    """Facts about the tensors of one module.
+
+    Attributes:
+        path, module: of it.
+        given, made: layouts of the features that its forward is given, and that it makes; None: they are whole.
+        heads: tensors of four dims have heads as a dim of their own.
+    """
+
+    path: str
+    module: nn.Module
+    given: Layout | None = None
+    made: Layout | None = None
+    heads: bool = False
+
+
+class SeenShards:
+    """Gather the sharded tensors of one call of a module for a hook, and shard again what the hook returns."""
+
+    def __init__(self, layout: Layout | None, shards: Shards, axis: Axis) -> None:
+        self._gathered: list[tuple[torch.Tensor, int]] = []  # copies that a hook gets, and their versions
+        self.layout, self.axis, self.heads, self.path = layout, axis, shards.heads, shards.path
+        self._cuts: dict[torch.Size, tuple[int, Layout]] = {}  # shape of the whole -> how it is sharded
+        self._kept: list[torch.Tensor] = []  # given as they are
+
+    def whole(self, value: Any, *, gradient: bool = False) -> Any:
+        """Return it with its first tensor whole: hidden states, beside which others are. Gradients have no gradient."""
+        first = next(tensors_of(value), None)
+        if first is None:
+            return value
+        held, version = getattr(first, _HELD, (None, 0))
+        if held is not None and version_of(first) == version:
+            return mapped(lambda x: self._noted(held) if x is first else self._as_it_is(x), value)
+        found = self._sharded(first)
+        if found is None:
+            return value
+        full = self._gather(first, *found, gradient)
+        return mapped(lambda x: full if x is first else self._as_it_is(x), value)
+
+    def cut(self, value: Any, *, gradient: bool = False) -> Any:
+        """Return it with this rank's parts of tensors that have the shape of one that was gathered."""
+        return mapped(lambda x: self._own(x, gradient), value)
+
+    def held(self, value: Any) -> Any:
+        """Return what :meth:`cut` does; the shard remembers its full tensor, which later hooks get."""
+        cut, full = self.cut(value), self._gathered[0][0]
+        first = next(tensors_of(cut))
+        setattr(first, _HELD, (full, version_of(first)))
+        return cut
+
+    def is_written(self) -> bool:
+        """Return whether the hook wrote into a copy."""
+        return any(version_of(x) != version for x, version in self._gathered)
+
+    def is_kept(self) -> bool:
+        """Return whether a copy has a gradient, which the hook may ask for at any time before the backward."""
+        return any(x.requires_grad for x, _ in self._gathered)
+
+    def _noted(self, x: torch.Tensor) -> torch.Tensor:
+        self._gathered.append((x, version_of(x)))
+        return x
+
+    def _as_it_is(self, x: torch.Tensor) -> torch.Tensor:
+        self._kept.append(x)
+        return x
+
+    def _gather(self, x: torch.Tensor, dim: int, layout: Layout, gradient: bool) -> torch.Tensor:
+        if not gradient:
+            full = collectives.gather(x, self.axis, layout, dim)
+        elif layout.replicated:  # each of several ranks has a part
+            full = collectives.sum_shards(x, self.axis, layout, dim)
+        else:
+            full = collectives.all_gather(x, self.axis, layout, dim)
+        self._cuts[full.shape] = dim, layout
+        return self._noted(full)
+
+    def _own(self, x: torch.Tensor, gradient: bool) -> torch.Tensor:
+        found = None if any(x is kept for kept in self._kept) else self._cuts.get(x.shape)
+        if found is None:
+            return x
+        dim, layout = found
+        if not gradient:
+            return collectives.scatter(x, self.axis, layout, dim)
+        return collectives.owned(layout.shard(x, self.axis.rank, dim), self.axis, layout, dim)
+
+    def _sharded(self, x: torch.Tensor) -> tuple[int, Layout] | None:
+        """Return the dim along which a tensor is sharded, and how: features or heads; None if it is whole.
+
+        Sizes say so. Where those of the ranks differ, one may match by chance, so it has to on all of them.
+        """
+        ways: list[tuple[int, int, Layout]] = []  # dim, size there, layout
+        if self.layout is not None and self.heads and x.ndim == 4:  # [batch, heads/tp, seq, d], or seq before heads
+            heads = _heads(self.layout)
+            ways += [(dim, x.shape[dim], heads) for dim in (1, 2)]
+        elif self.layout is not None:
+            ways.append((x.ndim - 1, x.shape[-1], self.layout))
+        fit = [int(size == layout.local_size(self.axis.rank)) for _, size, layout in ways]
+        if any(len({layout.local_size(rank) for rank in range(self.axis.size)}) > 1 for _, _, layout in ways):
+            _, fit = collectives.extremes_over(self.axis, fit)
+        found = [(dim, layout) for (dim, _, layout), fits in zip(ways, fit, strict=True) if fits]
+        if len(found) > 1 and found[0][1] is found[1][1]:
+            raise ConfigError(
+                f"a hook on {self.path} would get whole heads, but {list(x.shape)} has as many positions as heads on "
+                "this rank, and which\n  are which cannot be told. Use another length, a hook on q_proj or k_proj, or "
+                "autopar.local_hooks(module)."
+            )
+        return found[0] if found else None
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of numbers in tuples, lists, dicts and outputs of models, with two dims or more."""
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point() and value.ndim > 1:
+            yield value
+    elif type(value) in (tuple, list, dict) or isinstance(value, ModelOutput):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from tensors_of(each)
+
+
+def mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Change the tensors in tuples, lists, dicts and outputs; a cache, which is written into, stays the same object."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if type(value) in (tuple, list):
+        return type(value)(mapped(function, each) for each in value)
+    if isinstance(value, ModelOutput):
+        return type(value)(**{key: mapped(function, each) for key, each in value.items()})
+    if type(value) is dict:
+        return {key: mapped(function, each) for key, each in value.items()}
+    return value
+
+
+@functools.lru_cache(maxsize=256)
+def _heads(layout: Layout) -> Layout:
+    """Return the layout of whole units, where features are a dim of their own: ``[batch, heads/tp, seq, d]``."""
+    return Layout.of(1, [replace(block, width=1) for block in layout.blocks])

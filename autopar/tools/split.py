@@ -17,11 +17,10 @@ from autopar.checkpoint.format import Manifest, versions
 from autopar.checkpoint.offline import check_blocks, check_sizes, stages_by_size, write_manifest, write_part
 from autopar.checkpoint.staging import output_folder, parse_dtype, progress_bar
 from autopar.deferred_init.context import lazy_init
-from autopar.deferred_init.files import explained
-from autopar.deferred_init.sources import sources_of
+from autopar.deferred_init.files import explained, sources_of
 from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import AutoparError, CheckpointError, ConfigError, listed, nearest
-from autopar.foreign.modules import own_buffers, unsaved_buffers
+from autopar.foreign.tensors import own_buffers, unsaved_buffers
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan
 from autopar.policy.match import find_policy, given_policy
@@ -67,7 +66,11 @@ def split_checkpoint(
     check_sizes(tp, pp)
     folder, chosen = Path(source), parse_dtype(dtype)
     model = _open(folder, chosen)
-    _refuse_quantized(folder, model)
+    if count := len(stored_weights(model)):
+        raise ConfigError(
+            f"{folder} holds {count} quantized weights, which are not split: autopar.from_pretrained reads each rank's "
+            "part of them."
+        )
     used = find_policy(model, given_policy(model, policy))
     plan = make_plan(model, used, tp)
     check_blocks(used, plan.tensors, plan.model_type, pp)
@@ -92,14 +95,6 @@ def split_checkpoint(
             versions=versions(),
         )
         return write_manifest(staging, manifest, folder, chosen)
-
-
-def _refuse_quantized(folder: Path, model: PreTrainedModel) -> None:
-    if count := len(stored_weights(model)):
-        raise ConfigError(
-            f"{folder} holds {count} quantized weights, which are not split: autopar.from_pretrained reads each rank's "
-            "part of them."
-        )
 
 
 def _open(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:

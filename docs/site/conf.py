@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 import autopar  # noqa: E402
 from autopar.checkpoint import methods as checkpoint_methods  # noqa: E402
-from autopar.pipeline_parallel import methods as pipeline_methods  # noqa: E402
+from autopar.pipeline_parallel import pipeline as pipeline_methods  # noqa: E402
 
 project, author, copyright = "autopar", "the authors of autopar", "the authors of autopar, Apache-2.0"
 version = release = autopar.__version__

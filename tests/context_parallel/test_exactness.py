@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 import autopar
-from autopar.context_parallel import attention, row_logits
+from autopar.context_parallel import attention, lazy_rows
 from autopar.context_parallel.rows import rows_layout
 from autopar.distributed import collectives
 from tests.parity import check, close, language_batches
@@ -227,8 +227,8 @@ def test_what_is_planted_is_seen(planted: str) -> None:
         exchange, others = attention.exchange, rows_layout(16, 2, zigzag=True)
         plant(attention, "exchange", lambda x, axis, heads, rows, **way: exchange(x, axis, heads, others, **way))
     else:
-        plain = row_logits.join
-        plant(row_logits, "join", lambda x, *args: plain(x, *args) * 2 - plain(x, *args).detach())
+        plain = lazy_rows.join
+        plant(lazy_rows, "join", lambda x, *args: plain(x, *args) * 2 - plain(x, *args).detach())
     listed = [packed(16)] if planted in ("rows", "gradient", "rows of ulysses") else [padded_left(16)]
     method = "ulysses" if "ulysses" in planted else "gather"
     try:
@@ -263,6 +263,7 @@ def test_dropout_differs_over_the_rows_and_is_drawn_again_the_same() -> None:
     model.model.layers[0].mlp.dropout = nn.Dropout(0.5)
     model = autopar.initialize(model, sizes(2)).train()
     seen: list[torch.Tensor] = []
+    autopar.local_hooks(model.model.layers[0].mlp)
     model.model.layers[0].mlp.register_forward_hook(
         lambda module, args, out: seen.append(nn.functional.dropout(torch.ones(64)))
     )

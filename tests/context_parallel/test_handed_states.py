@@ -18,9 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from autopar.context_parallel import rank_states
-from autopar.context_parallel.handed_states import HandedStates, States, own_arguments
-from autopar.context_parallel.rank_states import StatesOfRank
+from autopar.context_parallel import handed_states
+from autopar.context_parallel.handed_states import HandedStates, States, StatesOfRank, own_arguments
 from autopar.context_parallel.rows import rows_layout
 from autopar.distributed import neighbours
 from autopar.dry_run.context_parallel import plan_rows
@@ -327,7 +326,7 @@ def _of_the_rank_before(self: StatesOfRank, key: Any, state: torch.Tensor, throu
 
 
 def _dropped(of: int) -> Callable[..., Any]:
-    plain = rank_states._Taken.backward
+    plain = handed_states._Taken.backward
     return lambda ctx, grad: plain(ctx, grad * (0 if grad.ndim == of else 1))
 
 
@@ -336,8 +335,8 @@ PLANTED = {
     "a state that is not handed on": (StatesOfRank, "take", _zero("recurrent")),
     "rows that are not handed on": (StatesOfRank, "take", _zero("conv")),
     "rows of the rank before": (StatesOfRank, "give", _of_the_rank_before),
-    "a gradient of states": (rank_states._Taken, "backward", staticmethod(_dropped(4))),
-    "a gradient of rows": (rank_states._Taken, "backward", staticmethod(_dropped(3))),
+    "a gradient of states": (handed_states._Taken, "backward", staticmethod(_dropped(4))),
+    "a gradient of rows": (handed_states._Taken, "backward", staticmethod(_dropped(3))),
 }
 
 

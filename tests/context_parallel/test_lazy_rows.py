@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
+from autopar.context_parallel.block_boundary import OwnRows, may_own_rows
 from autopar.context_parallel.lazy_rows import LazyRows
-from autopar.context_parallel.own_rows import OwnRows, may_own_rows
 from autopar.context_parallel.state import OwnModule, RowPlan, RowState
 from autopar.distributed.axis import Axis
 from autopar.dry_run.context_parallel import plan_rows
@@ -204,6 +204,7 @@ def test_readers_in_a_model(make: Callable[..., Any]) -> None:
     kept: dict[Any, list[torch.Tensor]] = {plain: [], parallel: []}
 
     def run(model: Any, hook: Any, **more: Any) -> torch.Tensor:
+        autopar.local_hooks(model.get_input_embeddings())
         handle = model.get_input_embeddings().register_forward_hook(hook)
         torch.manual_seed(0)
         out = model(**{**batch, **more}, use_cache=False)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import autopar
-from autopar.context_parallel import row_logits
+from autopar.context_parallel import lazy_rows
 from benchmarks.context_parallel_policies import NOT_IN_STAGES, NOT_OVER_FOUR, holds, is_left_out, read_rows, summary
 from tests.context_parallel.meshes import LENGTHS, MESHES, compare, plain_of
 from tests.pool import pooled
@@ -51,8 +51,8 @@ def test_micro_batches_are_packed_padded_and_without_labels_on_a_rank() -> None:
 
 
 def _doubled(patch: pytest.MonkeyPatch) -> None:
-    join = row_logits.join
-    patch.setattr(row_logits, "join", lambda x, *args: join(x, *args) * 2 - join(x, *args).detach())
+    join = lazy_rows.join
+    patch.setattr(lazy_rows, "join", lambda x, *args: join(x, *args) * 2 - join(x, *args).detach())
 
 
 def _summed(patch: pytest.MonkeyPatch) -> None:

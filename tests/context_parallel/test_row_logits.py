@@ -71,6 +71,7 @@ def _norm_of_embeddings(each: Any, batch: Any) -> torch.Tensor:
         with torch.no_grad():
             seen.append(out.norm())
 
+    autopar.local_hooks(each.get_input_embeddings())
     handle = each.get_input_embeddings().register_forward_hook(read)
     loss: torch.Tensor = each(**batch).loss
     handle.remove()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autopar.context_parallel.attention import _causal_rows, _of_rows, seen_keys
-from autopar.context_parallel.row_logits import _clipped
+from autopar.context_parallel.lazy_rows import _clipped
 from autopar.context_parallel.rows import heads_layout, keys_layout, rows_layout
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -88,6 +89,36 @@ def one_leaves_out_the_last_block() -> None:
 @pytest.mark.tier("test")
 def test_a_replica_that_runs_fewer_modules_does_not_hang() -> None:
     spawn(__name__, "one_leaves_out_the_last_block", 2, expect_dead=(0,))
+
+
+class FailsOnce:
+    """A hook that raises the first time."""
+
+    def __init__(self, *, fails: bool = True) -> None:
+        self.fails = fails
+
+    def __call__(self, *_: Any) -> None:
+        if self.fails:
+            self.fails = False
+            raise ValueError("out of memory")
+
+
+@pooled(world_size=2)
+def test_a_first_forward_that_fails() -> None:
+    """After the last block on one replica, or in a block on both: all skip the batch, and train."""
+    expected = loss_of(llama()).detach()
+    for stage in (2, 3):
+        for path, everywhere in (("lm_head", False), ("model.layers.0.mlp", True)):
+            model = autopar.initialize(llama(), {"zero": {"stage": stage}})
+            fails = everywhere or model.mpu.rank == 0
+            model.get_submodule(path).register_forward_hook(FailsOnce(fails=fails))
+            with pytest.raises(ValueError, match="out of memory") if fails else nullcontext():
+                loss_of(model)
+            for _ in range(2):
+                loss = loss_of(model)
+                loss.backward()
+                close(loss.detach(), expected, f"loss after a failure in {path}")
+            model.mpu.destroy()
 
 
 def embedded(model: Any) -> torch.Tensor:

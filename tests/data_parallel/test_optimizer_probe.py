@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import autopar
-from autopar.checks.optimizer_probe import Behaviour, probe
+from autopar.data_parallel.optimizer_probe import Behaviour, probe, stepping
 from autopar.errors import ConfigError
 from tests.data_parallel.whole_optimizers import ACROSS, MATRICES
 from tests.parity import language_batches
@@ -104,30 +105,49 @@ def test_what_torch_and_transformers_step_by_matrix(kind: Any) -> None:
     assert found is not None and found.in_parts > 0.01 and found.beside == 0
 
 
-@pytest.mark.parametrize("settings", [{}, {"line_search_fn": "strong_wolfe"}, {"lr": 0.1, "max_iter": 2}])
-def test_what_is_given_a_closure(settings: dict[str, Any]) -> None:
-    optimizer = torch.optim.LBFGS(_parameters(), **settings)
-    found = probe(optimizer, optimizer.param_groups[0])
-    assert found is not None and found.in_parts > 0.01 and found.beside > 0.01
+class Closing(torch.optim.SGD):
+    """Needs a closure."""
+
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
 
 
-def test_what_cannot_be_told_is_not_refused() -> None:
-    optimizer = torch.optim.SparseAdam(_parameters())  # wants sparse gradients
+def test_what_cannot_be_tried_is_not_refused() -> None:
+    optimizer = Closing(_parameters())
     assert probe(optimizer, optimizer.param_groups[0]) is None
+    assert stepping(optimizer, optimizer.param_groups[0], tp=2, stages=2, zero=1) == "parts"
+
+
+def test_a_class_of_torch_is_known_and_one_that_derives_from_it_is_tried() -> None:
+    class Signs(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                p.grad = p.grad / p.grad.norm()
+            super().step()
+
+    sparse = torch.optim.SparseAdam(_parameters())
+    assert probe(sparse, sparse.param_groups[0]) == Behaviour()
+    derived = Signs(_parameters())
+    found = probe(derived, derived.param_groups[0])
+    assert found is not None and found.in_parts > 0 and found.beside == 0
+
+
+def test_declared_statistics_across_parameters() -> None:
+    optimizer = Own(_parameters(), UPDATES["sign"][0])
+    how = functools.partial(stepping, optimizer, optimizer.param_groups[0], across=True)
+    assert how(tp=2, stages=1, zero=0, whole="owned") == "duplicated"
+    assert how(tp=1, stages=1, zero=0, whole="owned") == "parts"
+    text = "Own takes statistics over all parameters: optimizer.across_parameters=true"
+    for tp, stages, zero in ((2, 2, 0), (1, 1, 1), (2, 1, 3)):
+        with pytest.raises(ConfigError, match=text):
+            how(tp=tp, stages=stages, zero=zero, whole="owned")
+    with pytest.raises(ConfigError, match=text):
+        how(tp=2, stages=1, zero=0)
 
 
 def test_noise_is_another_for_each_shape() -> None:
     optimizer = Own(_parameters(), lambda o, p: p.grad + torch.randn_like(p))
     assert probe(optimizer, optimizer.param_groups[0]) == Behaviour(0.0, 0.0, draws=True)
-
-
-def test_a_last_bit_is_no_random_number() -> None:
-    def rounded(_: Any, p: nn.Parameter) -> torch.Tensor:
-        return p.grad * (1 + torch.randint(0, 2, p.shape) * torch.finfo(torch.float32).eps)
-
-    optimizer = Own(_parameters(), rounded)
-    found = probe(optimizer, optimizer.param_groups[0])
-    assert found is not None and not found.draws, "it would be refused where replicas share experts"
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
-from autopar.checks.samples import FreeWeights
 from autopar.errors import ShardWarning
+from autopar.guards.free_weights import FreeWeights
 from tests.parity import language_batches
 from tests.pool import pooled
 from tests.small import gpt2

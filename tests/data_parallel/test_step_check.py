@@ -213,13 +213,13 @@ def test_replicas_that_are_given_the_same_batches_are_warned_of():
         lines: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record, lines=lines: lines.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("autopar.checks.step").addHandler(handler)
+        logging.getLogger("autopar.guards.step").addHandler(handler)
         for batch in language_batches(131, count=5, seed=seed):
             model(**batch).loss.backward()
             autopar.average_gradients(model)
             optimizer.step()
             optimizer.zero_grad()
-        logging.getLogger("autopar.checks.step").removeHandler(handler)
+        logging.getLogger("autopar.guards.step").removeHandler(handler)
         assert bool(lines) == (told and dist.get_rank() == 0), lines
         assert all("all 2 data-parallel replicas were given the same batches in the first 3 steps" in x for x in lines)
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import autopar
-from autopar.distributed.uncaught import _logs
+from autopar.distributed.failures import _logs
 from autopar.errors import ConfigError, ConsistencyError
 from tests.parity import close
 from tests.pool import pooled

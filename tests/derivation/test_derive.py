@@ -13,12 +13,11 @@ from autopar.plan.make_plan import make_plan
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
 from autopar.tools.derivation.decide import decide
-from autopar.tools.derivation.decisions import Decisions
 from autopar.tools.derivation.derive import derive
 from autopar.tools.derivation.marks import Components
-from autopar.tools.derivation.trace import traced
+from autopar.tools.derivation.policy_tree import yaml_text
+from autopar.tools.derivation.trace import Decisions, traced
 from autopar.tools.derivation.unit_shapes import check_units
-from autopar.tools.derivation.yaml_text import composed, yaml_text
 from tests.derivation.odd_model import (
     LossByFeatures,
     LossByRows,
@@ -159,10 +158,8 @@ def test_losses_that_read_the_size_of_the_head() -> None:
 def test_the_text_is_the_policy() -> None:
     model = build(Case("llama", "LlamaForCausalLM"), 4, 2)
     tree = derive(model).tree
-    short = composed(model, tree)
-    assert "fragments/mlp_gated" in short["extends"] and "ffn" not in short.get("units", {})
-    text = yaml_text(short, ["A line about it."])
-    assert text.startswith("# A line about it.\nextends: [")
+    text = yaml_text(tree, ["A line about it."])
+    assert text.startswith("# A line about it.\nmatch:\n  model_type: [llama]\n")
     assert sharding(read_user_policy(text), model) == sharding(read_user_policy(tree), model)
 
 

@@ -14,8 +14,11 @@ from typer.testing import CliRunner
 import autopar
 from autopar.errors import ConfigError
 from autopar.policy.load import read_user_policy
-from autopar.tools.cli import app, policy_new
+from autopar.tools.cli import app, policy
+from autopar.tools.derivation.derive import derive
+from autopar.tools.derivation.reasons import meetings
 from tests.pool import pooled
+from tests.small import llama
 
 ODD = Path(__file__).with_name("odd_model.py")
 
@@ -64,6 +67,17 @@ def test_new_as_json() -> None:
     assert "# Not proven: compare outputs and gradients with the plain model's before you rely on it." in made["text"]
 
 
+def test_the_operation_in_which_all_units_of_a_layer_meet() -> None:
+    """Keys of one head meet in the product with the queries; it is named in the comments and as JSON."""
+    model = llama(num_key_value_heads=1)
+    derived = derive(model)
+    key = "model.layers.*.self_attn.k_proj"
+    met = meetings(model, derived.whole)
+    assert key in derived.whole and met[key] == "bmm in model.layers.*.self_attn"
+    comments = policy._comments("LlamaForCausalLM", derived, met, 0.9, None)
+    assert f"All units of {key} meet in bmm in model.layers.*.self_attn." in comments
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -93,8 +107,8 @@ def test_what_is_not_proven_is_not_written(tmp_path: Path, monkeypatch: pytest.M
         tree = {**tree, "blocks": {**tree["blocks"], "attributes": {}}}
         return prove(small, tree, tp)
 
-    prove = policy_new._proof
-    monkeypatch.setattr(policy_new, "_proof", mistaken)
+    prove = policy._proof
+    monkeypatch.setattr(policy, "_proof", mistaken)
     result = run("policy", "new", f"{ODD}:OddForCausalLM", "-o", tmp_path / "odd.yaml")
     assert result.exit_code == 1 and not (tmp_path / "odd.yaml").exists()
     assert "error: the derived policy is wrong, nothing is written: OddForCausalLM on tp 2" in result.stderr

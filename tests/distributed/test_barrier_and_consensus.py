@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from autopar.distributed import barrier as waiting
-from autopar.distributed.agree import all_ranks, rank_zero
-from autopar.distributed.barrier import barrier
+from autopar.distributed import agree as waiting
+from autopar.distributed.agree import all_ranks, barrier, rank_zero
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
 from tests.pool import pooled

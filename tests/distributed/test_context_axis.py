@@ -14,10 +14,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from autopar.checks import step as step_check
 from autopar.distributed.mesh import MPU, rank_groups
 from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import ConfigError, ConsistencyError
+from autopar.guards import step as step_check
 from tests.parity import all_close, close, language_batches, whole
 from tests.pool import pooled
 from tests.small import gpt2

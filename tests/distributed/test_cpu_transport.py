@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autopar.distributed import cpu_transport, host_transport
-from autopar.distributed.cpu_transport import _obstacle, _Offer
-from autopar.distributed.host_transport import HostTransport, segment_bytes
+from autopar.distributed import host_transport
+from autopar.distributed.host_transport import HostTransport, _obstacle, _Offer, segment_bytes
 from autopar.distributed.mesh import MPU
 from autopar.distributed.process import Process
 from autopar.errors import ConfigError
@@ -103,10 +102,10 @@ def test_where_it_is_impossible_auto_takes_gloo_and_shm_is_an_error() -> None:
     cases = [
         (platform, "machine", lambda: "aarch64" if rank else "x86_64", "rank 1: its processor, aarch64, may show"),
         (os, "posix_fallocate", refuse, f"rank 0: there are no {size} bytes to share ([Errno 28] No space left"),
-        (cpu_transport.mmap, "mmap", refuse, "rank 0: it cannot open the memory of rank 0 ([Errno 28] No space"),
-        (cpu_transport, "segment_bytes", lambda _: size + rank, "rank 1: /proc/"),
+        (host_transport.mmap, "mmap", refuse, "rank 0: it cannot open the memory of rank 0 ([Errno 28] No space"),
+        (host_transport, "segment_bytes", lambda _: size + rank, "rank 1: /proc/"),
         (
-            cpu_transport.Process,
+            host_transport.Process,
             "current",
             lambda: Process(other_place(), os.getpid(), ""),
             "ranks [0, 1] form a group, and rank 0 runs on host-0 (boot), rank 1 on host-1 (boot)",

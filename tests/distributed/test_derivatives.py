@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import autopar
 from autopar.distributed.collectives import all_gather
 from autopar.errors import ConfigError
-from autopar.tensor_parallel import overlap
+from autopar.tensor_parallel import regions
 from tests.parity import close, language_batches
 from tests.pool import pooled
 from tests.small import gpt2, llama
@@ -25,7 +25,7 @@ from tests.worlds import raises_everywhere
 # Autograd functions that communicate nothing.
 _LOCAL = {
     "autopar.tools.planner.storages._Attention",
-    "autopar.dry_run.block_reads._Again",
+    "autopar.dry_run.pipeline_parallel._Again",
     "autopar.foreign.probes._Double",
     "autopar.tensor_parallel.expert_modules._Present",
 }
@@ -50,7 +50,7 @@ def _functions() -> dict[str, Any]:
 def test_every_autograd_function_has_a_second_backward_or_refuses_and_hands_on_that_no_gradient_came() -> None:
     found = _functions()
     assert len(found) > 20 and found.keys() >= _LOCAL
-    states = {name for name in found if ".rank_states." in name}  # a message goes to the next rank in any case
+    states = {name for name in found if ".handed_states." in name}  # a message goes to the next rank in any case
     for name, function in found.items():
         backward, forward = inspect.getsource(function.backward), inspect.getsource(function.forward)
         refuses = name.startswith("autopar.context_parallel.")
@@ -125,11 +125,11 @@ MODELS = {
 @pytest.mark.parametrize("kind", MODELS)
 @pooled(world_size=2)
 def test_penalties_on_gradients_are_differentiated_as_in_the_plain_model(kind: str, how: str) -> None:
-    least, overlap._LEAST = overlap._LEAST, 1
+    least, regions._LEAST = regions._LEAST, 1
     try:
         _as_plain(kind, how)
     finally:
-        overlap._LEAST = least
+        regions._LEAST = least
 
 
 @pooled(world_size=3)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.distributed import collectives, host_transport, plain_collectives
+from autopar.distributed import collectives, host_transport
 from autopar.distributed.axis import Axis
 from autopar.distributed.host_transport import HostTransport
 from autopar.distributed.mesh import MPU
@@ -132,7 +132,7 @@ def test_shards_of_different_width_are_gathered() -> None:
             assert torch.equal(found, wanted)
     layout = Layout.of(0, [Block("element", 3, 1, ((0, 2), (0, 2), (2, 3)))])  # two ranks hold the same units
     mine = _values((layout.local_size(gloo.rank), 2), torch.float32)
-    wanted, found = (plain_collectives.sum_shards(mine, axis, layout, 0) for axis in (gloo, shm))
+    wanted, found = (collectives.sum_shards(mine, axis, layout, 0) for axis in (gloo, shm))
     assert torch.equal(found, wanted)
 
 

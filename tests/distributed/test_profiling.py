@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.distributed import profiling
+from autopar.distributed import autograd_functions
 from autopar.distributed.axis import Axis
 from tests.parity import language_batches
 from tests.pool import pooled
@@ -57,23 +57,23 @@ def test_no_name_is_made_while_no_profiler_runs(monkeypatch: pytest.MonkeyPatch)
     def fail(*args: Any) -> str:
         raise AssertionError("a name was made")
 
-    monkeypatch.setattr(profiling, "_described", fail)
-    monkeypatch.setattr(profiling.profiler, "record_function", fail)
-    named = profiling.named_collective("all-reduce: here")(lambda x, axis: x)
-    with profiling.record(fail):
+    monkeypatch.setattr(autograd_functions, "_described", fail)
+    monkeypatch.setattr(autograd_functions.profiler, "record_function", fail)
+    named = autograd_functions.named_collective("all-reduce: here")(lambda x, axis: x)
+    with autograd_functions.record(fail):
         assert named(3, None) == 3
-    assert not profiling.is_profiling()
+    assert not autograd_functions.is_profiling()
 
 
 def test_a_profiler_is_seen_and_a_name_has_collective_axis_shape_and_place() -> None:
     axis = Axis("dp", None, [0], 0)
-    named = profiling.named_collective("all-gather: here")(lambda x, axis: profiling.is_profiling())
+    named = autograd_functions.named_collective("all-gather: here")(lambda x, axis: autograd_functions.is_profiling())
     seen = []
     assert "all-gather over dp [3, 5]: here" in _names(lambda: seen.append(named(torch.ones(3, 5), axis)))
     assert seen == [True]
 
     def work() -> None:
-        with profiling.record("{} {}".format, "some", "words"):
+        with autograd_functions.record("{} {}".format, "some", "words"):
             pass
 
     assert "some words" in _names(work)

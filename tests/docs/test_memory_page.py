@@ -18,7 +18,7 @@ from autopar.tools.planner.candidate import Candidate, Estimate, RankMemory
 from autopar.tools.planner.estimate import Estimator
 from autopar.tools.planner.hardware import GPUS
 from autopar.tools.planner.planned_model import PlannedModel
-from autopar.tools.planner.report import gigabytes, on_host
+from autopar.tools.planner.search import gigabytes, on_host
 from tests.docs.pages import DOCS
 
 PAGE = DOCS / "memory.md"

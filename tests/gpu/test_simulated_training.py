@@ -38,17 +38,17 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 
 LABELS = "microbatch.py weights_of"
-SUMS = "optimizer_proxy.py _sums"
+SUMS = "digest.py sums_of_bits"
 WAITS = {
     LABELS: "a pipeline weighs the losses of micro-batches by their labels: one wait for the counts of a batch",
     "optimizer.py _agree": "fp16: whether a step is skipped is known to the host, as with torch's GradScaler",
-    SUMS: "before and behind the first step: whether an optimizer changes weights past their fp32 weights",
-    "forward.py _digests": "contents are compared in a forward of every ten",
-    "samples.py <genexpr>": "the same: whether a sample of a weight tells ranks apart",
-    "samples.py redrawn": "the same: whether sharded weights were drawn anew without a step",
+    SUMS: "around the first step: whether an optimizer changes weights past their fp32 weights; weights that are "
+    "compared in a forward of every ten",
+    "forward.py first_elements": "the same: whether a sample of a weight tells ranks apart",
+    "forward.py redrawn": "the same: whether sharded weights were drawn anew without a step",
     "digest.py of_tensor": "the same: digests of inputs and of a sample; of inputs in the first three steps",
-    "samples.py _digest_of": "the same: digests of a gradient and of the optimizer's state in the last step",
-    "samples.py digest_step": "replicas compare gradients and weights in the first steps, then a sample of some",
+    "step.py _digest_of": "the same: digests of a gradient and of the optimizer's state in the last step",
+    "step.py digest_step": "replicas compare gradients and weights in the first steps, then a sample of some",
 }
 
 
@@ -151,16 +151,17 @@ def test_with_checks_only_every_tenth_forward_waits() -> None:
     model_parallelism = MESHES["tp"]
     *_, model, optimizer = started(lambda p: torch.optim.AdamW(p, lr=1e-2), model_parallelism=model_parallelism)
     ids = share(model)
-    inputs, digests = ["forward.py _digests", *["samples.py <genexpr>"] * 2], ["digest.py of_tensor"] * 3
-    last_step = ["samples.py _digest_of"] * 2
-    checked = {0: [*inputs, *digests], 10: [*inputs, "samples.py redrawn", *digests, *last_step]}
+    contents = [*["digest.py of_tensor"] * 2, SUMS, "forward.py first_elements"]
+    last_step = ["step.py _digest_of"] * 2
+    shard = ["digest.py of_tensor"]
+    checked = {0: [*contents, *shard], 10: [*contents, "forward.py redrawn", *shard, *last_step]}
     for number in range(12):
         with waits() as found:
             step(model, optimizer, ids)
         expected = checked.get(number, [])
         waited = own(found)
         if number == 0:  # then the shards of all weights are compared, once
-            assert set(waited[len(expected) :]) == {"samples.py <genexpr>", "digest.py of_tensor"}
+            assert set(waited[len(expected) :]) == {"forward.py first_elements", "digest.py of_tensor"}
             waited = waited[: len(expected)]
         assert waited == expected, f"step {number}: {[wait.place for wait in found]}"
 
@@ -173,7 +174,7 @@ def test_replicas_compare_their_first_steps_and_a_sample_later() -> None:
     for _ in range(10):
         with waits() as found:
             step(model, optimizer, ids)
-        assert set(own(found)) <= {"digest.py of_tensor", "samples.py digest_step", "samples.py _sums_of_some"}
+        assert set(own(found)) <= {"digest.py of_tensor", "step.py digest_step", SUMS}
         waited.append(len(own(found)))
     assert waited[:3] == [4, 3, 3] and sum(waited[3:]) <= 2, waited  # before the first step all weights are looked at
 

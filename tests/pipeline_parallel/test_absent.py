@@ -10,8 +10,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import autopar
 from autopar.errors import AutoparError, UnsupportedModelError
-from autopar.pipeline_parallel.outputs import complete, incomplete
-from autopar.pipeline_parallel.provenance import Provenance
+from autopar.pipeline_parallel.outputs import Provenance, complete, incomplete
 from tests.parity import language_batches
 from tests.pool import pooled
 from tests.small import gpt2

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.pipeline_parallel.backward import stage_backward_input, stage_backward_weight
+from autopar.pipeline_parallel.engine import stage_backward_input, stage_backward_weight
 
 _SIZE = 5
 

@@ -24,8 +24,8 @@ import autopar
 from autopar.data_parallel.grad_sync import held_alike, runs_of, sum_gradients
 from autopar.errors import ConfigError, ShardWarning
 from autopar.pipeline_parallel.losses import OwnLoss
-from autopar.pipeline_parallel.methods import pipeline_of
 from autopar.pipeline_parallel.microbatch import split
+from autopar.pipeline_parallel.pipeline import pipeline_of
 from tests.exchange import everyones
 from tests.parity import close, language_batches
 from tests.pipeline_parallel.oracle import whole_tensors

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import autopar
-from autopar.pipeline_parallel.methods import pipeline_of
+from autopar.pipeline_parallel.pipeline import pipeline_of
 from tests.parity import language_batches
 from tests.pool import pooled
 from tests.small import gpt2, llama

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.dry_run.block_reads import find_reads
+from autopar.dry_run.pipeline_parallel import find_reads
 from autopar.errors import ConfigError, UnsupportedModelError
 from autopar.plan.stages import StagePlan, make_stages, partition, rank_of_stage
 from autopar.policy.match import find_policy

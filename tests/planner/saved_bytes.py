@@ -1,4 +1,4 @@
-"""What really waits for backwards: the bytes of the storages that autograd has saved, or that a stage has sent on."""
+"""What ranks really hold: their states, and what waits for backwards, saved by autograd or sent on by a stage."""
 
 from __future__ import annotations
 
@@ -9,12 +9,43 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+import autopar
 from autopar import activation_checkpoint
 from autopar.distributed.recompute_tape import Tape
+from autopar.foreign.tensors import local_part
 from autopar.pipeline_parallel.engine import Engine
+
+
+def held_bytes(model: nn.Module, optimizer: Any, gradients: Any = None) -> tuple[int, int, int, int]:
+    """Return the bytes of weights, gradients, the optimizer's state with fp32 weights, and buffers."""
+    steps = vars(optimizer)["_autopar"]
+    masters = [] if steps.masters is None else [steps.masters.of(p) for p in steps.names if steps.owns(p)]
+    states = [entry for state in optimizer.state.values() for entry in state.values()]
+    gradients = [parameter.grad for parameter in model.parameters()] if gradients is None else gradients
+    held = (model.parameters(), gradients, [*states, *(m for m in masters if m is not None)], model.buffers())
+    weights, of_weights, state, buffers = (sum(local_part(tensor).nbytes for tensor in each) for each in held)
+    return weights, of_weights, state, buffers
+
+
+def states_are_as_planned(build: Any, config: dict[str, Any], sequence: int, batch: int) -> tuple[Any, Any]:
+    """Train a step on the ranks of this job, and compare what this one holds; returns the plan and the model."""
+    world = dist.get_world_size()
+    plan = autopar.plan_memory(build(), config, sequence=sequence, batch=batch, gpus=world, device="cpu")
+    model: Any = build()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
+    ids = torch.randint(0, 131, (batch, sequence), generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        model.execute_pipeline({"input_ids": ids, "labels": ids}, optimizer=optimizer)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    optimizer.step()
+    mpu = model.mpu
+    assert plan.ranks[mpu.pp.rank, mpu.dp_cp.rank, mpu.tp.rank][:4] == held_bytes(model, optimizer, gradients)
+    return plan, model
 
 
 class _Saved:

@@ -11,8 +11,9 @@ import transformers
 import autopar
 from autopar.config import ParallelConfig
 from autopar.errors import AutoparError, ConfigError
-from autopar.tools.planner.model_states import ModelStates, RankBytes
+from autopar.tools.planner.model_states import ModelStates
 from autopar.tools.planner.planned_model import PlannedModel
+from tests.planner.saved_bytes import held_bytes
 from tests.pool import pooled
 from tests.random_models import Case, build, cases, kind
 from tests.representatives import REPRESENTATIVES, first_types
@@ -35,22 +36,6 @@ def _main_case(model_type: str) -> Case:
     listed = cases(model_type)
     words = [case for case in listed if kind(case.head) in order and not case.variant]
     return (words or listed)[0]
-
-
-def _held(model: Any, optimizer: Any) -> RankBytes:
-    def local(tensor: Any) -> int:
-        return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes
-
-    gradients = [parameter.grad for parameter in model.parameters()]
-    steps = vars(optimizer)["_autopar"]
-    owned = [] if steps.masters is None else [steps.masters.of(p) for p in steps.names if steps.owns(p)]
-    states = [entry for state in optimizer.state.values() for entry in state.values()]
-    return RankBytes(
-        sum(map(local, model.parameters())),
-        sum(map(local, gradients)),
-        sum(map(local, [*states, *(master for master in owned if master is not None)])),
-        sum(map(local, model.buffers())),
-    )
 
 
 def _compare(case: Case, name: str) -> None:
@@ -92,7 +77,7 @@ def _compare(case: Case, name: str) -> None:
     optimizer.step()
     mpu = model.mpu
     planned_bytes = planned_here[mpu.pp.rank, mpu.dp_cp.rank, mpu.tp.rank]
-    assert planned_bytes[:4] == _held(model, optimizer)[:4], f"{case}, {name}"
+    assert planned_bytes[:4] == held_bytes(model, optimizer), f"{case}, {name}"
     mpu.destroy()
 
 

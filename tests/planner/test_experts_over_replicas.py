@@ -11,16 +11,15 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.checks.samples import local_part
 from autopar.errors import ConfigError
+from autopar.foreign.tensors import local_part
 from autopar.tools.planner.candidate import Candidate, Rows
 from autopar.tools.planner.estimate import Estimator
 from autopar.tools.planner.hardware import GPUS
 from autopar.tools.planner.planned_model import PlannedModel
 from autopar.tools.planner.search import Space
-from autopar.tools.planner.stage_costs import _Network
-from autopar.tools.planner.units import Collective
-from tests.planner.saved_bytes import SavedBytes
+from autopar.tools.planner.stage_costs import Collective, _Network
+from tests.planner.saved_bytes import SavedBytes, states_are_as_planned
 from tests.planner.test_experts import SEQUENCE, mixtral
 from tests.pool import pooled
 
@@ -46,23 +45,9 @@ def _ids(rows: int) -> torch.Tensor:
 @pytest.mark.parametrize("mesh", SHARED)
 @pooled(world_size=4)
 def test_states_are_those_that_ranks_hold(mesh: str) -> None:
-    config = SHARED[mesh]
-    plan = autopar.plan_memory(mixtral(**SETTINGS), config, sequence=SEQUENCE, batch=BATCH, gpus=4, device="cpu")
-    model: Any = mixtral(**SETTINGS)
-    model, optimizer = autopar.initialize(model, config, optimizer=torch.optim.AdamW(model.parameters()))
-    for _ in range(2):
-        model.execute_pipeline({"input_ids": _ids(BATCH), "labels": _ids(BATCH)}, optimizer=optimizer)
-    gradients = sum(local_part(parameter.grad).nbytes for parameter in model.parameters())
-    optimizer.step()
-    mpu, steps = model.mpu, vars(optimizer)["_autopar"]
+    plan, model = states_are_as_planned(lambda: mixtral(**SETTINGS), SHARED[mesh], SEQUENCE, BATCH)
+    mpu = model.mpu
     held = plan.ranks[mpu.pp.rank, mpu.dp_cp.rank, mpu.tp.rank]
-    masters = [] if steps.masters is None else [steps.masters.of(p) for p in steps.names if steps.owns(p)]
-    states = [entry for state in optimizer.state.values() for entry in state.values()]
-    assert held.weights == sum(local_part(parameter).nbytes for parameter in model.parameters())
-    assert held.gradients == gradients
-    assert held.optimizer == sum(
-        local_part(tensor).nbytes for tensor in [*states, *(m for m in masters if m is not None)]
-    )
     experts = [parameter for name, parameter in model.named_parameters() if ".experts." in name]
     assert held.expert_weights == sum(local_part(parameter).nbytes for parameter in experts)
     stage = plan.stages[mpu.pp.rank]
@@ -72,44 +57,48 @@ def test_states_are_those_that_ranks_hold(mesh: str) -> None:
     mpu.destroy()
 
 
+@pytest.mark.parametrize("config", [{"ep": 2}, {"tp": 2, "ep": 2}], ids=["of replicas", "of tp ranks"])
 @pooled(world_size=2)
-def test_what_ranks_keep_is_what_was_planned() -> None:
+def test_what_ranks_keep_is_what_was_planned(config: dict[str, Any]) -> None:
     """Routes are uneven on each rank, and even in the mean of them."""
-    plan = autopar.plan_memory(mixtral(**SETTINGS), {"ep": 2}, sequence=SEQUENCE, batch=BATCH, device="cpu")
-    assert sorted(plan.ranks) == [(0, 0, 0), (0, 1, 0)]
-    model: Any = autopar.initialize(mixtral(**SETTINGS), {"ep": 2}).train()
-    rank = dist.get_rank()
-    ids = _ids(2 * BATCH)[rank * BATCH :][:BATCH]
+    plan = autopar.plan_memory(mixtral(**SETTINGS), config, sequence=SEQUENCE, batch=BATCH, gpus=2, device="cpu")
+    model: Any = autopar.initialize(mixtral(**SETTINGS), config).train()
+    mpu = model.mpu
+    ids = _ids(2 * BATCH)[mpu.dp.rank * BATCH :][:BATCH]
     saved = SavedBytes(model)
     with saved:
         model.execute_pipeline({"input_ids": ids, "labels": ids, "use_cache": False})
     kept = torch.tensor(float(saved.most))
     dist.all_reduce(kept)
-    planned = (plan.kept[0, 0, 0] + plan.kept[0, 1, 0]) / 2
-    assert abs(kept.item() / 2 / planned - 1) < 0.05, (kept.item() / 2, planned)
-    model.mpu.destroy()
+    planned = sum(plan.kept.values()) / 2
+    assert len(plan.kept) == 2 and abs(kept.item() / 2 / planned - 1) < 0.05, (kept.item() / 2, planned)
+    assert plan.ranks[0, mpu.dp.rank, mpu.tp.rank].weights == sum(parameter.nbytes for parameter in model.parameters())
+    mpu.destroy()
 
 
+@pytest.mark.parametrize("axis", ["ep", "tp"])
 @pooled(world_size=2)
-def test_the_log_and_the_summary() -> None:
+def test_the_log_and_the_summary(axis: str) -> None:
     log, lines = logging.getLogger("autopar.api"), list[str]()
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     log.addHandler(handler)
     log.setLevel(logging.DEBUG)
     model: Any = mixtral(hidden=256)
-    model, _ = autopar.initialize(model, {"ep": 2}, optimizer=torch.optim.AdamW(model.parameters()))
+    model, _ = autopar.initialize(model, {axis: 2}, optimizer=torch.optim.AdamW(model.parameters()))
     log.removeHandler(handler)
     log.setLevel(logging.NOTSET)
-    if dist.get_rank() == 0:
-        [line] = [each for each in lines if each.startswith("planned:")]
+    told = [each for each in lines if each.startswith("planned:")]
+    assert len(told) == model.mpu.is_master
+    for line in told:
         planned, allocated = line.split("; allocated: ")
         weights = sum(parameter.nbytes for parameter in model.parameters()) / 1e6
         assert weights > 1 and f"gradients {weights:,.1f} MB, optimizer {2 * weights:,.1f} MB" in planned
         assert planned.startswith(f"planned: {allocated}"), line
-    text = autopar.summary(model)
+    text, rank = autopar.summary(model), dist.get_rank()
     held = sum(parameter.numel() for parameter in model.parameters())
-    assert f"tp 1 x pp 1 x dp 2 x ep 2, rank {dist.get_rank()}: tp 0, pp 0, dp {dist.get_rank()}, ep" in text
+    if axis == "ep":
+        assert f"tp 1 x pp 1 x dp 2 x ep 2, rank {rank}: tp 0, pp 0, dp {rank}, ep" in text
     assert f"this rank: {held:,} parameters" in text and held < sum(p.numel() for p in mixtral(hidden=256).parameters())
     model.mpu.destroy()
 

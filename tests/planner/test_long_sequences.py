@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from itertools import combinations
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 import autopar
@@ -22,7 +20,6 @@ from autopar.tools.planner.search import Space, search
 from autopar.tools.planner.stage_costs import volume
 from autopar.tools.planner.svg import _TIMES, draw
 from tests.context_parallel.test_exactness import made
-from tests.pool import pooled
 from tests.small import llama
 
 BATCH, SEQUENCE, WIDTH, HEADS, KV_HEADS, HEAD = 3, 32, 64, 8, 4, 8
@@ -116,35 +113,6 @@ def test_what_the_rehearsal_refuses_is_not_searched() -> None:
         search(estimator, Space(2, 2, 2, cp=2))
     with pytest.raises(ConfigError, match="sequence_parallel needs tp above 1 and cp 1, not tp 1 and cp 1"):
         search(estimator, Space(1, 1, 1, sequence_parallel=True))
-
-
-@pooled(world_size=2)
-def initialize_tells_what_was_planned() -> None:
-    records: list[str] = []
-    handler = logging.Handler(logging.DEBUG)
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("autopar.api")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    try:
-        made = model()
-        optimizer = torch.optim.AdamW(made.parameters())
-        made, _ = autopar.initialize(made, {"model_parallelism": {"tensor_parallel_size": 2}}, optimizer=optimizer)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-    held = sum(parameter.nbytes for parameter in made.parameters()) / 1e6
-    lines = [line for line in records if line.startswith("planned: ")]
-    assert len(lines) == made.mpu.is_master
-    for line in lines:
-        assert f"planned: weights {held:,.1f} MB, buffers 0.0 MB, gradients {held:,.1f} MB, optimizer " in line
-        assert f"allocated: weights {held:,.1f} MB, buffers 0.0 MB" in line
-
-
-@pytest.mark.tier("all")
-def test_initialize_tells_what_was_planned() -> None:
-    initialize_tells_what_was_planned()
 
 
 def test_plan_memory_of_rows() -> None:

@@ -14,6 +14,7 @@ import autopar
 from autopar import activation_checkpoint
 from autopar.errors import ConfigError
 from tests.own_modules import GPT_POLICY, gpt
+from tests.planner.saved_bytes import states_are_as_planned
 from tests.pool import pooled
 from tests.small import gpt2, llama
 
@@ -24,38 +25,6 @@ def _config(**sections: Any) -> dict[str, Any]:
     pipeline = {"microbatch_size": 1, "schedule": sections.pop("schedule", "1f1b")}
     sizes = {name: sections.pop(name) for name in list(sections) if name.endswith("_size")}
     return {"model_parallelism": sizes, "pipeline": pipeline, **sections}
-
-
-def _train(model: Any, config: dict[str, Any], batch: int) -> tuple[Any, Any]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
-    ids = torch.randint(0, 131, (batch, SEQUENCE), generator=torch.Generator().manual_seed(1))
-    model.execute_pipeline({"input_ids": ids, "labels": ids}, optimizer=optimizer)
-    return model, optimizer
-
-
-def _states_are_as_planned(build: Any, config: dict[str, Any]) -> None:
-    world = torch.distributed.get_world_size()
-    plan = autopar.plan_memory(build(), config, sequence=SEQUENCE, batch=BATCH, gpus=world, device="cpu")
-    model, optimizer = _train(build(), config, BATCH)
-    mpu = model.mpu
-    gradients = [p.grad for p in model.parameters()]
-    assert all(gradient is not None for gradient in gradients)
-    optimizer.step()
-    held = plan.ranks[mpu.pp.rank, mpu.dp.rank, mpu.tp.rank]
-
-    def local(tensor: Any) -> int:
-        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        return tensor.nbytes
-
-    assert held.weights == sum(map(local, model.parameters()))
-    assert held.gradients == sum(map(local, gradients))
-    states = [entry for state in optimizer.state.values() for entry in state.values()]
-    steps = vars(optimizer)["_autopar"]
-    masters = [] if steps.masters is None else [steps.masters.of(p) for p in steps.names if steps.owns(p)]
-    assert held.optimizer == sum(map(local, [*states, *(m for m in masters if m is not None)]))
-    assert held.buffers == sum(map(local, model.buffers()))
-    mpu.destroy()
 
 
 MESHES = {
@@ -73,7 +42,7 @@ MESHES = {
 @pytest.mark.parametrize("build", [gpt2, llama], ids=["gpt2", "llama"])
 @pooled(world_size=2)
 def test_states_are_those_that_ranks_hold(build: Any, mesh: str) -> None:
-    _states_are_as_planned(build, _config(**MESHES[mesh]))
+    states_are_as_planned(build, _config(**MESHES[mesh]), SEQUENCE, BATCH)[1].mpu.destroy()
 
 
 @pytest.mark.parametrize("mesh", ["pp 2, ZeRO-2", "pp 2, ZeRO-3", "tp 2, ZeRO-2", "ZeRO-3 over 2"])
@@ -86,7 +55,7 @@ def test_fully_sharded_states_are_those_that_ranks_hold(build: Any, mesh: str) -
         "tp 2, ZeRO-2": {"tensor_parallel_size": 2, "zero": {"stage": 2}, "precision": {"dtype": "bf16"}},
         "ZeRO-3 over 2": {"zero": {"stage": 3, "shard_size": 2}},
     }
-    _states_are_as_planned(build, _config(**meshes[mesh]))
+    states_are_as_planned(build, _config(**meshes[mesh]), SEQUENCE, BATCH)[1].mpu.destroy()
 
 
 class LiveBytes(TorchDispatchMode):

@@ -20,7 +20,7 @@ from autopar.tools.planner.estimate import Estimator
 from autopar.tools.planner.hardware import find_gpu
 from autopar.tools.planner.planned_model import PlannedModel
 from autopar.tools.planner.search import Found, Space, search
-from autopar.tools.rehearsal import planned
+from autopar.tools.rehearsal import run as rehearsal
 from tests.small import llama
 
 RESERVE = 1_500_000_000
@@ -69,7 +69,7 @@ def test_what_does_not_fit_when_it_is_counted_falls_out() -> None:
     found = found_by(planner)
     planner.gpu = replace(planner.gpu, memory=RESERVE)
     meshes = len(found.best)
-    planned.count(planner, found)
+    rehearsal.count_found(planner, found)
     assert meshes and found.best == []
     assert [reason for _, reason in found.refused[-meshes:]] == ["needs 1.5 GB, counted in its rehearsal"] * meshes
 
@@ -85,8 +85,8 @@ def test_a_rehearsal_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
             "rank 1 of 2 fails in its rehearsal:\nTraceback\nValueError: it is odd\nBefore that, all fits"
         )
 
-    monkeypatch.setattr(planned, "rehearse", fail)
-    planned.count(planner, found)
+    monkeypatch.setattr(rehearsal, "rehearse", fail)
+    rehearsal.count_found(planner, found)
     assert found.best == []
     assert {reason for _, reason in found.refused} == {"two heads", "fails in its rehearsal: ValueError: it is odd"}
 
@@ -96,4 +96,4 @@ def test_quantized_weights_are_not_rehearsed() -> None:
         model = LlamaForCausalLM(LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2))
     mark_quantized(model, kind_of("nf4"))
     with pytest.raises(ConfigError, match="--rehearse: weights in bitsandbytes nf4 are planned, not rehearsed"):
-        planned.check_rehearsed(estimator(add_lora(model, 4)))
+        rehearsal.check_rehearsed(estimator(add_lora(model, 4)))

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar.errors import ConfigError
-from autopar.plan.listing import held
+from autopar.plan.plan import held
 from autopar.tools.cli import app
 from autopar.tools.planner.adapted import add_lora, kind_of, mark_quantized
 from tests.planner.saved_bytes import SavedBytes

@@ -17,7 +17,7 @@ import autopar
 from autopar.checkpoint.offline import merge_checkpoint
 from autopar.errors import CheckpointError, ConfigError
 from autopar.layout import Layout
-from autopar.plan.listing import held as count
+from autopar.plan.plan import held as count
 from autopar.quantized.layers import stored_weight, stored_weights
 from autopar.quantized.stored import join, shard
 from tests.adapters.adapted import whole_of

@@ -161,24 +161,11 @@ CASES = {
 }
 
 
-POLICIES = (
-    *(
-        "deepseek_v3",
-        "t5",
-        "gpt2",
-        "falcon",
-        "phi3",
-        "qwen3",
-        "bloom",
-        "bert",
-        "deberta-v2",
-        "bart",
-        "mixtral",
-        "gemma2",
-    ),
-    *("opt", "gptj", "gpt_neox", "codegen", "mpt", "olmo2", "cohere", "starcoder2", "stablelm", "granite", "roberta"),
-    *("electra", "pegasus", "mbart", "marian", "qwen2_moe", "glm4", "mistral", "mpnet", "gpt_oss"),
-)
+_TYPES = """
+deepseek_v3 t5 gpt2 falcon phi3 qwen3 bloom bert deberta-v2 bart mixtral gemma2 opt gptj gpt_neox codegen mpt olmo2
+cohere starcoder2 stablelm granite roberta electra pegasus mbart marian qwen2_moe glm4 mistral mpnet gpt_oss
+"""
+POLICIES = tuple(_TYPES.split())
 """Model types whose main head reads text, each of another policy."""
 
 LOOPS = ("gpt_oss",)

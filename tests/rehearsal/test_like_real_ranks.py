@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import autopar
 from autopar.distributed.trace import Call, Group, Recorder
-from autopar.tensor_parallel import overlap
+from autopar.tensor_parallel import regions
 from autopar.tools.rehearsal.one_rank import Job, inputs_of, train
 from tests.pool import pooled
 from tests.rehearsal.programs import CASES, POLICIES, Case, case_of_type, config_of
@@ -29,7 +29,7 @@ def of_program(parts: list[tuple[str, Call]], *, routed: bool) -> list[tuple[str
     for part, call in parts:
         objects = call.dtype == "uint8" and call.kind in ("all_gather", "broadcast")
         rows = routed and bool(call.splits)  # as many as the routers say
-        states = "rank_states.py" in call.where
+        states = "handed_states.py" in call.where
         of_gloo = states and call.kind == "all_gather"  # which number the pass has: nccl has no tags
         if part != "initialize" and call.kind != "new_group" and not of_gloo:
             splits, sizes = () if rows else call.splits, () if rows or objects else call.sizes
@@ -99,7 +99,7 @@ def test_calls_of_eight_ranks(name: str, tmp_path: Path) -> None:
 @pytest.fixture(autouse=True)
 def _overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sum gradients beside those of weights in small models too, as :mod:`tests.preload` has it on real ranks."""
-    monkeypatch.setattr(overlap, "_LEAST", 0)
+    monkeypatch.setattr(regions, "_LEAST", 0)
 
 
 def compare(case: Case, folder: Path, *, routed: bool, world: int = 4) -> None:

@@ -11,8 +11,7 @@ import torch
 
 import autopar
 from autopar.distributed.trace import Call, Group
-from autopar.tools.rehearsal.deadlock import stuck
-from autopar.tools.rehearsal.matching import differences
+from autopar.tools.rehearsal.matching import differences, stuck
 from tests.rehearsal.programs import CASES, config_of
 
 Traces = dict[int, list[Call]]

@@ -18,8 +18,7 @@ from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import ConfigError
 from autopar.foreign.fake_world import without_data
 from autopar.tools.cli import app
-from autopar.tools.rehearsal.cast import standing_for, standing_in
-from autopar.tools.rehearsal.coordinates import coordinates_of
+from autopar.tools.rehearsal.cast import coordinates_of, standing_for, standing_in
 from tests.rehearsal.programs import SMALL, llama, mamba, mixtral, of_type
 from tests.tiers import mainly
 

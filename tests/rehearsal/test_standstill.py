@@ -7,8 +7,8 @@ from contextlib import ExitStack
 import pytest
 
 from autopar.distributed.trace import Call, Group
-from autopar.tools.rehearsal.deadlock import standing
-from autopar.tools.rehearsal.standstill import Standstill
+from autopar.tools.rehearsal.links import Standstill
+from autopar.tools.rehearsal.matching import standing
 
 
 def waiting(standstill: Standstill, pairs: dict[int, int], stack: ExitStack) -> None:

@@ -13,8 +13,7 @@ from autopar.distributed.trace import Call, Group
 from autopar.pipeline_parallel.schedule import Action, make_schedule
 from autopar.tools.planner import bubbles
 from autopar.tools.planner.hardware import GPUS
-from autopar.tools.rehearsal.drawing import chrome_trace, draw
-from autopar.tools.rehearsal.timeline import Timeline, play
+from autopar.tools.rehearsal.timeline import Timeline, chrome_trace, draw, play
 from autopar.tools.rehearsal.work import Work
 
 GPU = replace(GPUS["h100"], within=1e9, between=1e8, network=1.0, latency=0.5)

@@ -37,13 +37,31 @@ MIXED = (
 
 def test_a_replicated_activation_that_meets_sharded_ones() -> None:
     rules = latent(latent="replicated", norm="replicated", k={"column": "heads"})
-    refused(toy(Latent), rules, "q", f"in layers.1 {MIXED}")  # nothing flows back into the model's own inputs
+    made = "\n  The activation was made by layers.1.latent (policy dict:blocks.modules.latent)"
+    refused(toy(Latent), rules, "latent", f"in layers.1 {MIXED}{made}")  # nothing flows back into the model's inputs
 
     class Twice(MLP):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.down(self.up(x) * x.mean(-1, keepdim=True))
 
-    refused(toy(Twice), toy_policy({"ffn": "ffn"}, MLP_RULES), "up", f"in layers.1 {MIXED}")
+    made = "\n  The activation was made by layers.0.down (policy dict:blocks.modules.down)"
+    refused(toy(Twice), toy_policy({"ffn": "ffn"}, MLP_RULES), "up", f"in layers.1 {MIXED}{made}")
+
+    class Normed(Latent):
+        def __init__(self, config: ToyConfig) -> None:
+            super().__init__(config)
+            self.latent_norm = nn.LayerNorm(5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = self.q(x).unflatten(-1, (self.heads, 4))
+            return self.o(torch.tanh(q * self.latent_norm(self.latent(x)).mean(-1)[..., None, None]).flatten(-2))
+
+    rules = latent(latent="replicated", norm="replicated", k="replicated", latent_norm="replicated")
+    made = (
+        "\n  The activation was made by layers.1.latent (policy dict:blocks.modules.latent), then layers.1.latent_norm "
+        "(policy dict:blocks.modules.latent_norm)"
+    )
+    refused(toy(Normed), rules, "latent", f"in layers.1 {MIXED}{made}")
 
 
 def test_a_parameter_whose_gradient_stays_partial() -> None:
@@ -122,7 +140,8 @@ def test_what_layers_read() -> None:
         toy(Selective),
         toy_policy(ffn, {**rules, "step": {"column": "ffn"}}),
         "step",
-        "layers.0.step is a column, but its input is sharded already",
+        "layers.0.step is a column, but its input is sharded already\n"
+        "  The activation was made by layers.0.steer (policy dict:blocks.modules.steer)",
     )
 
     class Swapped(MLP):

@@ -13,10 +13,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from autopar.dry_run import block_reads
+from autopar.dry_run import pipeline_parallel
 from autopar.dry_run import tensor_parallel as dry_run
-from autopar.dry_run.block_reads import find_reads
 from autopar.dry_run.equal_blocks import equal_blocks
+from autopar.dry_run.pipeline_parallel import find_reads
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import PolicyError
 from autopar.plan.make_plan import make_plan
@@ -247,7 +247,7 @@ def test_reads_and_stages_are_those_of_every_block(kind: str, monkeypatch: pytes
 
     replayed = found()
     asked = [len(equal_blocks(model)) > 0]
-    monkeypatch.setattr(block_reads, "equal_blocks", lambda model: [])
+    monkeypatch.setattr(pipeline_parallel, "equal_blocks", lambda model: [])
     assert found() == replayed
     assert asked == [True]
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.checks.samples import local_part
 from autopar.errors import ConfigError
+from autopar.foreign.tensors import local_part
 from autopar.plan.make_plan import make_plan
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy

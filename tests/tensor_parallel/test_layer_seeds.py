@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.tensor_parallel.hooks import detach, draw_seeds_alike
+from autopar.tensor_parallel.apply import draw_seeds_alike
+from autopar.tensor_parallel.hooks import detach
 from tests.exchange import everyones
 from tests.parity import close
 from tests.pool import pooled

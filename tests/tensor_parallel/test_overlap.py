@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from autopar.distributed.axis import Axis
-from autopar.pipeline_parallel.backward import stage_backward_input, stage_backward_weight
-from autopar.tensor_parallel import overlap
+from autopar.pipeline_parallel.engine import stage_backward_input, stage_backward_weight
+from autopar.tensor_parallel import overlap, regions
 from tests.compare import same_gradients
 from tests.parity import check, language_batches
 from tests.pool import pooled
@@ -124,7 +124,7 @@ def test_nothing_is_overlapped_where_it_could_not_be_right_or_would_not_pay() ->
             model(input_ids=IDS, labels=IDS).loss.backward()
         with torch.autograd.set_detect_anomaly(True, check_nan=False):
             model(input_ids=IDS, labels=IDS).loss.backward()
-        patch.setattr(overlap, "_LEAST", 1 << 16)
+        patch.setattr(regions, "_LEAST", 1 << 16)
         model(input_ids=IDS, labels=IDS).loss.backward()
         model.requires_grad_(False)
         embeddings = torch.randn(2, 8, 24, requires_grad=True)

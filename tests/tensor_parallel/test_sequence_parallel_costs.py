@@ -9,7 +9,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopar
-from autopar.distributed import plain_collectives
+from autopar.distributed import collectives
 from tests.parity import randomise
 from tests.pool import pooled
 
@@ -70,7 +70,7 @@ def test_collectives_of_a_block_are_those_of_the_formula() -> None:
     model = autopar.initialize(_model(), {"model_parallelism": {"tensor_parallel_size": 2, "sequence_parallel": True}})
     elements: dict[str, int] = {}
     calls: list[str] = []
-    run = plain_collectives.run
+    run = collectives.run
     running = False
 
     def count(collective: Any, axis: Any, *args: Any) -> None:
@@ -80,7 +80,7 @@ def test_collectives_of_a_block_are_those_of_the_formula() -> None:
             elements[name] = elements.get(name, 0) + max(x.numel() for x in args if isinstance(x, torch.Tensor))
         run(collective, axis, *args)
 
-    monkeypatch.setattr(plain_collectives, "run", count)
+    monkeypatch.setattr(collectives, "run", count)
     blocks = model.transformer.h
     x = torch.randn(BATCH, SEQ, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
     y = x

@@ -30,7 +30,7 @@ from transformers import (
 from transformers.trainer_pt_utils import LabelSmoother
 
 import autopar
-from autopar.distributed import barrier
+from autopar.distributed import agree
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.tensor_parallel import regions, sharded_logits
 from autopar.tensor_parallel.sharded_logits import ShardedLogits
@@ -270,7 +270,7 @@ def test_a_rank_that_reads_alone_gets_an_error() -> None:
     model = parallel(gpt2(), 2, loss={"read_timeout": 0.8})
     output = model(ids, labels=ids)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(barrier, "_WARN_AFTER", 0.3)
+        patch.setattr(agree, "_WARN_AFTER", 0.3)
         if rank == 0:
             start = time.monotonic()
             line = sys._getframe().f_lineno + 2

@@ -11,50 +11,8 @@ from typing import Any
 import torch
 
 from autopar.policy.files import policy_folder
-from tests.verification.planting import (
-    After,
-    Before,
-    added,
-    alike,
-    and_then,
-    at,
-    bias_before_the_sum,
-    counted_padding,
-    cut_gradient,
-    decay,
-    enters_without_sum,
-    every_second,
-    forward_of,
-    half_gradient,
-    mask_of_rows,
-    no_gradient_of,
-    no_mask,
-    no_residual,
-    no_sum_of_rows,
-    no_sum_of_tied,
-    no_sum_over_rows,
-    no_switch,
-    other_counts,
-    other_ranks_shard,
-    other_seeds,
-    other_seeds_of_all_rows,
-    other_stages,
-    own_rows_only,
-    patched,
-    rate,
-    reversed_gather,
-    row_without_sum,
-    same_seeds,
-    same_seeds_of_rows,
-    scaled,
-    set,
-    shifted,
-    stale_cache,
-    stuck_positions,
-    swapped_bias,
-    without_bias,
-    wrong_rotation,
-)
+from tests.verification import planting as p
+from tests.verification.planting import After, Before, and_then, at, forward_of, patched
 
 H0, H1 = "transformer.h.0", "transformer.h.1"
 TP, PP, DP, CP = ({f"{kind}_parallel_size": 2} for kind in ("tensor", "pipeline", "data", "context"))
@@ -87,6 +45,16 @@ class Fault:
     refused: str = ""
 
 
+def in_forward(name: str, path: str, forward: Any, *others: str, **settings: Any) -> Fault:
+    """Plant a forward of one module; ``others`` are right answers, too."""
+    return Fault(name, (path, *others), forward_of(path, forward), **settings)
+
+
+def changed(name: str, path: str, change: Any, *others: str, **settings: Any) -> Fault:
+    """Plant a change of one module; ``others`` are right answers, too."""
+    return Fault(name, (path, *others), at(path, change), **settings)
+
+
 def text_of(fault: Fault) -> str | None:
     """The changed text of GPT-2's policy."""
     if not fault.policy:
@@ -100,6 +68,17 @@ def text_of(fault: Fault) -> str | None:
 
 ATTN1, MLP1 = f"{H1}.attn", f"{H1}.mlp"
 
+REFUSED = [
+    ("a wrong unit", "mlp.c_fc: {column: ffn}", "mlp.c_fc: {column: heads}", "mlp.c_proj"),
+    ("an attribute not divided", "    attn.split_size: heads\n", "", "h.0.attn"),
+    ("a row that is left out", "    mlp.c_proj: {row: ffn}\n", "", "mlp.c_fc"),
+    ("a row replicated", "mlp.c_proj: {row: ffn}", "mlp.c_proj: replicated", "mlp.c_fc"),
+    ("a column replicated", "mlp.c_fc: {column: ffn}", "mlp.c_fc: replicated", "mlp.c_proj"),
+    ("a tied weight cut once", "wte: {embedding: vocab}", "wte: replicated", "wte"),
+    ("logits not gathered", ", gather_output: true", "", "lm_head"),
+    ("a norm inside a region", "ln_2: replicated", "ln_2: {sharded: ffn}", "ln_2"),
+    ("a row where a column belongs", "mlp.c_fc: {column: ffn}", "mlp.c_fc: {row: ffn}", "mlp.c_"),
+]
 FAULTS = [
     # -- the policy ---------------------------------------------------------------------------------------------------
     Fault(
@@ -112,93 +91,60 @@ FAULTS = [
         (f"{H0}.attn", f"{H0}.attn.c_attn"),
         policy=(("[heads, heads, heads]", "[heads, heads * 8]"),),
     ),
-    Fault("a wrong unit", (), policy=(("mlp.c_fc: {column: ffn}", "mlp.c_fc: {column: heads}"),), refused="mlp.c_proj"),
-    Fault("an attribute not divided", (), policy=(("    attn.split_size: heads\n", ""),), refused="h.0.attn"),
-    Fault("a row that is left out", (), policy=(("    mlp.c_proj: {row: ffn}\n", ""),), refused="mlp.c_fc"),
-    Fault("a row replicated", (), policy=(("mlp.c_proj: {row: ffn}", "mlp.c_proj: replicated"),), refused="mlp.c_fc"),
-    Fault(
-        "a column replicated", (), policy=(("mlp.c_fc: {column: ffn}", "mlp.c_fc: replicated"),), refused="mlp.c_proj"
-    ),
-    Fault("a tied weight cut once", (), policy=(("wte: {embedding: vocab}", "wte: replicated"),), refused="wte"),
-    Fault("logits not gathered", (), policy=((", gather_output: true", ""),), refused="lm_head"),
-    Fault("a norm inside a region", (), policy=(("ln_2: replicated", "ln_2: {sharded: ffn}"),), refused="ln_2"),
-    Fault(
-        "a row where a column belongs",
-        (),
-        policy=(("mlp.c_fc: {column: ffn}", "mlp.c_fc: {row: ffn}"),),
-        refused="mlp.c_",
-    ),
+    *(Fault(name, policy=((old, new),), refused=refused) for name, old, new, refused in REFUSED),
     # -- what a layer computes ----------------------------------------------------------------------------------------
-    Fault("a missing all-reduce behind a row", (f"{H1}.mlp.c_proj",), forward_of(f"{H1}.mlp.c_proj", row_without_sum)),
-    Fault(
-        "a missing all-reduce behind attention",
-        (f"{H0}.attn.c_proj",),
-        forward_of(f"{H0}.attn.c_proj", row_without_sum),
+    in_forward("a missing all-reduce behind a row", f"{H1}.mlp.c_proj", p.row_without_sum),
+    in_forward("a missing all-reduce behind attention", f"{H0}.attn.c_proj", p.row_without_sum),
+    in_forward(
+        "a bias on every rank before the sum", f"{H0}.mlp.c_proj", lambda layer, plain, x: plain(x) + layer.bias
     ),
-    Fault(
-        "a bias on every rank before the sum",
-        (f"{H0}.mlp.c_proj",),
-        forward_of(f"{H0}.mlp.c_proj", bias_before_the_sum),
+    changed("a bias left out", f"{H1}.attn.c_proj", p.set("_add_bias", lambda y: y)),
+    changed("the other rank's bias", f"{H1}.mlp.c_fc", p.swapped_bias),
+    changed("the other rank's shard", f"{H0}.attn.c_attn", p.other_ranks_shard),
+    changed("the other rank's rows of a row", f"{H1}.mlp.c_proj", p.other_ranks_shard),
+    in_forward("rows of the other rank counted", "transformer.wte", p.mask_of_rows),
+    in_forward("rows of a vocabulary not summed", "transformer.wte", p.no_sum_of_rows),
+    in_forward("logits in another order", "lm_head", lambda layer, plain, x: plain(x).flip(-1)),
+    changed("a norm with another epsilon", f"{H1}.ln_1", p.set("eps", 0.1)),
+    changed("a norm's weight that has drifted", f"{H1}.ln_1", p.added("weight", 0.1)),
+    changed("another scale of attention", ATTN1, p.scaled("scaling", 2.0)),
+    changed("heads of another width", ATTN1, p.set("head_dim", 2), checks=("forward",)),
+    in_forward(
+        "a dropped mask", ATTN1, lambda module, plain, *args, **more: plain(*args, **{**more, "attention_mask": None})
     ),
-    Fault("a bias left out", (f"{H1}.attn.c_proj",), at(f"{H1}.attn.c_proj", without_bias)),
-    Fault("the other rank's bias", (f"{H1}.mlp.c_fc",), at(f"{H1}.mlp.c_fc", swapped_bias)),
-    Fault("the other rank's shard", (f"{H0}.attn.c_attn",), at(f"{H0}.attn.c_attn", other_ranks_shard)),
-    Fault("the other rank's rows of a row", (f"{H1}.mlp.c_proj",), at(f"{H1}.mlp.c_proj", other_ranks_shard)),
-    Fault("rows of the other rank counted", ("transformer.wte",), forward_of("transformer.wte", mask_of_rows)),
-    Fault("rows of a vocabulary not summed", ("transformer.wte",), forward_of("transformer.wte", no_sum_of_rows)),
-    Fault("logits in another order", ("lm_head",), forward_of("lm_head", reversed_gather)),
-    Fault("a norm with another epsilon", (f"{H1}.ln_1",), at(f"{H1}.ln_1", set("eps", 0.1))),
-    Fault("a norm's weight that has drifted", (f"{H1}.ln_1",), at(f"{H1}.ln_1", added("weight", 0.1))),
-    Fault("another scale of attention", (ATTN1,), at(ATTN1, scaled("scaling", 2.0))),
-    Fault("heads of another width", (ATTN1,), at(ATTN1, set("head_dim", 2)), checks=("forward",)),
-    Fault("a dropped mask", (ATTN1,), forward_of(ATTN1, no_mask)),
-    Fault("positions off by one", ("transformer.wpe",), forward_of("transformer.wpe", shifted)),
-    Fault("a missing residual", (H1,), forward_of(H1, no_residual)),
-    Fault("another activation", (f"{MLP1}.act",), forward_of(f"{MLP1}.act", lambda module, plain, x: torch.relu(x))),
-    Fault(
-        "rotary angles turned back",
-        ("model.rotary_emb",),
-        forward_of("model.rotary_emb", wrong_rotation),
-        model="llama",
-    ),
+    in_forward("positions off by one", "transformer.wpe", lambda module, plain, ids: plain((ids + 1) % 16)),
+    in_forward("a missing residual", H1, p.no_residual),
+    in_forward("another activation", f"{MLP1}.act", lambda module, plain, x: torch.relu(x)),
+    in_forward("rotary angles turned back", "model.rotary_emb", p.wrong_rotation, model="llama"),
     Fault(
         "padding counted in the loss",
         ("",),
-        before=patched("autopar.tensor_parallel.logits_shards.sharded_cross_entropy", counted_padding),
+        before=patched("autopar.tensor_parallel.logits_shards.sharded_cross_entropy", p.counted_padding),
     ),
     # -- gradients ----------------------------------------------------------------------------------------------------
-    Fault(
-        "a missing gradient sum before an MLP",
-        (f"{H1}.mlp.c_fc", MLP1),
-        at(f"{H1}.mlp.c_fc", enters_without_sum),
-        checks=("backward",),
-    ),
-    Fault(
+    changed("a missing gradient sum before an MLP", f"{H1}.mlp.c_fc", p.enters_without_sum, MLP1, checks=("backward",)),
+    changed(
         "a missing gradient sum before attention",
-        (f"{H0}.attn.c_attn", f"{H0}.attn"),
-        at(f"{H0}.attn.c_attn", enters_without_sum),
+        f"{H0}.attn.c_attn",
+        p.enters_without_sum,
+        f"{H0}.attn",
         checks=("backward",),
     ),
     Fault(
         "a missing gradient sum of one of three columns",
         ("model.layers.1.self_attn",),
-        at("model.layers.1.self_attn.k_proj", enters_without_sum),
+        at("model.layers.1.self_attn.k_proj", p.enters_without_sum),
         model="llama",
         checks=("backward",),
     ),
     Fault(
         "a gradient that ends",
         (f"{H1}.ln_2", f"{H1}.mlp", f"{H1}.mlp.c_fc"),
-        forward_of(f"{H1}.mlp", cut_gradient),
+        forward_of(f"{H1}.mlp", lambda module, plain, x: plain(x.detach() + 0 * x)),
         checks=("backward",),
     ),
-    Fault("half a gradient", (f"{MLP1}.act",), forward_of(f"{MLP1}.act", half_gradient), checks=("backward",)),
-    Fault(
-        "a gradient of a parameter scaled",
-        (f"{H0}.ln_2",),
-        at(f"{H0}.ln_2", no_gradient_of("weight")),
-        checks=("backward",),
-    ),
+    in_forward("half a gradient", f"{MLP1}.act", p.half_gradient, checks=("backward",)),
+    changed("a gradient of a parameter scaled", f"{H0}.ln_2", p.no_gradient_of("weight"), checks=("backward",)),
     Fault(
         "gradients of a key on both ranks not summed",
         (
@@ -208,7 +154,7 @@ FAULTS = [
             "model.layers.1.self_attn.v_proj",
         ),
         before=patched(
-            "autopar.tensor_parallel.parallel_layer.sum_replicas", lambda original: lambda weight, axis, layout: weight
+            "autopar.tensor_parallel.layers.sum_replicas", lambda original: lambda weight, axis, layout: weight
         ),
         model="mqa",
         checks=("backward",),
@@ -221,73 +167,65 @@ FAULTS = [
         checks=("backward",),
     ),
     # -- tokens, random draws, steps, files ---------------------------------------------------------------------------
-    Fault("a stale cache", (ATTN1,), forward_of(ATTN1, stale_cache), checks=("generate",)),
+    in_forward("a stale cache", ATTN1, p.stale_cache, checks=("generate",)),
+    in_forward("positions that do not go on", "transformer.wpe", p.stuck_positions, checks=("generate",)),
     Fault(
-        "positions that do not go on",
-        ("transformer.wpe",),
-        forward_of("transformer.wpe", stuck_positions),
-        checks=("generate",),
+        "equal dropout of different heads", (f"{H0}.attn", f"{H0}.attn.attn_dropout"), p.same_seeds, checks=("dropout",)
     ),
-    Fault(
-        "equal dropout of different heads", (f"{H0}.attn", f"{H0}.attn.attn_dropout"), same_seeds, checks=("dropout",)
-    ),
-    Fault(
-        "different dropout of what is replicated",
-        ("transformer.drop",),
-        forward_of("transformer.drop", other_seeds),
-        checks=("dropout",),
-    ),
-    Fault("equal dropout of different rows", ("transformer.drop",), same_seeds_of_rows, mesh=CP, checks=("dropout",)),
-    Fault(
+    in_forward("different dropout of what is replicated", "transformer.drop", p.other_seeds, checks=("dropout",)),
+    Fault("equal dropout of different rows", ("transformer.drop",), p.same_seeds_of_rows, mesh=CP, checks=("dropout",)),
+    in_forward(
         "different dropout of all rows in front of the blocks",
-        ("transformer.drop",),
-        forward_of("transformer.drop", other_seeds_of_all_rows),
+        "transformer.drop",
+        p.other_seeds_of_all_rows,
         mesh=CP,
         checks=("dropout",),
     ),
-    Fault(
+    in_forward(
         "another rate of dropout",
-        (f"{H1}.mlp.dropout",),
-        forward_of(f"{H1}.mlp.dropout", lambda module, plain, x: torch.dropout(x, 0.6, module.training)),
+        f"{H1}.mlp.dropout",
+        lambda module, plain, x: torch.dropout(x, 0.6, module.training),
         mesh=CP,
         checks=("dropout",),
     ),
     Fault(
         "dropout that draws nothing by itself",
         (f"{H1}.attn", f"{H1}.attn.resid_dropout"),
-        forward_of(f"{H1}.attn.resid_dropout", every_second),
+        forward_of(f"{H1}.attn.resid_dropout", p.every_second),
         mesh=CP,
         checks=("dropout",),
     ),
-    Fault("another learning rate", ("",), rate, checks=("step",)),
-    Fault("decay of a norm", (f"{H1}.ln_2",), decay, checks=("step",)),
+    Fault("another learning rate", ("",), p.rate, checks=("step",)),
+    Fault("decay of a norm", (f"{H1}.ln_2",), p.decay, checks=("step",)),
     Fault(
         "stages that draw on where the code in front of them did",
         ("",),
-        before=patched("autopar.pipeline_parallel.stage_forward.StageForward.come_to", no_switch),
+        before=patched(
+            "autopar.pipeline_parallel.stage_forward.StageForward.come_to", lambda original: lambda self, place: None
+        ),
         mesh=PP,
         checks=("dropout",),
     ),
     # -- stages and replicas ------------------------------------------------------------------------------------------
-    Fault("a stage that begins one block early", (), other_stages, mesh=PP, checks=("backward",)),
+    Fault("a stage that begins one block early", (), p.other_stages, mesh=PP, checks=("backward",)),
     Fault(
         "a tied weight's gradients not summed over stages",
         ("transformer.wte", "lm_head"),
-        no_sum_of_tied,
+        p.no_sum_of_tied,
         mesh=PP,
         checks=("backward",),
     ),
     Fault(
         "a loss that is the mean of means",
         ("",),
-        and_then(patched("autopar.pipeline_parallel.pipeline.weights_of", alike)),
+        and_then(patched("autopar.pipeline_parallel.pipeline.weights_of", p.alike)),
         mesh=PP,
         checks=("backward",),
     ),
-    Fault(
+    in_forward(
         "a block of the second stage",
-        (f"{H1}.mlp.c_fc",),
-        forward_of(f"{H1}.mlp.c_fc", lambda module, plain, x: plain(x) * 1.5),
+        f"{H1}.mlp.c_fc",
+        lambda module, plain, x: plain(x) * 1.5,
         mesh=PP,
         checks=("backward",),
     ),
@@ -301,7 +239,11 @@ FAULTS = [
     Fault(
         "replicas that count alike",
         ("",),
-        and_then(patched("autopar.pipeline_parallel.pipeline.weights_over_replicas", other_counts)),
+        and_then(
+            patched(
+                "autopar.pipeline_parallel.pipeline.weights_over_replicas", lambda original: lambda weights, *_: weights
+            )
+        ),
         mesh=DP,
         checks=("backward",),
     ),
@@ -309,7 +251,7 @@ FAULTS = [
     Fault(
         "attention to this rank's rows only",
         ("model.layers.0.self_attn",),
-        own_rows_only,
+        p.own_rows_only,
         model="llama",
         mesh={**CP, "context_parallel_method": "gather"},
     ),
@@ -324,7 +266,9 @@ FAULTS = [
     Fault(
         "gradients of norms over rows not summed",
         (f"{H0}.ln_1", f"{H0}.ln_2", f"{H1}.ln_1", f"{H1}.ln_2", f"{H1}.attn.c_proj", f"{H1}.mlp.c_proj"),
-        before=patched("autopar.tensor_parallel.sequence_rows.sum_flat", no_sum_over_rows),
+        before=patched(
+            "autopar.tensor_parallel.sequence_rows.sum_flat", lambda original: lambda tensors, axis: list(tensors)
+        ),
         mesh=SP,
         checks=("backward",),
     ),

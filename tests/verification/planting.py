@@ -16,7 +16,7 @@ from autopar.context_parallel.lazy_rows import whole_tensors
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import seeded
 from autopar.foreign.transformers import given_cache
-from autopar.pipeline_parallel.methods import pipeline_of
+from autopar.pipeline_parallel.pipeline import pipeline_of
 from autopar.tools.verification.session import Session
 
 After = Callable[[Session, ExitStack], None]
@@ -61,10 +61,6 @@ def row_without_sum(layer: Any, plain: Any, x: torch.Tensor) -> torch.Tensor:
     return layer._add_bias(layer._multiply(x, layer.weight, None))
 
 
-def bias_before_the_sum(layer: Any, plain: Any, x: torch.Tensor) -> torch.Tensor:
-    return plain(x) + layer.bias
-
-
 def enters_without_sum(layer: Any, session: Session) -> None:
     layer._product = layer._multiply
 
@@ -82,10 +78,6 @@ def swapped_bias(layer: Any, session: Session) -> None:
     layer.bias.data.copy_(other[1 - session.mpu.tp.rank])
 
 
-def without_bias(layer: Any, session: Session) -> None:
-    layer._add_bias = lambda y: y
-
-
 def set(name: str, value: Any) -> Callable[[Any, Session], None]:
     return lambda module, session: setattr(module, name, value)
 
@@ -96,14 +88,6 @@ def scaled(name: str, factor: float) -> Callable[[Any, Session], None]:
 
 def added(name: str, amount: float) -> Callable[[Any, Session], None]:
     return lambda module, session: getattr(module, name).data.add_(amount * (1 + session.mpu.tp.rank))
-
-
-def no_mask(module: Any, plain: Any, *args: Any, **kwargs: Any) -> Any:
-    return plain(*args, **{**kwargs, "attention_mask": None})
-
-
-def shifted(module: Any, plain: Any, ids: torch.Tensor) -> torch.Tensor:
-    return plain((ids + 1) % 16)
 
 
 def mask_of_rows(module: Any, plain: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -139,10 +123,6 @@ def stuck_positions(module: Any, plain: Any, positions: torch.Tensor) -> torch.T
     return plain(torch.zeros_like(positions) if positions.shape[1] == 1 else positions)
 
 
-def cut_gradient(module: Any, plain: Any, x: torch.Tensor) -> torch.Tensor:
-    return plain(x.detach() + 0 * x)
-
-
 def half_gradient(module: Any, plain: Any, *args: Any) -> torch.Tensor:
     y = plain(*args)
     return y * 0.5 + y.detach() * 0.5
@@ -154,10 +134,6 @@ def no_gradient_of(name: str) -> Callable[[Any, Session], None]:
         parameter.register_hook(lambda gradient: gradient * 0.5)
 
     return plant
-
-
-def reversed_gather(layer: Any, plain: Any, x: torch.Tensor) -> torch.Tensor:
-    return plain(x).flip(-1)
 
 
 def same_seeds(session: Session, stack: ExitStack) -> None:
@@ -222,28 +198,6 @@ def own_rows_only(session: Session, stack: ExitStack) -> None:
 
     assert original is not None
     stack.enter_context(patch("autopar.context_parallel.attention.gather_sum", gathered))
-
-
-def wrong_rows(original: Any) -> Any:
-    def rows_layout(length: int, ranks: int, *, zigzag: bool = False) -> Any:
-        layout = original(length, ranks, zigzag=zigzag)
-        mirrored = [dataclasses.replace(block, ranges=tuple(reversed(block.ranges))) for block in layout.blocks]
-        return dataclasses.replace(layout, blocks=tuple(mirrored[:1] + list(layout.blocks[1:])))
-
-    return rows_layout
-
-
-def no_sum_over_rows(original: Any) -> Any:
-    return lambda tensors, axis: list(tensors)
-
-
-def other_counts(original: Any) -> Any:
-    return lambda weights, counts, replica: weights
-
-
-def no_switch(original: Any) -> Any:
-    """Let a stage go on with the random numbers of the code in front of its blocks."""
-    return lambda self, place: None
 
 
 def alike(original: Any) -> Any:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from autopar.tools.verification.processes import run_on_ranks
 from autopar.tools.verification.report import Report
+from autopar.tools.verification.verify import run_on_ranks
 from tests.tiers import mainly
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autopar.errors import VerificationError
-from autopar.tools.verification.events import Event, first_difference
+from autopar.tools.verification.diagnosis import Event, first_difference
 from autopar.tools.verification.outputs import TOLERANCES, Distance, measure, tolerance_of
 from autopar.tools.verification.recording import Collective, counted
 from autopar.tools.verification.report import Culprit, RankMemory, Report, Row, Traffic, merged

@@ -19,10 +19,10 @@ from torch import nn
 
 from autopar.api import initialize
 from autopar.config import ParallelConfig
+from autopar.distributed.collectives import broadcast
 from autopar.distributed.digest import extremes, of_text, of_values
 from autopar.distributed.failures import waiting
 from autopar.distributed.gloo_collectives import all_reduce
-from autopar.distributed.plain_collectives import broadcast
 from autopar.distributed.process import device_of_numbers
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.integrations.accelerate import counting_replicas

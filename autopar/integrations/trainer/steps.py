@@ -16,11 +16,11 @@ from transformers.trainer_utils import seed_worker
 
 from autopar.adapters import is_peft_model
 from autopar.call_site import warn_user
-from autopar.checks.step import adds_router_loss
 from autopar.data_parallel.gradients import average_gradients, clip_grad_norm_
+from autopar.data_parallel.router_loss import adds_router_loss
+from autopar.distributed.collectives import broadcast
 from autopar.distributed.failures import waiting
 from autopar.distributed.gloo_collectives import all_gather_into_tensor
-from autopar.distributed.plain_collectives import broadcast
 from autopar.distributed.process import device_of_numbers
 from autopar.pipeline_parallel.microbatch import batch_size, label_count, weights_over_replicas
 from autopar.swap import swap

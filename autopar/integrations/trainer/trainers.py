@@ -17,8 +17,8 @@ from transformers import Seq2SeqTrainer, Trainer
 
 from autopar.adapters import is_peft_model, tuner_layers
 from autopar.api import initialize
-from autopar.checks.optimizer_probe import refuse_unlike
 from autopar.config import ParallelConfig
+from autopar.data_parallel.optimizer_probe import refuse_unlike
 from autopar.data_parallel.optimizer_state import check_optimizer
 from autopar.distributed.mesh import MPU
 from autopar.distributed.process import accelerator
@@ -32,6 +32,7 @@ from autopar.integrations.trainer.arguments import (
     parse_parallel_config,
     wants_whole_model,
 )
+from autopar.integrations.trainer.callback_flags import CallbackFlagsMixin, agree_in_events
 from autopar.integrations.trainer.checkpoints import CheckpointMixin
 from autopar.integrations.trainer.evaluation import EvaluationMixin
 from autopar.integrations.trainer.fused_head import give_whole_head, has_fused_head
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from autopar.policy.schema import Policy
 
 
-class ParallelTrainerMixin(ReplicaView, StepMixin, EvaluationMixin, CheckpointMixin):
+class ParallelTrainerMixin(ReplicaView, StepMixin, CallbackFlagsMixin, EvaluationMixin, CheckpointMixin):
     """Make a trainer of transformers, or one that derives from it, parallel: put it first among the base classes.
 
     ``class ParallelSFTTrainer(ParallelTrainerMixin, SFTTrainer)`` is TRL's. All arguments, callbacks, logs and folders
@@ -178,6 +179,7 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, EvaluationMixin, CheckpointMi
         show_replicas(self.accelerator, model, model.mpu)
         seed_by_replica(model, self.args)
         self._watch_norm()
+        agree_in_events(self.callback_handler, model.mpu)
         self.autopar_ready = True
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:

@@ -235,7 +235,7 @@ _HEADS = ("tensor", "shape", "dtype", "layout", "saved in", "merged as")
 
 def _tensors(manifest: Manifest) -> Iterator[list[str]]:
     """Yield a row for each tensor, one for those that differ in numbers of blocks alone."""
-    from autopar.plan.listing import rows
+    from autopar.plan.plan import rows
 
     holders = manifest.parts["model"].holders
     found = []

@@ -88,7 +88,14 @@ def heads(source: str, *, every: bool = False, trust: bool = False) -> list[Head
     if ":" in source:
         return _of_code(source, every)
     if source not in CONFIG_MAPPING and source.count("/") == 1 and not path.exists():
-        return _of_hub(source, every)
+        try:  # of the hub, or of transformers' cache of it; no weights are read
+            config = AutoConfig.from_pretrained(source)
+        except Exception as error:  # no network, no such model, a type that transformers does not have
+            raise ConfigError(
+                f"'{source}' is no folder with a config.json, and its config cannot be read from the hub: "
+                f"{clip(str(error))}"
+            ) from error
+        return _of_config(config, getattr(config, "architectures", None) or [], every, source)
     if source not in CONFIG_MAPPING:
         raise ConfigError(
             f"'{source}' is no folder with a config.json and no model type of transformers {transformers.__version__}."
@@ -165,17 +172,6 @@ def _of_folder(folder: Path, every: bool, trust: bool) -> list[Head]:
     except Exception as error:  # whatever transformers stumbles over
         raise ConfigError(f"{path} is no config of transformers: {clip(str(error))}") from error
     return _of_config(config, names, every, str(folder))
-
-
-def _of_hub(name: str, every: bool) -> list[Head]:
-    """The models of a config of the hub, or of transformers' cache of it; no weights are read."""
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except Exception as error:  # no network, no such model, a type that transformers does not have
-        raise ConfigError(
-            f"'{name}' is no folder with a config.json, and its config cannot be read from the hub: {clip(str(error))}"
-        ) from error
-    return _of_config(config, getattr(config, "architectures", None) or [], every, name)
 
 
 def _of_config(config: PretrainedConfig, names: Any, every: bool, folder: str = "") -> list[Head]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from autopar.tools.planner.candidate import Candidate
     from autopar.tools.planner.estimate import Estimator
-    from autopar.tools.planner.hardware import Gpu
     from autopar.tools.planner.search import Found, Space
 
 _SHOWN = 12  # meshes that fall out
@@ -69,19 +68,30 @@ def plan(
 ) -> None:
     """Say which mesh to take: the five fastest that fit, with memory and time, and why others do not."""
     with errors(as_json):
+        from autopar.config import ParallelConfig
+        from autopar.errors import ConfigError
+        from autopar.tools.planner.estimate import Estimator
         from autopar.tools.planner.hardware import find_gpu
+        from autopar.tools.planner.planned_model import PlannedModel
         from autopar.tools.planner.search import Space, rehearsed, search
 
         machine = find_gpu(gpu, gpu_memory, tflops, bandwidth)
         built = _model(model, lora, quantization, trust)
-        estimator = _estimator(built, sequence, precision, optimizer, zero, policy, machine, gpus_per_node)
-        count = _counting(estimator) if rehearse else None
+        if sequence < 1:
+            raise ConfigError(f"sequence must be at least 1, not {sequence}")
+        ParallelConfig(precision=precision, zero_stage=zero or 0)
+        options: dict[str, Any] = {"sequence": sequence, "precision": precision, "optimizer": optimizer}
+        estimator = Estimator(PlannedModel(built, policy, dry_run=False, **options), machine, gpus_per_node)
+        if rehearse:
+            from autopar.tools.rehearsal.run import check_rehearsed, count_found
+
+            check_rehearsed(estimator)
         sizes = (gpus, gpus_per_node, global_batch, zero, checkpointing)
         space = Space(*sizes, cp=cp, sequence_parallel=sequence_parallel, by_expert=by_expert, ep=ep)
         found = search(estimator, space)
         rehearsed(estimator, found)
-        if count is not None:
-            count(estimator, found)
+        if rehearse:
+            count_found(estimator, found)
         _write(estimator, space, found, output, svg)  # before what is printed, of which a pipe may take a part
         _show(estimator, space, found, as_json)
         if found.best and not as_json:
@@ -114,38 +124,8 @@ def _model(source: str, lora: int | None, quantization: str | None, trust: bool)
     return model if lora is None else add_lora(model, lora)
 
 
-def _estimator(
-    model: nn.Module,
-    sequence: int,
-    precision: str,
-    optimizer: str,
-    zero: int | None,
-    policy: Path | None,
-    gpu: Gpu,
-    gpus_per_node: int,
-) -> Estimator:
-    from autopar.config import ParallelConfig
-    from autopar.errors import ConfigError
-    from autopar.tools.planner.estimate import Estimator
-    from autopar.tools.planner.planned_model import PlannedModel
-
-    if sequence < 1:
-        raise ConfigError(f"sequence must be at least 1, not {sequence}")
-    ParallelConfig(precision=precision, zero_stage=zero or 0)
-    planned = PlannedModel(model, policy, sequence=sequence, precision=precision, optimizer=optimizer, dry_run=False)
-    return Estimator(planned, gpu, gpus_per_node)
-
-
-def _counting(estimator: Estimator) -> Callable[[Estimator, Found], None]:
-    """Return what rehearses the meshes that are found, if the model can be rehearsed."""
-    from autopar.tools.rehearsal.planned import check_rehearsed, count
-
-    check_rehearsed(estimator)
-    return count
-
-
 def _write(estimator: Estimator, space: Space, found: Found, output: Path | None, svg: Path | None) -> None:
-    from autopar.tools.planner.report import gigabytes, yaml_of
+    from autopar.tools.planner.search import gigabytes, yaml_of
     from autopar.tools.planner.svg import draw
 
     if not found.best:
@@ -168,7 +148,7 @@ def _write(estimator: Estimator, space: Space, found: Found, output: Path | None
 
 
 def _show(estimator: Estimator, space: Space, found: Found, as_json: bool) -> None:
-    from autopar.tools.planner.report import assumptions, gigabytes, rejected, to_json
+    from autopar.tools.planner.search import assumptions, gigabytes, rejected, to_json
 
     if as_json:
         print_json(to_json(estimator, space, found))
@@ -213,13 +193,13 @@ def _rehearsal(
 
 def _table(found: Found, space: Space) -> Table:
     """Make a table with a column for each mesh: what it is, how fast, what fills its memory, what it sends."""
-    from autopar.tools.planner.report import gigabytes
+    from autopar.tools.planner.search import gigabytes
 
     shown = table("", *map(str, range(1, len(found.best) + 1)))
     best, chosen = found.best, [estimate.candidate for estimate in found.best]
 
     def row(title: str, cells: Iterable[Any]) -> None:
-        shown.add_row(title, *(_word(cell) for cell in cells))
+        shown.add_row(title, *({True: "yes", False: "-"}[c] if isinstance(c, bool) else str(c) for c in cells))
 
     axes = {"tp": "tp", "cp": "cp", "sequence_parallel": "sequence parallel", "pp": "pp", "dp": "dp", "ep": "ep"}
     for name, title in axes.items():
@@ -251,7 +231,3 @@ def _table(found: Found, space: Space) -> Table:
         if any(dict(e.bytes)[axis] for e in best):
             row(f"GB sent over {axis}", (gigabytes(dict(e.bytes)[axis]) for e in best))
     return shown
-
-
-def _word(value: Any) -> str:
-    return {True: "yes", False: "-"}[value] if isinstance(value, bool) else str(value)

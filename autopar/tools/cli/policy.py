@@ -1,20 +1,28 @@
-"""``autopar policy check | list | show``: a policy tried on a model, or its resolved plan, as tables or as JSON."""
+"""``autopar policy check | list | show | new``: a policy tried on a model, its resolved plan, or a derived one."""
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
+from itertools import groupby
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.errors import AutoparError, ConfigError, type_and_text
-from autopar.tools.cli.app import PP, TP, Json, Trust, app, errors, print_json
+from autopar.errors import AutoparError, ConfigError, VerificationError, listed, type_and_text
+from autopar.tools.cli.app import PP, TP, Json, Model, Trust, app, errors, print_json
+from autopar.tools.tables import console, fitting, shape, size
 
 if TYPE_CHECKING:
     from torch import nn
 
     from autopar.tools.cli.models import Head
+    from autopar.tools.derivation.derive import Derived
+    from autopar.tools.verification.report import Report
+
 
 policy = typer.Typer(
     help="Work with policies, which say how the weights of a model are sharded.",
@@ -91,8 +99,6 @@ def check(
     if as_json:
         print_json(reports if heads else reports[0])
     else:
-        from autopar.tools.cli.policy_tables import print_report
-
         for report in reports:
             print_report(report, brief=len(reports) > 1)
     if not all(report["holds"] is not False for report in reports) or not any(report["holds"] for report in reports):
@@ -186,6 +192,212 @@ def show(
     if as_json:
         print_json(report)
         return
-    from autopar.tools.cli.policy_tables import print_report
-
     print_report(report, places=True)
+
+
+def print_report(report: dict[str, Any], *, brief: bool = False, places: bool = False) -> None:
+    """Print a report of :mod:`autopar.tools.cli.policy_check`: tables, and the verdict where it has one.
+
+    Args:
+        brief: without tables.
+        places: with the place of each rule.
+    """
+    from rich.markup import escape
+
+    out = console(200 if places else 160, soft_wrap=True)
+    if "skipped" in report:
+        out.print(f"[bold]{escape(report['model'])}[/]: not checked. {escape(report['skipped'])}")
+        return
+    used = report["policy"]
+    out.print(
+        f"[bold]{escape(report['model'])}[/]: {report['parameters']:,} parameters, "
+        + (f"policy {escape(used['name'])} ({escape(used['where'])})" if used else "no policy")
+    )
+    if report["notice"]:
+        out.print(escape(report["notice"]))
+    if report["tensors"] and not brief:
+        for heads, cells in _tables(report, places):
+            print("\n".join(fitting(heads, cells, out.width)))
+    for line in _verdict(report):
+        out.print(escape(line))
+    if "holds" not in report:
+        return
+    out.print("[green]all holds[/]" if report["holds"] else "[red]does not hold[/]")
+    for error in report["errors"]:
+        print(f"error: {error}", file=sys.stderr)
+
+
+def _verdict(report: dict[str, Any]) -> Iterator[str]:
+    staged = report["pipeline_parallel_size"] > 1
+    for rank in report["ranks"]:
+        place = f"ep rank {rank['ep']}, " if "ep" in rank else ""
+        place += f"tp rank {rank['tp']}" + (f", pp rank {rank['pp']}" if staged else "")
+        yield f"{place}: {rank['parameters']:,} parameters, {size(rank['bytes'])}"
+    if not report["tensors"]:
+        return
+    whole = [tensor for tensor in report["tensors"] if tensor["rule"].startswith(("replicated", "once"))]
+    count = sum(prod(tensor["shape"]) for tensor in whole)
+    yield f"replicated: {count:,} parameters in {len(whole)} of {len(report['tensors'])} tensors"
+    if "dry_run" in report:
+        yield f"dry run: {report['dry_run']}"
+    if report["stages"] == "fails":
+        yield "stages: fails"
+    elif staged:
+        for stage in report["stages"]:
+            yield f"stage {stage['stage']}: {', '.join(_runs(stage['modules']))} ({stage['parameters']:,} parameters)"
+    for name in ("sequence_parallel", "context_parallel"):
+        if report.get(name):
+            yield f"{name.replace('_', ' ')}: {' '.join(report[name].split())}"
+
+
+def _tables(report: dict[str, Any], places: bool) -> Iterator[tuple[list[str], list[list[str]]]]:
+    """Yield heads and rows of each table."""
+    from autopar.plan.plan import rows
+
+    staged = report["pipeline_parallel_size"] > 1 and isinstance(report["stages"], list)
+    place = ["rule in"] if places else []
+    tp, ep = report["tensor_parallel_size"], report["expert_parallel_size"]
+    over = f"on each {'ep' if ep > tp else 'tp'} rank"
+    cells = []
+    for name, tensor in rows(report["tensors"]):
+        local = _alike(list(map(shape, tensor["local_shapes"])), tp)
+        ranks = [", ".join(map(str, tensor["ranks"]))] if staged else []
+        where = [tensor["where"]] if places else []
+        cells.append([name, shape(tensor["shape"]), tensor["rule"], *where, local, *ranks])
+    yield ["parameter", "shape", "rule", *place, over, *(["pp rank"] if staged else [])], cells
+    if report["attributes"]:
+        cells = []
+        for name, entry in rows(report["attributes"]):
+            where = [entry["where"]] if places else []
+            cells.append([name, str(entry["whole"]), *where, _alike([str(value) for value in entry["local"]], tp)])
+        yield ["attribute", "value", *place, over], cells
+
+
+def _alike(values: list[str], tp: int) -> str:
+    """Return the one value of all ranks, those of tp ranks where all replicas have the same, or each rank's."""
+    runs = (values[:length] for length in (1, tp) if values[:length] * (len(values) // length) == values)
+    return " | ".join(next(runs, values))
+
+
+def _runs(paths: list[str]) -> list[str]:
+    """Paths of blocks, one entry for each run of numbers."""
+    from autopar.plan.plan import ranges
+
+    split = [(path.rpartition(".")[0], path.rpartition(".")[2]) for path in paths]
+    result: list[str] = []
+    for parent, group in groupby(split, key=lambda pair: pair[0] if pair[1].isdigit() else ".".join(pair)):
+        numbers = [int(last) for _, last in group if last.isdigit()]
+        result += [f"{parent}.{run}" for run in ranges(numbers)] if numbers else [parent]
+    return result
+
+
+_SHOWN = 8  # names in a comment
+
+
+@policy.command(
+    short_help="Derive a policy for a new model, and prove it.",
+    epilog="Example: autopar policy new my_model.py:MyModel -o my.yaml",
+)
+def new(
+    model: Model,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it there, not to the terminal.")] = None,
+    tp: Annotated[int, typer.Option("--tp", min=2, help="Processes of the proof.")] = 2,
+    proof: Annotated[bool, typer.Option(help="Compare with the plain model; takes most of the time.")] = True,
+    trust: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Derive a policy for a model that has none: units, rules and attributes from its modules and one forward.
+
+    The policy is tried in dry runs and then proven: a small random model of the class, plain and on two processes, with
+    the same outputs and gradients. Exit code 1, and no file, if it is not proven.
+    """
+    with errors(as_json):
+        draft = _drafted(model, tp if proof else 0, trust)
+        if output is not None:
+            output.write_text(draft["text"], encoding="utf-8")
+            draft["file"] = str(output)
+    if as_json:
+        print_json(draft)
+        return
+    if output is None:
+        print(draft["text"], end="")
+    else:
+        print(f"wrote {output}; next: autopar policy check {output} --model {model}")
+    for name in draft["unseen"]:
+        print(f"not seen: no forward of the model reached {name}, which stays whole", file=sys.stderr)
+
+
+def _drafted(source: str, tp: int, trust: bool) -> dict[str, Any]:
+    """Return the policy of the model that ``source`` names, its text, and its proof; none if ``tp`` is 0.
+
+    Raises:
+        VerificationError: the policy is wrong.
+    """
+    from transformers import PreTrainedModel
+
+    from autopar.plan.make_plan import make_plan
+    from autopar.policy.load import read_user_policy
+    from autopar.tools.cli.models import heads
+    from autopar.tools.derivation.derive import derive
+    from autopar.tools.derivation.policy_tree import yaml_text
+    from autopar.tools.derivation.reasons import meetings
+    from autopar.tools.verification.policy_of_small import losses_of
+    from autopar.tools.verification.small_models import build_small
+
+    built: Any = build(heads(source, trust=trust)[0])
+    if not isinstance(built, PreTrainedModel):
+        raise ConfigError(
+            f"{type(built).__name__} is no Hugging Face model: 'policy new' needs a PreTrainedModel, of which the "
+            "inputs are known"
+        )
+    small = build_small(type(built), built.config)
+    derived = derive(small)
+    losses = losses_of(built)
+    tree = derived.tree | ({"loss": losses} if losses else {})
+    plan = make_plan(built, read_user_policy(tree), max(tp, 2))
+    sizes = {plan.canonical(name): parameter.numel() for name, parameter in built.named_parameters()}
+    sharded = sum(count for name, count in sizes.items() if plan.tensors[name].layout is not None) / sum(sizes.values())
+    report = _proof(small, tree, tp) if tp else None
+    try:
+        proof = None if report is None else report.raise_if_failed().to_dict()
+    except VerificationError as error:
+        raise VerificationError(f"the derived policy is wrong, nothing is written: {error}") from None
+    met = meetings(small, derived.whole[:_SHOWN])
+    return {
+        "policy": tree,
+        "text": yaml_text(tree, _comments(type(built).__name__, derived, met, sharded, report)),
+        "file": None,
+        "sharded": sharded,
+        "gathered": list(derived.gathered),
+        "whole": list(derived.whole),
+        "meetings": met,
+        "unseen": list(derived.unseen),
+        "proof": proof,
+    }
+
+
+def _proof(small: Any, tree: dict[str, Any], tp: int) -> Report:
+    from autopar.tools.verification.verify import verify
+
+    config = {"model_parallelism": {"tensor_parallel_size": tp}}
+    return verify(small, config, policy=tree, checks=("weights", "forward", "backward"))
+
+
+def _comments(
+    kind: str, derived: Derived, meetings: dict[str, str], sharded: float, report: Report | None
+) -> list[str]:
+    lines = [f"{kind}: derived from its modules and a forward; {sharded:.1%} of its parameters are sharded."]
+    if report is None:
+        lines.append("Not proven: compare outputs and gradients with the plain model's before you rely on it.")
+    else:
+        lines.append("Proven on a small random model: outputs and gradients are those of the plain one.")
+    if derived.gathered:
+        lines.append(f"Sharded, and gathered for a forward that wants all heads: {listed(derived.gathered, _SHOWN)}.")
+    if derived.whole:
+        lines.append(f"Replicated, since no units were found that never meet: {listed(derived.whole, _SHOWN)}.")
+        for name, operation in meetings.items():
+            lines.append(f"All units of {name} meet in {operation}.")
+        lines.append("A layer of one unit is among these: the key projection of one head in multi-query attention.")
+    if derived.unseen:
+        lines.append(f"Replicated, since the forward did not reach them: {', '.join(derived.unseen)}.")
+    return lines

@@ -14,11 +14,8 @@ from transformers import PreTrainedModel
 from autopar.config import ParallelConfig
 from autopar.dry_run.plan_model import ModelPlans
 from autopar.errors import AutoparError
-from autopar.plan.listing import derived_notice, rule_of
-from autopar.plan.plan import Plan
+from autopar.plan.plan import Plan, derived_notice, rule_of
 from autopar.plan.stages import StagePlan
-from autopar.policy.described_model import model_inside
-from autopar.policy.match import find_policy, given_policy
 from autopar.policy.schema import Policy
 
 _CP = 2  # the size with which context parallelism is tried where none is given
@@ -50,10 +47,9 @@ def resolve_policy(
         AutoparError: as :func:`autopar.initialize`, with the same text.
     """
     ParallelConfig.parse({"tp": tp, "pp": pp, "ep": ep})
-    plans = _plans(model, policy)
+    plans = ModelPlans.of(model, policy)
     plan, stages = plans.tensors(tp, experts=ep), plans.stages(pp)
-    report = {**_empty_report(model, tp, pp, ep), "policy": _named(plans.policy), "stages": _stage_report(stages)}
-    report["notice"] = derived_notice(model, plan, plans.policy)
+    report = _empty_report(model, tp, pp, ep) | _policy_report(plans, plan) | {"stages": _stage_report(stages)}
     return {**report, **_holdings(model, plan, stages, pp)}
 
 
@@ -85,14 +81,16 @@ def check_policy(
     report |= {"sequence_parallel": None, "context_parallel": None, "errors": []}
     try:
         ParallelConfig.parse({"tp": tp, "pp": pp, "ep": ep})
-        plans = _plans(model, policy)
-        report["policy"] = _named(plans.policy)
+        plans = ModelPlans.of(model, policy)
+        report |= _policy_report(plans)
         plan = plans.tensors(tp, experts=ep)
-        report["notice"] = derived_notice(model, plan, plans.policy)
+        report |= _policy_report(plans, plan)
     except AutoparError as error:
         report["errors"].append(str(error))
         return {**report, "holds": False}
-    tries: list[tuple[str, Callable[[], Any], bool]] = [("dry_run", lambda: _dry_run(plans, tp, ep), True)]
+    tries: list[tuple[str, Callable[[], Any], bool]] = [
+        ("dry_run", lambda: "ok" if plans.tried(tp, experts=ep) else _why_not_run(plans.inner, tp, ep), True)
+    ]
     tries.append(("stages", lambda: _stage_report(plans.stages(pp)), True))
     if sequence_parallel or (long_sequences and tp > 1):
         sequence = functools.partial(plans.sequence, tp, experts=ep)
@@ -111,10 +109,6 @@ def check_policy(
     return {**report, "holds": not report["errors"]}
 
 
-def _dry_run(plans: ModelPlans, tp: int, ep: int) -> str:
-    return "ok" if plans.tried(tp, experts=ep) else _why_not_run(plans.inner, tp, ep)
-
-
 def _empty_report(model: nn.Module, tp: int, pp: int, ep: int) -> dict[str, Any]:
     return {
         "model": type(model).__name__,
@@ -131,14 +125,10 @@ def _empty_report(model: nn.Module, tp: int, pp: int, ep: int) -> dict[str, Any]
     }
 
 
-def _plans(model: nn.Module, policy: Any) -> ModelPlans:
-    given = given_policy(model, policy)
-    prefix, inner = model_inside(model, given)
-    return ModelPlans(model, inner, prefix, find_policy(inner, given))
-
-
-def _named(policy: Policy) -> dict[str, Any]:
-    return {"name": policy.name, "where": str(policy.where), "model_types": list(policy.model_types)}
+def _policy_report(plans: ModelPlans, plan: Plan | None = None) -> dict[str, Any]:
+    used = plans.policy
+    named = {"name": used.name, "where": str(used.where), "model_types": list(used.model_types)}
+    return {"policy": named, "notice": plan and derived_notice(plans.model, plan, used)}
 
 
 def _why_not_run(model: nn.Module, tp: int, ep: int) -> str:

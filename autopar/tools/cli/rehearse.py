@@ -12,9 +12,8 @@ import typer
 from autopar.tools.cli.app import Json, Model, Policy, Trust, app, errors, print_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
-    from autopar.distributed.trace import Call
     from autopar.tools.rehearsal.against import Way
     from autopar.tools.rehearsal.matching import Traces
     from autopar.tools.rehearsal.run import Rehearsal
@@ -70,12 +69,26 @@ def rehearse(
     stages = {"schedule": schedule, "num_microbatches": micro_batches}
     given: dict[str, dict[str, Any]] = {"model_parallelism": sizes, "pipeline": stages, "zero": {"stage": zero}}
     card = gpu or ("h100" if trace is not None else None)
-    settings = {"batch": batch, "sequence": sequence, "gpus_per_node": gpus_per_node, "gpu": card}
+    settings: dict[str, Any] = {"batch": batch, "sequence": sequence, "gpus_per_node": gpus_per_node, "gpu": card}
+    settings["optimizer"] = optimizer
     with errors(as_json):
+        from autopar.config import ParallelConfig
+        from autopar.errors import AutoparError, ConfigError
+        from autopar.tools.cli.models import heads
+        from autopar.tools.rehearsal.run import rehearse as run
+
         real = None if against is None else _traces(against, gpus)
-        _check(trace)
+        if trace is not None and not trace.absolute().parent.is_dir():
+            raise ConfigError(f"--trace {trace}: there is no folder {trace.parent}")
         sections = _sections(config, given) | ({} if policy is None else {"policy": str(policy)})
-        found = _run(model, trust, gpus, dp, sections, settings | {"optimizer": optimizer})
+        left = ParallelConfig.parse(sections, gpus).data_parallel_size(gpus)
+        if dp not in (None, left):
+            raise ConfigError(f"--dp {dp}: the other sizes leave {left} replicas on {gpus:,} GPUs")
+        built: Any = heads(model, trust=trust)[0].build()
+        try:
+            found = run(built, sections, gpus, **settings)
+        except RuntimeError as error:
+            raise AutoparError(str(error)) from error
         strayed = [] if real is None else found.against(real)
     if trace is not None and found.timeline is not None:
         found.write_timeline(trace, f"{model}, {found.mesh} on {gpus:,} x {card}")
@@ -85,32 +98,6 @@ def rehearse(
     print(json.dumps(shown, indent=1) if as_json else "\n".join([*_in_words(found), *ways_in_words(strayed)]))
     if found.problems or any(way.wrong for way in strayed):
         raise typer.Exit(1)
-
-
-def _run(
-    model: str, trust: bool, gpus: int, dp: int | None, sections: dict[str, Any], settings: dict[str, Any]
-) -> Rehearsal:
-    from autopar.config import ParallelConfig
-    from autopar.errors import AutoparError, ConfigError
-    from autopar.tools.cli.models import heads
-    from autopar.tools.rehearsal.run import rehearse as run
-
-    left = ParallelConfig.parse(sections, gpus).data_parallel_size(gpus)
-    if dp not in (None, left):
-        raise ConfigError(f"--dp {dp}: the other sizes leave {left} replicas on {gpus:,} GPUs")
-    built: Any = heads(model, trust=trust)[0].build()
-    try:
-        return run(built, sections, gpus, **settings)
-    except RuntimeError as error:
-        raise AutoparError(str(error)) from error
-
-
-def _check(trace: Path | None) -> None:
-    """Check before the rehearsal that its timeline can be written."""
-    from autopar.errors import ConfigError
-
-    if trace is not None and not trace.absolute().parent.is_dir():
-        raise ConfigError(f"--trace {trace}: there is no folder {trace.parent}")
 
 
 def _traces(folder: Path, world: int | None = None) -> Traces:
@@ -132,14 +119,15 @@ def ways_in_words(strayed: Sequence[Way]) -> list[str]:
     for way in strayed:
         alike.setdefault((way.wrong is None, way.told), []).append(way.rank)
     wrong, right = (
-        [f"{_ranks(alike[key])} over {key[1]}" for key in alike if key[0] is kind] for kind in (False, True)
+        [
+            (f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks, {min(ranks)} first,") + f" over {told}"
+            for (kind, told), ranks in alike.items()
+            if kind is right
+        ]
+        for right in (False, True)
     )
     more = [f"... and {len(wrong) - _SHOWN} more: --json lists all"] if len(wrong) > _SHOWN else []
     return [*wrong[:_SHOWN], *more, *right]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks, {min(ranks)} first,"
 
 
 def _sections(config: Path | None, given: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -179,7 +167,6 @@ def _in_words(found: Rehearsal) -> list[str]:
         "a training step, of the rank that sends most:",
         *filter(None, lines(shown)),
         *_counted(found),
-        *_saved(found),
     ]
     if not found.problems:
         return [*head, "every collective and message finds its like, and all ranks come to an end"]
@@ -187,26 +174,20 @@ def _in_words(found: Rehearsal) -> list[str]:
     return [*head, f"{len(found.problems)} problems:", *found.problems[:_SHOWN], *more]
 
 
-def _counted(found: Rehearsal) -> list[str]:
-    """Return memory and time where they were counted."""
-    if not found.held or found.timeline is None:
-        return []
+def _counted(found: Rehearsal) -> Iterator[str]:
+    """Yield memory and time where they were counted, and which rank writes most: a user-defined loop may not save."""
     from autopar.tools.tables import digits, size
 
-    rank, most = max(found.held.items(), key=lambda pair: pair[1].peak)
-    parts = ", ".join(f"{name} {size(getattr(most, name))}" for name in ("weights", "gradients", "optimizer"))
-    held = f"rank {rank} holds most: {size(most.peak)} ({parts})"
-    time, waits = found.timeline.time, [found.timeline.spent(rank)["wait"] for rank in found.timeline.slots]
-    shares = f"{min(waits) / time:.1%} to {max(waits) / time:.1%}" if time else "none"
-    return [held, f"{digits(time)} s a step, of which ranks wait {shares}, if nothing overlaps"]
-
-
-def _saved(found: Rehearsal) -> list[str]:
-    """Return who writes most of a checkpoint; a loop of the user's own may save none."""
-    from autopar.tools.tables import size
-
-    rank, most = max(found.written.items(), key=lambda pair: pair[1])
-    return [f"rank {rank} writes most of a checkpoint: {size(most)}"] if most else []
+    if found.held and found.timeline is not None:
+        rank, most = max(found.held.items(), key=lambda pair: pair[1].peak)
+        parts = ", ".join(f"{name} {size(getattr(most, name))}" for name in ("weights", "gradients", "optimizer"))
+        yield f"rank {rank} holds most: {size(most.peak)} ({parts})"
+        time, waits = found.timeline.time, [found.timeline.spent(rank)["wait"] for rank in found.timeline.slots]
+        shares = f"{min(waits) / time:.1%} to {max(waits) / time:.1%}" if time else "none"
+        yield f"{digits(time)} s a step, of which ranks wait {shares}, if nothing overlaps"
+    rank, written = max(found.written.items(), key=lambda pair: pair[1])
+    if written:
+        yield f"rank {rank} writes most of a checkpoint: {size(written)}"
 
 
 def _to_json(found: Rehearsal) -> dict[str, Any]:
@@ -238,16 +219,23 @@ def trace(
     Exit code 0 if they match and all ranks came to an end together, else 1.
     """
     with errors(as_json):
-        from autopar.tools.rehearsal.deadlock import latest, waiting
-        from autopar.tools.rehearsal.matching import differences
+        from autopar.tools.rehearsal.against import ranks_in
+        from autopar.tools.rehearsal.matching import differences, latest, waiting
 
         traces = _traces(folder)
-        missing = _missing(traces)
-        problems = list(
-            differences(traces, lambda ranks: [rank if rank in traces else _first(ranks, traces) for rank in ranks])
-        )
+        missing = sorted(ranks_in(traces) - set(traces))
+
+        def standing_in(ranks: Sequence[int]) -> list[int]:
+            first = next((rank for rank in ranks if rank in traces), min(traces))
+            return [rank if rank in traces else first for rank in ranks]
+
+        problems = list(differences(traces, standing_in))
         left = waiting(traces, waited={rank: latest(calls) for rank, calls in traces.items()})
-        ends = _ends(traces, left)
+        ends = [  # of ranks that have nothing to wait for, while others wait
+            f"rank {rank} ended behind {calls[-1]}\n    {calls[-1].where}" if calls else f"rank {rank} has no calls"
+            for rank, calls in traces.items()
+            if left and rank not in left
+        ]
         waits = [f"rank {rank} waits in {call}\n    {call.where}" for rank, call in left.items()]
     if as_json:
         shown = {"ranks": len(traces), "missing": missing, "problems": problems, "ended": ends, "waiting": waits}
@@ -256,26 +244,6 @@ def trace(
         print("\n".join(_told(traces, missing, problems, ends, waits)))
     if problems or waits or missing:
         raise typer.Exit(1)
-
-
-def _missing(traces: Traces) -> list[int]:
-    """Return the ranks of the job that have no trace."""
-    from autopar.tools.rehearsal.against import ranks_in
-
-    return sorted(ranks_in(traces) - set(traces))
-
-
-def _first(ranks: Sequence[int], traces: Traces) -> int:
-    return next((rank for rank in ranks if rank in traces), min(traces))
-
-
-def _ends(traces: Traces, waiting: Mapping[int, Call]) -> list[str]:
-    """Return where ranks ended while others wait: those that have nothing to wait for."""
-    return [
-        f"rank {rank} ended behind {calls[-1]}\n    {calls[-1].where}" if calls else f"rank {rank} has no calls"
-        for rank, calls in traces.items()
-        if waiting and rank not in waiting
-    ]
 
 
 def _told(

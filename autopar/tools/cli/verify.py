@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autopar.tools.cli.models import Head
-    from autopar.tools.verification.report import Report
-
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 
@@ -70,13 +68,24 @@ def verify(
             from autopar.errors import ConfigError
 
             raise ConfigError("one process is the plain model: say --tp 2, --pp 2, --dp 2, --cp 2 or several of them")
-        built = _model(model, task, small, dtype, quantization, lora, trust, _listed(checks))
-        report = _verified(built, sections, batches, policy=policy, checks=_listed(checks), data_parallel_size=dp,
-                           sequence=sequence, device=device)  # fmt: skip
+        from autopar.tools.cli.models import named_object
+        from autopar.tools.verification.verify import verify as compare
+
+        listed = None if checks is None else [name.strip() for name in checks.split(",") if name.strip()]
+        built = _model(model, task, small, dtype, quantization, lora, trust, listed)
+        given = None if batches is None else named_object(batches)
+        given = given() if callable(given) else given
+        report = compare(built, sections, batches=given, policy=policy, checks=listed, data_parallel_size=dp,
+                         sequence=sequence, device=device)  # fmt: skip
     if as_json:
         print_json(report.to_dict())
     else:
-        _show(report)
+        from autopar.tools.tables import console
+
+        out = console()
+        with out.capture() as captured:
+            out.print(report)
+        print("\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip()))
     if not report.ok:
         raise typer.Exit(1)
 
@@ -92,10 +101,6 @@ def _sections(config: Path | None, tp: int, pp: int, cp: int, ep: int, sp: bool)
     if sp and tp == 1:
         raise ConfigError("--sp cuts sequences between tensor-parallel ranks: it needs --tp 2 or more")
     return config if config is not None else {"model_parallelism": given}
-
-
-def _listed(checks: str | None) -> list[str] | None:
-    return None if checks is None else [name.strip() for name in checks.split(",") if name.strip()]
 
 
 def _model(
@@ -114,8 +119,7 @@ def _model(
 
     from autopar.errors import ConfigError, nearest
     from autopar.tools.cli.models import of_task
-    from autopar.tools.planner.adapted import kind_of
-    from autopar.tools.verification.quantized import fine_tuned, quantize
+    from autopar.tools.planner.adapted import fine_tuned, kind_of, quantize
     from autopar.tools.verification.verify import checks_of
 
     checks_of(checks)  # before a model is built
@@ -131,14 +135,6 @@ def _model(
     return model if lora is None else fine_tuned(model, lora)
 
 
-def _verified(model: nn.Module, sections: Any, batches: str | None, **options: Any) -> Report:
-    from autopar.tools.cli.models import named_object
-    from autopar.tools.verification.verify import verify as compare
-
-    given = None if batches is None else named_object(batches)
-    return compare(model, sections, batches=given() if callable(given) else given, **options)
-
-
 def _build(head: Head, small: bool, dtype: torch.dtype, block: int) -> nn.Module:
     """The model with memory: with its weights if there are any, else small and random, in whole blocks."""
     from autopar.errors import ConfigError, in_one_line
@@ -148,7 +144,9 @@ def _build(head: Head, small: bool, dtype: torch.dtype, block: int) -> nn.Module
         return head.make().to(dtype)
     assert head.kind is not None
     kind: Any = head.kind
-    if small or not _has_weights(head.folder):
+    folder = Path(head.folder)  # of a model of the hub it is found out by loading whether it has weights
+    empty = folder.is_dir() and not any(next(folder.glob(form), None) for form in _WEIGHTS)
+    if small or not head.folder or empty:
         config = head.config if head.config is not None else kind.config_class()
         return build_small(kind, config, dtype=dtype, block=block)
     try:
@@ -159,18 +157,3 @@ def _build(head: Head, small: bool, dtype: torch.dtype, block: int) -> nn.Module
             "  --small verifies its structure with random weights."
         ) from error
     return model
-
-
-def _has_weights(folder: str) -> bool:
-    """Return whether a folder holds weights; of a model of the hub it is found out by loading."""
-    path = Path(folder)
-    return bool(folder) and (not path.is_dir() or any(next(path.glob(kind), None) for kind in _WEIGHTS))
-
-
-def _show(report: Report) -> None:
-    from autopar.tools.tables import console
-
-    out = console()
-    with out.capture() as captured:
-        out.print(report)
-    print("\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip()))

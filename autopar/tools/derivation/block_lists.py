@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.foreign.modules import own_parameters
-from autopar.tools.derivation.decisions import Trace, is_linear
+from autopar.foreign.tensors import own_parameters
+from autopar.tools.derivation.trace import Trace, is_linear
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 _LAYERS_OF_A_BLOCK = 2
@@ -42,7 +42,8 @@ def block_lists(root: nn.Module) -> list[BlockList]:
     for path in _outermost(root):
         members = [f"{path}.{name}" for name, _ in root.get_submodule(path).named_children()]
         inner = [f"{one}.{below}" for one in members for below in _outermost(root.get_submodule(one))]
-        inner = [one for one in inner if _is_blocks(root.get_submodule(one)) and _alike(root.get_submodule(one))]
+        inner = [one for one in inner if _is_blocks(root.get_submodule(one))]
+        inner = [one for one in inner if len({type(child) for child in root.get_submodule(one).children()}) == 1]
         if inner and all(
             _only_around(root.get_submodule(one), [i[len(one) + 1 :] for i in inner if i.startswith(one + ".")])
             for one in members
@@ -76,10 +77,6 @@ def _outermost(root: nn.Module) -> Iterator[str]:
 def _is_blocks(listed: nn.Module) -> bool:
     children = list(listed.children())
     return bool(children) and max(sum(map(_layer, child.modules())) for child in children) >= _LAYERS_OF_A_BLOCK
-
-
-def _alike(listed: nn.Module) -> bool:
-    return len({type(child) for child in listed.children()}) == 1
 
 
 def _layer(module: nn.Module) -> bool:

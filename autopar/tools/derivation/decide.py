@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from autopar.foreign.modules import own_parameters
+from autopar.foreign.tensors import own_parameters
 from autopar.plan.matching import around
-from autopar.tools.derivation.decisions import Decisions, Trace, underivable
 from autopar.tools.derivation.marks import Meeting
-from autopar.tools.derivation.trace import Traced, trace
+from autopar.tools.derivation.trace import Decisions, Trace, Traced, trace, underivable
 
 _ROUNDS = 60
 _MOST_ENTERED = 3
@@ -33,7 +32,8 @@ def _next(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, s
     """Return the decisions to try next; None if these hold."""
     tracking = seen.tracking
     called = set(seen.order)
-    if cut_off := [path for path in tracking.first_of if _called_at(path, called) not in seen.proven]:
+    around_it = {path: next((p for p in (path, *around(path)) if p in called), "") for path in tracking.first_of}
+    if cut_off := [path for path, holder in around_it.items() if holder not in seen.proven]:
         return decisions.without(map(seen.names, cut_off))  # the model around them failed behind them
     if idle := _idle_in_regions(models, decisions, seen, called):
         return decisions.without(map(seen.names, idle))
@@ -80,11 +80,6 @@ def _idle_in_regions(models: list[Traced], decisions: Decisions, seen: Trace, ca
         )
     ]
     return [p for p in seen.tracking.first_of if p.startswith(tuple(path + "." for path in idle))]
-
-
-def _called_at(path: str, called: set[str]) -> str:
-    """The layer, or the module nearest around a layer or parameter, that was called."""
-    return next((each for each in (path, *around(path)) if each in called), "")
 
 
 def _may_enter(event: Meeting, block: str | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -14,21 +15,127 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from autopar.distributed.rng import kept
+from autopar.dry_run.activation_tracking import MADE_BY
 from autopar.dry_run.tensor_parallel import check_plan, check_plan_with
 from autopar.errors import AutoparError, ConfigError
-from autopar.foreign.modules import own_modules
+from autopar.foreign.tensors import own_modules, own_parameters
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan
-from autopar.policy.described_model import base_of
 from autopar.policy.load import read_user_policy
-from autopar.tools.derivation.attributes import Candidate, candidates, choices
+from autopar.policy.match import base_of, config_of
 from autopar.tools.derivation.block_lists import BlockList, block_lists
 from autopar.tools.derivation.decide import components, decide
-from autopar.tools.derivation.decisions import Decisions, Names, Trace, underivable
 from autopar.tools.derivation.families import Family, Named, families
 from autopar.tools.derivation.policy_tree import marked, missing, policy_tree
-from autopar.tools.derivation.trace import Traced, traced
+from autopar.tools.derivation.trace import Decisions, Names, Trace, Traced, traced, underivable
 from autopar.tools.derivation.unit_shapes import check_units
+
+_NEVER = re.compile(
+    r"head_dim|head_size$|head_width|kernel|chunk|rank|layer|state|hidden_size|d_model|experts|top_k|window"
+)
+_MOST = 5  # candidates of one module of which all subsets are tried
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An attribute that may be a count of units.
+
+    Attributes:
+        module: path below the block, with ``*``.
+        name: of the attribute; ``config.NAME`` for one of the module's config.
+        share: how a policy writes it.
+        wide: it counts features, not units.
+    """
+
+    module: str
+    name: str
+    share: Any
+    wide: bool
+
+    @property
+    def key(self) -> str:
+        """The entry under ``attributes``."""
+        return ".".join(part for part in (self.module, self.name) if part)
+
+
+def candidates(root: nn.Module, each: BlockList, named: list[Named], names: Names) -> dict[str, list[Candidate]]:
+    """Return the attributes of modules in the blocks that have the value of some count: module -> candidates."""
+    found: dict[str, dict[str, Candidate]] = {}
+    values: dict[str, set[int]] = {}
+    for block in each.blocks:
+        length = len(block.split("."))
+        for path, module in root.get_submodule(block).named_modules():
+            full = f"{block}.{path}" if path else block
+            live = [n for n in named if block in n.of_blocks and not n.gathered]  # which lie in the module
+            families = [n for n in live if any(m.path.startswith(full + ".") for m in n.of_blocks[block].members)]
+            shown = ".".join(names(full).split(".")[length:])
+            for attribute, value in _integers(module):
+                key = f"{shown}.{attribute}"
+                shares = [share for n in families if (share := _share(value, n, block, attribute)) is not None]
+                if shares:
+                    values.setdefault(key, set()).add(value)
+                    found.setdefault(shown, {}).setdefault(attribute, Candidate(shown, attribute, *shares[0]))
+    return {module: list(own.values()) for module, own in found.items()}
+
+
+def _integers(module: nn.Module) -> Iterator[tuple[str, int]]:
+    for name, value in vars(module).items() if own_modules(module) or not own_parameters(module) else ():
+        if type(value) is int and value > 1 and not name.startswith("_") and not _NEVER.search(name):
+            yield name, value
+    if "config" in vars(module):
+        for name, value in vars(config_of(module)).items():
+            if type(value) is int and value > 1 and "head" in name and "dim" not in name:
+                yield f"config.{name}", value
+
+
+def _share(value: int, named: Named, block: str, name: str) -> tuple[Any, bool] | None:
+    family = named.of_blocks[block]
+    count = len(family.units)
+    if named.heads and value == named.ratio and ("group" in name or "rep" in name):
+        return f"{named.heads} / {named.unit}", False
+    if value == count * named.ratio and named.heads:
+        return named.heads, False
+    if value == count and not all(w == 1 for m in family.members for w in m.widths):
+        return named.unit, False
+    if named.heads and value == named.ratio:
+        return f"{named.heads} / {named.unit}", False
+    for member in family.members:
+        total = count * sum(member.widths)
+        if value == total and len(member.widths) > 1:
+            return named.parts(member.widths), True
+        if value in {count * w for w in member.widths}:
+            wide = (
+                named.heads
+                and value % (count * named.ratio) == 0
+                and value == max(count * w for m in family.members for w in m.widths)
+            )
+            return (named.heads if wide else named.unit), True
+    return None
+
+
+def choices(own: list[Candidate]) -> Iterator[tuple[Candidate, ...]]:
+    """Yield sets of attributes to divide: none, counts, counts and widths, then all others."""
+    config = [c for c in own if c.name.startswith("config.")]
+    own = [c for c in own if c not in config]
+    counts = [c for c in own if not c.wide]
+    wide = [c for c in own if c.wide]
+    tried: list[tuple[Candidate, ...]] = []
+    usual = [
+        (),
+        tuple(counts),
+        tuple(counts + wide),
+        tuple(wide),
+        tuple(config),
+        tuple(counts + config),
+        tuple(counts + wide + config),
+    ]
+    rest = own if len(own) <= _MOST else []
+    subsets = [s for size in range(1, len(rest) + 1) for s in itertools.combinations(rest, size)]
+    for choice in (*usual, *subsets):
+        if choice not in tried:
+            tried.append(choice)
+            yield choice
+
 
 _SIZES = (2, 4)
 _TRIES, _FEW_TRIES = 200, 6
@@ -96,18 +203,15 @@ def _derive(model: PreTrainedModel) -> Derived:
             if any(each.gathered for each in refused):
                 gathered = [each for each in gathered if each not in refused]
                 continue
-            gathered += [replace(each, gathered=True) for each in refused if _may_be_gathered(root, each, seen)]
+            for each in refused:  # of linear layers alone that are called with whole inputs
+                layers = [root.get_submodule(path) for path in each.columns]
+                entered = any(seen.sources[path] for path in each.columns)
+                if layers and not entered and all(isinstance(layer, nn.Linear | Conv1D) for layer in layers):
+                    gathered.append(replace(each, gathered=True))
         names = set(map(seen.names, bad))
         if not names or names <= decisions.whole:
             raise underivable(model, trial.reason if not bad else "no rule fits", by_hand=False)
         decisions = decisions.without(names)
-
-
-def _may_be_gathered(root: nn.Module, family: Family, seen: Trace) -> bool:
-    """Return whether a family holds linear layers alone that are called with whole inputs."""
-    columns = family.columns
-    plain = all(isinstance(root.get_submodule(path), nn.Linear | Conv1D) and not seen.sources[path] for path in columns)
-    return bool(columns) and plain
 
 
 def _derived(trial: _Trial, decisions: Decisions, lists: list[BlockList], seen: Trace) -> Derived:
@@ -258,7 +362,7 @@ class _Trial:
     def _place(self, text: str) -> str:
         """The first path in an error that is one of the model's."""
         known = {path for path, _ in self.root.named_modules()} | {name for name, _ in self.root.named_parameters()}
-        words = [word.strip(".,:'") for word in re.split(r"[\s]", text)]
+        words = [word.strip(".,:'") for word in re.split(r"[\s]", text.partition(MADE_BY)[0])]
         return next((word for word in words if word in known and self.seen.names.block_of(word)), "")
 
     def _group_of(self, text: str, left: dict[tuple[int, str], list[Any]]) -> tuple[int, str] | None:
@@ -284,7 +388,8 @@ class _Trial:
         block = self.seen.names.block_of(place) if place else None
         scored: list[tuple[int, list[str]]] = []
         for family in (n.of_blocks[block] for many in self.named for n in many if block in n.of_blocks):
-            alike = max(_common(place, member.path) for member in family.members)
+            paths = [zip(place.split("."), member.path.split("."), strict=False) for member in family.members]
+            alike = max(sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], path)) for path in paths)
             wanted = set(family.units)
             sources = [p for p in self.seen.tracking.first_of if wanted & set(components(self.seen, p).tolist())]
             scored.append((alike, family.columns if family.gathered else sources))
@@ -302,8 +407,3 @@ def _has(block: nn.Module, path: str, name: str) -> bool:
     last = name.removeprefix("config.")
     holders = found if name == last else [getattr(m, "config", None) for m in found]
     return all(type(getattr(holder, last, None)) is int for holder in holders)
-
-
-def _common(one: str, other: str) -> int:
-    pairs = zip(one.split("."), other.split("."), strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(one.count("."), other.count(".")) + 1)

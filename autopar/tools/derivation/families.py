@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.policy.described_model import config_of
+from autopar.policy.match import config_of
 from autopar.tools.derivation.block_lists import BlockList
 from autopar.tools.derivation.decide import components
-from autopar.tools.derivation.decisions import Trace
 from autopar.tools.derivation.marks import unique_pairs
+from autopar.tools.derivation.trace import Trace
 
 _KEYS = ("key_value", "kv")
 _SHORT = ("n_q", "n_kv")  # of heads
@@ -66,14 +66,13 @@ def families(seen: Trace, blocks: tuple[str, ...]) -> tuple[list[Family], list[s
     _tie(seen)
     found: list[Family] = []
     bad: list[str] = []
-    members = list(_members(seen))
+    members, inside = list(_members(seen)), tuple(f"{block}." for block in blocks)
     for block in (*blocks, ""):
-        own = [
-            m for m in members if (m.path.startswith(block + ".") if block else not m.path.startswith(_dots(blocks)))
-        ]
+        own = [m for m in members if (m.path.startswith(block + ".") if block else not m.path.startswith(inside))]
         for family in _grouped(block, own):
+            units = {x for member in family.members for x in member.line.tolist()}
             if not block:  # a table outside the blocks: its units are those of some block
-                near = next((f for f in found if set(f.units) & set(_units(family.members))), None)
+                near = next((f for f in found if set(f.units) & units), None)
                 family.units = near.units if near is not None else []
             rows = [m for m in family.members if m.kind == "row"] or [
                 m for m in family.members if m.kind == "parameter"
@@ -108,10 +107,6 @@ def _tie(seen: Trace) -> None:
                     tracking.components.join(maps[0][:, 1], other[:, 1])
 
 
-def _dots(blocks: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(block + "." for block in blocks)
-
-
 def _members(seen: Trace) -> Iterator[Member]:
     tracking = seen.tracking
     for path in seen.sources:
@@ -140,10 +135,6 @@ def _line(seen: Trace, name: str, dim: int) -> torch.Tensor | None:
     if len(pairs) != size or not torch.equal(pairs[:, 0], torch.arange(size)) or len(pairs[:, 1].unique()) == 1:
         return None
     return pairs[:, 1]
-
-
-def _units(members: list[Member]) -> list[int]:
-    return list(dict.fromkeys(x for member in members for x in member.line.tolist()))
 
 
 def _grouped(block: str, members: list[Member]) -> list[Family]:
@@ -230,16 +221,14 @@ def named_families(root: nn.Module, each: BlockList, found: list[Family], seen: 
             if other is None:
                 other = Named({block: family}, "")
             else:
-                other.of_blocks[block] = _merged(other.of_blocks.get(block), family)
+                one = other.of_blocks.get(block)
+                both = family if one is None else replace(one, members=[*one.members, *family.members])
+                other.of_blocks[block] = both
             known |= dict.fromkeys(rows, other)
     for named in {id(named): named for named in known.values()}.values():
         _name(root, config, named, result)
         result.append(named)
     return result
-
-
-def _merged(one: Family | None, other: Family) -> Family:
-    return other if one is None else replace(one, members=[*one.members, *other.members])
 
 
 def _name(root: nn.Module, config: Any, named: Named, others: list[Named]) -> None:

@@ -44,7 +44,9 @@ class FeatureTracking(MarkedTensors):
     def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if self.suspended or name_of(func) in SHAPE_ONLY:
             return
+        self.operator = name_of(func)
         self._follow(func, args, kwargs, result)
+        self.operator = ""
         if self._record is not None:
             self._record(func, args, [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)])
 

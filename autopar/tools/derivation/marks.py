@@ -159,6 +159,7 @@ class MarkedTensors(ValuelessTracking):
         touched: parameter -> for each dim pairs of index and feature that were computed with one another.
         inside: parameters that work inside of a region; ``near``: a feature that each was computed with.
         once: parameters that are added to partial sums.
+        operator: name of the operator that is followed; empty in a layer or norm that is taken as one.
         bare_source: asked whether a product with this parameter may number features.
     """
 
@@ -177,6 +178,7 @@ class MarkedTensors(ValuelessTracking):
         self.count_of: dict[str, int] = {}
         self.bare_sources: set[str] = set()
         self.bare_sinks: dict[str, torch.Tensor] = {}  # and the features that each sums over
+        self.operator = ""
         self._names = names
         self._marks = WeakTensorKeyDictionary()
 

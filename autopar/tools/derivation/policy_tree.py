@@ -1,20 +1,21 @@
-"""Families and what surrounds them -> a policy, as plain data: what each block shards, and what it uses whole."""
+"""Families and what surrounds them -> a policy: as plain data, and as YAML that people review."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import yaml
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.foreign.modules import own_modules, own_parameters
+from autopar.foreign.tensors import own_modules, own_parameters
 from autopar.plan.matching import around, join
-from autopar.policy.described_model import base_of, config_of
+from autopar.policy.match import base_of, config_of
 from autopar.tools.derivation.block_lists import BlockList, note_vocabulary, sections_around
-from autopar.tools.derivation.decisions import Decisions, Trace, is_linear
 from autopar.tools.derivation.families import Family, Member, Named, named_families
+from autopar.tools.derivation.trace import Decisions, Trace, is_linear
 
 
 def policy_tree(
@@ -289,9 +290,9 @@ def _rule_of(root: nn.Module, member: Member, named: Named, seen: Trace) -> dict
         return {member.path: {"norm_over": listed, **({"within": named.unit} if grouped else {})}}
     holder, _, _ = member.path.rpartition(".")
     module = root.get_submodule(holder)
-    if _is_leaf(module):
-        return {holder: {"sharded": listed, **({"dim": member.dim} if member.dim else {})}}
-    return {member.path: {"sharded": listed, **({"dim": member.dim} if member.dim else {})}}
+    layer = is_linear(module) or isinstance(module, nn.Embedding | nn.Conv1d | nn.Conv2d)
+    path = holder if layer and not own_modules(module) else member.path
+    return {path: {"sharded": listed, **({"dim": member.dim} if member.dim else {})}}
 
 
 def _gathered_rule(member: Member, named: Named) -> dict[str, Any]:
@@ -300,5 +301,23 @@ def _gathered_rule(member: Member, named: Named) -> dict[str, Any]:
     return {member.path: {member.kind: parts[0] if len(parts) == 1 else parts, more: True}} if more else {}
 
 
-def _is_leaf(module: nn.Module) -> bool:
-    return not own_modules(module) and (is_linear(module) or isinstance(module, nn.Embedding | nn.Conv1d | nn.Conv2d))
+_SECTIONS = ("prefix", "every_stage", "suffix", "head")
+_NESTED = ("match", "units", "towers", "blocks", "modules", "attributes", *_SECTIONS)
+
+
+def yaml_text(tree: dict[str, Any], comments: list[str]) -> str:
+    """Return a policy as text, with lines of comment before it."""
+    lines = [f"# {line}" for line in comments]
+    return "\n".join([*lines, *_lines(tree, 0)]) + "\n"
+
+
+def _lines(tree: dict[str, Any], depth: int) -> Iterator[str]:
+    for name, value in tree.items():
+        key = yaml.safe_dump(str(name), default_flow_style=True, width=1000).split("\n")[0]
+        tower = isinstance(value, dict) and ("blocks" in value or "units" in value)
+        if isinstance(value, dict) and (name in _NESTED or tower):
+            yield " " * depth + f"{key}:"
+            yield from _lines(value, depth + 2)
+        else:
+            shown = yaml.safe_dump(value, default_flow_style=True, width=1000, sort_keys=False).split("\n")[0]
+            yield " " * depth + f"{key}: {shown}"

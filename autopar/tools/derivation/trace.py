@@ -1,25 +1,129 @@
-"""One forward of the plain model on the meta device, with hooks that say what each layer does to numbered features."""
+"""One forward of the plain model on the meta device, with hooks that say what each layer does to numbered features.
+
+Before: the assumptions of a trace. After: its findings.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.tensor_parallel import run
-from autopar.errors import type_and_text
-from autopar.foreign.modules import own_modules, own_parameters
-from autopar.foreign.tensors import no_dispatch_modes
+from autopar.errors import UnsupportedModelError, type_and_text
+from autopar.foreign.tensors import no_dispatch_modes, own_modules, own_parameters
+from autopar.policy.match import convolutional
 from autopar.tensor_tracking import tensors_in
-from autopar.tools.derivation.decisions import Decisions, Names, Trace, is_linear
 from autopar.tools.derivation.feature_tracking import FeatureTracking
 from autopar.tools.derivation.marks import ACTIVATION, CONSTANT, INPUT, INSIDE, PARAMETER, Mark
+
+
+class Names:
+    """Names that blocks share: paths with ``*`` for the number of a block, or of one of several equal modules in it."""
+
+    def __init__(self, root: nn.Module, blocks: Iterable[str]) -> None:
+        self._blocks = tuple(blocks)
+        stars = set(self._blocks)
+        for path, module in root.named_modules():
+            if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1:
+                stars |= {f"{path}.{name}" for name, _ in module.named_children()}
+        self._stars = stars
+        self._known: dict[str, str] = {}
+
+    def __call__(self, path: str) -> str:
+        """Return the name of a module or parameter."""
+        known = self._known.get(path)
+        if known is None:
+            parts = path.split(".")
+            beginnings = [".".join(parts[: end + 1]) for end in range(len(parts))]
+            shown = [
+                "*" if part.isdigit() and own in self._stars else part
+                for part, own in zip(parts, beginnings, strict=True)
+            ]
+            known = self._known[path] = ".".join(shown)
+        return known
+
+    def block_of(self, path: str) -> str | None:
+        """Return the path of the block that a module or parameter lies in."""
+        return next((block for block in self._blocks if path == block or path.startswith(block + ".")), None)
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """Assumptions of a trace. Paths with ``*`` for numbers, so alike in all blocks.
+
+    Attributes:
+        whole: layers and bare parameters that stay replicated.
+        enters: layers whose whole outputs are used inside of a region.
+        regions: modules around bare parameters whose outputs are partial.
+        only: if not None, the layers that may be columns.
+    """
+
+    whole: frozenset[str] = frozenset()
+    enters: frozenset[str] = frozenset()
+    regions: frozenset[str] = frozenset()
+    only: frozenset[str] | None = None
+
+    def may_be_column(self, name: str) -> bool:
+        """Return whether a layer may be one."""
+        return name not in self.whole and (self.only is None or name in self.only)
+
+    def without(self, names: Iterable[str]) -> Decisions:
+        """Return the same with more that stays whole; what enters is seen anew."""
+        return replace(self, whole=self.whole | set(names), enters=frozenset())
+
+
+@dataclass
+class Trace:
+    """Findings of a forward.
+
+    Attributes:
+        sinks: row -> the feature at each place of its input.
+        sources: column -> whether its input lies inside of a region.
+        norms: norm over sharded features -> the feature of each weight.
+        order: paths of modules as they were called.
+        suspended: paths of layers whose inside was not looked at.
+        proven: paths of modules that were called by models that ran to their end.
+        runs: paths of models that ran to their end, with their inputs.
+        in_training: layers whose weights are used by themselves in training alone; None: not looked for.
+    """
+
+    tracking: FeatureTracking
+    names: Names
+    sinks: dict[str, torch.Tensor] = field(default_factory=dict)
+    sources: dict[str, bool] = field(default_factory=dict)
+    norms: dict[str, torch.Tensor] = field(default_factory=dict)
+    entered: set[str] = field(default_factory=set)
+    order: list[str] = field(default_factory=list)
+    contradictory: set[str] = field(default_factory=set)
+    ran: list[str] = field(default_factory=list)
+    suspended: set[str] = field(default_factory=set)
+    proven: set[str] = field(default_factory=set)
+    runs: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    failure: str = ""
+    in_training: list[str] | None = None
+
+
+def underivable(model: nn.Module, why: str, *, by_hand: bool = True) -> UnsupportedModelError:
+    """Return the error of a model of which no policy can be derived."""
+    if reason := convolutional(model):
+        return UnsupportedModelError(reason)
+    hint = ". Write one by hand: docs/policies.md leads through it" if by_hand else ""
+    return UnsupportedModelError(f"no policy can be derived for {type(model).__name__}: {why}{hint}")
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Check whether a layer multiplies by a matrix: a linear layer, or a convolution with a kernel of one."""
+    if isinstance(module, nn.Conv1d | nn.Conv2d):
+        return module.groups == 1 and all(size == 1 for size in module.kernel_size)
+    return isinstance(module, nn.Linear | Conv1D)
 
 
 @dataclass(frozen=True)
@@ -51,6 +155,7 @@ def trace(
     decisions: Decisions,
     known: Trace | None = None,
     record: Callable[..., None] | None = None,
+    prepare: Callable[[FeatureTracking], None] = lambda tracking: None,
 ) -> Trace:
     """Run the models.
 
@@ -59,6 +164,7 @@ def trace(
         known: a trace of the same decisions, of which the components are taken: all that ever met are together from
             the start.
         record: called behind each operator with the tracking, its arguments and the tensors that it has made.
+        prepare: called with the tracking before the models run.
 
     Returns:
         what was seen.
@@ -75,12 +181,18 @@ def trace(
     if known is not None:
         tracking.components = known.tracking.components
         tracking.first_of, tracking.count_of = known.tracking.first_of, known.tracking.count_of
+    prepare(tracking)
     seen = Trace(tracking, shared)
-    hooks = list(_hooks(root, blocks, inside, decisions, seen))
+    hooks: list[Any] = []
+    for path, module in root.named_modules():
+        around = _ModuleHooks(path, module, path in blocks, inside, decisions, seen)
+        hooks.append(module.register_forward_pre_hook(_untracked(around.before), with_kwargs=True))
+        hooks.append(module.register_forward_hook(_untracked(around.after), with_kwargs=True))
     ran = seen.ran
     try:
         for each in models:
-            if each.path and _blocks_ran(each.path, blocks, seen):
+            own = [block for block in blocks if block.startswith(each.path + ".")]
+            if each.path and own and seen.proven.issuperset(own):
                 ran.append(each.path)
                 continue  # a model around it has called it
             for tensor in tensors_in(each.inputs):
@@ -99,11 +211,6 @@ def trace(
         for hook in hooks:
             hook.remove()
     return seen
-
-
-def _blocks_ran(path: str, blocks: tuple[str, ...], seen: Trace) -> bool:
-    own = [block for block in blocks if block.startswith(path + ".")]
-    return bool(own) and seen.proven.issuperset(own)
 
 
 def _run(each: Traced, root: nn.Module, tracking: FeatureTracking, seen: Trace) -> tuple[Any, int] | None:
@@ -127,16 +234,6 @@ def _run(each: Traced, root: nn.Module, tracking: FeatureTracking, seen: Trace) 
         seen.runs.append((path, each.inputs))
         return out, before
     return None
-
-
-def _hooks(
-    root: nn.Module, blocks: tuple[str, ...], inside: tuple[str, ...], decisions: Decisions, seen: Trace
-) -> Iterator[Any]:
-    starts = set(blocks)
-    for path, module in root.named_modules():
-        hooks = _ModuleHooks(path, module, path in starts, inside, decisions, seen)
-        yield module.register_forward_pre_hook(_untracked(hooks.before), with_kwargs=True)
-        yield module.register_forward_hook(_untracked(hooks.after), with_kwargs=True)
 
 
 class _ModuleHooks:

@@ -27,10 +27,9 @@ from autopar.plan.plan import Plan
 from autopar.tensor_parallel.parallelize import apply
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_tracking import tensors_in
-from autopar.tools.derivation.decisions import Decisions, Trace
 from autopar.tools.derivation.feature_tracking import FeatureTracking
 from autopar.tools.derivation.marks import ACTIVATION
-from autopar.tools.derivation.trace import Traced, trace
+from autopar.tools.derivation.trace import Decisions, Trace, Traced, trace
 
 _COPIES = frozenset(("alias", "clone", "contiguous", "detach", "_to_copy", "lift_fresh", "view_as", "copy"))
 _REPEATS = frozenset(("expand", "repeat", "repeat_interleave"))

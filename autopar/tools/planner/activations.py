@@ -2,7 +2,7 @@
 
 One rank's shard runs its own ``forward`` at the real batch and sequence, and nothing is estimated: what autograd saves
 is counted by ``saved_tensors_hooks``, each storage once, weights not. Only one of several equal blocks computes
-(:mod:`autopar.dry_run.block_replay`), so the size of a model makes no difference to the time. Each block is also run
+(:mod:`autopar.dry_run.equal_blocks`), so the size of a model makes no difference to the time. Each block is also run
 backward, to see how much memory that needs beside what is saved.
 Everything that differs by block is in its :class:`Unit`.
 """
@@ -10,27 +10,53 @@ Everything that differs by block is in its :class:`Unit`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.activation_checkpoint import recomputed_layers
+from autopar.activation_checkpoint import recomputed_layers, saved_operators
+from autopar.distributed.recompute_tape import Tape
 from autopar.distributed.rng import kept
-from autopar.dry_run.block_replay import BlockReplay, Form, form_of, tensor_of
-from autopar.dry_run.equal_blocks import EqualBlocks
+from autopar.dry_run.equal_blocks import BlockReplay, EqualBlocks, Form, form_of, tensor_of
 from autopar.dry_run.operators import autocast_on_meta
-from autopar.foreign.autograd import sequence_number
-from autopar.foreign.tensors import tree_map_only
-from autopar.pipeline_parallel.backward import backward_halves
+from autopar.foreign.tensors import sequence_number, tree_map_only
+from autopar.pipeline_parallel.engine import backward_halves
 from autopar.tensor_tracking import tensors_in
-from autopar.tools.planner.remembered import Remembered, is_kept
-from autopar.tools.planner.storages import Entry, FusedKernels, SavedStorages, Storages, alive
-from autopar.tools.planner.units import ForwardCount, Unit, collectives_of
+from autopar.tools.planner.stage_costs import ForwardCount, Unit, collectives_of
+from autopar.tools.planner.storages import Entry, FusedKernels, Operation, SavedStorages, Storages, alive
+
+
+@contextmanager
+def remembered(storages: Storages, saved: SavedStorages, save: tuple[str, ...]) -> Iterator[dict[int, int]]:
+    """Give number and bytes of the storages that ``activation_checkpointing.save`` keeps of a block's forward."""
+    sizes: dict[int, int] = {}
+    tape, operators = Tape(), saved_operators(save)
+    if "attention" in save:
+        operators |= {F.scaled_dot_product_attention}
+
+    def keep(operator: Any, made: Sequence[torch.Tensor]) -> None:
+        if operator in operators:
+            sizes.update(saved.numbered(made))
+
+    storages.keep = keep if operators else None
+    try:
+        with tape.kept() if "collectives" in save else nullcontext():
+            yield sizes
+    finally:
+        storages.keep = None
+    sizes.update(saved.numbered(tape.results))
+
+
+def is_kept(operation: Operation, save: tuple[str, ...]) -> bool:
+    """Return whether a recomputation finds its result."""
+    return ("attention" if operation.attention else "matmuls" if operation.flops else "") in save
+
 
 _BEHIND = -1  # place of what comes behind the last element
 
@@ -325,7 +351,7 @@ def _measure_block(
     given = saved_storages.numbered(tensors_in((args, kwargs)))
     operations = storages.start_operations()
     start = storages.reset_peak()
-    with Remembered(storages, saved_storages, save) as remembered:
+    with remembered(storages, saved_storages, save) as kept_sizes:
         out = forward(*args, **kwargs)
     storages.operations, (last, before_last) = None, saved_storages.last
     entries = saved_storages.take()
@@ -342,7 +368,7 @@ def _measure_block(
     backward_peak = _backward_peak(storages, made, leaves, held, sum(saved.values())) if made and leaves else 0
     storages.operations = operations_outside
     peaks = max(forward_peak, 0), backward_peak
-    beside = {number: size for number, size in remembered.sizes.items() if number not in given}
+    beside = {number: size for number, size in kept_sizes.items() if number not in given}
     again = [operation for operation in operations[:before_last] if not is_kept(operation, save)]
     sends_again = "collectives" not in save
     unit = Unit(

@@ -1,7 +1,8 @@
-"""A model as it is fine-tuned: with adapters on a base that is frozen, and quantized if asked, without any weights."""
+"""A model as it is fine-tuned, with or without weights: adapters on a frozen base, which is quantized if asked."""
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from typing import Any
 
@@ -12,8 +13,8 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from autopar.errors import ConfigError, nearest
-from autopar.foreign.modules import own_parameters
+from autopar.errors import ConfigError, in_one_line, nearest
+from autopar.foreign.tensors import own_parameters
 from autopar.quantized.layers import KINDS, stand_in
 from autopar.quantized.stored import Kind
 
@@ -84,15 +85,42 @@ def mark_quantized(model: nn.Module, kind: Kind, kept: list[str] | None = None) 
     if not found:
         raise ConfigError(f"--quantization: a {type(model).__name__} has no linear layers to be quantized")
     for path, module in found:
-        layer = _linear(module)
-        weight = layer.weight
+        weight: Any = module.weight
+        layer = module  # GPT-2's keep their weights as [in, out]
+        if not isinstance(layer, nn.Linear):
+            layer = nn.Linear(weight.shape[0], weight.shape[1], device="meta", dtype=weight.dtype)
+            weight = layer.weight
         own_parameters(layer)["weight"] = stand_in((weight.shape[0], weight.shape[1]), weight.dtype, kind)
         model.set_submodule(path, layer)
 
 
-def _linear(module: nn.Module) -> nn.Linear:
-    """Return the layer that a quantized one stands for: GPT-2's keep their weights as ``[in, out]``."""
-    if isinstance(module, nn.Linear):
-        return module
-    weight: torch.Tensor = module.weight  # type: ignore[assignment]
-    return nn.Linear(weight.shape[0], weight.shape[1], device="meta", dtype=weight.dtype)
+def quantize(model: nn.Module, kind: Kind) -> nn.Module:
+    """Return the model as ``from_pretrained(quantization_config=...)`` reads it.
+
+    Raises:
+        ConfigError: transformers does not have the model, or cannot quantize it here.
+    """
+    assert kind.config is not None
+    own: Any = type(model)
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(f"--quantization: transformers quantizes its own models, not a {own.__name__}")
+    dtype = next(parameter.dtype for parameter in model.parameters())
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        try:
+            found: nn.Module = own.from_pretrained(folder, quantization_config=kind.config(), dtype=dtype)
+        except (ImportError, ValueError, RuntimeError, NotImplementedError) as error:
+            said = in_one_line(error, 120)
+            raise ConfigError(f"--quantization: transformers cannot quantize a {own.__name__} here: {said}") from error
+    return found
+
+
+def fine_tuned(model: nn.Module, rank: int) -> nn.Module:
+    """Return the model with LoRA whose ``B`` is random: PEFT's is zero, and the adapters do nothing."""
+    adapted = add_lora(model, rank)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return adapted

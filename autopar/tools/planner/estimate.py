@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from autopar.config import ParallelConfig
 from autopar.pipeline_parallel.schedule import Action, make_schedule
@@ -17,29 +16,11 @@ from autopar.tools.planner.model_states import RankBytes
 from autopar.tools.planner.planned_model import PlannedModel
 from autopar.tools.planner.stage_costs import StageCost, stage_costs, volume
 
+T = TypeVar("T")
+
 _RESERVE = 1_500_000_000  # bytes of a CUDA context, its kernels and NCCL's buffers
 _BUCKET = 32 * 1024 * 1024  # in which gradients are averaged
 _STEP_BYTES = 32  # that AdamW moves for each element: gradient, both moments and weight, read and written
-
-
-class _Kind(NamedTuple):
-    """The settings that a stage's costs depend on."""
-
-    rows: Rows
-    pp: int
-    schedule: str
-    batch: int
-    checkpointing: bool
-    saves: tuple[str, ...]
-
-
-def _kind(candidate: Candidate) -> _Kind:
-    c = candidate
-    return _Kind(c.rows, c.pp, c.schedule, c.microbatch, c.checkpointing, c.saves)
-
-
-def _recomputed(costs: Sequence[StageCost]) -> tuple[bool, ...]:
-    return tuple(cost.recomputed for cost in costs)
 
 
 def _enough(candidate: Candidate) -> int:
@@ -63,15 +44,13 @@ class Estimator:
     gpus_per_node: int = 8
     device: str = "cuda"
     given: ParallelConfig | None = None
+    _known: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    def __post_init__(self) -> None:
-        self._stages = functools.cache(self._stage_plan)
-        self._costs = functools.cache(self._stage_costs)
-        self._peaks = functools.cache(self._activation_peaks)
-        self._moments = functools.cache(self._rank_states)
-        self._bytes = functools.cache(self._rank_bytes)
-        self._played = functools.cache(self._play)
-        self._shared: dict[tuple[Any, ...], Any] = {}
+    def _once(self, key: Any, make: Callable[[], T]) -> T:
+        if key not in self._known:
+            self._known[key] = make()
+        found: T = self._known[key]
+        return found
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
@@ -81,12 +60,8 @@ class Estimator:
         Raises:
             AutoparError: the sizes do not fit the model, or it does not run on the meta device.
         """
-        states = self._states_of(candidate)
-        peaks = self._peaks(_kind(candidate), _enough(candidate))
-        return tuple(
-            self._memory(candidate, rank, held, peak)
-            for rank, (held, peak) in enumerate(zip(states, peaks, strict=True))
-        )
+        pairs = zip(self._states(candidate), self._peaks(candidate), strict=True)
+        return tuple(self._memory(candidate, rank, held, peak) for rank, (held, peak) in enumerate(pairs))
 
     def kept(self, candidate: Candidate, tp: int, cp: int, sharer: int = 0) -> list[int]:
         """Return the most bytes that wait for backwards at one time, of each rank of the pipeline.
@@ -97,15 +72,13 @@ class Estimator:
         Raises:
             AutoparError: as :meth:`memory`.
         """
-        kind = _kind(candidate)
-        costs = self._costs(kind._replace(rows=candidate.rows._replace(tp_rank=tp, cp_rank=cp, sharer=sharer)))
-        moments = self._moments(kind.pp, kind.schedule, _enough(candidate), _recomputed(costs))
-        return [most_kept(states, costs) for states in moments]
+        costs = self._costs(candidate, candidate.rows._replace(tp_rank=tp, cp_rank=cp, sharer=sharer))
+        return [most_kept(states, costs) for states in self._moments(candidate, costs)]
 
     def _memory(self, candidate: Candidate, rank: int, held: RankBytes, peak: ActivationBytes) -> RankMemory:
         buffers = held.buffers
         if candidate.pp > 1:
-            costs = self._costs(_kind(candidate))
+            costs = self._costs(candidate)
             buffers += 2 * max(cost.output for cost in costs)  # a message that leaves, one that comes
         bucket = 0
         if candidate.fully_sharded and candidate.replicas > 1:
@@ -139,62 +112,58 @@ class Estimator:
         return weights * width + gradients
 
     def _unsharded(self, candidate: Candidate, rank: int) -> tuple[int, int, int]:
-        stages = self._stages(candidate.pp, candidate.schedule)
+        stages, states = self._stages(candidate), self.model.states(candidate.tp, candidate.ep)
         key = ("gathered", candidate.tp, candidate.ep, candidate.replicas, rank, stages.bounds, stages.rank_of)
-        if key not in self._shared:
-            states = self.model.states(candidate.tp, candidate.ep)
-            self._shared[key] = states.unsharded(stages, rank, 0, candidate.replicas)
-        return self._shared[key]
+        return self._once(key, lambda: states.unsharded(stages, rank, 0, candidate.replicas))
 
     def _config(self, pp: int, schedule: str, zero: int = 0, cp: int = 1) -> ParallelConfig:
         if self.given is not None:
             return self.given
         return Candidate(1, pp, 1, schedule, 1, 2 * pp, zero, False, cp).config(self.model.precision)
 
-    def _stage_plan(self, pp: int, schedule: str) -> StagePlan:
-        return self.model.stages(self._config(pp, schedule))
+    def _stages(self, candidate: Candidate) -> StagePlan:
+        pp, schedule = candidate.pp, candidate.schedule
+        return self._once(("stages", pp, schedule), lambda: self.model.stages(self._config(pp, schedule)))
 
-    def _rank_bytes(
-        self, tp: int, ep: int, pp: int, replicas: int, schedule: str, zero: int, cp: int
-    ) -> list[RankBytes]:
-        stages = self._stages(pp, schedule)
-        key = (tp, ep, replicas, zero, cp, stages.bounds, stages.rank_of)  # several schedules have the same stages
-        if key not in self._shared:
-            states, config = self.model.states(tp, ep), self._config(pp, schedule, zero, cp)
-            self._shared[key] = [states.of_rank(stages, config, 0, rank, None, replicas) for rank in range(pp)]
-        return self._shared[key]
+    def _states(self, candidate: Candidate) -> list[RankBytes]:
+        c, stages, cp = candidate, self._stages(candidate), candidate.cp if candidate.sharers > 1 else 1
 
-    def _states_of(self, candidate: Candidate) -> list[RankBytes]:
-        c = candidate
-        return self._bytes(c.tp, c.ep, c.pp, c.replicas, c.schedule, c.zero, c.cp if c.sharers > 1 else 1)
+        def make() -> list[RankBytes]:
+            states, config = self.model.states(c.tp, c.ep), self._config(c.pp, c.schedule, c.zero, cp)
+            return [states.of_rank(stages, config, 0, rank, None, c.replicas) for rank in range(c.pp)]
 
-    def _stage_costs(self, kind: _Kind) -> list[StageCost]:
-        stages = self._stages(kind.pp, kind.schedule)
-        key = (kind.rows, kind.batch, kind.checkpointing, kind.saves, stages.bounds)
-        if key not in self._shared:
-            self._shared[key] = stage_costs(
-                self.model.count(kind.rows, kind.batch, kind.saves),
+        # Several schedules have the same stages.
+        return self._once(("states", c.tp, c.ep, c.replicas, c.zero, cp, stages.bounds, stages.rank_of), make)
+
+    def _costs(self, candidate: Candidate, place: Rows | None = None) -> list[StageCost]:
+        """Return the costs of the stages on one rank of each, by default on the first, which has most."""
+        c, stages, rows = candidate, self._stages(candidate), candidate.rows if place is None else place
+
+        def make() -> list[StageCost]:
+            return stage_costs(
+                self.model.count(rows, c.microbatch, c.saves),
                 stages,
                 self.gpu,
                 precision=self.model.precision,
-                rows=kind.rows,
+                rows=rows,
                 gpus_per_node=self.gpus_per_node,
-                checkpointing=kind.checkpointing,
+                checkpointing=c.checkpointing,
             )
-        return self._shared[key]
 
-    def _activation_peaks(self, kind: _Kind, microbatches: int) -> list[ActivationBytes]:
-        costs = self._costs(kind)
-        moments = self._moments(kind.pp, kind.schedule, microbatches, _recomputed(costs))
-        return [peak_of(states, costs) for states in moments]
+        return self._once(("costs", rows, c.microbatch, c.checkpointing, c.saves, stages.bounds), make)
 
-    def _rank_states(
-        self, pp: int, schedule: str, microbatches: int, recomputed: tuple[bool, ...]
-    ) -> list[list[State]]:
-        return [states_of(row, recomputed) for row in self._lists(pp, schedule, microbatches)]
+    def _peaks(self, candidate: Candidate) -> list[ActivationBytes]:
+        costs = self._costs(candidate)
+        key = ("peaks", id(costs), candidate.pp, candidate.schedule, _enough(candidate))
+        return self._once(key, lambda: [peak_of(states, costs) for states in self._moments(candidate, costs)])
 
-    def _lists(self, pp: int, schedule: str, microbatches: int) -> list[list[Action]]:
-        return make_schedule(schedule, self._stages(pp, schedule).rank_of, microbatches)
+    def _moments(self, candidate: Candidate, costs: Sequence[StageCost]) -> list[list[State]]:
+        recomputed, enough = tuple(cost.recomputed for cost in costs), _enough(candidate)
+        key = ("moments", candidate.pp, candidate.schedule, enough, recomputed)
+        return self._once(key, lambda: [states_of(row, recomputed) for row in self._lists(candidate, enough)])
+
+    def _lists(self, candidate: Candidate, microbatches: int) -> list[list[Action]]:
+        return make_schedule(candidate.schedule, self._stages(candidate).rank_of, microbatches)
 
     # -- time ------------------------------------------------------------------------------------------------------
 
@@ -205,26 +174,23 @@ class Estimator:
 
     def _busy(self, candidate: Candidate) -> list[float]:
         """Seconds that each rank works on a micro-batch."""
-        costs = self._costs(_kind(candidate))
         busy = [0.0] * candidate.pp
-        for cost, rank in zip(costs, self._stages(candidate.pp, candidate.schedule).rank_of, strict=True):
+        for cost, rank in zip(self._costs(candidate), self._stages(candidate).rank_of, strict=True):
             busy[rank] += sum(cost.time_of(Action(k, 0, 0)) for k in "FB")
         return busy
 
     def played(self, candidate: Candidate, microbatches: int) -> Played:
         """Play the candidate's schedule."""
-        return self._played(replace(candidate, microbatches=microbatches, zero=0))
-
-    def _play(self, candidate: Candidate) -> Played:
-        costs = self._costs(_kind(candidate))
+        costs = self._costs(candidate)
         output = max((cost.output for cost in costs), default=0)
-        message = output / (self._between_stages(candidate) * self.gpu.network) + self.gpu.latency if output else 0.0
-        return play(
-            self._lists(candidate.pp, candidate.schedule, candidate.microbatches),
-            len(costs),
-            lambda action: costs[action.stage].time_of(action),
-            message,
-        )
+        speed = self.gpu.within if candidate.gpus <= self.gpus_per_node else self.gpu.between
+        message = output / (speed * self.gpu.network) + self.gpu.latency if output else 0.0
+
+        def make() -> Played:
+            lists = self._lists(candidate, microbatches)
+            return play(lists, len(costs), lambda action: costs[action.stage].time_of(action), message)
+
+        return self._once(("played", replace(candidate, microbatches=microbatches, zero=0)), make)
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Estimate a candidate. Raises as :meth:`memory`."""
@@ -232,7 +198,7 @@ class Estimator:
         run, _ = step_time(lambda m: self.played(candidate, m), candidate.microbatches, candidate.pp)
         behind = self._behind(candidate)
         busy = max(self._busy(candidate)) * candidate.microbatches
-        costs = self._costs(_kind(candidate))
+        costs = self._costs(candidate)
         times = candidate.microbatches * (len(costs) // candidate.pp)
         travel = {
             axis: max(cost.travel[axis].forward + cost.travel[axis].backward for cost in costs) * times
@@ -257,14 +223,15 @@ class Estimator:
 
     def _behind(self, candidate: Candidate) -> dict[str, float]:
         """Seconds of what comes behind the last backward: averaging over replicas, the optimizer."""
-        states = self._states_of(candidate)
+        states = self._states(candidate)
         optimizer = max(s.stepped for s in states) * _STEP_BYTES / (self.gpu.bandwidth * self.gpu.stream)
         travel = sum(
             size / (self._between_replicas(candidate, sharers) * self.gpu.network)
             for sharers, size in self._replica_bytes(candidate).items()
         )
         if candidate.fully_sharded and candidate.replicas > 1:
-            calls = sum(candidate.exchanges) * len(self._stages(1, "1f1b").elements) // candidate.pp
+            elements = self._stages(replace(candidate, pp=1, schedule="1f1b")).elements
+            calls = sum(candidate.exchanges) * len(elements) // candidate.pp
             hops = candidate.replicas - 1 + (candidate.copies - 1 if candidate.sharers > 1 else 0)
             travel += calls * hops * self.gpu.hop
             if candidate.pp == 1 or candidate.zero == 3:  # else weights come before all work, and gradients behind it
@@ -280,7 +247,7 @@ class Estimator:
         Returns:
             Replicas that share what is sent -> bytes: 1, what all replicas hold; more: experts, to their copies.
         """
-        states, replicas = self._states_of(candidate), candidate.replicas
+        states, replicas = self._states(candidate), candidate.replicas
         if candidate.fully_sharded:
             width, held = 4 if self.model.precision == "fp32" else 2, max(states, key=lambda each: each.parameters)
             gathers, reduces = candidate.exchanges
@@ -307,7 +274,7 @@ class Estimator:
         return max(found, key=lambda each: sum(each.values()))
 
     def _bytes_sent(self, candidate: Candidate, costs: Sequence[StageCost]) -> tuple[tuple[str, int], ...]:
-        rank_of = self._stages(candidate.pp, candidate.schedule).rank_of
+        rank_of = self._stages(candidate).rank_of
         tp, cp, ep, pp = ([0] * candidate.pp for _ in range(4))
         for stage, (cost, rank) in enumerate(zip(costs, rank_of, strict=True)):
             tp[rank] += cost.travel["tp"].bytes * candidate.microbatches
@@ -329,7 +296,3 @@ class Estimator:
             return self.gpu.within
         beside = max(1, self.gpus_per_node // (candidate.tp * sharers))  # in a node, with a network card each
         return min(self.gpu.within, self.gpu.between * beside)
-
-    def _between_stages(self, candidate: Candidate) -> float:
-        fits = candidate.gpus <= self.gpus_per_node
-        return self.gpu.within if fits else self.gpu.between

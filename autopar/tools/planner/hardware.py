@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -60,14 +59,12 @@ class Gpu:
         )
 
 
-def _read(name: str, row: Mapping[str, float]) -> Gpu:
-    """Make a GPU of its line in gpus.yaml."""
-    flops = [row[key] * 1e12 for key in ("tflops", "tflops_fp32")]
-    return Gpu(name, row["memory"] * 1e9, *flops, *(row[key] * 1e9 for key in ("bandwidth", "within", "between")))
-
-
 _FILE = Path(__file__).with_name("gpus.yaml")
-GPUS = {name: _read(name, row) for name, row in yaml.safe_load(_FILE.read_text("utf-8")).items()}
+_UNITS = {"memory": 1e9, "tflops": 1e12, "tflops_fp32": 1e12, "bandwidth": 1e9, "within": 1e9, "between": 1e9}
+GPUS = {
+    name: Gpu(name, *(row[key] * unit for key, unit in _UNITS.items()))
+    for name, row in yaml.safe_load(_FILE.read_text("utf-8")).items()
+}
 
 
 def gpu_of(device: str) -> Gpu | None:

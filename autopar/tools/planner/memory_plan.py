@@ -14,8 +14,8 @@ from torch import nn
 from autopar.config import ParallelConfig
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.plan.listing import held as count
 from autopar.plan.plan import Plan
+from autopar.plan.plan import held as count
 from autopar.plan.stages import StagePlan
 from autopar.policy.schema import Policy
 from autopar.quantized.layers import as_plain
@@ -93,59 +93,43 @@ def plan_memory(
     Raises:
         ConfigError, PolicyError, UnsupportedModelError: as ``initialize``; or the model does not run without data.
     """
+    parsed = ParallelConfig.parse(config)
     with as_plain(model):
-        return _memory(model, ParallelConfig.parse(config), sequence, batch, gpus, optimizer, policy, device)
-
-
-def _memory(
-    model: nn.Module,
-    parsed: ParallelConfig,
-    sequence: int,
-    batch: int,
-    gpus: int | None,
-    optimizer: str,
-    policy: Any,
-    device: str,
-) -> MemoryPlan:
-    tp, pp, cp = parsed.tensor_parallel_size, parsed.pipeline_parallel_size, parsed.context_parallel_size
-    replicas = _replicas(parsed, gpus)
-    planned = PlannedModel(
-        model,
-        parsed.policy or None if policy is None else policy,
-        sequence=sequence,
-        precision=parsed.precision,
-        optimizer=optimizer,
-        loss_chunk=parsed.loss_chunk,
-        method=parsed.context_parallel_method,
-        dispatch=parsed.expert_dispatch,
-        every=parsed.checkpoint_every,
-    )
-    if parsed.activation_checkpointing:
-        planned.check_checkpointing()
-    count, size = _microbatches(parsed, batch)
-    candidate = Candidate(
-        *(tp, pp, replicas, parsed.pipeline.schedule, size, count, parsed.zero_stage, parsed.activation_checkpointing),
-        cp=cp,
-        sequence_parallel=parsed.sequence_parallel and tp > 1,
-        ep=parsed.expert_parallel_size,
-        saves=parsed.checkpoint_saves,
-    )
-    estimator = Estimator(planned, GPUS["h100"], device=device, given=parsed)
-    stages, states, places = planned.stages(parsed), planned.states(tp, candidate.ep), cp * candidate.sharers
-    ranks = {
-        (p, d, t): states.of_rank(stages, parsed, t, p, d, candidate.replicas)
-        for p, d, t in itertools.product(range(pp), range(candidate.replicas), range(tp))
-    }
-    alike = {(t, c): _kept(estimator, planned, candidate, t, c) for t in range(tp) for c in range(places)}
-    kept = {(p, d, t): alike[t, d % places][p] for p, d, t in ranks}
-    return MemoryPlan(ranks, kept, estimator.memory(candidate))
-
-
-def _replicas(config: ParallelConfig, gpus: int | None) -> int:
-    """Return the replicas on so many GPUs; None: one, or as many as share the experts."""
-    if gpus is None:
-        return max(config.expert_parallel_size // config.tensor_parallel_size, 1)
-    return ParallelConfig.parse(config, gpus).data_parallel_size(gpus)
+        tp, pp, cp = parsed.tensor_parallel_size, parsed.pipeline_parallel_size, parsed.context_parallel_size
+        if gpus is None:
+            replicas = max(parsed.expert_parallel_size // tp, 1)
+        else:
+            replicas = ParallelConfig.parse(parsed, gpus).data_parallel_size(gpus)
+        planned = PlannedModel(
+            model,
+            parsed.policy or None if policy is None else policy,
+            sequence=sequence,
+            precision=parsed.precision,
+            optimizer=optimizer,
+            loss_chunk=parsed.loss_chunk,
+            method=parsed.context_parallel_method,
+            dispatch=parsed.expert_dispatch,
+            every=parsed.checkpoint_every,
+        )
+        if parsed.activation_checkpointing:
+            planned.check_checkpointing()
+        (count, size), zero = _microbatches(parsed, batch), parsed.zero_stage
+        candidate = Candidate(
+            *(tp, pp, replicas, parsed.pipeline.schedule, size, count, zero, parsed.activation_checkpointing),
+            cp=cp,
+            sequence_parallel=parsed.sequence_parallel and tp > 1,
+            ep=parsed.expert_parallel_size,
+            saves=parsed.checkpoint_saves,
+        )
+        estimator = Estimator(planned, GPUS["h100"], device=device, given=parsed)
+        stages, states, places = planned.stages(parsed), planned.states(tp, candidate.ep), cp * candidate.sharers
+        ranks = {
+            (p, d, t): states.of_rank(stages, parsed, t, p, d, candidate.replicas)
+            for p, d, t in itertools.product(range(pp), range(candidate.replicas), range(tp))
+        }
+        alike = {(t, c): _kept(estimator, planned, candidate, t, c) for t in range(tp) for c in range(places)}
+        kept = {(p, d, t): alike[t, d % places][p] for p, d, t in ranks}
+        return MemoryPlan(ranks, kept, estimator.memory(candidate))
 
 
 def _kept(estimator: Estimator, planned: PlannedModel, candidate: Candidate, tp: int, place: int) -> Sequence[int]:

@@ -7,8 +7,7 @@ dtypes, shards for ZeRO and gives tensors their owners is asked what it does.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -86,15 +85,13 @@ class ModelStates:
         self, model: nn.Module, inner: nn.Module, plan: Plan, optimizer: str = "adamw", *, fp32_gradients: bool = True
     ) -> None:
         check_optimizer_name(optimizer)
-        self._model, self._inner, self.plan = model, inner, plan
+        self._inner, self.plan = inner, plan
         self._optimizer, self._fp32_gradients = optimizer, fp32_gradients
         self._named = dict(model.named_parameters())
+        buffers = ((name, b) for name, b in model.named_buffers() if b is not None)
+        self._buffers = [(name, tuple(b.shape), b.element_size()) for name, b in buffers]
         self._local: dict[tuple[str, int], tuple[int, ...]] = {}
         self._known: dict[tuple[int, str, bool, int], tuple[StagePlan, list[_Parameter]]] = {}
-
-    @cached_property
-    def _buffers(self) -> list[tuple[str, tuple[int, ...], int]]:
-        return [(name, tuple(b.shape), b.element_size()) for name, b in self._model.named_buffers() if b is not None]
 
     def of_rank(
         self, stages: StagePlan, config: ParallelConfig, tp: int, pp: int, dp: int | None, replicas: int
@@ -125,7 +122,9 @@ class ModelStates:
         weights = gradients = optimizer = stepped = largest = expert_weights = expert_gradients = 0
         for parameter, size, own, expert in zip(held, sizes, owned, spread, strict=True):
             if parameter.quantized is not None:
-                weights += self._stored(parameter, parameter.quantized, shard)
+                planned = self.plan.tensors[parameter.name]
+                rows, columns = planned.shape
+                weights += parameter.quantized.nbytes((rows, columns), planned.layout, shard)
                 continue
             width = dtype.itemsize if parameter.half and dtype is not None else parameter.dtype.itemsize
             if dtype is not None and not parameter.half and parameter.dtype.is_floating_point:
@@ -139,7 +138,8 @@ class ModelStates:
             largest = max(largest, of_gradient if not expert or copies.size > 1 else 0)
             if own:
                 stepped += size
-                optimizer += self._state(size, 4 if parameter.half else width) + (4 * size if parameter.half else 0)
+                optimizer += OPTIMIZERS[self._optimizer] * size * (4 if parameter.half else width)
+                optimizer += _STEP.get(self._optimizer, 0) + (4 * size if parameter.half else 0)
         buffers = self._bytes_of_buffers(stages, shard, pp)
         facts = (sum(sizes), stepped, largest, expert_weights, expert_gradients)
         host = optimizer if config.zero_optimizer_offload else 0
@@ -166,19 +166,11 @@ class ModelStates:
                 blocks[path] += size
         return max(blocks.values(), default=0), sum(blocks.values()) + outside, outside
 
-    def _stored(self, parameter: _Parameter, kind: Kind, shard: int) -> int:
-        planned = self.plan.tensors[parameter.name]
-        rows, columns = planned.shape
-        return kind.nbytes((rows, columns), planned.layout, shard)
-
     def _held(self, stages: StagePlan, config: ParallelConfig, pp: int) -> list[_Parameter]:
         key = (id(stages), config.precision, config.fully_sharded, pp)
-        known = self._known.get(key)
-        if known is None or known[0] is not stages:
-            known = self._known[key] = (stages, list(self._found(stages, config, pp)))
-        return known[1]
-
-    def _found(self, stages: StagePlan, config: ParallelConfig, pp: int) -> Iterator[_Parameter]:
+        if key in self._known and self._known[key][0] is stages:
+            return self._known[key][1]
+        found: list[_Parameter] = []
         dtype = DTYPES.get(config.precision)
         stays: Callable[[str], bool] = keeps_fp32(self._inner, dtype) if dtype is not None else lambda name: True
         for name, parameter in self._named.items():
@@ -187,7 +179,9 @@ class ModelStates:
                 canonical = self.plan.names.get(name, name)
                 kind = parameter.kind if isinstance(parameter, StandIn) else None
                 shape, trained = tuple(parameter.shape), parameter.requires_grad
-                yield _Parameter(canonical, shape, parameter.dtype, half, trained, kind)
+                found.append(_Parameter(canonical, shape, parameter.dtype, half, trained, kind))
+        self._known[key] = stages, found
+        return found
 
     def _shape(self, name: str, shape: tuple[int, ...], shard: int) -> tuple[int, ...]:
         key = (name, shard)
@@ -203,9 +197,6 @@ class ModelStates:
             for name, shape, width in self._buffers
             if not name.startswith(blocks) or name not in stages.tensors or pp in stages.holders(name)
         )
-
-    def _state(self, size: int, width: int) -> int:
-        return OPTIMIZERS[self._optimizer] * size * width + _STEP.get(self._optimizer, 0)
 
 
 def _rows(parameter: _Parameter, shape: tuple[int, ...], dp: int, replicas: int) -> int:

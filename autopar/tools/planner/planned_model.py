@@ -23,8 +23,6 @@ from autopar.dry_run.plan_model import ModelPlans
 from autopar.errors import ConfigError, UnsupportedModelError, first_line
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan, rank_of_stage
-from autopar.policy.described_model import model_inside
-from autopar.policy.match import find_policy, given_policy
 from autopar.policy.schema import Policy
 from autopar.quantized.layers import StandIn
 from autopar.tensor_parallel import sequence_parallel
@@ -34,7 +32,7 @@ from autopar.tensor_parallel.regions import Region
 from autopar.tools.planner.activations import count_forward
 from autopar.tools.planner.candidate import Candidate, Rows
 from autopar.tools.planner.model_states import ModelStates
-from autopar.tools.planner.units import ForwardCount
+from autopar.tools.planner.stage_costs import ForwardCount
 
 
 class _Shard(NamedTuple):
@@ -85,9 +83,8 @@ class PlannedModel:
         every: int = 1,
         dry_run: bool = True,
     ) -> None:
-        own = given_policy(model, policy)
-        self.prefix, inner = model_inside(model, own)
-        self.policy = find_policy(inner, own)
+        self.plans = ModelPlans.of(model, policy)
+        self.prefix, inner, self.policy = self.plans.prefix, self.plans.inner, self.plans.policy
         if not isinstance(inner, PreTrainedModel):
             raise ConfigError(
                 f"{type(model).__name__} is no Hugging Face model: what its forward takes is not known, so what it "
@@ -99,7 +96,6 @@ class PlannedModel:
         self._every = every
         self._chunk, self._method, self._dispatch, self._dry_run = loss_chunk, method, dispatch, dry_run
         self._shard_of = functools.cache(self._made_shard)
-        self.plans = ModelPlans(model, inner, self.prefix, self.policy)
         self._states: dict[tuple[int, int], ModelStates] = {}
         self._counts: dict[tuple[Rows, int, tuple[str, ...]], ForwardCount] = {}
 
@@ -154,10 +150,30 @@ class PlannedModel:
             ConfigError: sequence or context parallelism does not fit the model.
             UnsupportedModelError: the model does not run on the meta device.
         """
-        key = (rows, batch, saves)
-        if key not in self._counts:
-            self._counts[key] = self._counted(*key)
-        return self._counts[key]
+        if (rows, batch, saves) in self._counts:
+            return self._counts[rows, batch, saves]
+        shard = self._shard_of(rows)
+        inner, region = shard.inner, shard.region
+        start = f"{self.prefix}." if self.prefix else ""
+        elements = [path.removeprefix(start) for path in self._one_stage.elements]
+        encoder = self._one_stage.encoder
+        region.expect_logits(True)
+        region.start()
+        try:
+            inputs = sample_inputs(inner, batch, self.sequence)
+            ids: torch.Tensor | None = inputs.get("decoder_input_ids", inputs.get("input_ids"))
+            if ids is not None and ids.ndim == 2 and inner.get_output_embeddings() is not None:
+                inputs["labels"] = ids.clone()  # a micro-batch has labels of its own
+            found = count_forward(inner, inputs, elements, shard.equal, encoder, shard.quantized, saves, self._every)
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{type(self.inner).__name__} does not run without data, so what it keeps cannot be counted: "
+                f"{type(error).__name__}: {first_line(error)}"
+            ) from error
+        finally:
+            region.finish()
+        self._counts[rows, batch, saves] = found
+        return found
 
     def check_checkpointing(self) -> None:
         """Raise ConfigError if the blocks cannot be recomputed."""
@@ -169,25 +185,6 @@ class PlannedModel:
         pipeline, ranks = config.pipeline, config.pipeline_parallel_size
         if ranks > 1:
             self.plans.stages(ranks, pipeline.chunks, pipeline.layers_per_stage, folded=pipeline.folded)
-
-    def _counted(self, rows: Rows, batch: int, saves: tuple[str, ...]) -> ForwardCount:
-        shard = self._shard_of(rows)
-        inner, region = shard.inner, shard.region
-        start = f"{self.prefix}." if self.prefix else ""
-        elements = [path.removeprefix(start) for path in self._one_stage.elements]
-        encoder = self._one_stage.encoder
-        region.expect_logits(True)
-        region.start()
-        try:
-            inputs = _with_labels(inner, batch, self.sequence)
-            return count_forward(inner, inputs, elements, shard.equal, encoder, shard.quantized, saves, self._every)
-        except Exception as error:
-            raise UnsupportedModelError(
-                f"{type(self.inner).__name__} does not run without data, so what it keeps cannot be counted: "
-                f"{type(error).__name__}: {first_line(error)}"
-            ) from error
-        finally:
-            region.finish()
 
     def _made_shard(self, rows: Rows) -> _Shard:
         """Make the shard of one rank, in training mode and with the attention of the run."""
@@ -224,29 +221,14 @@ class PlannedModel:
         shard.train()
         stored = plan.quantized()
         quantized = [parameter for name, parameter in shard.named_parameters() if name in stored]
-        return _Shard(inner, region, _without_ends(_below(equal, self.prefix), ends), quantized)
+        # Seen from the inner model, and without the last block of a list, which makes rows whole again.
+        below, paths = f"{self.prefix}." if self.prefix else "", []
+        for group in equal:
+            inside = (path.removeprefix(below) for path in group.paths if path.startswith(below))
+            paths.append(tuple(path for path in inside if path not in ends))
+        groups = [replace(group, paths=left) for group, left in zip(equal, paths, strict=True) if left]
+        return _Shard(inner, region, groups, quantized)
 
     @property
     def _one_stage(self) -> StagePlan:
         return self.plans.stages(1)
-
-
-def _with_labels(model: PreTrainedModel, batch: int, sequence: int) -> dict[str, Any]:
-    inputs = sample_inputs(model, batch, sequence)
-    ids: torch.Tensor | None = inputs.get("decoder_input_ids", inputs.get("input_ids"))
-    if ids is not None and ids.ndim == 2 and model.get_output_embeddings() is not None:
-        inputs["labels"] = ids.clone()  # a micro-batch has labels of its own
-    return inputs
-
-
-def _below(equal: Sequence[EqualBlocks], prefix: str) -> list[EqualBlocks]:
-    """Return the blocks of the model at ``prefix``, seen from there."""
-    start = f"{prefix}." if prefix else ""
-    inside = [group for group in equal if group.paths[0].startswith(start)]
-    return [replace(group, paths=tuple(path.removeprefix(start) for path in group.paths)) for group in inside]
-
-
-def _without_ends(equal: Sequence[EqualBlocks], ends: set[str]) -> list[EqualBlocks]:
-    """The last block of a list makes rows whole again: no other does what it does."""
-    left = [replace(group, paths=tuple(path for path in group.paths if path not in ends)) for group in equal]
-    return [group for group in left if group.paths]

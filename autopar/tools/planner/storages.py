@@ -9,7 +9,7 @@ row (Dao et al., "FlashAttention", 2022); dropout keeps a mask of one byte an el
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,10 +18,16 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from autopar.checks.samples import local_part
 from autopar.dry_run.operators import on_meta
-from autopar.foreign.autograd import next_sequence_number, run_backward
-from autopar.foreign.tensors import GROUPED_MM, ITEM, operator_of, schema_of
+from autopar.foreign.tensors import (
+    GROUPED_MM,
+    ITEM,
+    local_part,
+    next_sequence_number,
+    operator_of,
+    run_backward,
+    schema_of,
+)
 from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in
 
 _GROUPED = ("_grouped_mm", "grouped_mm_fallback")
@@ -262,13 +268,8 @@ class SavedStorages:
 
 def alive(entries: Iterable[Entry], freed: Collection[int] = ()) -> dict[int, int]:
     """Return number and bytes of the storages that are still saved, by other nodes than those that are ``freed``."""
-    return dict(_alive(entries, freed))
-
-
-def _alive(entries: Iterable[Entry], freed: Collection[int]) -> Iterator[tuple[int, int]]:
-    for entry in entries:
-        if entry.saved() is not None and entry.node not in freed:
-            yield entry.number, entry.bytes
+    waiting = (entry for entry in entries if entry.saved() is not None and entry.node not in freed)
+    return {entry.number: entry.bytes for entry in waiting}
 
 
 class FusedKernels(TorchFunctionMode):

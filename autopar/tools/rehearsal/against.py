@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -85,20 +85,17 @@ def ways(
         other = standing_for(rank)
         programs: dict[str, dict[str, list[Call]]] = {}
         for part, call in rehearsed[other]:
+            name = call.group.name
+            if name not in names and name.startswith(("pp forward ", "pp backward ")):
+                name = _ON_GLOO  # which carries messages of all ways there
             if _counts(call):
-                programs.setdefault(_named(call, names), {}).setdefault(part, []).append(call)
+                programs.setdefault(name, {}).setdefault(part, []).append(call)
         for group, parts in programs.items():
             own = [call for call in calls if _counts(call) and call.group.name == group]
             found.append(_way(rank, own, other, group, parts))
         strays = {call.group.name: call for call in reversed(calls) if _counts(call)}
         found += [Way(rank, group, {}, 0, 0, (call, None)) for group, call in strays.items() if group not in programs]
     return sorted(found, key=lambda way: way.wrong is None)
-
-
-def _named(call: Call, names: Collection[str]) -> str:
-    """Return the group of a job that carries a call: on gloo messages of all ways go over one."""
-    name = call.group.name
-    return _ON_GLOO if name not in names and name.startswith(("pp forward ", "pp backward ")) else name
 
 
 def _way(rank: int, own: Sequence[Call], other: int, group: str, parts: Mapping[str, list[Call]]) -> Way:

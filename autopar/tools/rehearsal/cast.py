@@ -1,24 +1,191 @@
 """Ranks that are rehearsed at a time: processes of this machine that answer for all ranks of the world.
 
-Each stands for one rank, and for those whose coordinates are nearest to its own. Numbers, objects and headers of
-messages travel between these processes. Tensors of the model have no memory, and nothing of them is sent.
+The first rank of each axis is rehearsed, the last one, and those whose shards have other shapes. Each process
+represents one rank, and the ranks whose coordinates are nearest to its own. Numbers, objects and headers of messages
+travel between these processes. Tensors of the model have no memory, and are not sent.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
+from autopar.distributed.mesh import rank_groups
+from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.distributed.trace import Call, Group
 from autopar.foreign.c10d import Operator, done, tensors_in
 from autopar.foreign.fake_world import FakeWork
-from autopar.tools.rehearsal.carried import CARRIED, Members, fill
+from autopar.plan.plan import Plan
 from autopar.tools.rehearsal.links import LeftAloneError, Links, packed, unpacked
-from autopar.tools.rehearsal.own_sizes import check_sizes
+
+_FEW = 8  # places of tensor-parallel, context-parallel and data-parallel ranks, all of which are rehearsed
+
+
+def coordinates_of(sizes: MeshSizes, experts: int) -> list[tuple[int, ...]]:
+    """Return of every rank its place on (pp, cp, ep, tp, dp), what matters most first."""
+    world = math.prod(sizes)
+    groups = rank_groups(sizes, experts)
+    places = [
+        {rank: at for group in groups[name] for at, rank in enumerate(group)} for name in ("pp", "cp", "ep", "tp", "dp")
+    ]
+    return [tuple(place[rank] for place in places) for rank in range(world)]
+
+
+def unlike_ranks(plan: Plan, size: int) -> list[int]:
+    """Return the places on an axis whose shards have shapes of their own, the first and the last one."""
+    held: dict[tuple[int, ...], int] = {}
+    layouts = [tensor.layout for tensor in plan.tensors.values() if tensor.layout is not None]
+    for place in range(size):
+        shape = tuple(layout.local_size(place) for layout in layouts if layout.axis_size == size)
+        held.setdefault(shape, place)
+    return sorted({0, size - 1, *held.values()})
+
+
+def casts(sizes: MeshSizes, experts: int, plan: Plan, *, chained: bool = False) -> list[list[int]]:
+    """Return ranks that are rehearsed together: all stages at one place of the other axes.
+
+    All axes are at their first places; then one after the other is at its last, so that each has a group with both;
+    those between whose shards have other shapes, one at a time. Where places are few, all are rehearsed; where ranks
+    are, together.
+
+    Args:
+        chained: context-parallel ranks hand states on: all of them are rehearsed together.
+    """
+    if math.prod(sizes) <= _FEW:
+        return [list(range(math.prod(sizes)))]
+    coordinates = coordinates_of(sizes, experts)
+    by_place = {place: rank for rank, place in enumerate(coordinates)}
+    tp = unlike_ranks(plan, sizes.tp) if sizes.tp > 1 else [0]
+    dp = {0, sizes.dp - 1}
+    if experts > sizes.tp:  # innermost replicas whose experts differ in number from those of the first and the last
+        places = {place // sizes.tp for place in unlike_ranks(plan, experts)}
+        dp |= {place for place in places if 0 < place < experts // sizes.tp - 1}
+    first, last = (range(sizes.cp), range(sizes.cp)) if chained else (range(1), range(sizes.cp - 1, sizes.cp))
+    if sizes.tp * sizes.cp * sizes.dp <= _FEW:
+        contexts = [first] if chained else [range(c, c + 1) for c in range(sizes.cp)]
+        chosen = [(c, t, d) for d in range(sizes.dp) for c in contexts for t in range(sizes.tp)]
+    else:
+        chosen = [(first, 0, 0), (first, 0, max(dp)), (first, tp[-1], max(dp)), (last, tp[-1], max(dp))]
+        chosen += [*((first, t, 0) for t in tp[1:-1]), *((first, 0, d) for d in sorted(dp)[1:-1])]
+    inner, found = max(experts // sizes.tp, 1), []
+    for ranks, t, d in dict.fromkeys(chosen):
+        ep = (d % inner) * sizes.tp + t if experts > 1 else 0
+        found.append([by_place[stage, c, ep, t, d] for stage in range(sizes.pp) for c in ranks])
+    return found
+
+
+def axes_of(sizes: MeshSizes, experts: int, zero: int) -> dict[tuple[int, ...], str]:
+    """Return the axis of each group's ranks; where axes have the same ranks, the first of them.
+
+    Args:
+        zero: as in :func:`~autopar.distributed.mesh.rank_groups`.
+    """
+    groups = rank_groups(sizes, experts, zero)
+    names = ("tp", "cp", "pp", "ep", "dp", "edp", "dp_cp", "edp_cp", "fsdp", "hsdp", "tp_cp", "tp_pp", "ep_pp", "model")
+    return {tuple(ranks): name for name in reversed(names) for ranks in groups.get(name, ()) if len(ranks) > 1}
+
+
+def check_sizes(call: Call, place: int, out: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+    """Check a collective's tensors against the number of ranks.
+
+    Args:
+        place: of this rank in the group.
+
+    Raises:
+        ValueError: they do not fit; with both numbers.
+    """
+    members = len(call.group.ranks)
+
+    def refuse(wrong: str) -> None:
+        raise ValueError(f"{call} {wrong}: {call.where}")
+
+    splits = zip(("sends", "receives"), call.splits, (given, out), strict=False) if call.kind == "all_to_all" else ()
+    for name, rows, tensors in splits:
+        if len(tensors) > 1 and len(tensors) != members:
+            refuse(f"{name} {len(tensors)} tensors, and the group has {members} ranks")
+        if len(tensors) == 1 and tensors[0].ndim and sum(rows) != len(tensors[0]):
+            refuse(f"{name} {len(tensors[0])} rows, and they are split into {list(rows)}")
+    of_all = {"all_gather": out, "reduce_scatter": given, "gather": out, "scatter": given}.get(call.kind, ())
+    own = given if of_all is out else out
+    if not of_all or not own:
+        return  # it sends nothing of all, or is not the root
+    if len(of_all) == len(own) and call.kind in ("all_gather", "reduce_scatter"):  # all ranks' in one tensor
+        for whole, part in zip(of_all, own, strict=True):
+            if whole.numel() != members * part.numel():
+                refuse(f"has {whole.numel()} elements where {members} ranks have {part.numel()} each")
+    elif len(of_all) != members * len(own):
+        refuse(f"has {len(of_all)} tensors, and the group has {members} ranks")
+    elif of_all[place].numel() != own[0].numel():
+        refuse(f"has {of_all[place].numel()} elements for itself, and its own are {own[0].numel()}")
+
+
+Members = list[list[torch.Tensor]]
+"""Tensors that each rank of a group gives."""
+
+_REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "max": lambda rows: rows.amax(0),
+    "min": lambda rows: rows.amin(0),
+    "product": lambda rows: rows.prod(0, dtype=rows.dtype),
+    "avg": lambda rows: rows.mean(0),
+    "band": lambda rows: functools.reduce(torch.bitwise_and, rows),
+    "bor": lambda rows: functools.reduce(torch.bitwise_or, rows),
+    "bxor": lambda rows: functools.reduce(torch.bitwise_xor, rows),
+}
+
+
+def fill(out: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy numbers; ones, where there are more or fewer of them."""
+    if out.numel() == value.numel():
+        out.copy_(value.reshape(out.shape))
+    else:
+        out.fill_(1)
+
+
+def _reduced(call: Call, like: torch.Tensor, given: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Make one tensor of those of all ranks that have the size of this one's."""
+    rows = torch.stack([each.reshape(-1) for each in given if each.numel() == like.numel()])
+    reduce = _REDUCTIONS.get(call.reduction)
+    return rows.sum(0, dtype=rows.dtype) if reduce is None else reduce(rows)
+
+
+def _part(given: list[torch.Tensor], place: int, of: int) -> torch.Tensor:
+    """Return the part of a rank: one of many tensors, or as many elements of the first as others get."""
+    if len(given) >= of:
+        return given[place]
+    return given[0].reshape(-1).tensor_split(of)[place] if given else torch.empty(0)
+
+
+def carry(call: Call, place: int, out: list[torch.Tensor], members: Members) -> None:
+    """Fill what one rank of a group gets of what all give. Numbers that do not fit become ones: the calls are compared.
+
+    Args:
+        place: of the rank.
+    """
+    kind, of, found = call.kind, len(members), list[torch.Tensor]()
+    if kind in ("all_reduce", "reduce"):
+        for number, x in enumerate(out if kind == "all_reduce" or call.peer == place else ()):
+            found.append(_reduced(call, x, [given[number] for given in members if number < len(given)]))
+    elif kind == "reduce_scatter":
+        for number, x in enumerate(out):
+            lists = [given[number:] if len(given) == len(out) else given for given in members]
+            found.append(_reduced(call, x, [_part(given, place, of) for given in lists]))
+    elif kind == "broadcast":
+        found = [*members[call.peer], *(torch.empty(0) for _ in out)]
+    elif kind == "scatter":  # nothing, if who represents the root is not one
+        found = [_part(members[call.peer], place, of) for _ in out]
+    elif kind == "gather":  # nothing, but on the root
+        found = [given[0] for given, _ in zip(members, out, strict=False)]
+    else:
+        every = kind == "all_gather"
+        found = [given[0] if every else _part(given, place, of) for given in members if given or not every]
+        found = [torch.cat([part.reshape(-1) for part in found])] if len(out) == 1 else found
+    for x, value in zip(out, found, strict=False):
+        fill(x, value)
 
 
 def standing_for(rank: int, cast: Sequence[int], coordinates: Sequence[tuple[int, ...]]) -> int:
@@ -162,7 +329,7 @@ class Answers:
         members = [everyone[self._who(rank)] for rank in ranks]
         if call.kind in ("broadcast", "scatter"):
             self._of_root(call, given, members)
-        CARRIED[call.kind](call, ranks.index(self._rank), out, members)
+        carry(call, ranks.index(self._rank), out, members)
 
     def _of_root(self, call: Call, given: list[torch.Tensor], members: Members) -> None:
         """Keep what this rank gives as the root; put what another one gave, if it is not in this cast, in its place."""

@@ -1,15 +1,16 @@
-"""Compare the traces of ranks: collectives find their like, messages their receivers.
+"""Compare the traces of ranks: collectives find their like, messages their receivers; then play them. Pure.
 
-Pure: of rehearsed ranks, or of a job's own traces. A rank that was not rehearsed is stood for by one that was, in the
-group of the same name.
+The traces are those of rehearsed ranks, or of a job. A rank that was not rehearsed is represented by one that was, in
+the group of the same name. Calls that match are played against each other: whether all ranks come to an end.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from autopar.distributed.agree import names_of
 from autopar.distributed.trace import Call, Group
 
 Traces = Mapping[int, Sequence[Call]]
@@ -28,7 +29,11 @@ def differences(
         cut: ranks whose programs did not come to their end: nothing counts as missing there.
     """
     yield from _groups_made(traces, cut)
-    by_group = {rank: _by_group(calls) for rank, calls in traces.items()}
+    by_group: dict[int, dict[Group, list[Call]]] = {rank: defaultdict(list) for rank in traces}
+    for rank, calls in traces.items():
+        for call in calls:
+            if call.kind != "new_group":
+                by_group[rank][call.group].append(call)
     seen: set[tuple[str, tuple[int, ...], tuple[int, ...]]] = set()
     for rank, groups in by_group.items():
         for group in groups:
@@ -63,14 +68,6 @@ class _Compared(NamedTuple):
 
 _ByGroup = Mapping[int, Mapping[Group, list[Call]]]
 _NONE: list[Call] = []
-
-
-def _by_group(calls: Sequence[Call]) -> dict[Group, list[Call]]:
-    found: dict[Group, list[Call]] = defaultdict(list)
-    for call in calls:
-        if call.kind != "new_group":
-            found[call.group].append(call)
-    return found
 
 
 def _lines(group: Group, members: Sequence[int], by_group: _ByGroup) -> list[list[Call]]:
@@ -125,7 +122,8 @@ def _collectives(compared: _Compared, cut: Collection[int]) -> Iterator[str]:
         for number, (one, other) in enumerate(zip(lines[0], line, strict=False)):
             wrong = _contradiction(one, other)
             if wrong:
-                yield _of_two(compared, number, wrong, place, (one, other))
+                pair = (f"\n  {compared.rank(at)}: {call}\n    {call.where}" for at, call in ((0, one), (place, other)))
+                yield f"call {number} over {compared} {wrong}:" + "".join(pair)
                 break
         else:
             fewer = compared.members[0 if len(lines[0]) < len(line) else place]
@@ -146,15 +144,12 @@ def _contradiction(one: Call, other: Call) -> str:
     if one.control != other.control:
         return "are on different devices, one of them on the CPU"
     objects = one.dtype == "uint8" and one.control  # pickled: as long as they are
-    sizes = [_row(call) if call.kind == "all_to_all" else call.sizes for call in (one, other)]
+    sizes: list[Any] = [one.sizes, other.sizes]
+    if one.kind == "all_to_all":  # shapes of a row; of lists, whose elements are counted, none
+        sizes = [call.sizes[0][1:] if len(call.sizes) == 1 else () for call in (one, other)]
     if sizes[0] != sizes[1] and not objects:
         return f"have different sizes, {list(one.sizes)} and {list(other.sizes)}"
     return ""
-
-
-def _row(call: Call) -> tuple[int, ...]:
-    """Return the shape of a row of an all-to-all; of lists, whose elements are counted, none."""
-    return call.sizes[0][1:] if len(call.sizes) == 1 else ()
 
 
 def _splits(compared: _Compared, lines: list[list[Call]]) -> Iterator[str]:
@@ -174,12 +169,6 @@ def _splits(compared: _Compared, lines: list[list[Call]]) -> Iterator[str]:
                         f"{ranks[other]}: {calls[other].where}"
                     )
                     return
-
-
-def _of_two(compared: _Compared, number: int, wrong: str, place: int, calls: tuple[Call, Call]) -> str:
-    pair = zip((0, place), calls, strict=True)
-    lines = (f"\n  {compared.rank(at)}: {call}\n    {call.where}" for at, call in pair)
-    return f"call {number} over {compared} {wrong}:" + "".join(lines)
 
 
 def _missing(compared: _Compared, place: int, lines: Sequence[Sequence[Call]]) -> str:
@@ -210,9 +199,12 @@ def _pairs(compared: _Compared, rank: int) -> Iterator[tuple[int, list[Call], li
 def _messages(compared: _Compared, rank: int, cut: Collection[int]) -> Iterator[str]:
     name = compared.group.name
     for to, *both in _pairs(compared, rank):
-        all_sent, all_taken = map(_by_tag, both)
-        for tag, sent in sorted(all_sent.items()):
-            taken = all_taken.get(tag, [])
+        by_tag: tuple[dict[int, list[Call]], dict[int, list[Call]]] = defaultdict(list), defaultdict(list)
+        for calls, tagged in zip(both, by_tag, strict=True):
+            for call in calls:
+                tagged[call.tag].append(call)
+        for tag, sent in sorted(by_tag[0].items()):
+            taken = by_tag[1].get(tag, [])
             for number, (one, two) in enumerate(zip(sent, taken, strict=False)):
                 if (one.sizes, one.dtype) != (two.sizes, two.dtype):
                     yield (
@@ -237,13 +229,6 @@ def _messages(compared: _Compared, rank: int, cut: Collection[int]) -> Iterator[
                     )
 
 
-def _by_tag(calls: Sequence[Call]) -> dict[int, list[Call]]:
-    found: dict[int, list[Call]] = defaultdict(list)
-    for call in calls:
-        found[call.tag].append(call)
-    return found
-
-
 def _in_order(compared: _Compared, rank: int) -> Iterator[str]:
     """A message is received as it was sent, the first one first: nccl has no tags. Numbers of the CPU go over gloo."""
     for to, *both in _pairs(compared, rank):
@@ -256,3 +241,153 @@ def _in_order(compared: _Compared, rank: int) -> Iterator[str]:
                     f"one\n  {one.where}\n  {two.where}"
                 )
                 break
+
+
+Waited = Mapping[int, int]
+"""The number of a message that is received -> of the call before which it is waited for."""
+
+
+def where_awaited(calls: Sequence[Call], waited: Waited) -> Iterator[int]:
+    """Yield the numbers of calls as they are played: a message is taken where its receiver waits for it."""
+    later: dict[int, list[int]] = defaultdict(list)
+    for number, before in waited.items():
+        if before > number + 1:
+            later[before].append(number)
+    moved = {number for numbers in later.values() for number in numbers}
+    for number in range(len(calls) + 1):
+        yield from later.get(number, ())
+        if number < len(calls) and number not in moved:
+            yield number
+
+
+def latest(calls: Sequence[Call]) -> dict[int, int]:
+    """Return where messages of a real trace, which does not say it, are waited for at the latest: next collectives."""
+    found: dict[int, int] = {}
+    before = len(calls)
+    for number in reversed(range(len(calls))):
+        if calls[number].kind not in MESSAGES:
+            before = number
+        elif calls[number].kind == "recv":
+            found[number] = before
+    return found
+
+
+def waiting(
+    traces: Traces, *, in_order: bool = False, waited: Mapping[int, Mapping[int, int]] | None = None
+) -> dict[int, Call]:
+    """Play the calls of all ranks against each other; return where each waits that does not come to an end.
+
+    A collective waits until all traced members of its group are at it, a receiver for its message; a sender does not
+    wait, as over gloo.
+
+    Args:
+        in_order: as over nccl, a group carries one message of a rank after the other: none goes before the one that
+            was issued first has been received. Those of a batch go at the same time; numbers of the CPU go over gloo.
+        waited: of each rank; without, a receiver waits at once.
+    """
+    played = {}
+    for rank, calls in traces.items():
+        awaited = (waited or {}).get(rank, {})
+        if in_order:
+            awaited = {number: before for number, before in awaited.items() if _beside(calls[number])}
+        played[rank] = [calls[number] for number in where_awaited(calls, awaited)]
+    return Play(played, in_order=in_order).run()
+
+
+def stuck(
+    traces: Traces, *, in_order: bool = False, waited: Mapping[int, Mapping[int, int]] | None = None
+) -> list[str]:
+    """Say where ranks are :func:`waiting`."""
+    over = "over nccl, where a group carries one message after the other, " if in_order else ""
+    left = waiting(traces, in_order=in_order, waited=waited)
+    return [f"{over}rank {rank} waits in {call}\n    {call.where}" for rank, call in left.items()]
+
+
+def standing(calls: Mapping[int, Call]) -> list[str]:
+    """Say in which calls ranks wait for ever, those first in which fewest do."""
+    at: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank, call in calls.items():
+        at[str(call), call.where].append(rank)
+    fewest = sorted(at.items(), key=lambda one: len(one[1]))
+    return [
+        f"{names_of(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {call}\n    {where}"
+        for (call, where), ranks in fewest
+    ]
+
+
+def _beside(call: Call) -> bool:
+    """Return whether a message goes beside others of its group, over nccl: of a batch, or over gloo, from the CPU."""
+    return call.batched or call.control or call.group.name == OF_THE_HOST
+
+
+class Play:
+    """A play of calls, without time; subclasses say how long things take.
+
+    Attributes:
+        left: the calls that are left of each rank.
+        clocks: how late it is for each rank.
+    """
+
+    def __init__(self, calls: Mapping[int, Iterable[Call]], *, in_order: bool = False) -> None:
+        self.left = {rank: deque(call for call in own if call.kind != "new_group") for rank, own in calls.items()}
+        self.clocks: dict[int, float] = defaultdict(float)
+        self._in_order = in_order
+        self._sent: dict[tuple[str, int, int, int], deque[float]] = defaultdict(deque)  # when messages arrive
+        self._lines: dict[tuple[str, int], deque[int]] = defaultdict(deque)
+
+    def run(self) -> dict[int, Call]:
+        """Return where each rank waits at the end, if it is not through."""
+        moved = True
+        while moved:
+            moved = False
+            for rank, calls in self.left.items():
+                while calls and self._goes(rank):
+                    moved = True
+        return {rank: calls[0] for rank, calls in self.left.items() if calls}
+
+    def reach(self, rank: int) -> None:
+        """Do what comes before a rank's next call, once."""
+
+    def seconds(self, rank: int, call: Call) -> float:
+        """Return how long a call takes."""
+        return 0.0
+
+    def through(self, rank: int, start: float, end: float) -> None:
+        """Let a rank be through its next call."""
+        self.left[rank].popleft()
+
+    def _goes(self, rank: int) -> bool:
+        self.reach(rank)
+        call = self.left[rank][0]
+        if call.kind in MESSAGES:
+            return self._message(rank, call)
+        members = [member for member in call.group.ranks if member in self.left]
+        heads = [self.left[member][0] if self.left[member] else None for member in members]
+        if any(head is None or head.group != call.group or head.kind in MESSAGES for head in heads):
+            return False
+        for member in members:
+            self.reach(member)
+        start = max(self.clocks[member] for member in members)
+        end = start + self.seconds(rank, call)
+        for member in members:
+            self.through(member, start, end)
+        return True
+
+    def _message(self, rank: int, call: Call) -> bool:
+        peer, clock, name = call.group.ranks[call.peer], self.clocks[rank], call.group.name
+        one_by_one = self._in_order and not _beside(call)
+        if call.peer >= 0 and call.kind == "send":
+            if one_by_one and peer in self.left:
+                self._lines[name, rank].append(peer)
+            else:
+                self._sent[name, rank, peer, call.tag].append(clock + self.seconds(rank, call))
+        elif call.peer >= 0:
+            arrived, line = self._sent[name, peer, rank, call.tag], self._lines[name, peer]
+            if arrived:
+                clock = max(clock, arrived.popleft())
+            elif peer in self.left:
+                if list(line)[:1] != [rank] or (one_by_one and self._lines[name, rank]):
+                    return False
+                line.popleft()
+        self.through(rank, clock, clock)
+        return True

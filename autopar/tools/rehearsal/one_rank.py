@@ -1,4 +1,4 @@
-"""One rank's rehearsal: ``initialize``, a training step, an evaluation, a save and a load, without memory."""
+"""One rank's rehearsal: ``initialize``, a training step, an evaluation, a save and a load, without memory or disk."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +25,13 @@ import autopar.checkpoint.methods
 import autopar.data_parallel.dataloader
 import autopar.data_parallel.optimizer
 import autopar.pipeline_parallel.pipeline
-from autopar.deferred_init.sources import clear_sources
-from autopar.distributed.profiling import record
+from autopar.checkpoint import adapters, hf_weights, save
+from autopar.checkpoint import load as loading
+from autopar.checkpoint.quantized_base import QuantizedBase
+from autopar.checkpoint.save import Snapshot
+from autopar.checkpoint.state import state_of
+from autopar.deferred_init.files import clear_sources
+from autopar.distributed.autograd_functions import record
 from autopar.distributed.trace import Call, Group, Recorder, where
 from autopar.dry_run.inputs import keep_kernels, meta_copy, sample_inputs, without_cache
 from autopar.dry_run.operators import autocast_on_meta, on_meta
@@ -33,9 +40,7 @@ from autopar.foreign.fake_world import FakeWork, World, fake_world, without_data
 from autopar.foreign.patches import load
 from autopar.tools.planner.hardware import Gpu
 from autopar.tools.rehearsal.cast import Answers, Told
-from autopar.tools.rehearsal.disk import without_disk
-from autopar.tools.rehearsal.links import LeftAloneError, Links
-from autopar.tools.rehearsal.standstill import Standstill
+from autopar.tools.rehearsal.links import LeftAloneError, Links, Standstill
 from autopar.tools.rehearsal.work import Held, Work, WorkCount
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -161,13 +166,16 @@ def _main(
 ) -> None:
     gc.freeze()  # the collector would go through all that the parent has, and so copy it
     torch.set_num_threads(1)
-    count = None if job.gpu is None else WorkCount(job.gpu, _precision(job.config))
+    count = None if job.gpu is None else WorkCount(job.gpu, str(getattr(job.config, "precision", "fp32")))
     notes = _Notes(count)
     lines = Links(rank, links, standstill)
     answers = Answers(rank, cast, lines, coordinates, earlier, notes.finishes)
     error, written, stands_at = "", [0], -1
     try:
-        os.environ.update(_environment(job, rank))
+        on_node = min(job.world, job.gpus_per_node)
+        numbers = {"RANK": rank, "WORLD_SIZE": job.world, "LOCAL_RANK": rank % on_node, "LOCAL_WORLD_SIZE": on_node}
+        os.environ.update({name: str(number) for name, number in numbers.items()})  # as torchrun does
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")
         without_disk(written.append)
 
         def note(call: Call) -> None:
@@ -239,13 +247,6 @@ class _Notes:
             finish()
 
 
-def _environment(job: Job, rank: int) -> dict[str, str]:
-    """Return what torchrun tells a rank."""
-    on_node = min(job.world, job.gpus_per_node)
-    numbers = {"RANK": rank, "WORLD_SIZE": job.world, "LOCAL_RANK": rank % on_node, "LOCAL_WORLD_SIZE": on_node}
-    return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-
-
 def _unseen(moment: str, model: Any, optimizer: Any) -> None:
     """Nobody looks."""
 
@@ -254,10 +255,6 @@ def _without_data(function: Any, args: Any, kwargs: Any) -> Any:
     """Answer an operator on tensors without memory, where nobody counts what it does."""
     found = without_data(function, args, kwargs)
     return on_meta(function, args, kwargs) if found is NotImplemented else found
-
-
-def _precision(config: Any) -> str:
-    return str(getattr(config, "precision", "fp32"))
 
 
 def without_memory(model: PreTrainedModel, *, counted: bool = False, cache: bool = True) -> PreTrainedModel:
@@ -369,3 +366,44 @@ def inputs_of(model: PreTrainedModel, batch: int, sequence: int) -> dict[str, to
     labels = inputs.get("decoder_input_ids", inputs.get("input_ids"))
     of_tokens = any(head in type(model).__name__ for head in _OF_TOKENS)
     return inputs | {"labels": labels} if of_tokens and labels is not None else inputs
+
+
+def without_disk(note: Callable[[int], None]) -> None:
+    """Have this process, which is a rehearsed rank for the rest of its life, save and load without files.
+
+    Args:
+        note: called with the bytes that this rank would write, at each save.
+    """
+
+    class Writer(save.Writer):
+        def make_folder(self) -> list[str]:
+            return [self.request.directory, "0" * 16]
+
+        def write_shards(self, local: Snapshot, folder: Path, save_id: str) -> dict[str, Any]:
+            tensors = [tensor for part in local.tensors.values() for tensor in part.values()]
+            note(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+            return {}
+
+        def finish(self, folder: Path, save_id: str, reports: list[dict[str, Any]]) -> None:
+            """Leave the manifest unwritten: it lists files."""
+
+    save.Writer, loading.Loader = Writer, _Loader  # type: ignore[misc, assignment]
+    # Rank 0's part behind the last exchange: PEFT's files, and the upload, which has no address then.
+    adapters.Adapters.write_files = lambda self, whole, target: None  # type: ignore[method-assign]
+    hf_weights.MergedModel.push_to_hub = lambda self, *args, **options: ""  # type: ignore[method-assign]
+
+
+class _Loader:
+    """A rank's part in loading a checkpoint that fits the model: there is nothing to read."""
+
+    def __init__(self, model: nn.Module, folder: Path, training: Any) -> None:
+        manifest = SimpleNamespace(save_id="", order=0, base=QuantizedBase(), parts={}, tensors={})
+        self.shards = SimpleNamespace(folder=folder, manifest=manifest, close=lambda: None)
+        self.state, self.weights = state_of(model), None
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def verify(self) -> None:
+        """Compare no checksums."""
+
+    def fill(self) -> None:
+        """Leave the model as it is."""

@@ -16,22 +16,20 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from autopar.checks.optimizer_probe import probe
 from autopar.config import ParallelConfig
+from autopar.data_parallel.optimizer_probe import probe
 from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.distributed.trace import Call
 from autopar.dry_run.plan_model import ModelPlans, plan_model, prepared
-from autopar.errors import ConfigError
-from autopar.policy.described_model import model_inside
-from autopar.policy.match import find_policy, given_policy
-from autopar.tools.planner.candidate import mesh_words
+from autopar.errors import AutoparError, ConfigError, first_line
+from autopar.quantized.layers import StandIn
+from autopar.tools.planner.candidate import Candidate, mesh_words
+from autopar.tools.planner.estimate import Estimator
 from autopar.tools.planner.hardware import Gpu, find_gpu
+from autopar.tools.planner.search import Found, gigabytes
 from autopar.tools.rehearsal.against import Way, check_world, ways
-from autopar.tools.rehearsal.cast import standing_for, standing_in
-from autopar.tools.rehearsal.coordinates import axes_of, casts, coordinates_of
-from autopar.tools.rehearsal.deadlock import standing, stuck, where_awaited
-from autopar.tools.rehearsal.drawing import chrome_trace, draw
-from autopar.tools.rehearsal.matching import Traces, differences
+from autopar.tools.rehearsal.cast import axes_of, casts, coordinates_of, standing_for, standing_in
+from autopar.tools.rehearsal.matching import Traces, differences, standing, stuck, where_awaited
 from autopar.tools.rehearsal.one_rank import (
     Job,
     MakeOptimizer,
@@ -42,8 +40,7 @@ from autopar.tools.rehearsal.one_rank import (
     run_cast,
     without_memory,
 )
-from autopar.tools.rehearsal.timeline import Timeline, play
-from autopar.tools.rehearsal.traffic import Traffic, traffic_of
+from autopar.tools.rehearsal.timeline import Timeline, Traffic, chrome_trace, draw, play, traffic_of
 from autopar.tools.rehearsal.work import Held
 
 # Of the configuration: without values, without shared memory, without an accelerator.
@@ -142,13 +139,21 @@ def rehearse(
         ConfigError, PolicyError, UnsupportedModelError: what ``initialize`` would raise.
         RuntimeError: a rank failed in its rehearsal; with its traceback.
     """
-    _check({"world": (world, 1), "batch": (batch, 0), "sequence": (sequence, 1), "gpus_per_node": (gpus_per_node, 1)})
+    if dist.is_initialized():
+        raise ConfigError("rehearse runs in one process, before torch.distributed is started: outside of the job")
+    least = {"world": (world, 1), "batch": (batch, 0), "sequence": (sequence, 1), "gpus_per_node": (gpus_per_node, 1)}
+    for name, (size, fits) in least.items():
+        if size < fits:
+            raise ConfigError(f"rehearse: {name}={size}, and at least {fits} fits")
     start = time.perf_counter()
     card = find_gpu(gpu) if isinstance(gpu, str) else gpu
     whole = without_memory(_built(model), counted=card is not None, cache=loop is not None and card is None)
     parsed = replace(ParallelConfig.parse(config, world), **_UNLIKE)
-    sizes = _sizes_of(parsed, world)
-    plans = _plans_of(whole, parsed.policy)
+    tp, pp, cp = parsed.tensor_parallel_size, parsed.pipeline_parallel_size, parsed.context_parallel_size
+    sizes = MeshSizes(tp, pp, parsed.data_parallel_size(world), cp)
+    plans = ModelPlans.of(whole, None, parsed.policy)
+    if not isinstance(plans.inner, PreTrainedModel):
+        raise ConfigError(f"rehearse: {type(whole).__name__} is no Hugging Face model: its inputs are not known")
     inputs = inputs_of(plans.inner, batch or max(2, sizes.pp, parsed.pipeline.num_microbatches or 1), sequence)
     job = Job(whole, parsed, world, inputs, loop, card, gpus_per_node=gpus_per_node, optimizer=optimizer)
     found, problems = _run(job, plans, sizes)
@@ -167,20 +172,6 @@ def rehearse(
         time.perf_counter() - start,
         max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / 1024,
     )
-
-
-def _check(sizes: Mapping[str, tuple[int, int]]) -> None:
-    """Raise ConfigError where a rehearsal cannot run here, or with these sizes: each with its least."""
-    if dist.is_initialized():
-        raise ConfigError("rehearse runs in one process, before torch.distributed is started: outside of the job")
-    for name, (size, least) in sizes.items():
-        if size < least:
-            raise ConfigError(f"rehearse: {name}={size}, and at least {least} fits")
-
-
-def _sizes_of(config: ParallelConfig, world: int) -> MeshSizes:
-    tp, pp, cp = config.tensor_parallel_size, config.pipeline_parallel_size, config.context_parallel_size
-    return MeshSizes(tp, pp, config.data_parallel_size(world), cp)
 
 
 def _run(job: Job, plans: ModelPlans, sizes: MeshSizes) -> tuple[dict[int, Rehearsed], list[str]]:
@@ -248,9 +239,54 @@ def _built(model: Any) -> Any:
         return AutoModelForCausalLM.from_config(model)
 
 
-def _plans_of(model: nn.Module, policy: str) -> ModelPlans:
-    own = given_policy(model, None, policy)
-    prefix, inner = model_inside(model, own)
-    if not isinstance(inner, PreTrainedModel):
-        raise ConfigError(f"rehearse: {type(model).__name__} is no Hugging Face model: its inputs are not known")
-    return ModelPlans(model, inner, prefix, find_policy(inner, own))
+def check_rehearsed(estimator: Estimator) -> None:
+    """Raise ConfigError for a model that is planned, and that a rehearsal does not take."""
+    quantized = next((each for each in estimator.model.model.parameters() if isinstance(each, StandIn)), None)
+    if quantized is not None:
+        raise ConfigError(
+            f"--rehearse: weights in {quantized.kind.form} are planned, not rehearsed. Without it their memory is "
+            "estimated; with another model, or without --quantization, it is counted."
+        )
+
+
+def count_found(estimator: Estimator, found: Found) -> None:
+    """Rehearse the best candidates, and note what each rank of their pipelines holds at most.
+
+    Those that need more than the GPU has, and those whose ranks do not match, become refused ones.
+    """
+    for place, estimate in reversed([*enumerate(found.best)]):
+        candidate = estimate.candidate
+        counted, reason = _counted(estimator, candidate, estimate.memory[0].reserve)
+        found.best[place] = replace(estimate, counted=counted)
+        if reason:
+            del found.best[place]
+            found.refused.append(((candidate.tp, candidate.cp, candidate.pp, candidate.dp), reason))
+
+
+def _counted(estimator: Estimator, candidate: Candidate, reserve: int) -> tuple[tuple[int, ...], str]:
+    """Return the bytes of each rank of the pipeline, of its rank that holds most; or why the candidate falls out."""
+    model = estimator.model
+    whole: Any = model.model
+
+    try:
+        run = rehearse(
+            whole,
+            model.sections(candidate),
+            candidate.gpus,
+            batch=candidate.microbatch * candidate.microbatches,
+            sequence=model.sequence,
+            gpus_per_node=estimator.gpus_per_node,
+            gpu=estimator.gpu,
+            optimizer=model.optimizer,
+        )
+    except AutoparError as error:
+        return (), first_line(error)
+    except RuntimeError as error:
+        return (), f"fails in its rehearsal: {str(error).partition('Before that, ')[0].splitlines()[-1]}"
+    most = [0] * candidate.pp
+    for rank, held in run.held.items():
+        stage = run.coordinates[rank][0]
+        most[stage] = max(most[stage], held.peak + reserve)
+    large = max(most) > estimator.gpu.memory
+    fits = f"needs {gigabytes(max(most))} GB, counted in its rehearsal" if large else ""
+    return tuple(most), next(iter(run.problems), fits)

@@ -1,18 +1,95 @@
-"""When things happen in a training step: calls of ranks played against each other under the planner's costs. Pure."""
+"""When things happen in a training step: calls of ranks played against each other under the planner's costs.
+
+Also the bytes that ranks send, by axis, within nodes and between them; and the drawings of a step.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+import re
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from autopar.distributed.trace import Call
 from autopar.tools.planner.hardware import Gpu
-from autopar.tools.rehearsal.traffic import sent, speed_of
+from autopar.tools.planner.stage_costs import volume
+from autopar.tools.planner.svg import LEFT, WIDTH, axis, box, legend, opened, text
+from autopar.tools.rehearsal.matching import Play
 from autopar.tools.rehearsal.work import Work
 
-_MESSAGES = ("send", "recv")
+
+class Traffic(NamedTuple):
+    """Traffic of a rank over one axis in a training step.
+
+    Attributes:
+        calls: collectives and messages.
+        bytes: that the rank sends, of the rank that sends most; a collective goes around a ring.
+        between: those of them that go to another node, of the rank that sends most there.
+    """
+
+    calls: int
+    bytes: int
+    between: int
+
+
+def traffic_of(
+    traces: Mapping[int, Iterable[Call]], axes: Mapping[tuple[int, ...], str], gpus_per_node: int
+) -> dict[str, Traffic]:
+    """Return the traffic by axis; integers (chosen experts, numbers of tokens) and objects are left out.
+
+    Args:
+        axes: of the ranks of groups; others go by the group's name.
+    """
+    found: dict[str, Traffic] = {}
+    for rank, calls in traces.items():
+        number, given, away = Counter[str](), Counter[str](), Counter[str]()
+        counted = (call for call in calls if call.carries_tensors and call.kind not in ("new_group", "recv"))
+        alike = Counter((call.group, call.kind, call.peer, call.bytes) for call in counted)
+        for (group, kind, peer, size), times in alike.items():
+            call = Call(kind, group, ((size,),), "uint8", peer=peer)
+            axis = axes.get(group.ranks, group.name)
+            number[axis] += times
+            given[axis] += sent(call) * times
+            away[axis] += round(sent(call) * times * _to_others(call, rank, gpus_per_node))
+        for name, count in number.items():
+            known = found.get(name, Traffic(0, 0, 0))
+            found[name] = Traffic(*map(max, known, (count, given[name], away[name])))
+    return found
+
+
+def sent(call: Call) -> int:
+    """Return the bytes that a rank sends for a collective over a ring, or a message."""
+    ranks = len(call.group.ranks)
+    if call.kind == "recv":
+        return 0
+    if call.kind == "send":
+        return call.bytes
+    return volume(call.kind, call.bytes * (ranks if call.kind in ("all_gather", "gather") else 1), ranks)
+
+
+def _to_others(call: Call, rank: int, gpus_per_node: int) -> float:
+    """Return the part of a call's bytes that this rank sends to another node."""
+    ranks, node = call.group.ranks, rank // gpus_per_node
+    if call.kind == "all_to_all":
+        return sum(other // gpus_per_node != node for other in ranks) / max(len(ranks) - 1, 1)
+    peer = call.peer if call.kind == "send" else (ranks.index(rank) + 1) % len(ranks)
+    return float(ranks[peer] // gpus_per_node != node)
+
+
+def speed_of(kind: str, ranks: Sequence[int], within: float, between: float, gpus_per_node: int) -> float:
+    """Return the bytes a second of a rank in a collective over a group; each rank has a network card of its own.
+
+    Args:
+        within, between: bytes a second of a rank to one of its node, to another node.
+    """
+    nodes = Counter(rank // gpus_per_node for rank in ranks)
+    if len(nodes) == 1:
+        return within
+    beside = max(nodes.values())
+    if kind == "all_to_all":
+        return min(within, between * (len(ranks) - 1) / (len(ranks) - beside))
+    return min(within, between * beside)
 
 
 class Slot(NamedTuple):
@@ -51,82 +128,44 @@ class Timeline:
         return dict(found)
 
 
-@dataclass
-class _Player:
-    """The state of a play: what each rank has left, its clock, and messages on their way."""
+class _Player(Play):
+    """A play under a GPU's costs, each time of a rank noted as a slot."""
 
-    gpu: Gpu
-    gpus_per_node: int
-    left: dict[int, deque[tuple[Call, Work]]]
-    clocks: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-    mail: dict[tuple[str, int, int, int], deque[float]] = field(default_factory=lambda: defaultdict(deque))
-    slots: dict[int, list[Slot]] = field(default_factory=lambda: defaultdict(list))
-    begun: set[int] = field(default_factory=set)  # ranks whose work before their next call is done
+    def __init__(self, pairs: Mapping[int, Sequence[tuple[Call, Work]]], gpu: Gpu, gpus_per_node: int) -> None:
+        super().__init__({rank: [call for call, _ in own] for rank, own in pairs.items()})
+        self.slots: dict[int, list[Slot]] = defaultdict(list)
+        self._works = {r: deque(work for call, work in own if call.kind != "new_group") for r, own in pairs.items()}
+        self._begun: set[int] = set()  # ranks whose work before their next call is done
+        self._gpu, self._gpus_per_node = gpu, gpus_per_node
 
-    def run(self) -> None:
-        moved = True
-        while moved:
-            moved = False
-            for rank, calls in self.left.items():
-                while calls and self._goes(rank):
-                    moved = True
+    def reach(self, rank: int) -> None:
+        if rank not in self._begun:
+            self._begun.add(rank)
+            self.work(rank, self._works[rank].popleft())
 
-    def _goes(self, rank: int) -> bool:
-        call, work = self.left[rank][0]
-        self._work(rank, work)
-        if call.kind in _MESSAGES:
-            return self._message(rank, call, work)
-        members = [member for member in call.group.ranks if member in self.left]
-        heads = [self.left[member][0] if self.left[member] else None for member in members]
-        if any(head is None or head[0].group != call.group or head[0].kind in _MESSAGES for head in heads):
-            return False
-        for member in members:
-            self._work(member, self.left[member][0][1])
-        start = max(self.clocks[member] for member in members)
-        end = start + self._seconds(rank, call)
-        for member in members:
-            own, its = self.left[member][0]
-            self._communicates(member, own, its, start, end)
-        return True
+    def work(self, rank: int, work: Work) -> None:
+        """Let a rank compute."""
+        self._add(rank, self.clocks[rank] + work.seconds, "compute", work.action)
 
-    def _work(self, rank: int, work: Work) -> None:
-        """Do what comes before a rank's next call, once."""
-        if rank not in self.begun:
-            self.begun.add(rank)
-            self._add(rank, self.clocks[rank] + work.seconds, "compute", work.action)
-
-    def _message(self, rank: int, call: Call, work: Work) -> bool:
-        ranks = call.group.ranks
-        peer = ranks[call.peer] if call.peer >= 0 else rank
-        if call.kind == "send":
-            self.mail[call.group.name, rank, peer, call.tag].append(self.clocks[rank] + self._seconds(rank, call))
-            self._communicates(rank, call, work, self.clocks[rank], self.clocks[rank])
-            return True
-        waiting = self.mail[call.group.name, peer, rank, call.tag]
-        if not waiting and peer in self.left:
-            return False
-        came = waiting.popleft() if waiting else self.clocks[rank]
-        self._communicates(rank, call, work, max(came, self.clocks[rank]), max(came, self.clocks[rank]))
-        return True
-
-    def _communicates(self, rank: int, call: Call, work: Work, start: float, end: float) -> None:
+    def through(self, rank: int, start: float, end: float) -> None:
+        call = self.left[rank][0]
         self._add(rank, start, "wait", str(call), call.where)
         self._add(rank, end, call.group.name, str(call), call.where)
-        self.left[rank].popleft()
-        self.begun.discard(rank)
+        self._begun.discard(rank)
+        super().through(rank, start, end)
+
+    def seconds(self, rank: int, call: Call) -> float:
+        if call.control:  # numbers of the host
+            return 0.0
+        gpu = self._gpu
+        ranks = (rank, call.group.ranks[call.peer]) if call.kind == "send" else call.group.ranks
+        speed = speed_of(call.kind, ranks, gpu.within, gpu.between, self._gpus_per_node)
+        return sent(call) / (speed * gpu.network) + gpu.latency
 
     def _add(self, rank: int, end: float, lane: str, name: str, where: str = "") -> None:
         if end > self.clocks[rank]:
             self.slots[rank].append(Slot(self.clocks[rank], end, lane, name, where))
             self.clocks[rank] = end
-
-    def _seconds(self, rank: int, call: Call) -> float:
-        if call.control:  # numbers of the host
-            return 0.0
-        gpu = self.gpu
-        ranks = (rank, call.group.ranks[call.peer]) if call.kind == "send" else call.group.ranks
-        speed = speed_of(call.kind, ranks, gpu.within, gpu.between, self.gpus_per_node)
-        return sent(call) / (speed * gpu.network) + gpu.latency
 
 
 def play(
@@ -144,10 +183,91 @@ def play(
         after: its work behind the last one.
         gpu: of the planner.
     """
-    left = {rank: deque(pair for pair in pairs if pair[0].kind != "new_group") for rank, pairs in traces.items()}
-    player = _Player(gpu, gpus_per_node, left)
+    player = _Player({rank: [*pairs] for rank, pairs in traces.items()}, gpu, gpus_per_node)
     player.run()
     for rank, work in after.items():
-        player.begun.discard(rank)
-        player._work(rank, work)
+        player.work(rank, work)
     return Timeline({rank: player.slots[rank] for rank in traces})
+
+
+_COLORS = {
+    "forward": "#2f6fb7",
+    "backward": "#2b7a3d",
+    "backward to its input": "#b8860b",
+    "backward to its weights": "#8b5aa8",
+    "the optimizer's step": "#9cc3ee",
+    "other work": "#b0b0b0",
+    "communication": "#e08e45",
+    "waiting": "#eeeeee",
+}
+_ACTION = re.compile(r"stage (\d+): (.+) of micro-batch (\d+)")
+_INSIDE = WIDTH - LEFT - 20
+
+
+def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+    """Return the events of https://ui.perfetto.dev and chrome://tracing: ranks as processes, lanes as threads."""
+    events: list[dict[str, Any]] = []
+    for rank, slots in timeline.slots.items():
+        lanes = {lane: number for number, lane in enumerate(dict.fromkeys(slot.lane for slot in slots))}
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        events += [
+            {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}}
+            for lane, number in lanes.items()
+        ]
+        events += [
+            {
+                "ph": "X",
+                "name": slot.name or "other work",
+                "cat": slot.lane,
+                "pid": rank,
+                "tid": lanes[slot.lane],
+                "ts": slot.start * 1e6,
+                "dur": (slot.end - slot.start) * 1e6,
+                "args": {"where": slot.where} if slot.where else {},
+            }
+            for slot in slots
+        ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def draw(timeline: Timeline, title: str) -> str:
+    """Return an SVG document of 1,000 pixels' width: a line for each rank, what takes most of each pixel."""
+    ranks = len(timeline.slots)
+    row = max(6, min(26, 420 // max(ranks, 1)))
+    bottom = 50 + ranks * (row + 3)
+    seen: set[str] = set()
+    lines = [*opened(bottom + 90), text(LEFT, 24, title, size=15)]
+    for number, (rank, slots) in enumerate(timeline.slots.items()):
+        y = 40 + number * (row + 3)
+        lines.append(text(8, y + row * 0.75, f"rank {rank}", size=min(12, row + 2)))
+        for start, end, kind, name in _runs(slots, timeline.time):
+            seen.add(kind)
+            lines.append(box(LEFT + start, y, end - start, row, _COLORS[kind], name))
+    lines += axis(timeline.time, _INSIDE / timeline.time if timeline.time else 0.0, bottom)
+    lines += legend([(kind, color) for kind, color in _COLORS.items() if kind in seen], bottom + 30)
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def _runs(slots: Sequence[Slot], time: float) -> Iterator[tuple[int, int, str, str]]:
+    """Yield first and last pixel, kind and name of what follows upon each other."""
+    pixels = [defaultdict[tuple[str, str], float](float) for _ in range(_INSIDE)]
+    for slot in slots:
+        at, end = slot.start / time * _INSIDE, slot.end / time * _INSIDE
+        for place in range(int(at), min(int(end) + 1, _INSIDE)):
+            pixels[place][_kind(slot)] += min(end, place + 1) - max(at, place)
+    most = [max(pixel, key=lambda kind: pixel[kind]) if pixel else ("waiting", "") for pixel in pixels]
+    start = 0
+    for place in range(1, _INSIDE + 1):
+        if place == _INSIDE or most[place] != most[start]:
+            yield start, place, *most[start]
+            start = place
+
+
+def _kind(slot: Slot) -> tuple[str, str]:
+    if slot.lane == "wait":
+        return "waiting", ""
+    if slot.lane != "compute":
+        return "communication", f"over {slot.lane}"
+    found = _ACTION.fullmatch(slot.name)
+    kind = found[2] if found else slot.name or "other work"
+    return (kind if kind in _COLORS else "other work"), slot.name

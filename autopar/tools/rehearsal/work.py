@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autopar.checks.samples import local_part
-from autopar.distributed.profiling import listening
+from autopar.distributed.autograd_functions import listening
+from autopar.foreign.tensors import local_part
 from autopar.tensor_tracking import storage_key
 from autopar.tools.planner.hardware import Gpu
 from autopar.tools.planner.stage_costs import seconds_of

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from autopar.config import ParallelConfig
 from autopar.dry_run.inputs import pixel_shape, sample_inputs
 from autopar.errors import ConfigError, clip, type_and_text
-from autopar.foreign.modules import BatchNorm
+from autopar.foreign.tensors import BatchNorm
 from autopar.pipeline_parallel.losses import OwnLoss
 from autopar.policy.schema import Policy
 from autopar.tools.verification.outputs import measure, named, of_first, reseed, tolerance_of
@@ -144,7 +144,7 @@ def _why_not(model: PreTrainedModel, batch: dict[str, Any], *, has_labels: bool)
     training = model.training
     model.eval()
     try:
-        output = named(model(**copy.deepcopy(_on(model, batch))))
+        output = named(model(**copy.deepcopy(on_device(batch, model.device))))
     except Exception as error:  # whatever a forward stumbles over
         return type_and_text(error)
     finally:
@@ -157,8 +157,9 @@ def _why_not(model: PreTrainedModel, batch: dict[str, Any], *, has_labels: bool)
     return None
 
 
-def _on(model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.to(model.device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+def on_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return a batch with its tensors on a device."""
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
 Batch = Mapping[str, Any]

@@ -18,15 +18,13 @@ import torch
 from torch import nn
 
 from autopar.distributed.digest import of_tensor
-from autopar.foreign.autograd import in_backward
-from autopar.foreign.tensors import schema_of
+from autopar.foreign.tensors import in_backward, schema_of
 from autopar.tensor_tracking import TensorTracking, tensors_in
-from autopar.tools.verification.dropout import switched_on
+from autopar.tools.verification.checks import Named, worst_row
 from autopar.tools.verification.outputs import floats_of, gathered, measure, named, reseed, same_floats
 from autopar.tools.verification.recording import running
 from autopar.tools.verification.report import Row
-from autopar.tools.verification.session import Session
-from autopar.tools.verification.training import Named, worst_row
+from autopar.tools.verification.session import Session, switched_on
 
 _OTHERS = "a stage draws other numbers than the plain model, or in another order"
 _RATE = 0.2  # where a model has none that is on
@@ -67,7 +65,9 @@ class _Draws(TensorTracking):
             names = [each.name for each in schema_of(func).arguments]
             named, fused = dict(zip(names, args, strict=False)) | kwargs, "dropout_p" in names
             tensors = list(tensors_in(list(named.values())))
-            rate = named.get("dropout_p", 0.0) if fused else _rate(func.__name__, named)
+            given = named.get("dropout_p" if fused else "p", 0.0)
+            rate = given if type(given) is float else 0.0
+            rate = 1 - rate if func.__name__.startswith("bernoulli") and type(named.get("p")) is float else rate
             if tensors and (rate or not fused):
                 x = tensors[0]
                 shape = (*x.shape[:-1], tensors[1].shape[-2]) if fused else tuple(x.shape)  # of the scores
@@ -75,14 +75,6 @@ class _Draws(TensorTracking):
                 draw = Draw(module, shape, generator_state(x.device), rate)
                 (self.backward if in_backward() else self.forward).append(draw)
         return func(*args, **kwargs)
-
-
-def _rate(operator: str, named: Mapping[str, Any]) -> float:
-    """Return the probability of a zero that an operator draws with; 0: it is not a dropout."""
-    given = named.get("p")
-    if type(given) is not float:
-        return 0.0
-    return 1 - given if operator.startswith("bernoulli") else given
 
 
 def generator_state(device: torch.device) -> str:
@@ -205,24 +197,20 @@ def _of_ranks(session: Session) -> list[Row]:
     if not plain:
         return [Row("dropout", "random draws", None, note="the model has no dropout")]
     draws = {at: _comparable(session, found) for at, found, _, _ in everyone}
+    plain = _comparable(session, plain)
+    module, wrong = next(wrong_draws(plain, draws), ("", ""))
+    note = f"{module or 'the model'} {wrong}" if wrong else f"{len(plain)} draws"
     return [
-        _row_of_draws(_comparable(session, plain), draws),
+        Row("dropout", "random draws", not wrong, name=module, note=note),
         _row_alike("generators behind the forward", {at: state for at, _, state, _ in everyone}),
         _row_alike("outputs of all ranks", {at: text for at, _, _, text in everyone}),
     ]
 
 
-def _comparable(session: Session, draws: Sequence[Draw]) -> Sequence[Draw]:
+def _comparable(session: Session, draws: list[Draw]) -> list[Draw]:
     """Return the draws without those of experts that one rank computes, for tokens of all."""
     inside = tuple(f"{path}." for path, rule in session.plan.modules.items() if rule.rule == "expert_modules")
     return [draw for draw in draws if not draw.module.startswith(inside)] if inside else draws
-
-
-def _row_of_draws(plain: Sequence[Draw], draws: Mapping[Place, Sequence[Draw]]) -> Row:
-    wrong = next(wrong_draws(plain, draws), None)
-    if wrong is None:
-        return Row("dropout", "random draws", True, note=f"{len(plain)} draws")
-    return Row("dropout", "random draws", False, name=wrong[0], note=f"{wrong[0] or 'the model'} {wrong[1]}")
 
 
 def _row_alike(what: str, found: Mapping[Place, str]) -> Row:

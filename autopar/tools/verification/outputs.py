@@ -20,10 +20,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from autopar.checks.forward import leaves
 from autopar.context_parallel.rows import rows_layout
 from autopar.distributed.mesh import MPU
 from autopar.errors import UnsupportedModelError
+from autopar.guards.forward import leaves
 from autopar.layout import Layout, even_shards
 from autopar.pipeline_parallel.outputs import complete, unavailable
 from autopar.plan.plan import ModulePlan, Plan
@@ -198,15 +198,13 @@ class Slices:
     def __init__(self, plan: Plan, mpu: MPU) -> None:
         self.plan, self.mpu = plan, mpu
         found: dict[str, Layout] = {}
-        for layout in self._planned():
+        planned = [tensor.layout for tensor in plan.tensors.values()]
+        planned += [module.layout for module in plan.modules.values()]
+        for layout in (layout for layout in planned if layout is not None):
             for part in (layout, *(Layout.of(0, [block]) for block in layout.blocks)):
                 found.setdefault(repr([(b.count, b.width, b.ranges) for b in part.blocks]), part)
         self._layouts = list(found.values())
         self._cuts: dict[tuple[int, int], list[torch.Tensor]] = {}
-
-    def _planned(self) -> Iterator[Layout]:
-        yield from (tensor.layout for tensor in self.plan.tensors.values() if tensor.layout is not None)
-        yield from (module.layout for module in self.plan.modules.values() if module.layout is not None)
 
     def compare(
         self, actual: torch.Tensor, expected: torch.Tensor, planned: ModulePlan | None, floor: float

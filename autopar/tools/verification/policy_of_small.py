@@ -80,15 +80,11 @@ def measured_kind(model: PreTrainedModel) -> str | None:
             return None
         if labels.ndim == 2 and not labels.is_floating_point():
             batch["labels"] = torch.cat([labels[:1].index_fill(1, torch.arange(2, labels.shape[1]), -100), labels[1:]])
-        batch = {name: x.double() if _is_float(x) else x for name, x in batch.items()}
+        floats = {name: x.double() for name, x in batch.items() if torch.is_tensor(x) and x.is_floating_point()}
         try:
-            return _measured(copy.deepcopy(model).eval().double(), batch)
+            return _measured(copy.deepcopy(model).eval().double(), batch | floats)
         except Exception:  # whatever its code stumbles over: fp64, a single sample
             return None
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _measured(model: Any, batch: dict[str, Any]) -> str | None:

@@ -203,18 +203,15 @@ class Report:
         if not self.memory or self.plain_memory is None:
             return None
         rows = table("memory", "weights", "gradients", "optimizer")
-        named = [(f"rank {one.rank}", one) for one in self.memory] + [("plain model", self.plain_memory)]
-        for name, one in named:
-            rows.add_row(name, *(size(each) for each in (one.weights, one.gradients, one.optimizer)))
+        for name, one in [*((f"rank {one.rank}", one) for one in self.memory), ("plain model", self.plain_memory)]:
+            rows.add_row(name, size(one.weights), size(one.gradients), size(one.optimizer))
         return rows
 
     def _sent(self) -> Table | None:
-        if not self.traffic:
-            return None
         rows = table("sent in a step by rank 0", "calls", "of together")
         for one in self.traffic:
             rows.add_row(one.kind, str(one.calls), size(one.bytes))
-        return rows
+        return rows if self.traffic else None
 
 
 def merged(everyone: Sequence[Sequence[Row]]) -> tuple[Row, ...]:
@@ -222,15 +219,14 @@ def merged(everyone: Sequence[Sequence[Row]]) -> tuple[Row, ...]:
 
     A rank that has nothing to compare leaves a row out (``holds`` None), which counts only if all do.
     """
+
+    def badness(row: Row) -> tuple[int, float]:
+        return {None: 0, True: 1, False: 2}[row.holds], -1.0 if row.difference is None else row.difference
+
     found: dict[tuple[str, str], Row] = {}
     longest = max(everyone, key=len)
     for rank, rows in sorted(enumerate(everyone), key=lambda pair: pair[1] is not longest):
         for row in rows:
             key, mine = (row.check, row.what), dataclasses.replace(row, rank=rank)
-            found[key] = max(found.get(key, mine), mine, key=_badness)
+            found[key] = max(found.get(key, mine), mine, key=badness)
     return tuple(row if row.holds is False else dataclasses.replace(row, rank=None) for row in found.values())
-
-
-def _badness(row: Row) -> tuple[int, float]:
-    order = {None: 0, True: 1, False: 2}
-    return order[row.holds], -1.0 if row.difference is None else row.difference

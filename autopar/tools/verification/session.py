@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 import autopar.api
 from autopar.config import ParallelConfig
@@ -19,6 +21,7 @@ from autopar.distributed.broadcast_data import sync_parameters
 from autopar.distributed.collectives import run
 from autopar.distributed.rng import base_seed
 from autopar.errors import type_and_text
+from autopar.foreign.tensors import Dropout
 from autopar.pipeline_parallel.losses import loss_in
 from autopar.pipeline_parallel.microbatch import label_count
 from autopar.pipeline_parallel.outputs import unavailable
@@ -27,13 +30,91 @@ from autopar.policy.load import read_user_policy
 from autopar.policy.match import DERIVE
 from autopar.policy.schema import Policy
 from autopar.quantized.layers import stored_weights
-from autopar.tensor_parallel.hooks import draw_seeds_alike
+from autopar.tensor_parallel.apply import draw_seeds_alike
 from autopar.tensor_tracking import TensorTracking, tensors_in
-from autopar.tools.verification.batches import Batch, fit, part_of
-from autopar.tools.verification.dropout import Rate, switch_off
+from autopar.tools.verification.batches import Batch, fit, on_device, part_of
 from autopar.tools.verification.outputs import Slices, named, reseed, tolerance_of, total_loss
 from autopar.tools.verification.recording import Collective
 from autopar.tools.verification.report import RankMemory
+
+_USUAL = ("p", "dropout", "attention_dropout")
+_LAYERS = re.compile(r"layer_?drop")
+
+
+class Rate(NamedTuple):
+    """One place where a rate is kept: an attribute of a module or of a config.
+
+    Attributes:
+        place: path of the module, ``config`` for all configs.
+        owner: the object itself.
+    """
+
+    place: str
+    owner: Any
+    name: str
+    value: float
+
+    def set(self, value: float) -> None:
+        """Set it; some are declared as integers, which 0 is as well."""
+        setattr(self.owner, self.name, type(self.value)(0) if value == 0 else float(value))
+
+
+def rates(model: nn.Module) -> list[Rate]:
+    """Find all rates of a model: ``p`` of dropouts, numbers called ``*drop*`` on modules and in their configs."""
+    found: list[Rate] = []
+    seen = set[int]()
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            called = "drop" in name or "jitter" in name or (name == "p" and isinstance(module, Dropout))
+            if called and type(value) in (float, int):
+                found.append(Rate(path, module, name, value))
+        config = getattr(module, "config", None)
+        if isinstance(config, PretrainedConfig):
+            found += _of_config(config, seen)
+    return found
+
+
+def _of_config(config: PretrainedConfig, seen: set[int]) -> Iterator[Rate]:
+    if id(config) in seen:
+        return
+    seen.add(id(config))
+    for name, value in vars(config).items():
+        if isinstance(value, PretrainedConfig):
+            yield from _of_config(value, seen)
+        elif ("drop" in name or "jitter" in name) and type(value) in (float, int):
+            yield Rate("config", config, name, value)
+
+
+def switch_off(model: nn.Module) -> list[Rate]:
+    """Set all rates to 0; returns them as they were."""
+    found = rates(model)
+    for rate in found:
+        rate.set(0)
+    return found
+
+
+@contextmanager
+def switched_on(models: Sequence[nn.Module], known: Sequence[Rate], default: float) -> Iterator[bool]:
+    """Switch dropout on inside, with the rates that were ``known``; gives whether any is on.
+
+    Whole layers are not dropped: which of them are, the plain model's generator and the parallel one's tell apart.
+
+    Args:
+        default: for all dropouts of the modules, where the model had none that was on.
+    """
+    values = {(rate.place, rate.name): rate.value for rate in known if rate.value and not _LAYERS.search(rate.name)}
+    if all(place == "config" and "att" not in name for place, name in values):
+        values = {}  # modules have copied theirs, and the others belong to no module
+    found = [rate for model in models for rate in rates(model)]
+    for rate in found:
+        own = default if rate.place != "config" and rate.name in _USUAL else 0.0
+        rate.set(values.get((rate.place, rate.name), 0.0) if values else own)
+    try:
+        yield bool(values) or any(rate.place != "config" and rate.name in _USUAL for rate in found)
+    finally:
+        for rate in found:
+            rate.set(0)
+
 
 __all__ = ["Batch", "PlainModelError", "Session"]
 
@@ -55,7 +136,7 @@ class Session:
     Attributes:
         plain, parallel: both without dropout; ``rates``: what they had, and of which owners in each.
         tolerance: what rounding explains.
-        exact: whether weights are kept in the plain model's dtype.
+        exact: whether weights are kept in the plain model's dtype; ``allowed``: how far they may be from its own.
         lacking: entries of the outputs that the last stage does not have (:meth:`find_lacking`).
         piped: whether batches go through ``execute_pipeline``, over stages or replicas.
         sent: collectives of the last batch and the step; ``memory``, ``plain_memory``: after the step.
@@ -84,31 +165,24 @@ class Session:
         self.plan, self.stages = self.state.plan, self.state.stages
         self.policy = str(self.state.policy.where)
         self.slices = Slices(self.plan, self.mpu)
-        self.batches = [self._placed(batch) for batch in self.batches]
+        self.batches = [on_device(batch, self.mpu.device) for batch in self.batches]
         half = DTYPES.get(config.precision)
         dtypes = {parameter.dtype for parameter in self.plain.parameters() if parameter.is_floating_point()}
         if dtypes == {torch.float64}:
-            dtypes |= self._computed_in()
+            with _Dtypes() as computed:  # the plain model's code may compute norms and losses in float32
+                self.evaluate(self.plain, self.batches[0])
+            dtypes |= computed.found
         if any(stored.whole_rows is not None for stored in stored_weights(self.plain).values()):
             dtypes.add(torch.float16)  # to which such layers round their inputs, and then to 8 bits
         self.tolerance = tolerance_of(*dtypes, *([half] if half is not None else []))
         self.exact = half is None
+        self.allowed = 0.0 if self.exact else self.tolerance
         self.piped = self.mpu.pp.size > 1 or self.mpu.dp.size > 1
         self.lacking: tuple[str, ...] = ()
         self.sent: list[Collective] = []
         self.memory: RankMemory | None = None
         self.plain_memory: RankMemory | None = None
         self.has_loss = loss_in(self.evaluate(self.plain, self.batches[0])) is not None
-
-    def _placed(self, batch: Batch) -> Batch:
-        device = self.mpu.device
-        return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-
-    def _computed_in(self) -> set[torch.dtype]:
-        """The dtypes that the plain model's code computes in: norms and losses in float32, say, whatever it is in."""
-        with _Dtypes() as dtypes:
-            self.evaluate(self.plain, self.batches[0])
-        return dtypes.found
 
     def close(self) -> None:
         """Destroy the process groups that were made."""

@@ -12,7 +12,7 @@ import functools
 import importlib
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,9 @@ def small_config(config: PretrainedConfig, *, block: int = 1) -> PretrainedConfi
 
 def _shrink(config: PretrainedConfig, block: int = 1) -> None:
     if any(_is_list(value) and _HEAD_COUNTS.fullmatch(name) for name, value in vars(config).items()):
-        _set_stages(config)  # widths and heads of its stages follow from each other
+        for name, value in vars(config).items():  # one block in each stage, whose widths follow from each other
+            if _is_list(value) and re.fullmatch(r"depths?|num_layers|encoder_depths", name):
+                setattr(config, name, type(value)([min(each, 1 if len(value) > 1 else _LAYERS) for each in value]))
         _set_fields(config, small_fields(config.model_type))
         return
     inner = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
@@ -92,7 +94,9 @@ def _shrink(config: PretrainedConfig, block: int = 1) -> None:
     for name, value in changes.items():
         setattr(config, name, value)
     _set_unset(config)
-    _set_latent(config)
+    parts = [vars(config).get(f"qk_{part}_head_dim") for part in ("rope", "nope")]
+    if all(type(part) is int for part in parts) and "qk_head_dim" in vars(config):
+        config.qk_head_dim = sum(parts)  # with and without rotary angles
     _set_rotary(config)
     _set_states(config)
     _set_fields(config, small_fields(config.model_type))
@@ -125,16 +129,11 @@ def _changes(config: PretrainedConfig, block: int) -> Iterator[tuple[str, int]]:
         elif _HIDDEN.fullmatch(name) or (value == hidden and "size" in name):
             most = _HEADS * max(_WIDTH, block)
         elif name == "image_size" and type(getattr(config, "patch_size", None)) is int:
-            most = _PATCHES * config.patch_size * _stride(config)
+            depths: Any = vars(config).get("depths")  # by which the stages of a convolutional net shrink patches
+            convolves = _is_list(depths) and not any(_HEAD_COUNTS.fullmatch(other) for other in vars(config))
+            most = _PATCHES * config.patch_size * (1 << (len(depths) - 1) if convolves else 1)
         if most is not None and value > 1:
             yield name, min(value, most)
-
-
-def _stride(config: PretrainedConfig) -> int:
-    """Return by how much the stages of a convolutional net shrink its patches; 1 for a model with heads."""
-    depths: Any = vars(config).get("depths")
-    convolves = _is_list(depths) and not any(_HEAD_COUNTS.fullmatch(name) for name in vars(config))
-    return 1 << (len(depths) - 1) if convolves else 1
 
 
 def _set_layers(config: PretrainedConfig) -> None:
@@ -143,8 +142,10 @@ def _set_layers(config: PretrainedConfig) -> None:
     for name, count in counts.items():
         listed = {key: value for key, value in vars(config).items() if _is_list(value) and len(value) == count}
         kinds: list[Any] = list(zip(*listed.values(), strict=True)) if listed else []
-        kept = sorted({kinds.index(kind) for kind in kinds}) if _are_hashable(kinds) else []
-        wanted = max(_LAYERS, *(len(pattern) for pattern in _patterns(config)), 0)
+        hashable = all(isinstance(entry, str | int | float | bool | None) for kind in kinds for entry in kind)
+        kept = sorted({kinds.index(kind) for kind in kinds}) if hashable else []
+        pattern: Any = vars(config).get("block_types")  # kinds of blocks that come again and again
+        wanted = max(_LAYERS, len(pattern) if isinstance(pattern, list) else 0)
         kept = kept[:_EXPERTS] + [place for place in range(count) if place not in kept][: max(0, wanted - len(kept))]
         kept = sorted(kept)
         for key, of_layers in listed.items():
@@ -159,19 +160,6 @@ def _set_layers(config: PretrainedConfig) -> None:
     for name, value in list(vars(config).items()):
         if re.fullmatch(r".*layer_(indices|idx|ids)", name) and isinstance(value, list) and value:
             setattr(config, name, [place for place in value if type(place) is int and place < last] or [last])
-
-
-def _patterns(config: PretrainedConfig) -> Iterator[Sequence[Any]]:
-    """Lists of kinds of blocks that come again and again."""
-    yield ()
-    yield from (value for name, value in vars(config).items() if name in ("block_types",) and isinstance(value, list))
-
-
-def _set_stages(config: PretrainedConfig) -> None:
-    """Keep one block in each stage of a model whose stages have other widths."""
-    for name, value in vars(config).items():
-        if _is_list(value) and re.fullmatch(r"depths?|num_layers|encoder_depths", name):
-            setattr(config, name, type(value)([min(each, 1 if len(value) > 1 else _LAYERS) for each in value]))
 
 
 def _set_fields(config: PretrainedConfig, fields: Mapping[str, Any]) -> None:
@@ -193,13 +181,6 @@ def _set_unset(config: PretrainedConfig) -> None:
     for name, value in values.items():
         if name in found and found[name] is None:
             setattr(config, name, value)
-
-
-def _set_latent(config: PretrainedConfig) -> None:
-    """Let the width of a latent head be that of its parts, with and without rotary angles."""
-    parts = [vars(config).get(f"qk_{part}_head_dim") for part in ("rope", "nope")]
-    if all(type(part) is int for part in parts) and "qk_head_dim" in vars(config):
-        config.qk_head_dim = sum(parts)
 
 
 def _set_states(config: PretrainedConfig) -> None:
@@ -247,10 +228,6 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple)
 
 
-def _are_hashable(kinds: list[Any]) -> bool:
-    return all(isinstance(entry, str | int | float | bool | type(None)) for kind in kinds for entry in kind)
-
-
 def _tokens(config: PretrainedConfig, vocabulary: Any) -> Iterator[tuple[str, Any]]:
     """Special tokens inside of the vocabulary, each another one."""
     if type(vocabulary) is not int:
@@ -283,7 +260,9 @@ def build_small(
     Raises:
         ConfigError: the small config fits no model of the class.
     """
-    own = _config_for(kind.config_class or PretrainedConfig, config)
+    wanted: Any = kind.config_class or PretrainedConfig  # of a model with several towers the config of this class
+    inner = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
+    own = next((each for each in (config, *inner) if isinstance(each, wanted)), config)
     try:
         model = _built(kind, small_config(own, block=block))
     except Exception as error:  # whatever a constructor stumbles over
@@ -334,12 +313,6 @@ def _runs(model: PreTrainedModel) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def _config_for(wanted: Any, config: PretrainedConfig) -> PretrainedConfig:
-    """The config itself, or of a model with several towers the one of this class; some classes take another type's."""
-    inner = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
-    return next((each for each in (config, *inner) if isinstance(each, wanted)), config)
 
 
 def randomise(model: nn.Module) -> nn.Module:

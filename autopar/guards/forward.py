@@ -1,0 +1,514 @@
+"""Compare over tp and cp, when a forward begins, what ranks that get the same batch must have in common.
+
+One small all-reduce at the start of the model's forward carries eight numbers: a digest of the call (mode, shapes,
+optimizer steps made so far), of the inputs' contents, of the random generators that the model draws from, of a sample
+of the replicated weights; and of a sample of a sharded weight, of the gradient and of the optimizer's state that a
+sharded weight had in the last step, which must *differ* over tp; and whether sharded weights were written into without
+an optimizer's step: then, and in the first forwards, the shards of all of them must differ. Every rank gets the largest
+and the smallest of each, and so the same result. Only where it is wrong do ranks exchange the values that the error
+names.
+
+It comes before the first collective of the forward, so a batch of another length is an error here, not an aborted
+process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import math
+import operator
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import extremes_over
+from autopar.distributed.digest import hexdigest, of_tensor, of_text, of_values, sums_of_bits
+from autopar.distributed.failures import FailureLog
+from autopar.distributed.mesh import MPU
+from autopar.distributed.rng import Generators, begun_stream
+from autopar.distributed.shard_reads import PLAIN
+from autopar.errors import ConsistencyError
+from autopar.foreign.tensors import local_part, no_overrides, own_parameters, writes_into
+from autopar.foreign.transformers import CACHES
+from autopar.guards.messages import different, explanation, group_call, same_gradient, same_shard
+from autopar.guards.step import StepCheck, listen, some_rows
+from autopar.quantized.layers import without_memory
+
+_WATCHED = 4  # first forwards of a mode in which it is seen which generators the model draws from
+_WATCHED_AGAIN = 16  # and every so many later ones
+_ELEMENTS = 16384  # of one sample
+_TENSORS = 8  # replicated weights in one sample, at most
+_FEW = 256  # elements from which on shards of parameters that are not called ``weight`` are compared
+_FIRST = (1024, 64, 16)  # of one sharded weight, if it has as many
+_IS_TRAINED = operator.attrgetter("requires_grad")
+
+
+class _Verdict(NamedTuple):
+    alike: bool
+    same_shard: bool
+    same_step: bool
+    redrawn: bool
+
+
+class ForwardCheck:
+    """Compare over tp and cp, at the start of the model's forwards.
+
+    Args:
+        draws: Returns whether the model draws random numbers, in training (True) or in evaluation.
+        steps: Counts and digests of optimizer steps.
+        every: Compare contents, generators and weights on every ``every``-th forward, and on the first of each mode;
+            0 compares on the first of each mode and nothing, not even shapes, on the others.
+
+    After every ``steps.whole_every``-th step all replicated weights are compared, not a sample.
+
+    Attributes:
+        hooks: Places of user-defined hooks that gather.
+    """
+
+    def __init__(
+        self, mpu: MPU, failures: FailureLog, draws: Callable[[bool], bool], steps: StepCheck, every: int
+    ) -> None:
+        self._whole_after = 0  # steps after which all replicated weights were compared last
+        self.mpu, self.failures, self.draws, self.steps, self.every = mpu, failures, draws, steps, every
+        self._left = -1  # forwards that are still compared inside first_only; -1 outside
+        self._watches = True
+        self._samples = WeightSamples(fsdp=mpu.cp.size == 1)
+        self._forwards = {True: 0, False: 0}  # so far, in training and in evaluation
+        self._drawn: dict[bool, set[str]] = {True: set(), False: set()}  # generators that the model draws from
+        self._before: dict[str, str] | None = None
+        self.hooks = ""
+        self._redrawn = 0  # forwards before which sharded weights were written into without a step
+        listen(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardCheck:
+        copied = memo[id(self)] = copy.copy(self)
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        copied._count_anew()
+        listen(copied)
+        return copied
+
+    def find_sharded(self, model: nn.Module) -> None:
+        """Find the sharded weights whose shards differ: heads may be copies of each other. A collective of tp."""
+        self._samples.find_sharded(model, self.mpu.tp)
+        self.steps.watch(set(self._samples.apart))
+
+    # -- around a forward ------------------------------------------------------------------------------------------
+
+    def before_forward(
+        self, model: nn.Module, arguments: Mapping[str, Any], *, compiled: bool = False, going_on: bool = False
+    ) -> None:
+        """Compare the call, inputs, generators and weights. A collective of the tp and cp axes.
+
+        Args:
+            arguments: Arguments by name (:func:`named_arguments`).
+            compiled: Whether the forward is a graph, after which :meth:`after_forward` is not called.
+            going_on: Whether the forward is given a cache that an earlier one has filled. In evaluation weights were
+                compared there, and are again in one of :data:`_WATCHED_AGAIN` forwards.
+
+        Raises:
+            ConsistencyError: on every rank of the axis; names what differs, and both values.
+        """
+        if self._left == 0:
+            return
+        self._left = max(self._left - 1, -1)
+        number = self._forwards[model.training]
+        self._forwards[model.training] += 1
+        whole = self._is_whole(model)
+        full = number == 0 or whole or (self.every > 0 and number % self.every == 0)
+        if not full and not self.every:
+            return
+        self._samples.collect(model)
+        seen = self._described(model, arguments, going_on=going_on)
+        numbers = [of_text(repr(seen))]
+        brief = going_on and full and not model.training and 0 < self.every <= number % _WATCHED_AGAIN
+        if full:
+            watched = self._watches and not compiled and (number < _WATCHED or number % _WATCHED_AGAIN == 0)
+            self._before = Generators.now().digests() if watched and not brief else None
+            numbers += [of_values(arguments), of_text(repr(self._states(model)))]
+            numbers += [] if brief else self._samples_of_weights(whole=whole)
+        else:
+            self._before = None
+        verdict = self._compare(numbers)
+        if self.steps.last_shard is not None and verdict.same_step:
+            raise ConsistencyError(same_gradient(self.mpu.tp.ranks, self.steps.last_shard.name, group_call(self.mpu)))
+        if verdict.same_shard:
+            raise ConsistencyError(same_shard(self.mpu.tp.ranks, group_call(self.mpu)))
+        if not verdict.alike:
+            self._raise(model, arguments, seen, full=full)
+        self._redrawn += verdict.redrawn
+        due = verdict.redrawn and (self._redrawn <= _WATCHED or self._redrawn % _WATCHED_AGAIN == 0)
+        if full and not brief and (number == 0 or due):
+            with self.failures.wait("comparing the shards of weights", self.mpu.tp.ranks):
+                equal = self._samples.equal_shards(model, self.mpu.tp)
+            if equal:
+                raise ConsistencyError(same_shard(self.mpu.tp.ranks, group_call(self.mpu), equal))
+
+    def after_step(self, *_: Any) -> None:
+        """Note what an optimizer has written into sharded weights."""
+        self._samples.note_written()
+
+    def after_forward(self, model: nn.Module) -> None:
+        """Find the generators that the forward drew from: from then on their states are compared, and these at once.
+
+        A collective of the axes where it drew from one for the first time, which it does on all ranks.
+        """
+        before, self._before = self._before, None
+        if before is None:
+            return
+        now, begun = Generators.now().digests(), begun_stream()
+        new = {name for name, state in now.items() if state not in (before.get(name, state), begun.get(name))}
+        new -= self._drawn[model.training]
+        if new:
+            self._drawn[model.training] |= new
+            states = {name: before[name] for name in sorted(new)}
+            if not self._compare([of_text(repr(states))]).alike:
+                self._raise(model, {}, states, full=False)
+
+    def check_call(self, call: str) -> None:
+        """Check that all ranks make this ``call``, before its first collective. A collective of the tp and cp axes.
+
+        Raises:
+            ConsistencyError: another rank does something else, a forward for instance.
+        """
+        seen = {"call": call, "optimizer steps so far": str(self.steps.made)}
+        if not self._compare([of_text(repr(seen))]).alike:
+            self._raise(None, {}, seen, full=False)
+
+    def report(self, call: str) -> None:
+        """Take part in the collectives of :meth:`before_forward` on a rank that does not begin the forward.
+
+        Peers that begin one raise and quote ``call``.
+        """
+        if self._left != 0 and self.every and not self._compare([of_text("refused")]).alike:
+            self._count_anew()
+            everyone = [{"call": call}] * self.mpu.tp_cp.size
+            dist.all_gather_object(everyone, {"call": call}, group=self.mpu.tp_cp.group)
+
+    @contextlib.contextmanager
+    def first_only(self, compare: bool = True, watch: bool = True) -> Iterator[None]:
+        """Compare the first forward inside, and no other: the later ones are computed from its result.
+
+        Args:
+            compare: False compares none.
+            watch: Whether to see which generators the model draws from; not where other threads may draw from them.
+        """
+        before = self._left, self._watches
+        self._left, self._watches = int(compare) if self._left else 0, watch
+        try:
+            yield
+        finally:
+            self._left, self._watches = before
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the next forward is not compared: a later one inside :meth:`first_only`."""
+        return self._left == 0
+
+    def reset(self) -> None:
+        """Collect the weights anew: modules have changed."""
+        self._samples.reset()
+
+    def _count_anew(self) -> None:
+        """After a disagreement ranks may have counted apart: what the next forwards compare follows from the counts."""
+        self._forwards = dict.fromkeys(self._forwards, 0)
+        self._samples.count_anew()
+
+    # -- what is compared ------------------------------------------------------------------------------------------
+
+    def _is_whole(self, model: nn.Module) -> bool:
+        """Return whether this is the first training forward after a step whose weights are all compared."""
+        made, every = self.steps.made, self.steps.whole_every
+        due = every > 0 and model.training and made // every > self._whole_after // every
+        self._whole_after = made if due else self._whole_after
+        return due
+
+    def _described(self, model: nn.Module, arguments: Mapping[str, Any], *, going_on: bool) -> dict[str, str]:
+        """Describe the call: what ranks compare in every forward."""
+        seen = {"call": f"forward of {type(model).__name__}", "training mode": str(model.training)}
+        seen |= {"optimizer steps so far": str(self.steps.made), "optimizer settings": self.steps.settings}
+        seen["weights that are trained"] = f"{of_text(self._samples.trained()):x}"[:8]
+        seen |= {"hooks that see whole tensors": self.hooks} if self.hooks else {}
+        seen |= {"goes on from a cache": "yes"} if going_on else {}
+        for name, value in leaves(arguments):
+            if isinstance(value, torch.Tensor):
+                wants = ", wants a gradient" if value.requires_grad else ""
+                seen[name] = f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}{wants}"
+            elif isinstance(value, bool | int | float | str):
+                seen[name] = repr(value)
+        return seen
+
+    def _samples_of_weights(self, *, whole: bool) -> list[int]:
+        """Return digests of replicated weights; and those that must differ, of sharded weights and the last step."""
+        weights = sums_of_bits(self._samples.replicated(whole=whole))
+        shard, last = self._samples.sharded(), self.steps.last_shard
+        apart = -1 - self.mpu.tp_cp.rank
+        redrawn = self._samples.redrawn()
+        return [
+            of_text(repr(weights)),
+            apart if shard is None else of_tensor(shard),
+            *([apart, apart] if last is None else last.digests(apart)),
+            int(redrawn),
+        ]
+
+    def _states(self, model: nn.Module) -> dict[str, str]:
+        """The states of the generators that the model draws from."""
+        drawn = set(self._drawn[model.training])
+        if self.draws(model.training):
+            on_gpu = self.mpu.device.type != "cpu"
+            drawn |= {"random state of torch"} | ({"random state of torch (GPU)"} if on_gpu else set())
+        known = (self._before or Generators.now().digests()) if drawn else {}
+        return {name: known[name] for name in sorted(drawn) if name in known}
+
+    def _compare(self, numbers: list[int]) -> _Verdict:
+        """Compare up to four digests that must be alike and three that must differ; those that are missing do.
+
+        The last number is whether sharded weights were redrawn, on any rank. The values that must differ are compared
+        over tp and cp together: cp ranks hold the same, so all are equal only if those of one tensor-parallel group
+        are.
+        """
+        axis, alike, missing = self.mpu.tp_cp, numbers[:4], [-1 - self.mpu.tp_cp.rank] * 3
+        numbers = [*alike, *[0] * (4 - len(alike)), *(numbers[4:] or [*missing, 0])]
+        with self.failures.wait("comparing what the forward begins with", axis.ranks):
+            largest, smallest = extremes_over(axis, numbers)
+        same = list(map(operator.eq, largest, smallest))
+        return _Verdict(all(same[:4]), same[4], same[5] or same[6], largest[7] > 0)
+
+    def _raise(
+        self, model: nn.Module | None, arguments: Mapping[str, Any], seen: dict[str, str], *, full: bool
+    ) -> None:
+        axis, mine = self.mpu.tp_cp, dict(seen)
+        if model is not None and "weights that are trained" in mine:
+            mine |= {f"requires_grad of {name}": str(p.requires_grad) for name, p in model.named_parameters()}
+            del mine["weights that are trained"]
+        if full and model is not None:
+            for name, value in leaves(arguments):
+                if isinstance(value, torch.Tensor) and not value.is_meta:
+                    wants = ", wants a gradient" if value.requires_grad else ""
+                    mine[name] = f"{list(value.shape)} {hexdigest(local_part(value))}{wants}"
+            mine |= self._states(model)
+            mine |= {f"weight {name}": hexdigest(weight) for name, weight in self._samples.named()}
+        everyone = [mine] * axis.size
+        with self.failures.wait("comparing what the forward begins with", axis.ranks):
+            dist.all_gather_object(everyone, mine, group=axis.group)
+        self._count_anew()
+        weights = (name.removeprefix("weight ") for name in different(everyone) if name.startswith("weight "))
+        kinds = [name for name, its in (("tensor", self.mpu.tp), ("context", self.mpu.cp)) if its.size > 1]
+        text = explanation(everyone, list(axis.ranks), f"{'- and '.join(kinds)}-parallel")
+        raise ConsistencyError(text, next(weights, ""))
+
+
+def named_arguments(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a forward by name (``names``: :func:`parameters_of`), without this rank's cache."""
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    return {name: value for name, value in named.items() if name not in CACHES}
+
+
+def parameters_of(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of what the forward of ``model`` takes."""
+    return tuple(name for name in inspect.signature(type(model).forward).parameters if name != "self")
+
+
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the entries of nested arguments, by names such as ``images[0].mask``."""
+    if isinstance(value, Mapping):
+        entries = [(f"{name}.{key}" if name else str(key), entry) for key, entry in value.items()]
+    elif isinstance(value, list | tuple):
+        entries = [(f"{name}[{index}]", entry) for index, entry in enumerate(value)]
+    else:
+        yield name, value
+        return
+    for inside, entry in entries:
+        if isinstance(entry, Mapping | list | tuple):
+            yield from leaves(entry, inside)
+        else:
+            yield inside, entry
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+class WeightSamples:
+    """Samples of the weights of one model, of other elements each time.
+
+    Args:
+        fsdp: Also sample replicated weights that FSDP has sharded: the ranks that compare have the same rows of them,
+            as those of a tensor-parallel group do, and those of a context-parallel one do not.
+
+    Attributes:
+        apart: ``id(weight)`` -> the sharded weights whose shards differ.
+    """
+
+    _seen: tuple[int, list[int], torch.Tensor] | None = None  # writes into sharded weights, their places, elements
+
+    def __init__(self, *, fsdp: bool = True) -> None:
+        self._fsdp = fsdp
+        self._replicated: list[tuple[str, Mapping[str, Any], str, nn.Parameter]] = []
+        self.apart: dict[int, nn.Parameter] = {}
+        self._sharded: list[nn.Parameter] = []
+        self._all: list[nn.Parameter] = []
+        self._model: weakref.ref[nn.Module] | None = None  # of these weights
+        self._next = self._next_sharded = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightSamples:
+        copied = memo[id(self)] = WeightSamples(fsdp=self._fsdp)
+        apart = [copy.deepcopy(weight, memo) for weight in self.apart.values()]
+        copied.apart = {id(weight): weight for weight in apart}
+        return copied
+
+    def find_sharded(self, model: nn.Module, axis: Axis) -> None:
+        """Find the sharded weights whose shards differ: heads may be copies of each other. A collective of the axis."""
+        weights = list(_sharded_weights(model))
+        if not weights:
+            return
+        parts = [first_elements(weight) for weight in weights]
+        digests = [0 if part is None else of_tensor(part) for part in parts]
+        largest, smallest = extremes_over(axis, [*digests, *(part is None for part in parts)])
+        differ = [high != low for high, low in zip(largest, smallest, strict=True)]
+        found = zip(weights, differ, largest[len(weights) :], strict=False)
+        self.apart = {id(weight): weight for weight, apart, missing in found if apart and not missing}
+
+    def collect(self, model: nn.Module) -> None:
+        """Collect the weights of ``model``, unless they are those of the last call."""
+        if self._model is None or self._model() is not model:
+            self._model = weakref.ref(model)
+            kept = [(name, p) for name, p in _replicated(model) if self._fsdp or not isinstance(p, DTensor)]
+            places = [(name, *name.rpartition(".")[::2], p) for name, p in kept]
+            owners = {path: own_parameters(model.get_submodule(path)) for _, path, _, _ in places}
+            self._replicated = [(name, owners[path], leaf, p) for name, path, leaf, p in places]
+            self._all = list(model.parameters())
+            self._sharded = [weight for weight in _sharded_weights(model) if id(weight) in self.apart]
+
+    def reset(self) -> None:
+        """Collect the weights anew at the next sample."""
+        self._model = None
+
+    def count_anew(self) -> None:
+        """Begin with the first weights again."""
+        self._next = self._next_sharded = 0
+
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the replicated weights by name; in ``torch.func.functional_call`` those that it was given."""
+        return [(name, _current(held, leaf, known)) for name, held, leaf, known in self._replicated]
+
+    def trained(self) -> bytes:
+        """Return for each weight whether it is trained."""
+        with no_overrides():
+            return bytes(map(_IS_TRAINED, self._all))
+
+    def replicated(self, *, whole: bool = False) -> list[torch.Tensor]:
+        """Sample some replicated weights; with ``whole`` return all of them."""
+        if whole:
+            return [weight for _, weight in self.named()]
+        left, sample = _ELEMENTS, list[torch.Tensor]()
+        for _ in range(min(_TENSORS, len(self._replicated))):
+            turn, place = divmod(self._next, len(self._replicated))
+            part = _current(*self._replicated[place][1:])
+            part = part if part.numel() <= _ELEMENTS else some_rows(part, turn, _ELEMENTS)
+            if sample and part.numel() > left:
+                break
+            left -= part.numel()
+            sample.append(part)
+            self._next += 1
+        return sample
+
+    def sharded(self) -> torch.Tensor | None:
+        """Sample a sharded weight; None if there is none, or if its elements are all the same number."""
+        self._next_sharded += 1
+        return first_elements(self._sharded[self._next_sharded % len(self._sharded)]) if self._sharded else None
+
+    def redrawn(self) -> bool:
+        """Return whether sharded weights were written into since the last call, but by an optimizer's step."""
+        before, now = self._seen, self._written()
+        self._seen = now
+        return before is not None and (before[:2] != now[:2] or not torch.equal(before[2], now[2]))
+
+    def note_written(self) -> None:
+        """Take what was written into sharded weights until now for an optimizer's step."""
+        self._seen = self._written()
+
+    def _written(self) -> tuple[int, list[int], torch.Tensor]:
+        """Return writes that torch counted (not those by ``.data``), places of the weights, and an element of each.
+
+        Elements are those that can be joined: on one device, of two bytes or more. They are copies: a view would keep
+        the memory of a weight that has moved elsewhere.
+        """
+        with no_overrides(), torch.no_grad():
+            weights = self._sharded
+            places = list(map(torch.Tensor.data_ptr, weights))
+            firsts = [
+                w.as_strided((1,), (1,))
+                for w in weights
+                if w.numel() and w.element_size() > 1 and w.device == weights[0].device
+            ]
+            return writes_into(weights), places, torch.cat(firsts) if firsts else torch.empty(0)
+
+    def equal_shards(self, model: nn.Module, axis: Axis) -> list[str]:
+        """Return the names of the sharded weights whose shards are all equal now. A collective of the axis."""
+        parts = [first_elements(weight) for weight in self._sharded]
+        apart = -1 - axis.rank
+        largest, smallest = extremes_over(axis, [apart if part is None else of_tensor(part) for part in parts])
+        equal = {id(w) for w, high, low in zip(self._sharded, largest, smallest, strict=True) if high == low}
+        return [name for name, weight in model.named_parameters() if id(weight) in equal]
+
+
+def _current(held: Mapping[str, Any], leaf: str, known: nn.Parameter) -> torch.Tensor:
+    """Return what a forward that begins now uses as this weight, of the parameters that a module holds."""
+    found: nn.Parameter | None = held.get(leaf)
+    return local_part(known) if found is None or isinstance(known, DTensor) else found.detach()
+
+
+def _replicated(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that are replicated over tp and have memory, which torchao's have not."""
+    sharded = without_memory(model)
+    for module in model.modules():
+        axis: Axis | None = vars(module).get("tp")
+        for name, layout in vars(module).get("autopar_layouts", {}).items():
+            if axis is not None and any(layout.ranges(rank) != layout.ranges(0) for rank in range(axis.size)):
+                sharded.add(id(own_parameters(module).get(name)))
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in sharded and not parameter.is_meta and local_part(parameter).numel():
+            yield name, parameter
+
+
+def first_elements(weight: torch.Tensor) -> torch.Tensor | None:
+    """Return some elements of a shard; None if there are none, or all are the same number, or not numbers.
+
+    Shards of unequal sizes that are drawn under one seed begin alike: so there are few kinds of lengths.
+    """
+    with no_overrides():
+        count = weight.numel()
+        length = next(filter(count.__ge__, _FIRST), count)
+        if not length or weight.ndim == 0:
+            return None
+        part = weight.detach()
+        while part.ndim > 1 and part[0].numel() >= length:
+            part = part[0]
+        part = part[: -(-length * len(part) // part.numel())].flatten()[:length]
+        numbers = torch.view_as_real(part) if part.is_complex() else part.float() if part.element_size() == 1 else part
+        low, high = torch.stack(numbers.aminmax()).tolist()
+    return part if low < high and math.isfinite(low) and math.isfinite(high) else None
+
+
+def _sharded_weights(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Weights, tables of experts and the like of which each tp rank holds another shard.
+
+    Not what may well have the same few numbers on all ranks: biases, and others with few elements.
+    """
+    for module in model.modules():
+        parameters = own_parameters(module)
+        for name, layout in vars(module).get("autopar_layouts", {}).items():
+            weight = parameters.get(name)
+            if weight is None or type(weight) not in PLAIN or layout.replicated or weight.is_meta:
+                continue
+            beside = math.prod(size for dim, size in enumerate(weight.shape) if dim != layout.dim)
+            least = beside * min(layout.local_size(rank) for rank in range(layout.axis_size))  # alike on all ranks
+            if name == "weight" or (weight.ndim > 1 and least >= _FEW):
+                yield weight

@@ -1,0 +1,371 @@
+"""Check what user code changes about a model after ``initialize``: modules in it, and wrappers around it.
+
+A module that comes later (an adapter, a new head, a parametrization) computes with this rank's shard as if it were the
+full weight, and nothing in its numbers shows it. So each forward begins with a comparison of the tree: objects are
+compared by identity, which takes a fraction of a millisecond.
+
+Tensor-parallel ranks and stages hold different shards under the same names. A wrapper that copies or averages
+parameters over them (DistributedDataParallel over all ranks) makes one shard of all, silently where the shards are
+equally large. torch calls its global hooks when a module becomes part of another one (``DistributedDataParallel``
+registers what it wraps before it sends anything) and before an optimizer steps; groups are compared there, and before
+a forward, on each rank by itself. The ranks of one axis partition the world, so a group that reaches beyond the
+replicas of one of its ranks does for all, and every rank raises.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from autopar.adapters import is_adapted, is_peft_model, tuner_layers
+from autopar.distributed.mesh import MPU
+from autopar.errors import ConfigError
+from autopar.foreign.c10d import left_out_of_ddp, meshes_of_fsdp
+from autopar.foreign.tensors import no_overrides, own_modules, own_parameters
+from autopar.foreign.transformers import forget_own_adapters
+from autopar.guards.messages import group_call
+from autopar.guards.step import forget, listen
+
+_WHEN = (
+    "  Add or replace modules (adapters, heads, parametrizations) before autopar.initialize, or take the model back\n"
+    "  with autopar.deparallelize(model), change it, and initialize it again."
+)
+
+_ADAPTERS = (
+    "  Adapters come first: model = autopar.initialize(peft.get_peft_model(plain_model, lora_config), config).\n"
+    "  On a model that is parallelized already: autopar.integrations.get_peft_model(model, lora_config).\n"
+    "  Where the plain model is too large for one process, build it, with its adapters, in autopar.lazy_init()."
+)
+
+
+class _Seen(NamedTuple):
+    module: nn.Module
+    path: str
+    kind: type[nn.Module]
+    children: list[nn.Module | None]
+    parameters: dict[str, nn.Parameter | None]  # of the module itself
+    shapes: dict[str, torch.Size | None]
+
+
+class ModuleTree:
+    """The module tree of a tensor-parallel model, as it was when last checked."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._remember(model)
+
+    def _remember(self, model: nn.Module) -> None:
+        self._seen = _look(model)
+        self._modules = [seen.module for seen in self._seen]
+        self._kinds = [seen.kind for seen in self._seen]
+        self._sizes, self._objects = _contents(self._modules)
+        self._parameters = [x for x in self._objects if isinstance(x, nn.Parameter) and not _is_packed(x)]
+        self._shapes = list(map(_SHAPE, self._parameters))
+
+    def _is_unchanged(self) -> bool:
+        sizes, now = _contents(self._modules)
+        with no_overrides():
+            return (
+                list(map(type, self._modules)) == self._kinds
+                and sizes == self._sizes
+                and all(map(operator.is_, now, self._objects))
+                and list(map(_SHAPE, self._parameters)) == self._shapes
+            )
+
+    @property
+    def model(self) -> nn.Module:
+        """The model whose tree it is."""
+        return self._seen[0].module
+
+    def check(self, model: nn.Module) -> bool:
+        """Compare the tree with the last one; True if it has changed in a way that sharding allows.
+
+        Modules without parameters may come and go, modules may be wrapped, a parameter may be replaced by one of the
+        same shape, whole blocks may be removed, and FSDP may turn parameters into DTensors.
+
+        Raises:
+            ConfigError: parameters are new, or a sharded one was resized, renamed, parametrized or replaced; the
+                next forward raises as well.
+        """
+        if self._is_unchanged():
+            return False
+        _check_parameters(model, self._seen)
+        _check_layers(model, self._seen)
+        self._remember(model)
+        return True
+
+
+def _is_packed(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter holds bytes of a quantized weight, which its library may pack otherwise."""
+    return not parameter.is_floating_point() and not parameter.requires_grad
+
+
+def _look(model: nn.Module) -> list[_Seen]:
+    found = []
+    for path, module in model.named_modules():
+        parameters = dict(own_parameters(module))
+        shapes = {name: None if p is None else p.shape for name, p in parameters.items()}
+        found.append(_Seen(module, path, type(module), list(own_modules(module).values()), parameters, shapes))
+    return found
+
+
+_CHILDREN, _PARAMETERS = operator.attrgetter("_modules"), operator.attrgetter("_parameters")
+_VALUES, _SHAPE = operator.methodcaller("values"), operator.attrgetter("shape")
+
+
+def _contents(modules: Sequence[nn.Module]) -> tuple[list[int], list[Any]]:
+    """Count the children and parameters of each module, and list them in order; for every forward, so only in C."""
+    held = [*map(_CHILDREN, modules), *map(_PARAMETERS, modules)]
+    return list(map(len, held)), list(chain.from_iterable(map(_VALUES, held)))
+
+
+def _check_parameters(model: nn.Module, before: list[_Seen]) -> None:
+    """Raise if a parameter is neither an old one nor replaces one of its shape."""
+    known = {id(parameter) for seen in before for parameter in seen.parameters.values()}
+    shapes = {(id(seen.module), name): shape for seen in before for name, shape in seen.shapes.items()}
+    new = []
+    for path, module in model.named_modules():
+        for name, parameter in own_parameters(module).items():
+            if parameter is None or isinstance(parameter, DTensor) or _is_packed(parameter):
+                continue
+            place = (id(module), name)
+            if place in shapes and shapes[place] == parameter.shape:
+                continue
+            if id(parameter) not in known:
+                new.append(f"{path}.{name}" if path else name)
+            elif place in shapes:
+                was = shapes[place]
+                raise ConfigError(
+                    f"{path}.{name} of {type(model).__name__} has another shape than autopar.initialize gave it: it "
+                    f"holds a shard.\n  Now {list(parameter.shape)}, then {was and list(was)} on this rank.\n{_WHEN}"
+                )
+    if new:
+        more = " ..." if len(new) > 3 else ""
+        adapted = next(tuner_layers(model), None)
+        raise ConfigError(
+            f"{len(new)} parameters of {type(model).__name__} came after autopar.initialize, which does not know how "
+            f"they are to be sharded: {', '.join(new[:3])}{more}\n{_WHEN if adapted is None else _ADAPTERS}"
+        )
+
+
+def _check_layers(model: nn.Module, before: list[_Seen]) -> None:
+    """Raise if a parallel layer has changed, or was taken out of its parent."""
+    now = {id(module) for module in model.modules()}
+    parents = {id(child): seen for seen in before for child in seen.children if child is not None}
+    for seen in before:
+        plan: Any = vars(seen.module).get("autopar")
+        if plan is None:
+            continue
+        if id(seen.module) not in now:
+            parent = parents.get(id(seen.module))
+            if parent is not None and id(parent.module) in now and not plan.gather_output:
+                _refuse(model, seen, "was taken out or replaced")
+        elif not issubclass(type(seen.module), seen.kind):
+            _refuse(model, seen, f"is a {type(seen.module).__name__} now (parametrized?)")
+        elif own_parameters(seen.module).keys() != seen.parameters.keys():
+            now_held = ", ".join(own_parameters(seen.module)) or "no parameter"
+            _refuse(model, seen, f"holds {now_held} now, and held {', '.join(seen.parameters)}")
+
+
+def _refuse(model: nn.Module, seen: _Seen, what: str) -> None:
+    raise ConfigError(
+        f"{seen.path} of {type(model).__name__}, a {seen.kind.__name__} since autopar.initialize, {what}: what was put "
+        f"there would compute with this rank's shard as if it were the whole weight.\n{_WHEN}"
+    )
+
+
+# -- wrappers ----------------------------------------------------------------------------------------------------------
+
+_MESH = 'mesh=model.mpu.mesh["dp"]'
+
+
+def _mesh_of(mpu: MPU) -> str:
+    return "mesh=model.mpu.dp_cp_mesh" if mpu.cp.size > 1 else _MESH
+
+
+class WrapperCheck:
+    """Check wrappers of ``model`` as long as it lives and is parallel, where ranks hold different shards.
+
+    Args:
+        shares_experts: Whether replicas hold different experts.
+        fully_sharded: Whether autopar calls ``fully_shard``, which shards experts over other ranks than the rest.
+    """
+
+    def __init__(
+        self, model: nn.Module, mpu: MPU, *, shares_experts: bool = False, fully_sharded: bool = False
+    ) -> None:
+        self.mpu, self._shares, self._fully_sharded = mpu, shares_experts, fully_sharded
+        self._model = weakref.ref(model)
+        self._handle: Any = None
+        if mpu.model.size > 1 or shares_experts or fully_sharded:
+            listen(self)
+            self._handle = model.register_forward_pre_hook(self._on_forward)
+        self._kind = type(model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WrapperCheck:
+        return self
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        forget(self)
+        if self._handle is not None:
+            self._handle.remove()
+
+    def before_registration(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
+            if submodule is not None and self._is_ours(submodule.modules()):
+                if self._fully_sharded:
+                    raise ConfigError(
+                        f"{type(module).__name__} around a model with zero.stage 2 or 3: torch's FSDP2 averages its "
+                        "gradients over the replicas already.\n  Leave the wrapper out."
+                    )
+                _check_group(type(module).__name__, module.process_group, self.mpu)
+                if self._shares:
+                    self._leave_to_us(module, submodule)
+                if isinstance(module, FullyShardedDataParallel):
+                    vars(module)["clip_grad_norm_"] = refuse_flat
+        elif isinstance(submodule, nn.SyncBatchNorm) and self._is_ours([module]):
+            _check_group("SyncBatchNorm", submodule.process_group, self.mpu)
+        elif name == "base_layer" and submodule is not None and is_adapted(module) and self._is_ours([submodule]):
+            self._refuse_adapters()
+        elif name == "base_model" and is_peft_model(module) and submodule is not None and self._is_ours([submodule]):
+            self._refuse_adapters()  # prompts and prefixes: a PeftModel around the model itself
+
+    def _leave_to_us(self, wrapper: Any, inside: nn.Module) -> None:
+        """Check that a wrapper leaves the experts out, which other replicas hold others of."""
+        states = (vars(module).get("_autopar") for module in inside.modules())  # of the model, or of a copy
+        found = [state.dp.experts for state in states if state is not None and state.mpu is self.mpu]
+        own = {parameter for experts in found for parameter in experts.parameters}
+        names = {name for name, parameter in inside.named_parameters() if parameter in own}
+        if names and not (isinstance(wrapper, DistributedDataParallel) and names <= left_out_of_ddp(wrapper)):
+            raise ConfigError(
+                f"{type(wrapper).__name__} would average experts over all replicas: with expert_parallel_size="
+                f"{self.mpu.ep.size} above tensor_parallel_size={self.mpu.tp.size}\n  replicas hold different ones, "
+                f"{min(names)} for instance. Wrap DistributedDataParallel around what\n  autopar.initialize returned "
+                "itself, which has told it to leave them out."
+            )
+        for experts in found if isinstance(wrapper, DistributedDataParallel) else ():
+            experts.inside(wrapper)
+
+    def when_new(self, optimizer: torch.optim.Optimizer) -> None:
+        model = self._model()
+        if model is None:
+            return
+        own = {id(parameter) for parameter in model.parameters()}
+        parameters = [p for row in optimizer.param_groups for p in row["params"] if id(p) in own]
+        group = getattr(optimizer, "process_group", None)  # ZeroRedundancyOptimizer's
+        if parameters and isinstance(group, dist.ProcessGroup):
+            _check_group(type(optimizer).__name__, group, self.mpu, averages=False)
+            if self._shares and len(dist.get_process_group_ranks(group)) > 1:
+                raise ConfigError(
+                    f"{type(optimizer).__name__} would give one replica's experts to all: with expert_parallel_size="
+                    f"{self.mpu.ep.size} above\n  tensor_parallel_size={self.mpu.tp.size} replicas hold different "
+                    "ones. Use zero: {stage: 1} in autopar's config."
+                )
+        _check_meshes({parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}, self.mpu)
+        for parameter in parameters if self._shares and not self._fully_sharded else ():
+            if isinstance(parameter, DTensor):
+                raise ConfigError(_SHARDED.format(ep=self.mpu.ep.size, tp=self.mpu.tp.size))
+
+    def _on_forward(self, model: nn.Module, *_: Any) -> None:
+        if type(model) is self._kind:
+            return
+        found = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
+        for module in model.modules():  # weights of the outermost are whole by now
+            found |= meshes_of_fsdp(module)
+        _check_meshes(found, self.mpu)
+        self._kind = type(model)  # fully_shard has changed it
+
+    def _is_ours(self, modules: Iterable[nn.Module]) -> bool:
+        """Return whether the model, a part of it, or a copy of it is among ``modules``."""
+        model = self._model()
+        own = {id(module) for module in model.modules()} if model is not None else set()
+        return any(id(m) in own or getattr(vars(m).get("_autopar"), "mpu", None) is self.mpu for m in modules)
+
+    def _refuse_adapters(self) -> None:
+        model = self._model()
+        if model is not None and not hasattr(model, "peft_config"):
+            forget_own_adapters(model)  # transformers' add_adapter begins with it
+        raise ConfigError(
+            f"PEFT would make adapters by the sizes of this rank's shards of {type(model).__name__}, which is "
+            "parallelized.\n  Use autopar.integrations.get_peft_model(model, peft_config), and "
+            "model.load_adapter(dir, 'default') if they are in files;\n  or put them in before: "
+            "autopar.initialize(peft.get_peft_model(plain_model, peft_config), config)."
+        )
+
+
+_SHARDED = (
+    "fully_shard would shard experts over all replicas: with expert_parallel_size={ep} above tensor_parallel_size={tp} "
+    "replicas hold\n  different ones. Use DistributedDataParallel, autopar.average_gradients, or zero: {{stage: 3}}."
+)
+
+
+def refuse_flat(*_: Any, **__: Any) -> Any:
+    """Raise ConfigError: where ``FullyShardedDataParallel`` has flattened shards, their norm cannot be told."""
+    raise ConfigError(
+        "clip_grad_norm_ of FullyShardedDataParallel takes the shards of this rank for the model, and what it has "
+        f"flattened\n  cannot be told apart. Use torch.distributed.fsdp.fully_shard(model, {_MESH}) instead, and\n"
+        "  autopar.clip_grad_norm_(model, max_norm)."
+    )
+
+
+def _check_group(what: str, group: Any, mpu: MPU, *, averages: bool = True) -> None:
+    ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    remedy = f"process_group={group_call(mpu)}"
+    if not set(ranks) <= set(mpu.dp_cp.ranks):
+        if what == FullyShardedDataParallel.__name__:
+            remedy += ";\n  with accelerate leave out fsdp_plugin: zero: {stage: 3} in the config is torch's FSDP2"
+        raise ConfigError(_explain(what, ranks, mpu, remedy))
+    if averages:
+        _check_context(what, ranks, mpu, remedy)
+
+
+def _check_meshes(meshes: set[Any], mpu: MPU) -> None:
+    for mesh in meshes:
+        ranks = mesh.mesh.flatten().tolist()
+        if not set(ranks) <= set(mpu.dp_cp.ranks):
+            raise ConfigError(_explain("fully_shard", ranks, mpu, _mesh_of(mpu)))
+        _check_context("fully_shard", ranks, mpu, _mesh_of(mpu))
+
+
+def _check_context(what: str, ranks: Sequence[int], mpu: MPU, remedy: str) -> None:
+    """Raise ConfigError if gradients are averaged over ``ranks`` without all that share this rank's sequences."""
+    if not set(mpu.cp.ranks) <= set(ranks):
+        raise ConfigError(
+            f"{what} over ranks {_ranks(ranks)} would leave out ranks that share their sequences: with "
+            f"context_parallel_size={mpu.cp.size}\n  gradients are averaged over all ranks with the shard of rank "
+            f"{mpu.rank}, {_ranks(mpu.dp_cp.ranks)}. Give it {remedy}."
+        )
+
+
+def _explain(what: str, ranks: list[int], mpu: MPU, remedy: str) -> str:
+    tp, pp = mpu.tp.size, mpu.pp.size
+    return (
+        f"{what} over ranks {_ranks(ranks)} would take their different shards of the model for one: with "
+        f"tensor_parallel_size={tp} and\n  pipeline_parallel_size={pp} the shard of rank {mpu.rank} is held by "
+        f"{_ranks(mpu.dp_cp.ranks)}. Give it {remedy}."
+    )
+
+
+def in_trainer(mpu: MPU) -> str:
+    """Say why transformers' Trainer cannot train a parallelized model."""
+    return (
+        "transformers' Trainer would wrap the model in DistributedDataParallel over ranks "
+        f"{_ranks(range(mpu.world_size))}, which hold different shards\n"
+        f"  of it: that of rank {mpu.rank} is held by {_ranks(mpu.dp_cp.ranks)}. Use\n"
+        "  autopar.integrations.ParallelTrainer(model=model, args=args, ...) instead, with the same arguments."
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    first = ", ".join(map(str, ranks[:8]))
+    return f"[{first}{', ...' if len(ranks) > 8 else ''}]"

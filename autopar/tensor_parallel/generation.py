@@ -1,0 +1,169 @@
+"""``generate`` on the ranks of a model replica, and the other methods of transformers that a sharded model replaces."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from transformers import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation.stopping_criteria import ConfidenceCriteria
+from transformers.generation.streamers import BaseStreamer, TextStreamer
+
+from autopar import activation_checkpoint
+from autopar.distributed import gloo_collectives
+from autopar.distributed.collectives import run
+from autopar.distributed.digest import extremes
+from autopar.distributed.failures import FailureLog
+from autopar.distributed.mesh import MPU
+from autopar.distributed.rng import sync_generators
+from autopar.distributed.shard_reads import hidden
+from autopar.errors import ConfigError
+from autopar.guards.forward import ForwardCheck
+from autopar.plan.plan import Plan
+from autopar.swap import bind, unbind
+from autopar.tensor_parallel import continuous_batching
+
+_OWNER = "generation"
+_OF_TOKENS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria, ConfidenceCriteria)
+
+
+def attach(model: nn.Module, plan: Plan, mpu: MPU) -> None:
+    """Replace the methods of the Hugging Face models in ``model`` that generate, or change the vocabulary."""
+    for module in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
+        bind(module, _OWNER, resize_token_embeddings=_refuse_resize)
+        if (mpu.model.size > 1 or plan.experts) and callable(getattr(module, "generate", None)):
+            bind(module, _OWNER, generate=_generate, _get_stopping_criteria=_get_stopping_criteria)
+        if mpu.world_size > 1 and callable(getattr(module, "init_continuous_batching", None)):
+            bind(module, _OWNER, init_continuous_batching=continuous_batching.init_continuous_batching)
+            bind(module, _OWNER, generate_batch=continuous_batching.generate_batch)
+
+
+def detach(model: nn.Module) -> None:
+    """Undo :func:`attach`."""
+    for module in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
+        continuous_batching.forget(module)
+    unbind(model, _OWNER)
+
+
+class AgreedCriteria(StoppingCriteria):
+    """Stop a sequence on all ranks of a model replica as soon as one of the criteria says so on one of them."""
+
+    def __init__(self, criteria: Sequence[Any], failures: FailureLog) -> None:
+        self.criteria, self.failures = StoppingCriteriaList(criteria), failures
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        """Return which sequences are done, ``[batch]``. A collective of the replica."""
+        axis = self.failures.mpu.model
+        done = self.criteria(input_ids, scores, **kwargs).to(torch.int32)
+        with self.failures.blame("agreeing whether generate has come to its end", axis.ranks):
+            run(gloo_collectives.all_reduce, axis, done)
+        return done > 0
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what one of the criteria has: generate looks for ``eos_token_id``."""
+        for one in vars(self).get("criteria", ()):
+            if hasattr(one, name):
+                return getattr(one, name)
+        raise AttributeError(name)
+
+
+class GuardedStreamer(BaseStreamer, StoppingCriteria):
+    """A streamer that may raise on one rank alone: then ``generate`` stops on all ranks of the replica.
+
+    Args:
+        streamer: None on a rank without one.
+
+    Attributes:
+        error: raised by the streamer.
+    """
+
+    def __init__(self, streamer: Any) -> None:
+        self.streamer = streamer
+        self.error: Exception | None = None
+
+    def put(self, value: Any) -> None:
+        """Give tokens to the streamer, until it raises."""
+        self._try("put", value)
+
+    def end(self) -> None:
+        """Tell the streamer that there are no more tokens."""
+        self._try("end")
+
+    def _try(self, method: str, *args: Any) -> None:
+        try:
+            if self.streamer is not None and self.error is None:
+                getattr(self.streamer, method)(*args)
+        except Exception as error:
+            self.error = error
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Return which sequences are done: all of them, if the streamer has raised."""
+        return torch.full((len(input_ids),), self.error is not None, device=input_ids.device)
+
+
+def agreed(criteria: Sequence[Any], failures: FailureLog) -> StoppingCriteriaList:
+    """Return the criteria, with those on which ranks may differ as one on which they agree, the last one."""
+    apart = [one for one in criteria if type(one) not in _OF_TOKENS]
+    alike = [one for one in criteria if type(one) in _OF_TOKENS]
+    return StoppingCriteriaList([*alike, AgreedCriteria(apart, failures)] if apart else alike)
+
+
+def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``generate`` that samples alike on all ranks of a model replica, from the first one's random state.
+
+    A ``TextStreamer`` prints on the first rank of the replica only; what gives the text to a program does so on all.
+    A streamer that raises ends this call on all ranks. It raises where it did; other ranks return what there is.
+    Replicas that share experts go on until the last of them has come to its end.
+    """
+    failures: FailureLog = self._autopar_failures
+    check: ForwardCheck | None = self._autopar_check
+    mpu = failures.mpu
+    self._autopar_region.check_thread()
+    if mpu.model.rank != 0 and _prints(kwargs.get("streamer")):
+        kwargs["streamer"] = None
+    if mpu.shards.size > mpu.tp.size:
+        kwargs["synced_gpus"] = True
+    with failures.deadline(), failures.blame("a collective in generate", mpu.model.ranks):
+        if check is not None and mpu.pp.size == 1:
+            check.check_call("generate")
+        sync_generators(mpu.model)
+        guard = GuardedStreamer(kwargs.get("streamer"))
+        given = guard.streamer is not None
+        if extremes([int(given)], mpu.model.group)[0][0] if mpu.model.size > 1 else given:  # on some rank
+            self._autopar_region.streamer = kwargs["streamer"] = guard
+        first = contextlib.nullcontext() if check is None else check.first_only()
+        try:
+            with first, activation_checkpoint.paused(self), hidden():
+                tokens = type(self).generate(self, *args, **kwargs)
+        finally:
+            self._autopar_region.streamer = None
+    if guard.error is not None:
+        raise guard.error
+    return tokens
+
+
+def _get_stopping_criteria(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the criteria that ``generate`` asks after each token; transformers' own method of this private name."""
+    guard, criteria = self._autopar_region.streamer, type(self)._get_stopping_criteria(self, *args, **kwargs)
+    return agreed([*criteria, *([] if guard is None else [guard])], self._autopar_failures)
+
+
+def _prints(streamer: Any) -> bool:
+    return isinstance(streamer, TextStreamer) and type(streamer).on_finalized_text is TextStreamer.on_finalized_text
+
+
+def _refuse_resize(self: Any, *_: Any, **__: Any) -> NoReturn:
+    raise ConfigError(
+        f"resize_token_embeddings: the vocabulary of this {type(self).__name__} is sharded already. "
+        "Resize before autopar.initialize, or after autopar.deparallelize(model)."
+    )

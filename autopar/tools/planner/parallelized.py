@@ -1,0 +1,148 @@
+"""Facts about a parallelized model: its parameters as a table (``summary``), the speed of a step (``metrics``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from autopar.deferred_init.context import lazy_init
+from autopar.errors import ConfigError, not_parallelized
+from autopar.foreign.transformers import from_config
+from autopar.plan.plan import held as held_here
+from autopar.plan.plan import rows, rule_of
+from autopar.tools.planner.candidate import Rows
+from autopar.tools.planner.hardware import find_gpu, gpu_of
+from autopar.tools.planner.planned_model import PlannedModel
+from autopar.tools.tables import lines, shape, table
+
+
+def summary(model: nn.Module) -> str:
+    """Print a table of a parallelized model on the first rank: parameters, how they are sharded, what this rank holds.
+
+    Returns:
+        The table of this rank, on every rank. No communication.
+
+    Raises:
+        ConfigError: the model is not parallelized.
+    """
+    from rich.markup import escape
+
+    state = vars(model).get("_autopar")
+    if state is None:
+        raise not_parallelized(model)
+    mpu, plan, stages = state.mpu, state.plan, state.stages
+    held = dict(model.named_parameters())
+    entries: list[dict[str, Any]] = []
+    for name, tensor in plan.tensors.items():
+        here: Any = held.get(name)
+        names = [name, *tensor.aliases]
+        here = next((held[each] for each in names if each in held), None) if here is None else here
+        if here is None and not any(each in stages.tensors for each in names):
+            continue
+        local = here.to_local() if hasattr(here, "to_local") else here
+        if here is None and mpu.pp.rank in stages.holders(name):
+            continue  # a buffer
+        entries.append(
+            {
+                "name": name,
+                "shape": shape(tensor.shape),
+                "rule": rule_of(plan, tensor),
+                "here": "-" if local is None else shape(local.shape),
+                "dtype": tensor.dtype if local is None else str(local.dtype).removeprefix("torch."),
+                "stages": ", ".join(map(str, stages.holders(name))),
+            }
+        )
+    staged = mpu.pp.size > 1
+    header = ["parameter", "shape", "rule", "on this rank", "dtype", *(["pp rank"] if staged else [])]
+    tensors = table(*header)
+    for name, row in rows(entries):
+        tensors.add_row(*map(escape, [name, *list(row.values())[1 : len(header)]]))
+    sizes = mpu.sizes._asdict()
+    if sizes.get("cp") == 1:
+        del sizes["cp"]
+    if mpu.ep.size > 1:
+        sizes["ep"] = mpu.ep.size
+    mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    place = f"{mesh}, rank {mpu.rank}: " + ", ".join(f"{axis} {getattr(mpu, axis).rank}" for axis in sizes)
+    elements, size = held_here(model)
+    text = [
+        f"{plan.model_type} by policy {plan.policy}; {place}",
+        *filter(None, lines(tensors)),
+        f"this rank: {elements:,} parameters, {size / 1e6:,.1f} MB",
+    ]
+    if mpu.is_master:
+        print("\n".join(text))
+    return "\n".join(text)
+
+
+_KNOWN = "_autopar_flops"
+
+
+def metrics(
+    model: nn.Module, batch: Mapping[str, torch.Tensor], seconds: float, *, gpu: str | None = None
+) -> dict[str, float | None]:
+    """Return what a training step came to: ``tokens_per_second``, ``flops``, ``flops_per_second`` and ``mfu``.
+
+    Operations are those of the products of the model's forward and backward, counted on the meta device once for each
+    length; what activation checkpointing computes again does not count, and padding does. No communication.
+
+    Args:
+        model: parallelized.
+        batch: of this replica, with ``input_ids``; the other replicas' are taken to be as large.
+        seconds: of the step.
+        gpu: ``a100``, ``h100`` ...; by default that of this process. None known: ``mfu`` is None.
+
+    Returns:
+        Numbers of all ranks together; ``tokens_per_second_per_gpu`` of one.
+
+    Raises:
+        ConfigError: the model is not parallelized or no Hugging Face model, the batch has no ``input_ids``, ``seconds``
+            is not above 0, the GPU is unknown.
+    """
+    state = vars(model).get("_autopar")
+    if state is None:
+        raise not_parallelized(model)
+    if not seconds > 0:
+        raise ConfigError(f"metrics: seconds must be above 0, not {seconds}")
+    ids = batch.get("input_ids")
+    if ids is None or ids.ndim != 2:
+        raise ConfigError(
+            f"metrics: the batch has no input_ids [batch, sequence]; it has {', '.join(batch) or 'nothing'}"
+        )
+    samples, sequence = ids.shape
+    world = state.mpu.world_size
+    known: dict[int, int] = vars(model).setdefault(_KNOWN, {})
+    if sequence not in known:
+        known[sequence] = _flops_of_sample(state.inner_of(model), sequence, state.own_policy)
+    replicas = state.mpu.dp.size
+    flops = known[sequence] * samples * replicas
+    own = gpu_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    found = own if gpu is None else find_gpu(gpu)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    kind = state.config.precision  # where the model was given no section ``precision``, its own
+    if kind == "fp32":
+        kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, kind)
+    peak = None if found is None else found.peak(kind)
+    return {
+        "tokens_per_second": samples * sequence * replicas / seconds,
+        "tokens_per_second_per_gpu": samples * sequence * replicas / seconds / world,
+        "flops": float(flops),
+        "flops_per_second": flops / seconds,
+        "mfu": None if peak is None else flops / seconds / world / peak,
+    }
+
+
+def _flops_of_sample(inner: nn.Module, sequence: int, policy: Any) -> int:
+    """Operations of forward and backward of one sample of the plain model."""
+    if not isinstance(inner, PreTrainedModel):
+        raise ConfigError(f"metrics: {type(inner).__name__} is no Hugging Face model")
+    kind: Any = next(each for each in type(inner).__mro__ if not each.__module__.startswith("autopar"))
+    with lazy_init():
+        plain = from_config(kind, vars(inner).get("_autopar_config", inner.config))
+    count = PlannedModel(plain, policy, sequence=sequence, precision="fp32").count(Rows(1), 1)
+    units = count.units()
+    return sum(operation.in_all for unit in units for operation in unit.operations)
