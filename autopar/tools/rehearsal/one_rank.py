@@ -27,7 +27,7 @@ import autopar.data_parallel.optimizer
 import autopar.pipeline_parallel.pipeline
 from autopar.checkpoint import adapters, hf_weights, save
 from autopar.checkpoint import load as loading
-from autopar.checkpoint.quantized_base import QuantizedBase
+from autopar.checkpoint.format import QuantizedBase
 from autopar.checkpoint.save import Snapshot
 from autopar.checkpoint.state import state_of
 from autopar.deferred_init.files import clear_sources
