@@ -13,9 +13,9 @@ import torch.distributed as dist
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from autopar.api import initialize
-from autopar.checkpoint.format import MANIFEST
 from autopar.checkpoint.optimizer_weights import has_master_weights
 from autopar.checkpoint.shards import Shards
+from autopar.checkpoint.staging import MANIFEST
 from autopar.config import ParallelConfig
 from autopar.deferred_init.context import adapter_first, in_lazy_init, lazy_init, on_cpu
 from autopar.deferred_init.files import differs, explained, point_to

@@ -347,7 +347,9 @@ class Manifest:
             },
             "buffers": [name for name in self.tensors if name not in self.parameters],
             "parts": {name: part.to_json() for name, part in self.parts.items()},
-            "quantized_base": {name: dict(value) if value else value for name, value in vars(self.base).items()},
+            "quantized_base": {
+                name: value if isinstance(value, str) else dict(value) for name, value in vars(self.base).items()
+            },
         }
 
     def write(self, folder: Path) -> None:

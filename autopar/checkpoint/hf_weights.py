@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.utils.hub import PushToHubMixin
 
-from autopar.checkpoint.arguments import HUB_OPTIONS
+from autopar.checkpoint.arguments import HUB_OPTIONS, check_same_call
 from autopar.checkpoint.format import parse_size
 from autopar.checkpoint.state import STATE, State, local_tensors, state_of
 from autopar.distributed.agree import all_ranks, rank_zero, same_on_every_rank
@@ -208,16 +208,11 @@ def push_merged(model: Any, repo_id: object, max_shard_size: int | str, options:
             raise CheckpointError(f"push_to_hub has no argument {unknown[0]!r}: {', '.join(HUB_OPTIONS)}")
         return call
 
-    def compare(calls: list[dict[str, Any]]) -> None:
-        for rank, other in enumerate(calls):
-            if other != calls[0]:
-                raise CheckpointError(f"push_to_hub: rank 0 was called with {calls[0]}, rank {rank} with {other}")
-
     def start() -> str:
         made.append(tempfile.mkdtemp(prefix="autopar-hub-"))
         return str(made[0])
 
-    all_ranks(mpu, check, check=compare)
+    all_ranks(mpu, check, check=check_same_call)
     try:
         folder = os.path.join(rank_zero(mpu, start), "merged")
         model.save_parallelized(folder, merge_checkpoints=True, max_shard_size=max_shard_size)

@@ -14,12 +14,13 @@ from torch import nn
 from autopar.checkpoint import random_states
 from autopar.checkpoint.arguments import absolute, check_same_call, check_timeout, timeout_or_default
 from autopar.checkpoint.extra import SavedShards
-from autopar.checkpoint.format import MANIFEST, WEIGHTS
+from autopar.checkpoint.format import WEIGHTS
 from autopar.checkpoint.optimizer_state import Restoration, prepare
 from autopar.checkpoint.optimizer_weights import TrainingWeights, keeps_state, parameters_by_name
 from autopar.checkpoint.quantized_base import add_up, digests_here, name_of, read_base, warn_of_another
 from autopar.checkpoint.rotation import place_in_series
 from autopar.checkpoint.shards import Shards
+from autopar.checkpoint.staging import MANIFEST
 from autopar.checkpoint.state import State, local_tensors, state_of
 from autopar.distributed.agree import all_ranks, barrier
 from autopar.errors import CheckpointError, listed, nearest
@@ -193,8 +194,8 @@ def _check_model(shards: Shards, state: State, tensors: Mapping[str, torch.Tenso
         base, quantized = manifest.base, ""
         if bool(base.forms) != bool(state.quantized):  # one of the two alone is quantized
             here = "is not quantized" if base.forms else f"is ({len(state.quantized)} weights)"
-            there = f"was saved on {base}" if base.forms else "holds weights of a model that was not quantized"
-            quantized = f"\n  The checkpoint {there}; the model {here}."
+            before = f"was saved on {base}" if base.forms else "holds weights of a model that was not quantized"
+            quantized = f"\n  The checkpoint {before}; the model {here}."
         raise CheckpointError(
             f"{folder} does not hold this model's tensors: {len(missing)} missing, {len(unexpected)} unexpected\n"
             + (f"  Missing in the checkpoint: {listed(missing)}.{nearest(missing[0], unexpected)}\n" if missing else "")

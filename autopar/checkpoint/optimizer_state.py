@@ -35,7 +35,7 @@ from autopar.checkpoint.optimizer_weights import (
     master_name,
     master_weights,
     parameters_by_name,
-    state_device,
+    step_of,
 )
 from autopar.errors import CheckpointError, listed, nearest
 from autopar.layout import Layout
@@ -200,6 +200,7 @@ def prepare(
     before.check_groups(groups, set(parameters_by_name(model, plan)), plan, title)
     before.check_names(saved)
     targets: dict[str, Target] = {}
+    step = step_of(optimizer)
     state: list[tuple[nn.Parameter, dict[str, Any]]] = []
     for group, options in zip(groups, before.options, strict=True):
         for name, parameter in group:
@@ -211,7 +212,7 @@ def prepare(
                     continue
                 source = saved[entry.name(name, key, tp_rank)]
                 shape, layout = entry.shape_on(tp_rank, key, source, due, before.tp, title)
-                device = state_device(optimizer, parameter)
+                device = parameter.device if step is None or step.host is None else step.host  # maybe the CPU's memory
                 if key in _ON_HOST and not (options.get("capturable") or options.get("fused")):
                     device = torch.device("cpu")
                 try:

@@ -43,12 +43,6 @@ def as_stepped(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, due: T
     return due if step is None or parameter not in step.whole else replace(due, layout=None)
 
 
-def state_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.device:
-    """Return where the state of a parameter lies: beside it, or in the CPU's memory."""
-    step = step_of(optimizer)
-    return parameter.device if step is None or step.host is None else step.host
-
-
 def parameters_by_name(model: nn.Module, plan: Plan) -> dict[str, nn.Parameter]:
     """Return this rank's parameters by their canonical names, those that the plan knows."""
     canonical = plan.names

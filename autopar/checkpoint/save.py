@@ -183,16 +183,8 @@ class Writer:
                     "there\n  Save to a file system that all nodes share."
                 )
             dp = mpu.copies.rank if part == "optimizer" and local.by_replica else None
-            place = (mpu.shards.rank, mpu.pp.rank, dp)
-            specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-            try:
-                with shard_writer(folder, save_id, part, place, specs) as writer:
-                    for name in writer.order:
-                        writer.write(name, tensors[name])
-                written[part] = record_of(writer, place).to_json()
-            except OSError as error:
-                name, why = shard_name(part, *place), error.strerror or error
-                raise CheckpointError(f"cannot write {name} into {folder}: {why}") from error
+            record = write_shard(folder, save_id, part, (mpu.shards.rank, mpu.pp.rank, dp), tensors)
+            written[part] = record.to_json()
         return {**local.report, "files": written}
 
     def finish(self, folder: Path, save_id: str, reports: list[dict[str, Any]]) -> None:
@@ -223,6 +215,21 @@ class Writer:
             self.state.resumed_from.update(place_in_series(self.staging.target, order))
         if self.request.keep_last is not None:
             rotate(self.staging.target, self.request.keep_last)
+
+
+def write_shard(
+    folder: Path, save_id: str, part: str, place: tuple[int, int, int | None], tensors: Mapping[str, torch.Tensor]
+) -> FileRecord:
+    """Write one shard file of rank ``(tp, pp, dp)``. Raises CheckpointError if that is not possible."""
+    specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    try:
+        with shard_writer(folder, save_id, part, place, specs) as writer:
+            for name in writer.order:
+                writer.write(name, tensors[name])
+        return record_of(writer, place)
+    except OSError as error:
+        name, why = shard_name(part, *place), error.strerror or error
+        raise CheckpointError(f"cannot write {name} into {folder}: {why}") from error
 
 
 def _manifest(state: State, save_id: str, reports: list[dict[str, Any]], along: Mapping[str, str]) -> Manifest:
@@ -300,9 +307,18 @@ class Snapshot:
     by_replica: bool
     fsdp: bool
 
+    @torch.no_grad()
     def gathered(self, state: State) -> Snapshot:
-        """Gather FSDP shards: the first rank that holds parts gets a whole one on the CPU, others none. Collective."""
-        return replace(self, tensors={part: _gather_all(tensors, state) for part, tensors in self.tensors.items()})
+        """Gather FSDP shards: the first rank that holds parts gets a full one on the CPU, others none.
+
+        Collective: all ranks have the same DTensors in the same order.
+        """
+        result: dict[str, dict[str, torch.Tensor]] = {part: {} for part in self.tensors}
+        for part, name, tensor in ((p, n, tensor) for p, held in self.tensors.items() for n, tensor in held.items()):
+            full = state.gather_rows(name.partition("::")[0], tensor) if isinstance(tensor, DTensor) else tensor
+            if full is tensor or state.holders_of(name.partition("::")[0]).rank == 0:
+                result[part][name] = full if full is tensor or full.is_meta else full.cpu()
+        return replace(self, tensors=result)
 
     def copied(self) -> Snapshot:
         """Copy the tensors to host memory, so that training can go on while they are written."""
@@ -407,27 +423,6 @@ def _written(
             here = False
         if here and state.writes(parameter):
             result[name] = tensor
-    return result
-
-
-# -- weights that FSDP2 shards over the replicas (ZeRO's stages 2 and 3) -----------------------------------------------
-
-
-@torch.no_grad()
-def _gather_all(tensors: Mapping[str, torch.Tensor], state: State) -> dict[str, torch.Tensor]:
-    """Gather DTensors: full on the CPU of their first rank, none on their others; other tensors stay as they are.
-
-    Collective: all ranks give the same DTensors in the same order.
-    """
-    result: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, DTensor):
-            result[name] = tensor
-            continue
-        parameter = name.partition("::")[0]
-        full = state.gather_rows(parameter, tensor)
-        if state.holders_of(parameter).rank == 0:
-            result[name] = full if full.is_meta else full.cpu()
     return result
 
 

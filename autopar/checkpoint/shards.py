@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from autopar.checkpoint.format import MANIFEST, PARTS, WEIGHTS, FileRecord, Manifest, Part, shard_name
-from autopar.checkpoint.staging import progress_bar
+from autopar.checkpoint.format import PARTS, WEIGHTS, FileRecord, Manifest, Part, shard_name
+from autopar.checkpoint.staging import MANIFEST, progress_bar
 from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import CheckpointError
 from autopar.layout import Layout, replica_rows

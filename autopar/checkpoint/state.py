@@ -150,7 +150,8 @@ class State:
         """Gather what replicas have: not by the tensor's mesh, as torch may know an equal one of a model before."""
         axis, count = self.rows_of(name), held.shape[0]
         rows = tuple(replica_rows(count, replica, axis.size) for replica in range(axis.size))
-        local = held.to_local().to(self.mpu.device).contiguous()
+        local = held.to_local()
+        local = local.contiguous() if local.is_meta else local.to(self.mpu.device).contiguous()
         raw = local.unsqueeze(-1).view(torch.uint8)  # not every backend knows every dtype
         full = all_gather(raw, axis, Layout.of(0, [Block("rows", count, 1, rows)]))
         return full.view(local.dtype).squeeze(-1)

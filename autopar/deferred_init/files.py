@@ -25,9 +25,9 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 from transformers.utils import logging
 
-from autopar.checkpoint.format import MANIFEST
 from autopar.checkpoint.quantized_base import Packed, open_packed
 from autopar.checkpoint.shards import Shards
+from autopar.checkpoint.staging import MANIFEST
 from autopar.errors import AutoparError, CheckpointError, ConfigError, in_one_line, listed
 from autopar.foreign.tensors import own_buffers, own_parameters, version_of
 from autopar.foreign.transformers import INITIALIZED, dtype_plan

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import tempfile
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +14,15 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
+from transformers import GPT2LMHeadModel
+from transformers.utils import hub
 
 import autopar
-from autopar.errors import CheckpointError, ConsistencyError
+from autopar.errors import CheckpointError, ConfigError, ConsistencyError
 from tests.pool import pooled
 from tests.random_models import Case, build
 from tests.small import gpt2, llama
+from tests.worlds import raises_everywhere
 
 
 def grouped() -> Any:
@@ -91,3 +97,90 @@ def test_a_rank_that_leaves_early_hangs_nobody() -> None:
     dist.barrier()
     with pytest.raises(CheckpointError, match="is not parallelized"):
         autopar.hf_weights(gpt2())
+
+
+# -- uploads: merged by all ranks, sent once, the same verdict everywhere ----------------------------------------------
+
+
+class Hub:
+    """What is uploaded instead of sending it; fails if it is told to."""
+
+    def __init__(self, folder: Path, fails: bool) -> None:
+        self.folder, self.fails, self.calls = folder, fails, []
+
+    def create_repo(self, repo_id: str, **options: Any) -> Any:
+        self.calls.append(options)
+        return SimpleNamespace(repo_id=f"user/{repo_id}")
+
+    def create_commit(self, repo_id: str, operations: Any, **options: Any) -> str:
+        self.calls.append({"repo_id": repo_id, **options})
+        if self.fails:
+            raise ConnectionError("the hub is away")
+        self.folder.mkdir()
+        for operation in operations:
+            (self.folder / operation.path_in_repo).write_bytes(Path(operation.path_or_fileobj).read_bytes())
+        return f"https://hub/{repo_id}/commit/1"
+
+
+def replaced(folder: Path, fails: bool = False) -> Hub:
+    made = Hub(folder, fails)
+    hub.hf_api = lambda: made
+    hub.create_and_tag_model_card = lambda repo_id, tags, token: SimpleNamespace(
+        save=lambda path: Path(path).write_text(f"tags: {tags}")
+    )
+    return made
+
+
+def assert_whole(folder: Path) -> None:
+    model = GPT2LMHeadModel.from_pretrained(folder)
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), gpt2().parameters(), strict=True))
+
+
+@pooled(world_size=2)
+def test_one_upload_of_the_whole_model(tmp_path: Path) -> None:
+    before = hub.hf_api, hub.create_and_tag_model_card
+    os.environ["TMPDIR"] = str(tmp_path)
+    first = dist.get_rank() == 0
+    try:
+        for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+            model = autopar.initialize(gpt2(), {"model_parallelism": sizes})
+            here = tmp_path / next(iter(sizes))
+            here.mkdir(exist_ok=True)
+            sent = replaced(here / "a")
+            address = model.push_to_hub("mine", private=True, token="secret", commit_message="new", tags=["small"])
+            assert address == "https://hub/user/mine/commit/1"  # on every rank
+            assert len(sent.calls) == (2 if first else 0)
+            if first:
+                assert sent.calls[0]["private"] is True and sent.calls[0]["token"] == "secret"
+                assert sent.calls[1]["commit_message"] == "new" and sent.calls[1]["repo_id"] == "user/mine"
+                assert_whole(here / "a")
+                assert (here / "a" / "README.md").read_text() == "tags: ['small']"
+            if "pipeline_parallel_size" in sizes:
+                continue
+            kept = here / "kept"
+            if first:
+                kept.mkdir()
+                (kept / "README.md").write_text("the user's")
+            dist.barrier()
+            sent = replaced(here / "b")
+            model.save_parallelized(kept, merge_checkpoints=True, push_to_hub=True, max_shard_size="20KB")
+            assert [call.get("repo_id") for call in sent.calls] == ([None, "user/kept"] if first else [])
+            if first:
+                assert_whole(here / "b")
+                assert_whole(kept)
+                assert (kept / "README.md").read_text() == "the user's"
+        replaced(tmp_path / "never", fails=True)
+        with raises_everywhere(CheckpointError, "ConnectionError: the hub is away"):
+            model.push_to_hub("mine")
+        with raises_everywhere(CheckpointError, "repo_id is 'name-0' on rank 0 and 'name-1'"):
+            model.push_to_hub(f"name-{dist.get_rank()}")
+        with raises_everywhere(CheckpointError, "has no argument 'privat'"):
+            model.push_to_hub("mine", privat=True)
+        with raises_everywhere(CheckpointError, "repo_id=3 must be a name such as 'user/model'"):
+            model.push_to_hub(3)
+        with pytest.raises(ConfigError, match="holds only its part of GPT2Model"):
+            model.transformer.push_to_hub("mine")
+        assert not list(tmp_path.glob("autopar-hub-*")), "the temporary folders are gone"
+    finally:
+        hub.hf_api, hub.create_and_tag_model_card = before
+        del os.environ["TMPDIR"]

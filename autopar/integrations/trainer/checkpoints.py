@@ -15,8 +15,8 @@ from torch import nn
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from autopar.adapters import is_peft_model
-from autopar.checkpoint.format import MANIFEST
 from autopar.checkpoint.random_states import restore, take
+from autopar.checkpoint.staging import MANIFEST
 from autopar.errors import CheckpointError
 from autopar.integrations.trainer.steps import ParallelBase
 
