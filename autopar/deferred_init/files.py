@@ -3,8 +3,8 @@
 The first is transformers' own loading with the files opened lazily: its renames, conversions and reports, without the
 data. In shards every tensor has the model's own name.
 
-Of quantized weights each rank reads its part of the numbers and of the scales. transformers puts the tensors of a
-weight together in one operation of each library. While a model is loaded lazily, a :class:`Collector` takes that
+Each rank reads its part of the numbers and scales of quantized weights. transformers puts the tensors of a weight
+together in one operation of each library. While a model is loaded lazily, a :class:`Collector` takes that
 operation's place and notes which they are, after all renames.
 """
 

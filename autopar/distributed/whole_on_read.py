@@ -73,7 +73,8 @@ class WholeOnRead(torch.Tensor):
         first = args[0] if args else None
         if isinstance(first, WholeOnRead) and not first.is_whole:
             if name in FACTS:
-                return without_overrides(func, args, kwargs)
+                with no_overrides():
+                    return func(*args, **kwargs)
             if name in _LIKE:
                 with no_overrides():
                     alike = torch.empty((), dtype=first.dtype, device=first.device).expand(first.shape)

@@ -80,7 +80,7 @@ def pipeline_of(model: nn.Module) -> Pipeline:
     state = vars(model).get("_autopar")
     if state is None:
         raise not_parallelized(model)
-    found: Pipeline = state.pipeline(model)
+    found: Pipeline = state.pp or state.pipeline(model)
     return found
 
 
@@ -328,8 +328,9 @@ class Pipeline:
         frozen = self.plan.stages == 1 and not any(parameter.requires_grad for parameter in model.parameters())
         step.required = step.penalty is None and (frozen or self.mpu.dp.size == 1)
         rows, nothing = state.dp.fully_sharded if self.plan.stages > 1 else None, contextlib.nullcontext()
-        ours = state.step is not None and state.step.model is model
-        with state.step.fp32_gradients() if ours else contextlib.nullcontext():
+        stepped = state.dp.step
+        ours = stepped is not None and stepped.model is model
+        with stepped.fp32_gradients() if ours else contextlib.nullcontext():
             summing = "summing the gradients of weights that several stages hold"
             with self.tied.apart():
                 gathering = "gathering weights and reducing gradients over the data-parallel replicas (FSDP2)"

@@ -300,7 +300,7 @@ def _check_ids(ids: torch.Tensor, size: int) -> None:
     if not ids.is_cpu or torch.compiler.is_compiling():  # looking at them would make the host wait
         assert_soon(((ids >= 0) & (ids < size)).all(), f"index out of range in an embedding of {size} rows")
     elif ids.numel():
-        low, high = (int(bound) for bound in torch.aminmax(ids))
+        low, high = map(int, torch.aminmax(ids))
         if low < 0 or high >= size:
             raise IndexError(f"index out of range in an embedding of {size} rows: ids run from {low} to {high}")
 

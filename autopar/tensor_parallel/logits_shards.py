@@ -97,8 +97,9 @@ class Shards(LogitsPart):
     @property
     def inputs(self) -> list[torch.Tensor]:
         """The tensors that receive gradients."""
-        weights = () if self.head is None else (self.head.weight, self.head.bias)
-        return [self.rows, *(x for x in weights if x is not None)]
+        if self.head is None:
+            return [self.rows]
+        return [self.rows, *(x for x in (self.head.weight, self.head.bias) if x is not None)]
 
     def of_inputs(self, inputs: list[torch.Tensor]) -> Shards:
         """Return the same shards made of other ``inputs``."""
@@ -216,12 +217,12 @@ def _columns_of(axis: Axis, layout: Layout, dtype: torch.dtype, grad: torch.Tens
 def asked_shape(whole: Sequence[int], shape: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
     """Return the shape that ``view(*shape, **kwargs)`` gives a tensor of shape ``whole``; None if that is not known."""
     sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
-    if kwargs or not sizes or not all(type(size) is int for size in sizes):
+    if kwargs or not sizes or {*map(type, sizes)} != {int}:
         return None
-    known, total = math.prod(size for size in sizes if size != -1), math.prod(whole)
+    known, total = math.prod([size for size in sizes if size != -1]), math.prod(whole)
     if not known or not total:
         return None
-    full = tuple(size if size != -1 else total // known for size in sizes)
+    full = tuple([size if size != -1 else total // known for size in sizes])
     return full if math.prod(full) == total else None
 
 

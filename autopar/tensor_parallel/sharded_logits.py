@@ -278,7 +278,7 @@ def _cross_entropy(
 ) -> torch.Tensor | None:
     """``F.cross_entropy`` with the classes in the last dim, ``[vocab]`` or ``[tokens, vocab]``."""
     by_index = not target.is_floating_point() and target.shape == logits.part.shape[:-1] and target.ndim < 2
-    if not by_index or any(x is not None for x in (weight, size_average, reduce)):
+    if not by_index or not (weight is size_average is reduce is None):
         return None
     loss = logits.part.cross_entropy(target, ignore_index, label_smoothing, reduction)
     logits._origin.lost |= loss is not None

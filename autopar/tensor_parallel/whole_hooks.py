@@ -58,7 +58,7 @@ def local_hooks(module: nn.Module) -> None:
 
 
 class RefusesHooks(Protocol):
-    """What computes with a part of each sequence on each rank, which user hooks must not see unasked."""
+    """A state of a model whose ranks share each sequence: it refuses user hooks."""
 
     def refuse_hooks(self, hooks: list[tuple[str, Any]]) -> None:
         """Refuse a forward over local sequences while ``hooks`` (path of a module, hook) are registered."""
