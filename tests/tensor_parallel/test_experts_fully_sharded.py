@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.checkpoint import ShardedDict
+from autopar.errors import CheckpointError
 from tests.pool import pooled
 from tests.tensor_parallel.mixtures import (
     batches,
@@ -129,7 +131,10 @@ def test_checkpoints_of_any_mesh(saved: dict[str, int], tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     for step in range(2):
         step_beside(plain, optimizer, first, own, step)
-    first.save_parallelized(tmp_path / "zero3", optimizer=own, extra={"ema": dict(first.named_parameters())})
+    with pytest.raises(CheckpointError, match=r"extra.ema is a dict with shards(.|\n)*'ema': autopar.checkpoint.Shard"):
+        first.save_parallelized(tmp_path / "zero3", extra={"ema": dict(first.named_parameters())})
+    ema = ShardedDict(first.named_parameters())
+    first.save_parallelized(tmp_path / "zero3", optimizer=own, extra={"ema": ema})
     first.save_parallelized(tmp_path / "merged", merge_checkpoints=True)
     exported = dict(autopar.hf_weights(first))
     if dist.get_rank() == 0:
