@@ -8,6 +8,7 @@ import tomllib
 from packaging.requirements import Requirement
 
 import autopar
+from autopar.checkpoint.format import FORMAT_VERSION
 from tests.docs.pages import DOCS, ROOT
 from tests.test_version_ends import OLDEST
 
@@ -51,3 +52,7 @@ def test_what_the_tests_run_with_is_what_is_pinned() -> None:
     assert row("accelerate")[1] == PINNED["accelerate"] and row("PEFT")[1] == PINNED["peft"]
     (deepspeed,) = re.findall(r"deepspeed==([\d.]+)", (ROOT / "Makefile").read_text())
     assert row("DeepSpeed") == [deepspeed, f"{deepspeed}, on CPUs"]
+
+
+def test_the_format_of_checkpoints_is_the_one_that_is_read() -> None:
+    assert f"a `format_version`, {FORMAT_VERSION} in this version" in TEXT
