@@ -34,7 +34,7 @@ from autopar.foreign.c10d import left_out_of_ddp, meshes_of_fsdp
 from autopar.foreign.tensors import no_overrides, own_modules, own_parameters
 from autopar.foreign.transformers import forget_own_adapters
 from autopar.guards.messages import group_call
-from autopar.guards.step import forget, listen
+from autopar.guards.step import ClassHook, forget, listen
 
 _WHEN = (
     "  Add or replace modules (adapters, heads, parametrizations) before autopar.initialize, or take the model back\n"
@@ -208,8 +208,7 @@ class WrapperCheck:
         self._handle: Any = None
         if mpu.model.size > 1 or shares_experts or fully_sharded:
             listen(self)
-            self._handle = model.register_forward_pre_hook(self._on_forward)
-        self._kind = type(model)
+            self._handle = model.register_forward_pre_hook(ClassHook(model, self._check_fully_sharded))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WrapperCheck:
         return self
@@ -276,14 +275,11 @@ class WrapperCheck:
             if isinstance(parameter, DTensor):
                 raise ConfigError(_SHARDED.format(ep=self.mpu.ep.size, tp=self.mpu.tp.size))
 
-    def _on_forward(self, model: nn.Module, *_: Any) -> None:
-        if type(model) is self._kind:
-            return
+    def _check_fully_sharded(self, model: nn.Module) -> None:
         found = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
         for module in model.modules():  # weights of the outermost are whole by now
             found |= meshes_of_fsdp(module)
         _check_meshes(found, self.mpu)
-        self._kind = type(model)  # fully_shard has changed it
 
     def _is_ours(self, modules: Iterable[nn.Module]) -> bool:
         """Return whether the model, a part of it, or a copy of it is among ``modules``."""

@@ -141,6 +141,19 @@ def _call(method: str, *arguments: Any) -> None:
             getattr(listener, method)(*arguments)
 
 
+class ClassHook:
+    """Forward pre-hook that calls ``then(module)`` where the class of ``module`` has changed: ``fully_shard`` does."""
+
+    def __init__(self, module: nn.Module, then: Callable[[nn.Module], None]) -> None:
+        self._kind, self._then = type(module), then
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        """Compare the class; what raises once raises in the next forward, too."""
+        if type(module) is not self._kind:
+            self._then(module)
+            self._kind = type(module)
+
+
 # -- the guard ---------------------------------------------------------------------------------------------------------
 
 
