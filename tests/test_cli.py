@@ -33,7 +33,7 @@ def run(*arguments: object):
 
 @pytest.mark.tier("all")
 def test_merge_in_a_process_of_its_own(ckpt, tmp_path):
-    command = [sys.executable, "-m", "autopar.tools.cli", "merge", str(ckpt), str(tmp_path / "merged")]
+    command = [sys.executable, "-m", "autopar", "merge", str(ckpt), str(tmp_path / "merged")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     plain = saved_state(save_alone(tmp_path / "again", 1))

@@ -70,7 +70,7 @@ def main() -> None:
     if rank == 0:
         later = args.output / "merged-later"
         folders = [os.path.relpath(sharded), os.path.relpath(later), "--force"]
-        command = [sys.executable, "-m", "autopar.tools.cli", "merge", *folders]
+        command = [sys.executable, "-m", "autopar", "merge", *folders]
         subprocess.run(command, check=True)
         one, other = load_file(merged / "model.safetensors"), load_file(later / "model.safetensors")
         same = one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

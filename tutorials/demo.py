@@ -95,7 +95,7 @@ def merge(source: Path, destination: Path, tokenizer: Any) -> None:
     """``autopar merge SOURCE DESTINATION``, as a user would call it. Other files of the folder come along."""
     tokenizer.save_pretrained(source)
     folders = [os.path.relpath(source), os.path.relpath(destination), "--force"]
-    command = [sys.executable, "-m", "autopar.tools.cli", "merge", *folders]
+    command = [sys.executable, "-m", "autopar", "merge", *folders]
     if subprocess.run(command, check=False).returncode:
         raise SystemExit(f"error: {' '.join(command)} failed")
 

@@ -213,10 +213,14 @@ def test_what_was_not_saved_cannot_be_loaded_and_nothing_changes(tmp_path):
 
 
 class Watching(torch.optim.AdamW):
-    """AdamW that keeps the means of rows of gradients: statistics of the shard that a rank holds."""
+    """AdamW that keeps the means of rows of gradients: statistics of the shard that a rank holds.
+
+    It draws a number, so its trial step says nothing, and it may be made after ``initialize``.
+    """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
+        torch.rand(())
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None and p.ndim == 2:
