@@ -41,7 +41,7 @@ def describe(report: Any) -> None:
     wrong = [f"{row.check} {row.what}" for row in report.rows if row.holds is False]
     say(f"{len(held)} comparisons hold, {len(wrong)} do not: {', '.join(wrong) or 'it is the plain model'}")
     if report.culprit is not None:
-        say(f"the fault is in {report.culprit.module}: {report.culprit.lines[-1]}")
+        say(f"the fault is in {report.culprit.module}: {report.culprit.lines[0]}")
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.call_site import OURS, is_of_libraries, place_of_user
 from autopar.errors import ShardWarning
+from autopar.foreign.patches import BODIES
 from autopar.foreign.tensors import (
     CALL,
     SAVE_STATE,
@@ -483,7 +484,7 @@ def _fix(shard: Shard) -> str:
 def user_frame(caller: FrameType) -> FrameType | None:
     """Return the frame that called torch; None if it is of a library that knows shards, or compiled."""
     frame: FrameType | None = caller
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+    while frame is not None and (frame.f_code.co_filename.startswith(_TORCH) or frame.f_code in BODIES):
         frame = frame.f_back
     file = "" if frame is None else frame.f_code.co_filename
     compiled = file.startswith("<eval_with_key") or "torchinductor" in file

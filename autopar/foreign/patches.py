@@ -27,6 +27,9 @@ SETS = {
 }
 """Module of a library -> the module whose ``install()`` patches that library, as soon as the first one is imported."""
 
+BODIES: set[Any] = set()
+"""Code of the functions that patched ones call: in a stack they stand for the library."""
+
 TESTED = {"torch": "2.13 and 2.14", "accelerate": "1.15", "deepspeed": "0.19.8"}
 
 
@@ -179,6 +182,7 @@ def _member(holder: Any, where: str, name: str) -> Any:
 
 def _note(name: str, body: _Body, undo: Callable[[], None]) -> None:
     home = getattr(body, "func", body)
+    BODIES.add(home.__code__)
     patch = Patch(name, _version(name.partition(".")[0]), f"{home.__module__}.{home.__qualname__}")
     _installed.append((patch, undo))
 

@@ -171,9 +171,15 @@ def _check_layers(model: nn.Module, before: list[_Seen]) -> None:
                 _refuse(model, seen, "was taken out or replaced")
         elif not issubclass(type(seen.module), seen.kind):
             _refuse(model, seen, f"is a {type(seen.module).__name__} now (parametrized?)")
-        elif own_parameters(seen.module).keys() != seen.parameters.keys():
+        elif list(own_parameters(seen.module)) != list(seen.parameters) and not _is_reordered(seen):
             now_held = ", ".join(own_parameters(seen.module)) or "no parameter"
             _refuse(model, seen, f"holds {now_held} now, and held {', '.join(seen.parameters)}")
+
+
+def _is_reordered(seen: _Seen) -> bool:
+    """Return whether a module has its parameters in another order: PEFT puts one of experts back after the others."""
+    now = own_parameters(seen.module)
+    return now.keys() == seen.parameters.keys() and all(now[name] is one for name, one in seen.parameters.items())
 
 
 def _refuse(model: nn.Module, seen: _Seen, what: str) -> None:

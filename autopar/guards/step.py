@@ -40,7 +40,7 @@ from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_reads import switch
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.foreign.c10d import PrefixStore, default_store
-from autopar.foreign.tensors import step_hooks
+from autopar.foreign.tensors import is_transformed, step_hooks
 from autopar.guards.free_weights import FreeWeights
 from autopar.guards.messages import group_call, unlike_gradients, unlike_weights
 
@@ -264,7 +264,7 @@ class StepCheck:
             self._input_hook.remove()
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._compare or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not self._compare or not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
             return
         self._compare_own_update()
         if module.training and self.made < _WHOLE:

@@ -162,6 +162,6 @@ def test_what_is_damaged_in_the_manifest_is_refused(tmp_path):
             return data
 
         rewrite_manifest(folder, edit)
-        with raises_everywhere(CheckpointError, "(is damaged in the checkpoint|autopar.json is damaged)"):
+        with raises_everywhere(CheckpointError, "damaged"):
             model.from_parallelized(folder, extra={})
     assert all(map(torch.equal, before, model.parameters()))

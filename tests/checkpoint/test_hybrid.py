@@ -183,7 +183,7 @@ def test_a_state_that_is_called_as_the_fp32_weights_are(tmp_path):
     run.steps(0, 1)
     for entries in run.optimizer.state.values():
         entries["master"] = torch.zeros_like(entries["exp_avg"])
-    with raises_everywhere(CheckpointError, "AdamW has a state that would be called transformer."):
+    with raises_everywhere(CheckpointError, "AdamW has two states that would be called transformer."):
         run.save(tmp_path / "ckpt")
     run.close()
     plain = Run("gpt2", Mesh(1, 2))  # without fp32 weights beside it, it is a state like any other

@@ -130,7 +130,8 @@ def test_fully_sharded_data_parallel_over_all_ranks_is_refused() -> None:
     wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
     nn.Module.__init__(wrapper)
     wrapper.process_group = dist.group.WORLD
-    with _refused("FullyShardedDataParallel", "[0, 1]", model.mpu, GROUP):
+    hint = ";\n  with accelerate leave out fsdp_plugin: zero: {stage: 3} in the config is torch's FSDP2"
+    with _refused("FullyShardedDataParallel", "[0, 1]", model.mpu, f"{GROUP}{hint}"):
         wrapper._fsdp_wrapped_module = model
     wrapper.process_group = model.mpu.dp.group
     wrapper._fsdp_wrapped_module = model

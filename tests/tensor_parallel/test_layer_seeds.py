@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 import autopar
+from autopar.swap import unbind
+from autopar.tensor_parallel import apply
 from autopar.tensor_parallel.apply import draw_seeds_alike
-from autopar.tensor_parallel.hooks import detach
 from tests.exchange import everyones
 from tests.parity import close
 from tests.pool import pooled
@@ -65,6 +66,6 @@ def test_hashes_and_gradients_are_the_plain_models_for_the_same_seed() -> None:
         assert (parameter.grad is None) == (expected is None), name
         if expected is not None and parameter.shape == expected.shape:
             close(parameter.grad, expected, name)
-    detach(plain)
+    unbind(plain, apply._OWNER)
     assert not any("_init_attention_seed" in vars(module) for module in plain.modules())
     model.mpu.destroy()

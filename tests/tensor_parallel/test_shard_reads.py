@@ -18,6 +18,7 @@ from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import autopar
+from autopar.checkpoint import ShardedDict
 from autopar.distributed.shard_reads import Part, ShardedParameter, unwatch
 from autopar.errors import ConfigError
 from tests.pool import pooled
@@ -302,7 +303,7 @@ def test_the_model_and_its_libraries_are_silent(tmp_path: Path) -> None:
             model.load_state_dict(model.state_dict())
             folder = tmp_path / build.__name__
             half = {name: p.detach() * 0.5 for name, p in model.named_parameters()}
-            model.save_parallelized(str(folder), extra={"half": half})
+            model.save_parallelized(str(folder), extra={"half": ShardedDict(half)})
             model.from_parallelized(str(folder))
             moved = {name: p * 0.9 for name, p in model.named_parameters()}
             torch.func.functional_call(model, moved, kwargs={"input_ids": IDS}).logits.sum()
