@@ -64,7 +64,7 @@ _worlds: weakref.WeakKeyDictionary[Any, dict[int, _Owned]] = weakref.WeakKeyDict
 """Default process group -> number of an owner, the same on all ranks -> its groups."""
 
 _MOST_OWNERS = 4
-"""Owners that may be alive before garbage is collected: that takes a few tenths of a second next to large libraries."""
+"""Number of owners above which garbage is collected. That takes some tenths of a second once transformers is loaded."""
 
 
 def owned_groups(owner: Any) -> list[Any]:

@@ -28,7 +28,7 @@ SETS = {
 """Module of a library -> the module whose ``install()`` patches that library, as soon as the first one is imported."""
 
 BODIES: set[Any] = set()
-"""Code of the functions that patched ones call: in a stack they stand for the library."""
+"""Code objects of the functions that patched functions call. A walk of the stack skips them, like frames of torch."""
 
 TESTED = {"torch": "2.13 and 2.14", "accelerate": "1.15", "deepspeed": "0.19.8"}
 
