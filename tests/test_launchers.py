@@ -44,7 +44,7 @@ def run(folder: Path, script: str, *before: str) -> str:
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, *before, str(folder / "script.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=240)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stderr[:4000]  # the ranks' own lines come first, the launcher's last
     return done.stdout
 
 
@@ -52,7 +52,6 @@ def run(folder: Path, script: str, *before: str) -> str:
 def test_accelerate_launch(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     launch = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1")
-    # A process that ends without it aborts now and then: a thread of gloo is running still.
     script = "train()\ndist.destroy_process_group()"
     printed = run(tmp_path, script, *launch, "--mixed_precision", "no", "--main_process_port", "0")
     assert all(f"rank {rank} of 2 is right" in printed for rank in range(2)), printed

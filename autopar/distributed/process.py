@@ -9,6 +9,7 @@ between nodes.
 [Note: the end of a process] torch 2.13 attaches an object of Python to each collective of a backward pass. A thread of
 gloo drops it, for which it needs the interpreter. Where that ends first, the thread is ended inside of a destructor and
 the process aborts: more than half of the scripts do whose last line is a backward pass, also without this package.
+``destroy_process_group`` does not end these threads while a model still refers to its groups.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ from autopar.errors import ConfigError
 from autopar.foreign.c10d import HashStore, PrefixStore
 
 TIMEOUT = timedelta(minutes=10)
-_PAUSE = 0.05  # seconds between two looks at the store, and at the end for threads of gloo
+_PAUSE = 0.05  # seconds between two looks at the store
+_LAST_PAUSE = 0.2  # seconds at the end of a process, for threads of gloo on a busy machine
 _OF_THE_HOST = ("gloo", "mpi", "ucc", "fake", "undefined", None)  # backends whose tensors are the CPU's
 
 
 @functools.cache
 def end_after_gloo() -> None:
     """Let threads of gloo have the interpreter once more before it ends (see the note above)."""
-    atexit.register(lambda: time.sleep(_PAUSE) if dist.is_initialized() else None)
+    atexit.register(time.sleep, _LAST_PAUSE)
 
 
 class Process(NamedTuple):
