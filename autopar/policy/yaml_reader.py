@@ -182,6 +182,8 @@ def _explained(error: yaml.YAMLError, text: str) -> tuple[str, int]:
     problem = getattr(error, "problem", None) or str(error)
     lines = text.split("\n")
     line = min(mark.line + 1 if mark is not None else 1, len(lines) - (not lines[-1]) or 1)
+    if "nesting depth" in problem:  # libyaml of PyYAML 6.0.4 has a limit of 1,000 levels, and reads ahead
+        return f"is nested more than {_MOST_LEVELS} levels deep", line
     hint = ""
     if "\t" in lines[line - 1]:
         hint = "; indent with blanks, the line holds a tab"
