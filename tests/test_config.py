@@ -8,9 +8,8 @@ import pytest
 import yaml
 
 from autopar.config import ParallelConfig
-from autopar.config.foreign_keys import _ELSEWHERE, _RENAMED, explain
 from autopar.config.pipeline import PipelineConfig
-from autopar.config.sections import PLAIN, SECTIONS
+from autopar.config.sections import PLAIN, SECTIONS, explain, foreign_keys
 from autopar.errors import ConfigError
 
 CONFIG = {"model_parallelism": {"enable": True, "tensor_parallel_size": 2}, "activation_checkpointing": {}}
@@ -340,9 +339,9 @@ def test_keys_of_other_libraries_say_what_to_write(source, message):
 
 def test_every_foreign_key_has_one_sentence_that_leads_somewhere():
     own = {*SECTIONS, *PLAIN, *(f"{name}.{key}" for name, keys in SECTIONS.items() for key in keys)}
-    assert {home for names in _RENAMED.values() for home in names.values()} <= own
-    assert list(_RENAMED) == list(_ELSEWHERE)
-    names = {name for table in (_RENAMED, _ELSEWHERE) for library in table.values() for name in library}
+    renamed, advice = foreign_keys()
+    assert {home for names in renamed.values() for home in names.values()} <= own
+    names = {name for table in (renamed, advice) for kind in table if kind != "anyone" for name in table[kind]}
     assert names & own == {"optimizer"}
     for name in names:
         sentence = explain(name, 2)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from autopar.config.foreign_keys import explain
+import yaml
+
 from autopar.errors import clip, nearest
 
 SECTIONS: dict[str, dict[str, type]] = {
@@ -204,3 +207,43 @@ def _name(kind: type) -> str:
 def describe(value: object) -> str:
     """Return a value and its type, for messages."""
     return f"{clip(repr(value))} ({type(value).__name__})"
+
+
+# -- keys of other libraries -------------------------------------------------------------------------------------------
+
+_SECONDS = "distributed_timeout_minutes"  # is a number of minutes, and pipeline.timeout of seconds
+
+
+@functools.cache
+def foreign_keys() -> tuple[dict[str, dict[str, str]], dict[str, dict[str, str]]]:
+    """Return, for each library, what its keys are called here, and the advice on its other keys."""
+    read = yaml.safe_load(Path(__file__).with_name("foreign_keys.yaml").read_text("utf-8"))
+    advice: dict[str, dict[str, str]] = {library: {} for library in (*read["renamed"], "anyone")}
+    for row in read["advice"]:
+        for library in row.keys() - {"say"}:
+            advice[library] |= dict.fromkeys(row[library], row["say"])
+    return read["renamed"], advice
+
+
+def explain(key: object, value: Any = None) -> str | None:
+    """Return what to write here for a key of another library; None for a key that none of them has.
+
+    Args:
+        value: the user's value, which goes into the advice where it means the same.
+    """
+    renamed, advice = foreign_keys()
+    name = clip(str(key)).lstrip("-").replace("-", "_").lower()
+    libraries = [library for library in renamed if name in renamed[library] or name in advice[library]]
+    if not libraries:
+        guessed = advice["anyone"].get(name)
+        return None if guessed is None else f"there is no key '{key}': {guessed}"
+    owners = ", ".join(f"{library}'s" for library in libraries)
+    home = renamed[libraries[0]].get(name)
+    if home is None:
+        return f"'{key}' is {owners} name: {advice[libraries[0]][name]}"
+    section, _, own = home.rpartition(".")
+    simple = type(value) in (bool, int, float, str) and name != _SECONDS
+    written = f"{own}: {clip(str(value)) if simple else '...'}"
+    if section or home in SHORT:
+        written = f"{section}: {{{written}}}".removeprefix(": ")
+    return f"'{key}' is {owners} name: write {written}{' (in seconds)' if name == _SECONDS else ''}"
