@@ -200,9 +200,15 @@ class ParallelConfig:
             else:
                 values[section] = check_section(section, content, known, problems)
         pipeline = values.pop("pipeline", {})
-        problems += _given_twice(fields, values.get("model_parallelism", {}))
+        sizes = values.get("model_parallelism", {})
+        problems += [
+            f"{axis}={fields[name]} is short for model_parallelism.{name}, which is given too: {sizes[name]}. "
+            "Leave one out"
+            for axis, name in SHORT.items()
+            if name in fields and name in sizes
+        ]
         fields |= _fields(values)
-        every = {**_defaults(), **fields}
+        every = {field.name: field.default for field in dataclasses.fields(cls)} | fields
         if not problems:
             problems = contradictions(every)
         fields["pipeline"] = PipelineConfig.of(pipeline, every["pipeline_parallel_size"], problems)
@@ -236,14 +242,6 @@ class ParallelConfig:
         return world_size // (tp * cp * pp)
 
 
-def _given_twice(short: Mapping[str, Any], sizes: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{axis}={short[name]} is short for model_parallelism.{name}, which is given too: {sizes[name]}. Leave one out"
-        for axis, name in SHORT.items()
-        if name in short and name in sizes
-    ]
-
-
 def _fields(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the fields that sections set. A section is on unless it says otherwise; one that is off sets nothing."""
     fields = {}
@@ -253,10 +251,6 @@ def _fields(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             if key != "enable" or (section, key) in FIELDS:
                 fields[FIELDS.get((section, key), key)] = tuple(value) if isinstance(value, list) else value
     return fields
-
-
-def _defaults() -> dict[str, Any]:
-    return {field.name: field.default for field in dataclasses.fields(ParallelConfig)}
 
 
 def read_config(path: Path) -> object:

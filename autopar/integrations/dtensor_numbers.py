@@ -96,8 +96,8 @@ def _assign(plain: Any, tensor: DTensor, value: Any) -> None:
     if not alike or value.shape != tensor.shape or value.dtype != tensor.dtype:
         raise ConfigError(
             f"parameter.data = {type(value).__name__} of {tuple(value.shape)} in {value.dtype}: with zero.stage 2 and "
-            f"3 it is a DTensor of {tuple(tensor.shape)} in {tensor.dtype},\n  and torch would go on with the old one. Write p.data.copy_(distribute_tensor(full, "
-            "p.device_mesh, p.placements))."
+            f"3 it is a DTensor of {tuple(tensor.shape)} in {tensor.dtype},\n  and torch would go on with the old one. "
+            "Write p.data.copy_(distribute_tensor(full, p.device_mesh, p.placements))."
         )
     with torch.no_grad():
         tensor.data.copy_(value)
