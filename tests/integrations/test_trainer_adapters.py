@@ -61,17 +61,6 @@ def compare(folder, name, tp, pp=1, parallel=None, **changes):
 
 
 @pytest.mark.tier("all")
-def test_tensor_parallel(folder):
-    on_two_ranks(folder)
-
-
-@pooled(world_size=2)
-def on_two_ranks(folder):
-    with launched():
-        compare(folder, "plain", 2, gradient_checkpointing=True)
-
-
-@pytest.mark.tier("all")
 def test_replicas_and_stages(folder):
     on_four_ranks(folder)
 

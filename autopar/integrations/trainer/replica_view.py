@@ -52,14 +52,8 @@ class ReplicaView(ParallelBase):
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run a step of the trainer, which may sample, score and slice in it."""
-        mpu = self.model.mpu
-        try:
-            with counting_replicas(mpu):
-                return super().training_step(*args, **kwargs)
-        except IndexError as error:
-            if mpu.model.size > 1 and self.has_own_loss():
-                error.add_note(f"This is rank {mpu.rank}, of replica {mpu.dp.rank} of {mpu.dp.size}.\n{_HOW}")
-            raise
+        with counting_replicas(self.model.mpu):
+            return super().training_step(*args, **kwargs)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch, which a trainer may sample first."""
