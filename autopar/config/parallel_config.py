@@ -208,7 +208,7 @@ class ParallelConfig:
             if name in fields and name in sizes
         ]
         fields |= _fields(values)
-        every = {field.name: field.default for field in dataclasses.fields(cls)} | fields
+        every: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(cls)} | fields
         if not problems:
             problems = _contradictions(every)
         fields["pipeline"] = PipelineConfig.of(pipeline, every["pipeline_parallel_size"], problems)

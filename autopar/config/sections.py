@@ -129,9 +129,9 @@ def check_value(name: str, value: Any, kind: type) -> str | None:
         *most, last = _CHOICES[field]
         choices = f"{', '.join(map(str, most))} or {last}"
         return None if value in _CHOICES[field] else f"{name} must be {choices}, not {clip(str(value))}"
-    if field in _FORMS and not re.fullmatch(_FORMS[field][0], value):
-        return f"{name} must be {_FORMS[field][1]}, not {clip(value)}"
     number: Any = value
+    if field in _FORMS and not re.fullmatch(_FORMS[field][0], str(value)):
+        return f"{name} must be {_FORMS[field][1]}, not {clip(str(value))}"
     if kind is float and not (0 < number < math.inf or (name in PLAIN and number == 0)):
         return f"{name} must be above 0, not {value}"
     least = 0 if field in _FROM_ZERO else 1

@@ -118,7 +118,8 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, EvaluationMixin, CheckpointMi
                 "the model was loaded with device_map, which spreads it over devices: load it without, or with "
                 "autopar.from_pretrained"
             )
-        if not is_peft_model(model) and _has_adapters(model):
+        adapted = hasattr(model, "peft_config") or next(tuner_layers(model), None) is not None
+        if adapted and not is_peft_model(model):
             raise ConfigError(
                 f"{type(model).__name__} has adapters of PEFT without a PeftModel around it, and the folders of a "
                 "parallel trainer would not keep them apart from the model:\n  give peft.get_peft_model(model, config)"
@@ -127,11 +128,8 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, EvaluationMixin, CheckpointMi
         world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
         if world != self.args.world_size:
             without_gpu = not self.args.use_cpu and accelerator() is None
-            fix = (
-                "Write TrainingArguments(use_cpu=True)."
-                if without_gpu
-                else ("Start with torchrun or accelerate launch, or set RANK, WORLD_SIZE and LOCAL_RANK.")
-            )
+            fix = "Start with torchrun or accelerate launch, or set RANK, WORLD_SIZE and LOCAL_RANK."
+            fix = "Write TrainingArguments(use_cpu=True)." if without_gpu else fix
             raise ConfigError(
                 f"TrainingArguments count {self.args.world_size} processes, expected {world}"
                 f"{', because this machine has no GPU' if without_gpu else ''}\n  {fix}"
@@ -154,8 +152,6 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, EvaluationMixin, CheckpointMi
     # -- after it -----------------------------------------------------------------------------------------------------
 
     def _parallelize(self, policy: Any) -> None:
-        if self.model_init is not None:
-            raise ConfigError("model_init= makes a new plain model for each train(): give model=")
         model = self.model
         self._set_signature_columns_if_needed()  # of the plain model
         config = self.autopar_config
@@ -217,10 +213,6 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, EvaluationMixin, CheckpointMi
     def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
         """Return this rank's part of the operations of its replica; the trainer sums over all ranks."""
         return super().floating_point_ops(inputs) / self.mpu.model.size
-
-
-def _has_adapters(model: nn.Module) -> bool:
-    return hasattr(model, "peft_config") or next(tuner_layers(model), None) is not None
 
 
 class ParallelTrainer(ParallelTrainerMixin, Trainer):
