@@ -58,25 +58,6 @@ def _written(holder: Any, *texts: str) -> Callable[[], bool]:
     return lambda: all(text in inspect.getsource(holder) for text in texts)
 
 
-def _hooks() -> bool:
-    module = nn.Linear(1, 1)
-    module.register_forward_hook(print, always_call=True)
-    module.register_forward_pre_hook(print, with_kwargs=True)
-    module.register_full_backward_hook(print)
-    seen = [len(tensors.hooks_of(module, kind)) for kind in ("forward", "forward_pre", "backward", "backward_pre")]
-    tensors.remove_forward_hooks(module, type(print))
-    return seen == [1, 1, 1, 0] and not list(tensors.forward_hooks(module))
-
-
-def _called_instead() -> bool:
-    module, seen = nn.Linear(1, 1), list[int]()
-    module.register_forward_hook(lambda *_: seen.append(0))
-    with tensors.called_instead([(module, lambda call, x: x + 1 + 0 * call(x))]):
-        inside = bool(module(torch.ones(1)) == 2)
-    module(torch.ones(1))
-    return inside and seen == [0, 0]
-
-
 def _versions() -> bool:
     x = torch.zeros(2)
     view, before = x[:1], tensors.version_of(x)
@@ -108,21 +89,6 @@ def _graph() -> bool:
     tensors.run_backward(_Double.apply(x).sum())
     ran = _RAN == [1] and not tensors.in_backward() and float(x.grad) == 2  # type: ignore[arg-type]
     return known and ran and tuple(tensors.input_metadata(node)[0].shape) == (1,)
-
-
-def _modes() -> bool:
-    class Sees(tensors.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            inside.append((len(tensors.dispatch_modes()), str(tensors.operator_of(func))))
-            return func(*args, **(kwargs or {}))
-
-    inside: list[Any] = []
-    x = torch.zeros(1)
-    with Sees(), tensors.no_dispatch_modes():
-        x.add_(1)
-    with Sees():
-        x.add_(1)
-    return inside == [(0, "aten.add_")] and tensors.function_modes() == []
 
 
 def _muon_step() -> bool:
@@ -175,8 +141,6 @@ _OF_FSDP = (
 
 PROBES: dict[str, Probe] = {
     "attributes of modules": Probe(_have(nn.Module(), _OF_MODULES), "layers are swapped and sharded"),
-    "hooks around a forward": Probe(_hooks, "deparallelize, meta copies, warnings of hooks"),
-    "what a call of a module runs": Probe(_called_instead, "expert_parallel_size of experts that are modules"),
     "convolutions": Probe(_have(nn.Conv1d, "_conv_forward"), "sharded convolutions"),
     "versions and bases of tensors": Probe(_versions, "gradients that are computed once, checks of weights"),
     "storages": Probe(_have(torch.zeros(1).untyped_storage(), "_cdata"), "lazy_init, stages, the planner"),
@@ -189,7 +153,6 @@ PROBES: dict[str, Probe] = {
     "the graph and its backward": Probe(_graph, "zero-bubble schedules, context parallelism, recomputation"),
     "transforms of torch.func": Probe(_have(forward_ad, "_current_level"), "refusals of torch.func"),
     "profilers": Probe(_have(torch.autograd.profiler, tensors.PROFILER_RUNS), "names in profiles"),
-    "dispatch modes": Probe(_modes, "dry runs, verify, selective checkpointing"),
     "operators of DTensors": Probe(
         lambda: torch.ops.aten.is_same_size.default in DTensor._op_dispatcher._custom_op_handlers,
         "numbers that are read of parameters under zero.stage 2 and 3",

@@ -203,9 +203,10 @@ def base_of(model: Any) -> Any:
 
 
 class StepMixin(ParallelBase):
-    """Batches, gradients and norms."""
+    """Batches, gradients and norms; loops without gradients."""
 
     _norm: torch.Tensor | None = None
+    _items_weight: float | None = None  # of the number of items, while a batch is evaluated
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         loader, mpu = super()._get_dataloader(*args, **kwargs), self.model.mpu
@@ -293,57 +294,7 @@ class StepMixin(ParallelBase):
 
         self._torch_optimizer().register_step_post_hook(fill)
 
-
-class _SeededAlike(DataLoader[Any]):
-    """A ``DataLoader`` whose workers draw the same random numbers on all ranks of a replica."""
-
-    autopar_mpu: Any
-
-    def __iter__(self) -> Any:
-        if self._iterator is not None:  # persistent workers go on
-            return super().__iter__()
-        mpu, own = self.autopar_mpu, torch.get_rng_state()
-        shared = own.to(device_of_numbers(mpu.model.group), copy=True)
-        with waiting(mpu, "the seeds of a loader's workers", mpu.model.ranks):
-            broadcast(shared, mpu.model)
-        torch.set_rng_state(shared.cpu())
-        try:
-            return super().__iter__()
-        finally:
-            if not torch.equal(own, shared.cpu()):
-                torch.set_rng_state(own)
-
-
-def _times(loss: torch.Tensor, weight: float) -> torch.Tensor:
-    """Multiply a loss by its weight; a mean over no labels is nan, and counts nothing."""
-    return (loss if weight else loss.nan_to_num()) * weight
-
-
-class _Scaling:
-    """An optimizer as ``execute_pipeline`` sees it: what multiplies a micro-batch's loss before its backward pass."""
-
-    def __init__(self, factor: float, scale_loss: Any) -> None:
-        self.factor, self._scale_loss = factor, scale_loss
-
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        loss = loss * self.factor
-        return loss if self._scale_loss is None else self._scale_loss(loss)
-
-
-def rows_of(inputs: Any) -> int:
-    """Count the samples of a batch; one that is not collated lists them."""
-    if isinstance(inputs, torch.Tensor):
-        return inputs.shape[0] if inputs.ndim else 0
-    if isinstance(inputs, list) and inputs and isinstance(inputs[0], Mapping):
-        return len(inputs)
-    entries = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, list | tuple) else ()
-    return next((count for count in map(rows_of, entries) if count), 0)
-
-
-class EvaluationMixin(ParallelBase):
-    """Loops without gradients."""
-
-    _items_weight: float | None = None  # of the number of items, while a batch is evaluated
+    # -- evaluation ---------------------------------------------------------------------------------------------------
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate on all ranks; what is gathered leaves out the samples that fill the last batch up."""
@@ -414,6 +365,52 @@ class EvaluationMixin(ParallelBase):
         with waiting(self.model.mpu, "the loss of an evaluation", dp.ranks):
             all_reduce(share, group=dp.group)
         return (share / dp.size).to(loss.dtype)
+
+
+class _SeededAlike(DataLoader[Any]):
+    """A ``DataLoader`` whose workers draw the same random numbers on all ranks of a replica."""
+
+    autopar_mpu: Any
+
+    def __iter__(self) -> Any:
+        if self._iterator is not None:  # persistent workers go on
+            return super().__iter__()
+        mpu, own = self.autopar_mpu, torch.get_rng_state()
+        shared = own.to(device_of_numbers(mpu.model.group), copy=True)
+        with waiting(mpu, "the seeds of a loader's workers", mpu.model.ranks):
+            broadcast(shared, mpu.model)
+        torch.set_rng_state(shared.cpu())
+        try:
+            return super().__iter__()
+        finally:
+            if not torch.equal(own, shared.cpu()):
+                torch.set_rng_state(own)
+
+
+def _times(loss: torch.Tensor, weight: float) -> torch.Tensor:
+    """Multiply a loss by its weight; a mean over no labels is nan, and counts nothing."""
+    return (loss if weight else loss.nan_to_num()) * weight
+
+
+class _Scaling:
+    """An optimizer as ``execute_pipeline`` sees it: what multiplies a micro-batch's loss before its backward pass."""
+
+    def __init__(self, factor: float, scale_loss: Any) -> None:
+        self.factor, self._scale_loss = factor, scale_loss
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        loss = loss * self.factor
+        return loss if self._scale_loss is None else self._scale_loss(loss)
+
+
+def rows_of(inputs: Any) -> int:
+    """Count the samples of a batch; one that is not collated lists them."""
+    if isinstance(inputs, torch.Tensor):
+        return inputs.shape[0] if inputs.ndim else 0
+    if isinstance(inputs, list) and inputs and isinstance(inputs[0], Mapping):
+        return len(inputs)
+    entries = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, list | tuple) else ()
+    return next((count for count in map(rows_of, entries) if count), 0)
 
 
 def _first_rows(value: Any, count: int, rows: int) -> Any:

@@ -46,7 +46,7 @@ from autopar.integrations.trainer.replica_view import (
     parallelize_reference,
     seed_by_replica,
 )
-from autopar.integrations.trainer.steps import EvaluationMixin, StepMixin, base_of
+from autopar.integrations.trainer.steps import StepMixin, base_of
 from autopar.swap import swap
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
-class ParallelTrainerMixin(ReplicaView, StepMixin, EvaluationMixin, CheckpointMixin):
+class ParallelTrainerMixin(ReplicaView, StepMixin, CheckpointMixin):
     """Make a trainer of transformers, or one that derives from it, parallel: put it first among the base classes.
 
     ``class ParallelSFTTrainer(ParallelTrainerMixin, SFTTrainer)`` is TRL's. All arguments, callbacks, logs and folders
