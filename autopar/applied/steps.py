@@ -2,11 +2,12 @@
 
 :data:`STEPS` is the order. A step changes the model in place, and says why it stands where it does. Nothing is checked
 any more: what can be wrong was found on the plans. A step that can be undone puts that onto ``state.undo``;
-``deparallelize`` takes it from there, the last one first.
+``deparallelize`` takes it from there, the last one first. The state stays on the model, as ``model._autopar``.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch.distributed import tensor as dtensor
 from transformers import PreTrainedModel
 
 from autopar import activation_checkpoint, checkpoint
-from autopar.applied.state import Parallelized
+from autopar.applied.call import Call
 from autopar.data_parallel.apply import DataParallel
 from autopar.data_parallel.precision import warn_of_fp16
 from autopar.deferred_init.materialize import Materializer
@@ -26,19 +27,106 @@ from autopar.distributed.agree import same_on_every_rank
 from autopar.distributed.broadcast_data import sync_parameters
 from autopar.distributed.digest import extremes
 from autopar.distributed.failures import FailureLog, publish_uncaught
+from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import sync_generators
+from autopar.dry_run.plan_model import Plans
 from autopar.errors import AutoparError, tell
+from autopar.guards.step import StepCheck
 from autopar.on_demand import tool
 from autopar.pipeline_parallel import pipeline as pipeline_methods
-from autopar.plan.plan import derived_notice, held, summarise
+from autopar.plan.plan import Plan, derived_notice, held, summarise
+from autopar.plan.stages import StagePlan
+from autopar.policy.schema import DERIVED, Policy
 from autopar.quantized.layers import keep_form
 from autopar.tensor_parallel import apply as tensor_parallel
 from autopar.tensor_parallel.parameter_marks import describe_stage, shards_named
+from autopar.tensor_parallel.regions import Region
 
 if TYPE_CHECKING:
+    from autopar.data_parallel.optimizer import ParallelStep
     from autopar.dry_run.tensor_parallel import FirstForward
+    from autopar.pipeline_parallel.losses import OwnLoss
 
 _log = logging.getLogger("autopar.api")
+_alive: weakref.WeakSet[Parallelized] = weakref.WeakSet()
+
+
+class Parallelized:
+    """The state of a parallelized model, for ``deparallelize``, savers and gradient norms.
+
+    Attributes:
+        plan: what this rank holds of each tensor over tp.
+        stages: what it holds over pp.
+        sequence, rows: what runs over rows of the sequence; None without.
+        prefix: path of the Hugging Face model in the model, ``""`` if it is that.
+        policy: the one that fitted; ``own_policy``: that one if the user gave it.
+        failures, region, dp: the parts that steps have made.
+        pp: the stages on this rank; None until :meth:`pipeline` is asked for them.
+        undo: what takes back the steps that were made, in their order; each gets the model and its state.
+    """
+
+    failures: FailureLog
+    region: Region
+    dp: DataParallel
+
+    def __init__(self, call: Call, plans: Plans, mpu: MPU) -> None:
+        self.config, self.prefix, self.policy, self.mpu = call.config, call.prefix, call.policy, mpu
+        self.own_policy: Policy | None = call.policy if call.own_policy else None
+        self.plan: Plan = plans.tensors
+        self.stages: StagePlan = plans.stages
+        self.sequence, self.rows = plans.sequence, plans.rows
+        self.undo: list[Callable[[Any, Parallelized], None]] = []
+        self.pp: pipeline_methods.Pipeline | None = None
+        _alive.add(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parallelized:
+        copied = memo[id(self)] = copy.copy(self)
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        _alive.add(copied)
+        return copied
+
+    @property
+    def shares_its_mesh(self) -> bool:
+        """Whether a copy of the model lives that is parallelized, too: it goes on with the same process groups."""
+        return any(other is not self and other.mpu is self.mpu for other in _alive)
+
+    def forget(self) -> None:
+        """Be the state of no model any more."""
+        _alive.discard(self)
+
+    def pipeline(self, model: Any) -> pipeline_methods.Pipeline:
+        """Return the stages of ``model`` on this rank. Those of a model in one piece are made when they are needed."""
+        if self.pp is None:
+            inner, config = self.inner_of(model), self.config
+            loss, check = self.own_loss(inner), config.consistency_check
+            self.pp = pipeline_methods.Pipeline(
+                model, inner, self.stages, self.mpu, config.pipeline, self.failures, loss, check=check
+            )
+        return self.pp
+
+    def own_loss(self, inner: Any) -> OwnLoss:
+        """Return facts about the own loss of a Hugging Face model, or of a plain module."""
+        from autopar.pipeline_parallel.losses import OwnLoss
+
+        return OwnLoss.of(inner, self.policy if self.policy.name == DERIVED else self.own_policy)
+
+    @property
+    def steps(self) -> StepCheck:
+        """The check of the steps of the model's optimizers."""
+        return self.dp.steps
+
+    @property
+    def step(self) -> ParallelStep | None:
+        """The wrapper of the step of the optimizer that ``initialize`` was given."""
+        return self.dp.step
+
+    def inner_of(self, model: nn.Module) -> nn.Module:
+        """Return the Hugging Face model in ``model``, or the plain module."""
+        return model.get_submodule(self.prefix)
+
+    def blocks_of(self, model: nn.Module) -> list[nn.Module]:
+        """Return the blocks of ``model``, of all stages."""
+        return [model.get_submodule(path) for path in self.stages.elements]
 
 
 @dataclass

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
-from autopar.applied.state import Parallelized
+from autopar.applied.steps import Parallelized
 from autopar.data_parallel.fully_sharded import FullySharded
 from autopar.data_parallel.replica_norm import ReplicaNorm
 from autopar.distributed import collectives
