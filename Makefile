@@ -9,7 +9,6 @@ PIP_ARGS ?=
 MIN_PYTHON := 3.11
 NPROC ?= 4
 WORKERS ?= 2
-SHARD ?= 1/1
 SEED ?=
 
 SHELL := /bin/bash
@@ -181,19 +180,17 @@ check: $(VENV) ## lint what has changed, run all tests in one process (90 second
 test: $(VENV) ## also run what a change needs first over ranks (5 minutes)
 	$(PYTEST) $(PYTEST_ARGS) --tier test
 
-# Goes on where it was stopped: what has passed on exactly this tree is not repeated (rm -r .pytest_cache to repeat it).
 test-all: $(VENV) fetch ## also run every policy, all other tests over ranks, the oldest transformers (25 minutes more)
-	$(PYTEST) $(PYTEST_ARGS) --tier all --reuse
-	PYTHONPATH="$(CURDIR)/$(dir $(OLDEST))" $(PYTEST) $(PYTEST_ARGS) --tier all --reuse tests/test_version_ends.py
+	$(PYTEST) $(PYTEST_ARGS) --tier all
+	PYTHONPATH="$(CURDIR)/$(dir $(OLDEST))" $(PYTEST) $(PYTEST_ARGS) --tier all tests/test_version_ends.py
 
 newest: $(VENV) $(NEWEST) ## run what versions can break with the newest that pyproject.toml admits; new model types (minutes)
 	PYTHONPATH="$(CURDIR)/$(dir $(NEWEST))" $(PYTEST) $(PYTEST_ARGS) --tier all tests/test_version_ends.py tests/test_foreign.py
 	PYTHONPATH="$(CURDIR)/$(dir $(NEWEST))" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.newest
 
-# Goes on where it was stopped, too. SHARD=1/4 takes the first of four parts, for four machines.
-sweep: $(VENV) fetch ## also run every head on 2 and 4 ranks, every rule weakened, all saved forms (SHARD=1/4: a part)
-	AUTOPAR_TEST_TIMEOUT=10 $(PYTEST) $(PYTEST_ARGS) --tier sweep --reuse --shard $(SHARD)
-	PYTHONPATH="$(CURDIR)/$(dir $(OLDEST))" $(PYTEST) $(PYTEST_ARGS) --tier sweep --reuse tests/test_version_ends.py
+sweep: $(VENV) fetch ## also run every head on 2 and 4 ranks, every rule weakened, all saved forms
+	AUTOPAR_TEST_TIMEOUT=10 $(PYTEST) $(PYTEST_ARGS) --tier sweep
+	PYTHONPATH="$(CURDIR)/$(dir $(OLDEST))" $(PYTEST) $(PYTEST_ARGS) --tier sweep tests/test_version_ends.py
 
 # Each goes on where it was stopped; results are in benchmarks/out/, and --help tells how to choose model types.
 verify-all: $(VENV) ## verify every model type, and compare each over more meshes than the tests have (two hours)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -22,16 +23,10 @@ from autopar.swap import swap, unswap
 
 
 def check(model: nn.Module, blocks: Sequence[str], policy: object, every: int = 1) -> None:
-    """Check that the activations of a model's blocks can be recomputed.
+    """Raise ConfigError if the activations of a model's blocks cannot be recomputed.
 
     Args:
-        blocks: paths of a plain module's blocks.
-        policy: where they are described.
-        every: of how many blocks one is.
-
-    Raises:
-        ConfigError: transformers does not support it for this model, or not block by block; or a plain module's policy
-            names no blocks.
+        blocks: The paths of a plain module's blocks, which ``policy`` describes.
     """
     known = any(hasattr(module, "gradient_checkpointing") for module in model.modules())
     if not getattr(model, "supports_gradient_checkpointing", True) or (
@@ -62,10 +57,10 @@ def apply(
     """Recompute the activations of a model's blocks in the backward pass.
 
     Args:
-        blocks: of a plain module; transformers knows those of a Hugging Face model.
-        on_cpu: keep the inputs of the blocks in the CPU's memory.
-        save: what is kept instead of being computed again: names of :data:`autopar.config.sections.SAVED`.
-        every: recompute the first block and every so many-th behind it.
+        blocks: The blocks of a plain module; transformers knows those of a Hugging Face model.
+        on_cpu: Whether the inputs of the blocks are kept in the CPU's memory.
+        save: Results to keep, which are not computed again: names of :data:`autopar.config.sections.SAVED`.
+        every: A block out of this many is recomputed, beginning with the first.
     """
     how: dict[str, Any] = {"use_reentrant": False}
     if save:
@@ -76,9 +71,12 @@ def apply(
         for layer in recomputed_layers(model):
             layer.gradient_checkpointing = layer in chosen  # type: ignore[assignment]
     else:
-        recompute([*blocks][::every], how)
-    if on_cpu:
-        keep_on_cpu(model)
+        for block in [*blocks][::every]:
+            swap(block, _Recomputed, **{RECOMPUTE: functools.partial(checkpoint, **how)})
+    for module in model.modules() if on_cpu else ():
+        function = recompute_function(module)
+        if function is not None:
+            set_recompute_function(module, Offloaded(function))
 
 
 def undo(model: nn.Module) -> None:
@@ -86,7 +84,8 @@ def undo(model: nn.Module) -> None:
     if isinstance(model, PreTrainedModel):
         getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
     else:
-        keep(model)
+        for module in model.modules():
+            unswap(module, _Recomputed, RECOMPUTE)
 
 
 @contextmanager
@@ -113,18 +112,6 @@ class _Recomputed:
         if not (self.training and torch.is_grad_enabled()):
             return plain(*args, **kwargs)
         return self._gradient_checkpointing_func(plain, *args, **kwargs)
-
-
-def recompute(blocks: Iterable[nn.Module], how: Mapping[str, Any]) -> None:
-    """Do for the blocks of a plain module what ``gradient_checkpointing_enable`` does for a Hugging Face model's."""
-    for block in blocks:
-        swap(block, _Recomputed, **{RECOMPUTE: functools.partial(checkpoint, **how)})
-
-
-def keep(model: nn.Module) -> None:
-    """Undo :func:`recompute`."""
-    for module in model.modules():
-        unswap(module, _Recomputed, RECOMPUTE)
 
 
 _OPERATORS = {  # of torch.ops.aten; those that a version of torch lacks are left out
@@ -164,19 +151,8 @@ class _Again(AbstractContextManager[None]):
         self._entered.__exit__(*error)
 
 
-def keep_on_cpu(model: nn.Module) -> None:
-    """Keep the inputs of the blocks that are recomputed in the CPU's memory. Call it after :func:`recompute`.
-
-    Only those inputs move: what else autograd saves stays where it is. On a CPU nothing changes.
-    """
-    for module in model.modules():
-        function = recompute_function(module)
-        if function is not None and not isinstance(function, Offloaded):
-            set_recompute_function(module, Offloaded(function))
-
-
 class Offloaded:
-    """A checkpoint function whose saved inputs are kept on the CPU."""
+    """A checkpoint function that keeps the inputs of blocks in the CPU's memory, and nothing else that is saved."""
 
     def __init__(self, plain: Callable[..., Any]) -> None:
         self.plain = plain
@@ -185,9 +161,5 @@ class Offloaded:
         found = accelerator()
         if found is None:
             return self.plain(*args, **kwargs)
-        with _save_on_cpu(found.type):  # inside, the recomputation's own hooks take over
+        with save_on_cpu(pin_memory=True, device_type=found.type):  # inside, the recomputation's own hooks take over
             return self.plain(*args, **kwargs)
-
-
-def _save_on_cpu(device_type: str) -> torch.autograd.graph.saved_tensors_hooks:
-    return torch.autograd.graph.save_on_cpu(pin_memory=True, device_type=device_type)

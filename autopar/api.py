@@ -11,7 +11,7 @@ from torch import nn
 
 from autopar.applied import steps
 from autopar.applied.call import Call, check_call, make_plans
-from autopar.applied.state import Parallelized
+from autopar.applied.steps import Parallelized
 from autopar.config import ParallelConfig
 from autopar.distributed.agree import same_on_every_rank
 from autopar.distributed.mesh import MPU

@@ -21,27 +21,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-__all__ = [
-    "AutoparError",
-    "CheckpointError",
-    "ConfigError",
-    "ConsistencyError",
-    "PipelineError",
-    "PolicyError",
-    "ShardWarning",
-    "UnsupportedModelError",
-    "VerificationError",
-    "clip",
-    "first_line",
-    "in_one_line",
-    "listed",
-    "missing",
-    "nearest",
-    "not_parallelized",
-    "tell",
-    "type_and_text",
-]
-
 
 class AutoparError(Exception):
     """Base of all errors that autopar raises on purpose.

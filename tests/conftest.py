@@ -1,5 +1,4 @@
-"""Settings of the whole test run: the environment (tests/environment.py), one thread, passed tests remembered
-(tests/passed.py)."""
+"""Settings of the whole test run: the environment (tests/environment.py), one thread, tiers (tests/tier_run.py)."""
 
 from __future__ import annotations
 
@@ -10,20 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.passed import Passed
 from tests.tier_run import TierRun, add_options
 
 torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--reuse", action="store_true", help="leave out what has passed on exactly this tree before")
     add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Passed(config), "passed")
-    config.pluginmanager.register(TierRun(config), "tiers")  # after it: what has passed need not be dealt
+    config.pluginmanager.register(TierRun(config), "tiers")
 
 
 @pytest.hookimpl(trylast=True)

@@ -3,14 +3,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+import autopar
 from autopar.config import ParallelConfig
-from autopar.config.foreign_keys import _ELSEWHERE, _RENAMED, explain
 from autopar.config.pipeline import PipelineConfig
-from autopar.config.sections import PLAIN, SECTIONS
+from autopar.config.sections import PLAIN, SECTIONS, explain, foreign_keys
 from autopar.errors import ConfigError
 
 CONFIG = {"model_parallelism": {"enable": True, "tensor_parallel_size": 2}, "activation_checkpointing": {}}
@@ -340,9 +342,9 @@ def test_keys_of_other_libraries_say_what_to_write(source, message):
 
 def test_every_foreign_key_has_one_sentence_that_leads_somewhere():
     own = {*SECTIONS, *PLAIN, *(f"{name}.{key}" for name, keys in SECTIONS.items() for key in keys)}
-    assert {home for names in _RENAMED.values() for home in names.values()} <= own
-    assert list(_RENAMED) == list(_ELSEWHERE)
-    names = {name for table in (_RENAMED, _ELSEWHERE) for library in table.values() for name in library}
+    renamed, advice = foreign_keys()
+    assert {home for names in renamed.values() for home in names.values()} <= own
+    names = {name for table in (renamed, advice) for kind in table if kind != "anyone" for name in table[kind]}
     assert names & own == {"optimizer"}
     for name in names:
         sentence = explain(name, 2)
@@ -362,3 +364,100 @@ def test_a_whole_foreign_config_is_refused_in_ten_lines():
     lines = str(info.value).splitlines()
     assert len(lines) == 10 and lines[-1] == "  ... and 3 more: the error's .problems lists all"
     assert all(len(line) < 400 for line in (*lines, *info.value.problems))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"zero": {"stage": 1, "cpu_offload": True}}, "zero.cpu_offload needs zero.stage 2 or 3, not 1"),
+        (
+            {"model_parallelism": {"cpu_transport": "mpi"}},
+            "model_parallelism.cpu_transport must be auto, gloo or shm, not mpi",
+        ),
+        ({"precision": {"dtype": "half"}}, "precision.dtype must be fp32, bf16 or fp16, not half"),
+        ({"precision": {"dtype": 16}}, r"precision.dtype must be a word, not 16 \(int\)"),
+        ({"precision": {"min_scale": 0}}, "precision.min_scale must be above 0, not 0"),
+        (
+            {"precision": {"initial_scale": 0.5}},
+            "initial_scale=0.5 must lie between min_scale=1 and max_scale=1.67772e",
+        ),
+        ({"precision": {"growth_factor": 1}}, "precision.growth_factor must be above 1, not 1"),
+        ({"precision": {"backoff_factor": 1.5}}, "precision.backoff_factor must be below 1, not 1.5"),
+        ({"precision": {"hysteresis": 0}}, "precision.hysteresis must be at least 1, not 0"),
+        ({"precision": {"dtyp": "bf16"}}, "unknown key 'dtyp' in section 'precision'. Did you mean 'dtype'?"),
+        ({"gradient_clipping": -1}, "gradient_clipping must be above 0, not -1"),
+        ({"gradient_clipping": True}, r"gradient_clipping must be a number, not True \(bool\)"),
+        ({"gradient_cliping": 1.0}, "unknown section 'gradient_cliping'. Did you mean 'gradient_clipping'?"),
+        ({"loss_scael": 2}, "unknown section 'loss_scael'"),
+        ({"initial_scale": 2}, "'initial_scale' belongs into the section 'precision'"),
+        (
+            {"pp": 2, "zero": {"stage": 3}, "pipeline": {"schedule": "zbv", "num_microbatches": 4}},
+            "(?s)zero.stage=3 does not go with pipeline.schedule=zbv: .* Use zero.stage 2, which gathers weights once",
+        ),
+        (
+            {"zero": {"stage": 3, "optimizer_offload": True}},
+            "zero.optimizer_offload needs zero.stage 0 or 1, not 3, which has zero.cpu_offload",
+        ),
+        ({"zero": {"shard_size": 2}}, "zero.shard_size needs zero.stage 2 or 3, not 0"),
+        (
+            {"tp": 2, "ep": 4, "zero": {"stage": 3, "shard_size": 2}},
+            "zero.shard_size=2 does not go with expert_parallel_size=4 above tensor_parallel_size=2",
+        ),
+        (
+            {"optimizer": {"split_fused": True}, "zero": {"stage": 2}},
+            "zero.stage=2 does not go with optimizer.split_fused",
+        ),
+    ],
+)
+def test_each_mistake_about_training_has_its_message(source, message):
+    with pytest.raises(ConfigError, match=message):
+        ParallelConfig.parse(source)
+    with pytest.raises(ConfigError, match=r"zero.shard_size=3 must divide the 4 replicas: 1, 2, 4 fit here"):
+        ParallelConfig.parse({"tp": 2, "zero": {"stage": 3, "shard_size": 3}}, world_size=8)
+    with pytest.raises(ConfigError, match="cpu_checkpointing=True needs activation_checkpointing=True"):
+        ParallelConfig(cpu_checkpointing=True)
+    for field in ({"checkpoint_every": 2}, {"checkpoint_saves": ("attention",)}):
+        with pytest.raises(
+            ConfigError, match="checkpoint_saves and checkpoint_every need activation_checkpointing=True"
+        ):
+            ParallelConfig(**field)
+
+
+def test_short_names_of_the_sizes() -> None:
+    short = ParallelConfig.parse({"tp": 2, "pp": 3, "cp": 2, "ep": 2, "gradient_clipping": 1.0})
+    sizes = {f"{axis}_parallel_size": 2 for axis in ("tensor", "context", "expert")} | {"pipeline_parallel_size": 3}
+    assert short == ParallelConfig.parse({"model_parallelism": sizes, "gradient_clipping": 1.0})
+    for config, text in (
+        ({"tp": 0}, "tp must be at least 1, not 0"),
+        (
+            {"tp": 2, "model_parallelism": {"tensor_parallel_size": 4}},
+            "tp=2 is short for model_parallelism.tensor_parallel_size, which is given",
+        ),
+        ({"dp": 2}, "there is no key 'dp': the data-parallel size is what remains of the processes"),
+        ({"sp": True}, "there is no key 'sp': write model_parallelism: {sequence_parallel: true}"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(text)):
+            ParallelConfig.parse(config, 24)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"tensor_parallel_size": 2}, "initialize(model, {'model_parallelism': {'tensor_parallel_size': 2}})"),
+        ({"tp": 2}, "It belongs into the configuration: initialize(model, {'tp': 2})"),
+        ({"tp_mapping": {}}, "'tp_mapping' is OSLO's name: write policy: FILE"),
+        ({"optimiser": None}, "initialize takes no argument 'optimiser'. Did you mean 'optimizer'?"),
+    ],
+)
+def test_arguments_that_initialize_does_not_have(given: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        autopar.initialize(torch.nn.Linear(2, 2), {}, **given)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "parallel.yaml").write_text("tp: 2")
+    place = re.escape(str(tmp_path))
+    with pytest.raises(ConfigError, match=rf"No such file .*{place} has no 'paralel.yaml'. Did you mean 'parallel"):
+        ParallelConfig.parse(tmp_path / "paralel.yaml")
+    with pytest.raises(ConfigError, match=rf"{place} has no 'conf'"):
+        ParallelConfig.parse(tmp_path / "conf" / "parallel.yaml")

@@ -67,17 +67,6 @@ def test_another_process_with_the_same_number_is_another_one():
     assert Process.current()._replace(started="1").is_alive() is False
 
 
-def test_a_status_that_cannot_be_read_says_nothing(monkeypatch):
-    here = Process.current()
-
-    def fail(path):
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr("autopar.distributed.process._place", lambda: here.place)
-    monkeypatch.setattr("autopar.distributed.process.Path.read_text", fail)
-    assert here.is_alive() is None
-
-
 @pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_what_a_rank_says_is_read_until_it_is_cleared() -> None:
@@ -106,14 +95,6 @@ def test_what_a_rank_says_is_read_until_it_is_cleared() -> None:
         assert logs[0].describe([other]) == expected
     assert 1.0 <= time.monotonic() - start < 2.0
     dist.barrier()
-
-
-@pooled(world_size=2)
-def test_what_is_said_may_be_long_and_strange() -> None:
-    log = FailureLog(MPU(2), 5)
-    log.publish("ü" * 100_000 + "\0")
-    dist.barrier()
-    assert log.read(1 - dist.get_rank())[:2] == ("ü" * 4000, False)
 
 
 @distributed(world_size=2)  # its time-out breaks the connections of the world

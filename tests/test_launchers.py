@@ -55,31 +55,3 @@ def test_accelerate_launch(tmp_path: Path) -> None:
     script = "train()\ndist.destroy_process_group()"
     printed = run(tmp_path, script, *launch, "--mixed_precision", "no", "--main_process_port", "0")
     assert all(f"rank {rank} of 2 is right" in printed for rank in range(2)), printed
-
-
-@pytest.mark.tier("sweep")
-def test_notebook_launcher_and_spawn(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    printed = run(
-        tmp_path,
-        """
-        def spawned(rank, port):
-            dist.init_process_group("gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=2)
-            train()
-            dist.destroy_process_group()
-
-        if __name__ == "__main__":
-            import socket
-            from accelerate import notebook_launcher
-
-            with socket.socket() as one, socket.socket() as two:
-                one.bind(("localhost", 0)), two.bind(("localhost", 0))
-                ports = [one.getsockname()[1], two.getsockname()[1]]
-            notebook_launcher(train, num_processes=2, use_port=str(ports[0]))
-            print("spawn", flush=True)
-            torch.multiprocessing.spawn(spawned, (ports[1],), nprocs=2)
-        """,
-    )
-    notebook, _, spawned = printed.partition("spawn")
-    for part in (notebook, spawned):
-        assert all(f"rank {rank} of 2 is right" in part for rank in range(2)), printed

@@ -21,7 +21,7 @@ CORE = [
     ["quantized"],
     ["config", "plan"],
     ["distributed"],
-    ["storage", "activation_checkpoint", "compiled_blocks", "guards"],
+    ["storage", "activation_checkpoint", "guards"],
     ["data_parallel"],
     ["tensor_parallel", "pipeline_parallel", "checkpoint"],
     ["context_parallel"],

@@ -65,30 +65,6 @@ def test_replicated_parameters_stay_bitwise_equal_over_twenty_steps_of_dropout()
 
 
 @pooled(world_size=2)
-def test_the_same_seed_draws_the_same_masks_and_another_seed_others():
-    model = parallel(gpt2(attn_pdrop=0.3), 2).train()
-    losses = []
-    for seed in (7, 7, 8):
-        torch.manual_seed(seed)
-        losses.append(model(IDS, labels=IDS).loss.item())
-    assert losses[0] == losses[1] != losses[2]
-
-
-@pytest.mark.tier("test")
-@pooled(world_size=2)
-def test_activation_checkpointing_recomputes_the_same_masks():
-    rates = {"attn_pdrop": 0.3, "resid_pdrop": 0.3, "embd_pdrop": 0.3}
-    gradients = []
-    for section in ({}, {"activation_checkpointing": {}}):
-        model = parallel(gpt2(**rates), 2, **section).train()
-        torch.manual_seed(3)
-        model(IDS, labels=IDS).loss.backward()
-        gradients.append(whole(model, lambda parameter: parameter.grad))
-    for name, gradient in gradients[0].items():
-        close(gradients[1][name], gradient, name, 1e-6)
-
-
-@pooled(world_size=2)
 def test_without_dropout_no_random_number_is_drawn():
     model = parallel(gpt2(), 2).train()
     before = torch.get_rng_state()
@@ -124,15 +100,6 @@ def test_sampling_is_that_of_the_plain_model_given_the_seed_and_the_same_on_all_
     torch.manual_seed(100 + dist.get_rank())  # careless users
     first, second = gathered(model.generate(IDS, **settings))
     assert torch.equal(first, second)
-
-
-@pooled(world_size=2)
-def test_greedy_and_beam_search_with_a_cache():
-    plain = gpt2().eval()
-    model = parallel(copy.deepcopy(plain), 2).eval()
-    for settings in ({}, {"num_beams": 3}, {"use_cache": False}, {"num_beams": 2, "length_penalty": 0.5}):
-        options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **settings}
-        assert torch.equal(model.generate(IDS, **options), plain.generate(IDS, **options)), settings
 
 
 @pooled(world_size=2)

@@ -22,11 +22,9 @@ from autopar.config import ParallelConfig
 from autopar.distributed import gloo_collectives
 from autopar.distributed.recompute_tape import Tape
 from autopar.errors import ConfigError, ConsistencyError
-from autopar.policy.match import supported_model_types
-from autopar.tools.verification.outputs import named, reseed, total_loss
 from tests.parity import all_close
 from tests.pool import pooled
-from tests.random_models import batches, build, cases, of_type
+from tests.random_models import build, cases
 from tests.small import gpt2, llama
 from tests.three_steps import IDS, Case, case, mixtral, trained
 
@@ -163,9 +161,9 @@ def _count(calls: collections.Counter[int], place: int, *_: Any) -> None:
     calls[place] += 1
 
 
-@pytest.mark.parametrize("every", [1, 2, 3, 9])
 @pooled(world_size=2)
-def test_each_so_many_th_block_is_recomputed(every: int) -> None:
+def test_each_so_many_th_block_is_recomputed() -> None:
+    every = 2
     plain = llama(num_hidden_layers=5).train()
     expected: dict[str, torch.Tensor] = {}
     for section in ({"enable": False}, {"every": every}, {"every": every, "save": KINDS["all"]}):
@@ -221,39 +219,6 @@ def test_rows_whose_layers_hand_states_on(model_type: str) -> None:
         expected = expected or found
         all_close(found, expected, "gradient of {}", 0.0)
         model.mpu.destroy()
-
-
-NOT_RECOMPUTED = {"roformer"}  # a block of the plain model adds its keys to a cache once more
-
-
-@pytest.mark.tier("sweep")
-@pytest.mark.parametrize("part", range(12))
-@pooled(world_size=2)
-def test_every_model_type(part: int) -> None:
-    compared = 0
-    for model_type in [name for name in sorted(supported_model_types()) if not of_type(name).inside][part::12]:
-        if model_type in NOT_RECOMPUTED:
-            continue
-        head = cases(model_type)[0]
-        plain = build(head, 6, 3, vocab=131).train()
-        batch = batches(head, plain.config, 1)[0]
-        found: dict[str, dict[str, torch.Tensor]] = {}
-        for kind in ("nothing", "collectives", "all"):
-            config = {"tp": 2, "activation_checkpointing": {"save": KINDS[kind]}}
-            try:
-                model = autopar.initialize(copy.deepcopy(plain), config)
-            except ConfigError as error:
-                assert "activation_checkpointing" in str(error) and not found, f"{model_type}, {kind}: {error}"
-                break
-            reseed(3)
-            total_loss(named(model(**copy.deepcopy(batch)))).backward()
-            model.mpu.destroy()
-            found[kind] = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-            assert found[kind].keys() == found["nothing"].keys() != set(), (model_type, kind)
-            for name, gradient in found["nothing"].items():
-                assert torch.equal(found[kind][name], gradient), (model_type, kind, name)
-        compared += len(found) == 3
-    assert compared > 20, compared
 
 
 @pooled(world_size=2)

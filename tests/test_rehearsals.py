@@ -61,18 +61,3 @@ def test_another_model_has_a_dry_run_of_its_own(change: Callable[[Any], None]) -
     change(model)
     run(model, "", plan)
     assert len(made) == 3
-
-
-def test_errors_are_not_remembered() -> None:
-    made = []
-
-    def fails(*args: Any) -> None:
-        made.append(args)
-        raise ValueError("again")
-
-    run, model = _once(fails, _of_plan), gpt2()
-    plan = make_plan(model, find_policy(model), 2)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="again"):
-            run(model, "", plan)
-    assert len(made) == 2

@@ -21,10 +21,9 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from autopar.checkpoint.format import Manifest
 from autopar.checkpoint.offline import merge_checkpoint, reshard_checkpoint
 from autopar.checkpoint.shards import check_checkpoint
-from autopar.errors import AutoparError, CheckpointError
+from autopar.errors import AutoparError
 from autopar.tools.cli import app
 from autopar.tools.split import split_checkpoint
 
@@ -82,15 +81,6 @@ def test_sizes_that_the_model_cannot_run_with_are_refused(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-def test_stages_are_about_equally_large(tmp_path):
-    MODELS["gpt2"]().save_pretrained(tmp_path / "hf")
-    split_checkpoint(tmp_path / "hf", tmp_path / "split", tp=2, pp=2)
-    manifest = Manifest.read(tmp_path / "split")
-    stage = {name: record.pp for record in manifest.files.values() for name in record.checksums}
-    assert {stage[name] for name in stage if ".h.0." in name} == {0}
-    assert {stage[name] for name in stage if ".h.1." in name} == {1}
-
-
 def test_from_bin_files_and_into_another_dtype(tmp_path):
     model = MODELS["gpt2"]()
     model.save_pretrained(tmp_path / "hf")
@@ -102,18 +92,6 @@ def test_from_bin_files_and_into_another_dtype(tmp_path):
     assert merged.dtype == torch.bfloat16
     for name, tensor in model.state_dict().items():
         assert torch.equal(merged.state_dict()[name], tensor.bfloat16()), name
-
-
-def test_merge_into_another_dtype(tmp_path):
-    MODELS["mixtral"]().save_pretrained(tmp_path / "hf")
-    split_checkpoint(tmp_path / "hf", tmp_path / "split", tp=2)
-    merge_checkpoint(tmp_path / "split", tmp_path / "merged", dtype="bfloat16")
-    original = load_file(tmp_path / "hf" / "model.safetensors")
-    for name, tensor in load_file(tmp_path / "merged" / "model.safetensors").items():
-        assert torch.equal(tensor, original[name].bfloat16()), name
-    assert json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == "bfloat16"
-    with pytest.raises(CheckpointError, match="dtype='int8' must be float32"):
-        merge_checkpoint(tmp_path / "split", tmp_path / "again", dtype="int8")
 
 
 def _without(folder, name):

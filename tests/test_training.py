@@ -144,11 +144,6 @@ def test_the_policy_of_the_colo_tensor_tutorial():
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
-@pooled(world_size=4)
-def test_the_policy_of_the_colo_tensor_tutorial_on_four():
-    check(gpt2, language_batches(131), tp=4, policy=COLO_TENSOR)
-
-
 @pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_zero_redundancy_and_fsdp2_compose_over_the_data_parallel_axis():

@@ -1,8 +1,7 @@
 """A run of one tier: picks and deals its tests, says at the end how long they took, and holds the tier to its seconds.
 
-``--tier test`` takes the tests of that tier and of those before it, ``--shard 2/4`` those in a quarter of the files;
-``--seed 7`` runs them in another order; ``--record`` writes down how long each test took. Without ``--tier`` every test
-that was asked for runs.
+``--tier test`` takes the tests of that tier and of those before it; ``--seed 7`` runs them in another order;
+``--record`` writes down how long each test took. Without ``--tier`` every test that was asked for runs.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ _GROWN = 1.2  # a tier may be a fifth over its seconds
 
 def add_options(parser: pytest.Parser) -> None:
     parser.addoption("--tier", choices=list(TIERS), help="run the tests of this tier and of those before it")
-    parser.addoption("--shard", default="1/1", help="2/4: the second of four parts, by file")
     parser.addoption("--seed", type=int, help="run the tests of a tier in an order drawn from this seed")
     parser.addoption("--record", action="store_true", help="write what tests took to tests/durations.json")
 
@@ -46,21 +44,20 @@ class TierRun:
     @pytest.hookimpl(wrapper=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
         if self.tier is not None and not any("::" in each for each in config.args):
-            for case in never_met(items):  # before others leave out what has passed, or was not asked for
+            for case in never_met(items):  # before others leave out what was not asked for
                 raise pytest.UsageError(f"{case} is marked with a tier, and there is no such case")
         yield
         self._pick(config, items)
 
     def _pick(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leave in the tests of the tier and the shard, in the order in which workers take them."""
-        part = _files_of_shard(config.getoption("--shard"), items, self.known)
+        """Leave in the tests of the tier, in the order in which workers take them."""
         wanted = up_to(self.tier) if self.tier is not None else list(TIERS)
         late = beyond(items, lambda item: _seconds(item, self.known))
         taken, left = [], []
         for item in items:
             tier = "sweep" if item.nodeid in late else tier_of(item)
             item.user_properties.append(("tier", tier))
-            if tier in wanted and item.nodeid.partition("::")[0] in part:
+            if tier in wanted:
                 taken.append(item)
             else:
                 left.append(item)
@@ -125,21 +122,6 @@ class TierRun:
 
 def _seconds(item: pytest.Item, known: Durations) -> float:
     return known.of(item.nodeid, later=tier_of(item) != "check")
-
-
-def _files_of_shard(shard: str, items: list[pytest.Item], known: Durations) -> set[str]:
-    """Return the files of one part; all parts take about as long."""
-    number, _, count = shard.partition("/")
-    if not (number.isdigit() and count.isdigit() and 0 < int(number) <= int(count)):
-        raise pytest.UsageError(f"--shard {shard}: the second of four parts is 2/4")
-    seconds = Counter[str]()
-    for item in items:
-        seconds[item.nodeid.partition("::")[0]] += _seconds(item, known)
-    parts: list[tuple[float, list[str]]] = [(0.0, []) for _ in range(int(count))]
-    for file in sorted(seconds, key=lambda file: (-seconds[file], file)):
-        least = min(range(len(parts)), key=lambda place: parts[place][0])
-        parts[least] = (parts[least][0] + seconds[file], [*parts[least][1], file])
-    return set(parts[int(number) - 1][1])
 
 
 def _grown(measured: dict[str, float], tiers: dict[str, str], known: Durations) -> list[str]:

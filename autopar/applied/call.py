@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar import activation_checkpoint, compiled_blocks
+from autopar import activation_checkpoint
 from autopar.config import ParallelConfig
 from autopar.config.sections import explain_argument
 from autopar.data_parallel.fully_sharded import check_layer_drop, check_offload, check_tied_experts
@@ -63,7 +64,9 @@ def check_call(
     Raises:
         ConfigError, UnsupportedModelError, PolicyError: what is wrong with the call.
     """
-    _refuse_arguments(mistaken)
+    for name, value in mistaken.items():
+        advice = explain_argument(name, value) or nearest(name, ("config", "policy", "optimizer", "lr_scheduler"))
+        raise ConfigError(f"initialize takes no argument '{name}'.{advice}")
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     parsed = ParallelConfig.parse(config, world)
     if in_lazy_init():
@@ -81,15 +84,21 @@ def check_call(
         blocks = () if isinstance(inner, PreTrainedModel) else elements_of(model, described)[0]
         activation_checkpoint.check(inner, blocks, found.where, parsed.checkpoint_every)
     if parsed.compile:
-        compiled_blocks.check(inner, elements_of(model, described)[0], found.where, parsed.compile_backend)
+        _check_compiled(inner, elements_of(model, described)[0], found.where, parsed.compile_backend)
     return Call(parsed, prefix, inner, found, own is not None, named)
 
 
-def _refuse_arguments(mistaken: dict[str, Any]) -> None:
-    """Refuse keyword arguments that ``initialize`` does not have, and say where the configuration has them."""
-    for name, value in mistaken.items():
-        advice = explain_argument(name, value) or nearest(name, ("config", "policy", "optimizer", "lr_scheduler"))
-        raise ConfigError(f"initialize takes no argument '{name}'.{advice}")
+def _check_compiled(model: nn.Module, blocks: Sequence[str], policy: object, backend: str) -> None:
+    """Raise ConfigError if a policy names no blocks to compile, or torch has no such backend here."""
+    if not blocks:
+        raise ConfigError(
+            f"compile compiles the blocks of a model, and the policy of {type(model).__name__} names no 'blocks' "
+            f"({policy}).\n  Leave it out, and use torch.compile(model) after autopar.initialize."
+        )
+    known = torch.compiler.list_backends(exclude_tags=())  # takes a second
+    if backend not in known:
+        usual = ", ".join(torch.compiler.list_backends())
+        raise ConfigError(f"compile.backend: torch has no '{backend}'.{nearest(backend, known)} Usual ones: {usual}")
 
 
 def _refuse_second(model: nn.Module) -> None:

@@ -2,22 +2,24 @@
 
 :data:`STEPS` is the order. A step changes the model in place, and says why it stands where it does. Nothing is checked
 any more: what can be wrong was found on the plans. A step that can be undone puts that onto ``state.undo``;
-``deparallelize`` takes it from there, the last one first.
+``deparallelize`` takes it from there, the last one first. The state stays on the model, as ``model._autopar``.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.distributed import tensor as dtensor
 from transformers import PreTrainedModel
 
-from autopar import activation_checkpoint, checkpoint, compiled_blocks
-from autopar.applied.state import Parallelized
-from autopar.applied.torch_words import explained
+from autopar import activation_checkpoint, checkpoint
+from autopar.applied.call import Call
 from autopar.data_parallel.apply import DataParallel
 from autopar.data_parallel.precision import warn_of_fp16
 from autopar.deferred_init.materialize import Materializer
@@ -25,18 +27,106 @@ from autopar.distributed.agree import same_on_every_rank
 from autopar.distributed.broadcast_data import sync_parameters
 from autopar.distributed.digest import extremes
 from autopar.distributed.failures import FailureLog, publish_uncaught
+from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import sync_generators
-from autopar.errors import tell
+from autopar.dry_run.plan_model import Plans
+from autopar.errors import AutoparError, tell
+from autopar.guards.step import StepCheck
 from autopar.on_demand import tool
 from autopar.pipeline_parallel import pipeline as pipeline_methods
-from autopar.plan.plan import derived_notice, held, summarise
+from autopar.plan.plan import Plan, derived_notice, held, summarise
+from autopar.plan.stages import StagePlan
+from autopar.policy.schema import DERIVED, Policy
 from autopar.quantized.layers import keep_form
 from autopar.tensor_parallel import apply as tensor_parallel
+from autopar.tensor_parallel.parameter_marks import describe_stage, shards_named
+from autopar.tensor_parallel.regions import Region
 
 if TYPE_CHECKING:
+    from autopar.data_parallel.optimizer import ParallelStep
     from autopar.dry_run.tensor_parallel import FirstForward
+    from autopar.pipeline_parallel.losses import OwnLoss
 
 _log = logging.getLogger("autopar.api")
+_alive: weakref.WeakSet[Parallelized] = weakref.WeakSet()
+
+
+class Parallelized:
+    """The state of a parallelized model, for ``deparallelize``, savers and gradient norms.
+
+    Attributes:
+        plan: what this rank holds of each tensor over tp.
+        stages: what it holds over pp.
+        sequence, rows: what runs over rows of the sequence; None without.
+        prefix: path of the Hugging Face model in the model, ``""`` if it is that.
+        policy: the one that fitted; ``own_policy``: that one if the user gave it.
+        failures, region, dp: the parts that steps have made.
+        pp: the stages on this rank; None until :meth:`pipeline` is asked for them.
+        undo: what takes back the steps that were made, in their order; each gets the model and its state.
+    """
+
+    failures: FailureLog
+    region: Region
+    dp: DataParallel
+
+    def __init__(self, call: Call, plans: Plans, mpu: MPU) -> None:
+        self.config, self.prefix, self.policy, self.mpu = call.config, call.prefix, call.policy, mpu
+        self.own_policy: Policy | None = call.policy if call.own_policy else None
+        self.plan: Plan = plans.tensors
+        self.stages: StagePlan = plans.stages
+        self.sequence, self.rows = plans.sequence, plans.rows
+        self.undo: list[Callable[[Any, Parallelized], None]] = []
+        self.pp: pipeline_methods.Pipeline | None = None
+        _alive.add(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parallelized:
+        copied = memo[id(self)] = copy.copy(self)
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        _alive.add(copied)
+        return copied
+
+    @property
+    def shares_its_mesh(self) -> bool:
+        """Whether a copy of the model lives that is parallelized, too: it goes on with the same process groups."""
+        return any(other is not self and other.mpu is self.mpu for other in _alive)
+
+    def forget(self) -> None:
+        """Be the state of no model any more."""
+        _alive.discard(self)
+
+    def pipeline(self, model: Any) -> pipeline_methods.Pipeline:
+        """Return the stages of ``model`` on this rank. Those of a model in one piece are made when they are needed."""
+        if self.pp is None:
+            inner, config = self.inner_of(model), self.config
+            loss, check = self.own_loss(inner), config.consistency_check
+            self.pp = pipeline_methods.Pipeline(
+                model, inner, self.stages, self.mpu, config.pipeline, self.failures, loss, check=check
+            )
+        return self.pp
+
+    def own_loss(self, inner: Any) -> OwnLoss:
+        """Return facts about the own loss of a Hugging Face model, or of a plain module."""
+        from autopar.pipeline_parallel.losses import OwnLoss
+
+        return OwnLoss.of(inner, self.policy if self.policy.name == DERIVED else self.own_policy)
+
+    @property
+    def steps(self) -> StepCheck:
+        """The check of the steps of the model's optimizers."""
+        return self.dp.steps
+
+    @property
+    def step(self) -> ParallelStep | None:
+        """The wrapper of the step of the optimizer that ``initialize`` was given."""
+        return self.dp.step
+
+    def inner_of(self, model: nn.Module) -> nn.Module:
+        """Return the Hugging Face model in ``model``, or the plain module."""
+        return model.get_submodule(self.prefix)
+
+    def blocks_of(self, model: nn.Module) -> list[nn.Module]:
+        """Return the blocks of ``model``, of all stages."""
+        return [model.get_submodule(path) for path in self.stages.elements]
 
 
 @dataclass
@@ -93,12 +183,22 @@ def recompute_blocks(model: nn.Module, state: Parallelized, given: Given) -> Non
 
 
 def compile_blocks(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """Around recomputation, which becomes part of the graph."""
+    """Around recomputation, which becomes part of the graph.
+
+    Blocks are compiled one by one, each when it is first called: equal blocks share their graphs, with collectives
+    inside, and what lies between them (masks, the loss, sharded logits) runs as it is.
+    """
+
+    def undo(model: Any, own: Parallelized) -> None:
+        for block in own.blocks_of(model):
+            vars(block).pop("_compiled_call_impl", None)
+
     config = state.config
     if config.compile:
-        how = (config.compile_backend, config.compile_mode)
-        compiled_blocks.apply(state.blocks_of(model), *how, fullgraph=config.compile_fullgraph)
-        state.undo.append(lambda model, own: compiled_blocks.undo(own.blocks_of(model)))
+        how: dict[str, Any] = {"mode": config.compile_mode} if config.compile_mode != "default" else {}
+        for block in state.blocks_of(model):
+            block.compile(backend=config.compile_backend, fullgraph=config.compile_fullgraph, **how)
+        state.undo.append(undo)
 
 
 def watch_replicas(model: nn.Module, state: Parallelized, given: Given) -> None:
@@ -222,3 +322,71 @@ def undo(model: nn.Module, state: Parallelized) -> None:
     state.forget()
     if not kept:
         state.mpu.destroy()
+
+
+# -- notes on torch's errors -------------------------------------------------------------------------------------------
+
+_DTENSOR = ("DTensor", "Sharding propagation failed", "sharding strategy")
+_DTENSOR_FILES = dtensor.__file__.rpartition("/")[0] + "/"
+_OF_STAGES: tuple[tuple[type[Exception], str, str], ...] = (
+    (
+        ValueError,
+        "optimizer got an empty parameter list",
+        "{held}, and these weights are on other stages.\n  Make the optimizer before autopar.initialize and give it "
+        "(optimizer=): a stage keeps its own. Or make it where there are weights:\n"
+        "  optimizer = AdamW(parameters) if parameters else None, and step it there.",
+    ),
+    (
+        TypeError,
+        "(torch.nn.Parameter or None expected)",
+        "{held}. Parameters of other stages are placeholders here.\n  Tie or replace weights before "
+        "autopar.initialize.",
+    ),
+    (
+        RuntimeError,
+        "The size of tensor a (",
+        "{held}. model.parameters() are these alone: pair them with other tensors\n  by name "
+        "(model.named_parameters()), not by their place in a list.",
+    ),
+)
+
+
+def explained(model: nn.Module, state: Parallelized) -> Callable[[BaseException], str | None]:
+    """Return a function that returns what to add to an error of torch, or None. It holds model and state weakly."""
+    sizes, of, its = shards_named(model), weakref.ref(model), weakref.ref(state)
+
+    def explain(error: BaseException) -> str | None:
+        model, state = of(), its()
+        if model is None or state is None or isinstance(error, AutoparError):
+            return None
+        note = _of_dtensors(error, state.config.zero_stage) if state.config.fully_sharded else None
+        note = note or sizes(error)
+        if note is None and state.stages.ranks > 1:
+            held = describe_stage(model, state.stages, state.mpu)
+            found = (text for kind, words, text in _OF_STAGES if isinstance(error, kind) and words in str(error))
+            note = next((f"autopar: {text.format(held=held)}" for text in found), None)
+        return note
+
+    return explain
+
+
+def _of_dtensors(error: BaseException, stage: int) -> str | None:
+    text, trace = str(error), error.__traceback__
+    if "FSDP does not support deepcopy" in text:
+        return (
+            f"autopar: with zero.stage {stage} torch's FSDP2 holds the weights. Make a second model before "
+            "autopar.initialize (and initialize it, too);\n  {name: p.detach().clone() for name, p in "
+            "model.named_parameters()} copies the weights (an average of them, a start)."
+        )
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    of_torch = trace is not None and trace.tb_frame.f_code.co_filename.startswith(_DTENSOR_FILES)
+    if not of_torch and not any(words in text for words in _DTENSOR):
+        return None
+    return (
+        f"autopar: with zero.stage {stage} parameters and gradients are torch's DTensors; a replica has some rows of "
+        "each. Of p:\n  autopar.full(p) is all of it, on all ranks, also for a penalty in the loss; p.to_local() is "
+        "what is here;\n  a module inside of a block gets its weights in the forward of the block: call the block;\n  "
+        "torch.distributed.tensor.distribute_tensor(whole, p.device_mesh, p.placements) makes a DTensor of a mask,\n  "
+        "or of new values for p.copy_()."
+    )

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
-from autopar.applied.state import Parallelized
+from autopar.applied.steps import Parallelized
 from autopar.data_parallel.fully_sharded import FullySharded
 from autopar.data_parallel.replica_norm import ReplicaNorm
 from autopar.distributed import collectives
@@ -85,7 +85,8 @@ def whole(model: nn.Module, names: str | Iterable[str] | None = None, *, grads: 
     with state.failures.wait("autopar.whole", range(mpu.world_size)):
         held = _gather(model, state, chosen, grads)
         if not alone:
-            sync_generators(mpu.model if mpu.model.size == mpu.world_size else _world(mpu))
+            world = Axis("world", dist.group.WORLD, range(mpu.world_size), mpu.rank)
+            sync_generators(mpu.model if mpu.model.size == mpu.world_size else world)
     hooks = [
         module.register_forward_pre_hook(_refuse_forward, prepend=True) for module in {model, state.inner_of(model)}
     ]
@@ -175,10 +176,6 @@ def _sharding(due: TensorPlan, plan: Plan, mpu: MPU) -> tuple[Axis, Layout | Non
     """Return the axis over which a tensor is sharded, and its layout there."""
     axis = mpu.shards if due.name in plan.experts else mpu.tp
     return axis, None if due.layout is None else due.layout.of_first(axis.size)
-
-
-def _world(mpu: Any) -> Any:
-    return Axis("world", dist.group.WORLD, range(mpu.world_size), mpu.rank)
 
 
 def _refuse_forward(module: nn.Module, args: Any) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from autopar.config.foreign_keys import explain
+import yaml
+
 from autopar.errors import clip, nearest
 
 SECTIONS: dict[str, dict[str, type]] = {
@@ -54,33 +57,23 @@ SECTIONS: dict[str, dict[str, type]] = {
 SHORT = {f"{axis[0]}p": f"{axis}_parallel_size" for axis in ("tensor", "pipeline", "context", "expert")}
 # Values at the top level, no sections.
 PLAIN: dict[str, type] = {"gradient_clipping": float, "policy": str, **dict.fromkeys(SHORT, int)}
-_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # of torch.compile
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "model_parallelism.cpu_transport": ("auto", "gloo", "shm"),
+_CHOICES: dict[str, tuple[Any, ...]] = {  # of fields of ParallelConfig
     "cpu_transport": ("auto", "gloo", "shm"),
-    "model_parallelism.reduce_dtype": ("same", "fp32"),
     "reduce_dtype": ("same", "fp32"),
-    "model_parallelism.context_parallel_method": ("auto", "ulysses", "gather"),
     "context_parallel_method": ("auto", "ulysses", "gather"),
-    "model_parallelism.expert_dispatch": ("all_to_all", "all_reduce"),
     "expert_dispatch": ("all_to_all", "all_reduce"),
-    "zero.stage": (0, 1, 2, 3),
     "zero_stage": (0, 1, 2, 3),
-    "precision.dtype": ("fp32", "bf16", "fp16"),
     "precision": ("fp32", "bf16", "fp16"),
-    "optimizer.whole": ("owned", "duplicated", "sharded"),
     "optimizer_whole": ("owned", "duplicated", "sharded"),
-    "compile.mode": _MODES,
-    "compile_mode": _MODES,
-    "loss.gather_logits": ("on_read", "always"),
+    "compile_mode": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),  # torch.compile's
     "loss_gather_logits": ("on_read", "always"),
-    "loss.router_aux": ("global", "replica"),
     "loss_router_aux": ("global", "replica"),
 }
-_FROM_ZERO = ("loss.chunk", "loss_chunk", "zero.shard_size", "zero_shard_size")
-
-_INPUTS = re.compile(r"auto|first|always|every [1-9]\d*")
-_PARAMETERS = re.compile(r"auto|every [1-9]\d*")
+_FROM_ZERO = ("loss_chunk", "zero_shard_size")
+_FORMS = {  # pattern, and what it is in words
+    "consistency_inputs": (r"auto|first|always|every [1-9]\d*", "auto, first, always or 'every N' (every 10)"),
+    "consistency_parameters": (r"auto|every [1-9]\d*", "auto or 'every N' (every 100)"),
+}
 # The key that a section's name alone stands for, as other libraries write it: precision: fp16, pipeline: 2
 _CHIEF = {"precision": "precision.dtype", "zero": "zero.stage", "pipeline": "model_parallelism.pipeline_parallel_size"}
 FULLY_SHARDED = (2, 3)  # stages of ZeRO that torch's FSDP2 is
@@ -88,29 +81,17 @@ SAVED = ("attention", "collectives", "matmuls")  # what recomputed blocks may ke
 
 # section, key -> field of ParallelConfig, where that is not the key's name.
 FIELDS = {
-    ("zero", "stage"): "zero_stage",
-    ("zero", "shard_size"): "zero_shard_size",
-    ("zero", "cpu_offload"): "zero_cpu_offload",
-    ("zero", "optimizer_offload"): "zero_optimizer_offload",
-    ("optimizer", "whole"): "optimizer_whole",
-    ("optimizer", "split_fused"): "optimizer_split_fused",
-    ("optimizer", "across_parameters"): "optimizer_across_parameters",
     ("precision", "dtype"): "precision",
+    ("consistency_check", "enable"): "consistency_check",
     ("consistency_check", "inputs"): "consistency_inputs",
     ("consistency_check", "parameters"): "consistency_parameters",
     ("activation_checkpointing", "enable"): "activation_checkpointing",
     ("activation_checkpointing", "save"): "checkpoint_saves",
     ("activation_checkpointing", "every"): "checkpoint_every",
     ("compile", "enable"): "compile",
-    ("compile", "backend"): "compile_backend",
-    ("compile", "mode"): "compile_mode",
-    ("compile", "fullgraph"): "compile_fullgraph",
-    ("consistency_check", "enable"): "consistency_check",
-    ("loss", "chunk"): "loss_chunk",
-    ("loss", "gather_logits"): "loss_gather_logits",
-    ("loss", "router_aux"): "loss_router_aux",
-    ("loss", "read_timeout"): "loss_read_timeout",
 }
+for _section in ("zero", "optimizer", "compile", "loss"):
+    FIELDS |= {(_section, key): f"{_section}_{key}" for key in SECTIONS[_section] if key != "enable"}
 
 
 def check_section(
@@ -142,18 +123,18 @@ def check_value(name: str, value: Any, kind: type) -> str | None:
         return f"policy must be 'derive' or the path of a policy, not {describe(value)}"
     if type(value) is not kind and not (kind is float and type(value) is int):  # True is no int
         return f"{name} must be {_name(kind)}, not {describe(value)}"
-    if name in _CHOICES:
-        *most, last = _CHOICES[name]
+    section, _, key = name.rpartition(".")
+    field = FIELDS.get((section, key), key)
+    if field in _CHOICES:
+        *most, last = _CHOICES[field]
         choices = f"{', '.join(map(str, most))} or {last}"
-        return None if value in _CHOICES[name] else f"{name} must be {choices}, not {clip(str(value))}"
-    if name in ("consistency_check.inputs", "consistency_inputs") and not _INPUTS.fullmatch(str(value)):
-        return f"{name} must be auto, first, always or 'every N' (every 10), not {clip(str(value))}"
-    if name in ("consistency_check.parameters", "consistency_parameters") and not _PARAMETERS.fullmatch(str(value)):
-        return f"{name} must be auto or 'every N' (every 100), not {clip(str(value))}"
+        return None if value in _CHOICES[field] else f"{name} must be {choices}, not {clip(str(value))}"
     number: Any = value
+    if field in _FORMS and not re.fullmatch(_FORMS[field][0], str(value)):
+        return f"{name} must be {_FORMS[field][1]}, not {clip(str(value))}"
     if kind is float and not (0 < number < math.inf or (name in PLAIN and number == 0)):
         return f"{name} must be above 0, not {value}"
-    least = 0 if name in _FROM_ZERO else 1
+    least = 0 if field in _FROM_ZERO else 1
     return f"{name} must be at least {least}, not {value}" if kind is int and number < least else None
 
 
@@ -204,3 +185,43 @@ def _name(kind: type) -> str:
 def describe(value: object) -> str:
     """Return a value and its type, for messages."""
     return f"{clip(repr(value))} ({type(value).__name__})"
+
+
+# -- keys of other libraries -------------------------------------------------------------------------------------------
+
+_SECONDS = "distributed_timeout_minutes"  # is a number of minutes, and pipeline.timeout of seconds
+
+
+@functools.cache
+def foreign_keys() -> tuple[dict[str, dict[str, str]], dict[str, dict[str, str]]]:
+    """Return, for each library, what its keys are called here, and the advice on its other keys."""
+    read = yaml.safe_load(Path(__file__).with_name("foreign_keys.yaml").read_text("utf-8"))
+    advice: dict[str, dict[str, str]] = {library: {} for library in (*read["renamed"], "anyone")}
+    for row in read["advice"]:
+        for library in row.keys() - {"say"}:
+            advice[library] |= dict.fromkeys(row[library], row["say"])
+    return read["renamed"], advice
+
+
+def explain(key: object, value: Any = None) -> str | None:
+    """Return what to write here for a key of another library; None for a key that none of them has.
+
+    Args:
+        value: the user's value, which goes into the advice where it means the same.
+    """
+    renamed, advice = foreign_keys()
+    name = clip(str(key)).lstrip("-").replace("-", "_").lower()
+    libraries = [library for library in renamed if name in renamed[library] or name in advice[library]]
+    if not libraries:
+        guessed = advice["anyone"].get(name)
+        return None if guessed is None else f"there is no key '{key}': {guessed}"
+    owners = ", ".join(f"{library}'s" for library in libraries)
+    home = renamed[libraries[0]].get(name)
+    if home is None:
+        return f"'{key}' is {owners} name: {advice[libraries[0]][name]}"
+    section, _, own = home.rpartition(".")
+    simple = type(value) in (bool, int, float, str) and name != _SECONDS
+    written = f"{own}: {clip(str(value)) if simple else '...'}"
+    if section or home in SHORT:
+        written = f"{section}: {{{written}}}".removeprefix(": ")
+    return f"'{key}' is {owners} name: write {written}{' (in seconds)' if name == _SECONDS else ''}"

@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from autopar.errors import ConfigError
@@ -98,28 +98,20 @@ def _remove_unheld() -> None:
 # -- how a function is patched -----------------------------------------------------------------------------------------
 
 
-def patch_body(wrapper: Any, cell: str, body: _Body, modules: Iterable[Any], again: _Body) -> _Body:
+def patch_body(wrapper: Any, cell: str, body: _Body) -> _Body:
     """Patch the function inside a decorated one, also for those who have imported that before; return the plain one.
 
     Args:
-        wrapper: the decorated function.
-        cell: the name of the decorator's argument, in whose closure the function lies.
-        modules: where names that mean ``wrapper`` are exchanged, if another version does not decorate it.
-        again: decorates what they then mean.
+        wrapper: The decorated function.
+        cell: The name of the decorator's argument, in whose closure the function lies.
     """
-    cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True))
-    found = cells.get(cell)
-    plain: _Body = found.cell_contents if found is not None else wrapper
-    ours = functools.wraps(plain)(functools.partial(body, plain))
     where = f"{wrapper.__module__}.{wrapper.__name__}"
-    if found is not None:
-        found.cell_contents = ours
-        _note(where, body, functools.partial(setattr, found, "cell_contents", plain))
-        return plain
-    for module in modules:
-        for alias in [alias for alias, value in vars(module).items() if value is wrapper]:
-            setattr(module, alias, again(ours))
-            _note(f"{module.__name__}.{alias}", body, functools.partial(setattr, module, alias, wrapper))
+    found = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True)).get(cell)
+    if found is None:
+        raise _changed(where)
+    plain: _Body = found.cell_contents
+    found.cell_contents = functools.wraps(plain)(functools.partial(body, plain))
+    _note(where, body, functools.partial(setattr, found, "cell_contents", plain))
     return plain
 
 
@@ -172,12 +164,16 @@ def patch_entry(table: dict[Any, _Body], name: str, key: Any, body: _Body) -> No
 def _member(holder: Any, where: str, name: str) -> Any:
     member = vars(holder).get(name)
     if member is None:
-        library = where.partition(".")[0]
-        raise ConfigError(
-            f"{library} {_version(library)} has no {where}.{name}, which a parallelized model patches: its calls would "
-            f"be wrong.\n  Tested is {library} {TESTED.get(library, '(another version)')}."
-        )
+        raise _changed(f"{where}.{name}")
     return member
+
+
+def _changed(where: str) -> ConfigError:
+    library = where.partition(".")[0]
+    return ConfigError(
+        f"{library} {_version(library)} has no {where}, which a parallelized model patches: its calls would be wrong.\n"
+        f"  Tested is {library} {TESTED.get(library, '(another version)')}."
+    )
 
 
 def _note(name: str, body: _Body, undo: Callable[[], None]) -> None:

@@ -70,13 +70,8 @@ GROUPED_MM = torch.ops.aten._grouped_mm.default
 _aten = torch.ops.aten
 RANDOM = (_aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float, _aten.rand_like.default,
           _aten.randn_like.default)  # fmt: skip
-WRITES = (_aten.zero_.default, _aten.fill_.Scalar, _aten.mul_.Tensor, _aten.mul_.Scalar, _aten.add_.Tensor,
-          _aten.add_.Scalar, _aten.sub_.Tensor, _aten.div_.Tensor, _aten.copy_.default, _aten.clamp_.default,
-          _aten.lerp_.Scalar, _aten.masked_fill_.Scalar, _aten.sub_.Scalar, _aten.div_.Scalar, _aten.pow_.Scalar,
-          _aten.neg_.default)  # fmt: skip
 TO_COPY = torch.ops.aten._to_copy
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
-safe_softmax = torch.ops.aten._safe_softmax  # zeros where all scores are masked
 
 
 def schema_of(func: Any) -> Any:
@@ -231,9 +226,6 @@ def muon_rates(group: Mapping[str, Any], shape: Sequence[int]) -> tuple[Any, Any
     rate: Any = group["lr"].squeeze() if isinstance(group["lr"], torch.Tensor) else group["lr"]
     return 1 - rate * group["weight_decay"], _muon._adjust_lr(rate, group["adjust_lr_fn"], torch.Size(shape))
 
-
-HELD = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
-"""Attributes of a module that hold its tensors and children."""
 
 CALL = nn.Module._call_impl.__code__  # runs wherever a module is called
 SAVE_STATE = nn.Module._save_to_state_dict.__code__  # and where its state dict is made

@@ -6,14 +6,16 @@ from autopar.on_demand import lazy_names
 
 if TYPE_CHECKING:
     from autopar.integrations.adapters import add_adapter, get_peft_model
-    from autopar.integrations.trainer.trainers import ParallelSeq2SeqTrainer, ParallelTrainer, ParallelTrainerMixin
-    from autopar.integrations.trainer.trl_trainers import (
+    from autopar.integrations.trainer.trainers import (
         ParallelDPOTrainer,
         ParallelGRPOTrainer,
         ParallelKTOTrainer,
         ParallelRewardTrainer,
         ParallelRLOOTrainer,
+        ParallelSeq2SeqTrainer,
         ParallelSFTTrainer,
+        ParallelTrainer,
+        ParallelTrainerMixin,
     )
 
 __all__ = [
@@ -30,20 +32,7 @@ __all__ = [
     "get_peft_model",
 ]
 
-_TRAINERS = "autopar.integrations.trainer.trainers"
-_OF_TRL = "autopar.integrations.trainer.trl_trainers"
-_HOMES = {
-    "ParallelDPOTrainer": _OF_TRL,
-    "ParallelGRPOTrainer": _OF_TRL,
-    "ParallelKTOTrainer": _OF_TRL,
-    "ParallelRLOOTrainer": _OF_TRL,
-    "ParallelRewardTrainer": _OF_TRL,
-    "ParallelSFTTrainer": _OF_TRL,
-    "ParallelSeq2SeqTrainer": _TRAINERS,
-    "ParallelTrainer": _TRAINERS,
-    "ParallelTrainerMixin": _TRAINERS,
-    "add_adapter": "autopar.integrations.adapters",
-    "get_peft_model": "autopar.integrations.adapters",
-}
+_HOMES = dict.fromkeys(__all__, "autopar.integrations.trainer.trainers")
+_HOMES |= dict.fromkeys(("add_adapter", "get_peft_model"), "autopar.integrations.adapters")
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -205,11 +205,6 @@ def _process_index(plain: Callable[..., int], accelerator: Any) -> int:
     return plain(accelerator) if mpu is None else mpu.dp.rank
 
 
-def _is_last_process(plain: Callable[..., bool], accelerator: Any) -> bool:
-    with meaning(None):
-        return plain(accelerator)
-
-
 def _split(plain: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
     """The body of ``PartialState.split_between_processes``."""
     mpu = mesh()
@@ -258,7 +253,7 @@ def _for_accelerator(plain: Any, accelerator: Any, *args: Any, **kwargs: Any) ->
 
 
 def _for_all(plain: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """The body of methods that ask every process, whichever replica it belongs to."""
+    """The body of methods and properties that ask every process, whichever replica it belongs to."""
     with meaning(None):
         return plain(accelerator, *args, **kwargs)
 
@@ -319,7 +314,7 @@ def _reduce(plain: Any, tensor: Any, reduction: str = "mean", scale: float = 1.0
 _MEMBERS: dict[str, Callable[..., Any]] = {
     "num_processes": _num_processes,
     "process_index": _process_index,
-    "is_last_process": _is_last_process,
+    "is_last_process": _for_all,
     "split_between_processes": _split_of,
     "prepare": prepare,
     "prepare_model": prepare_model,
@@ -337,7 +332,6 @@ def install() -> None:
     import accelerate.accelerator
     import accelerate.scheduler
     import accelerate.state
-    import accelerate.utils
     from accelerate.utils import operations
 
     for name, body in _MEMBERS.items():
@@ -346,5 +340,4 @@ def install() -> None:
     patch_member(accelerate.state.PartialState, "split_between_processes", _split)
     patch_name(operations, "_gpu_gather", _gather)
     patch_name(operations, "_gpu_gather_object", _gather_object)
-    named = (operations, accelerate.utils, accelerate.accelerator)
-    patch_body(operations.reduce, "function", _reduce, named, lambda function: function)
+    patch_body(operations.reduce, "function", _reduce)

@@ -4,8 +4,7 @@ A norm or a sum of a DTensor is one with a sum over the ranks still to come. tor
 the result, but gives ``.item()`` and its kin what this rank has: another number on each. Here they get the whole of
 parameters that FSDP2 shards for a parallelized model, and of what is made of them; other DTensors stay torch's.
 
-Values that are written into rows of such a parameter, or put in its place by ``.data``, would be lost: rows of a
-DTensor are a copy, and ``.data`` of one is not what it computes with.
+A tensor that is put in the place of such a parameter by ``.data`` would be lost: a DTensor does not compute with it.
 
 Random numbers for such a parameter are drawn for all of it, and a rank keeps those of its rows: under one seed they are
 those of one process. (On the CPU torch would draw the same numbers for the rows of each rank.)
@@ -27,7 +26,7 @@ from autopar.distributed.agree import meet
 from autopar.errors import ConfigError
 from autopar.foreign.c10d import gathered_parameters
 from autopar.foreign.patches import patch_entry, patch_name, patch_setter
-from autopar.foreign.tensors import ITEM, RANDOM, WRITES, base_of, name_of_operator, operators_of_dtensors
+from autopar.foreign.tensors import ITEM, RANDOM, name_of_operator, operators_of_dtensors
 from autopar.guards.step import listeners
 from autopar.layout import replica_rows
 
@@ -37,20 +36,12 @@ _ADVICE = (
 )
 
 
-_WHOLE = (
-    "Of the whole:\n  p.data.copy_(distribute_tensor(whole, p.device_mesh, p.placements)), where whole = "
-    "p.full_tensor().clone() with the rows changed."
-)
-
-
 def install() -> None:
     """Let DTensors answer with whole numbers."""
     table, kind = operators_of_dtensors(), "torch.distributed.tensor.DTensor"
     patch_entry(table, f"{kind}.item", ITEM, _read)
     for operator in RANDOM:
         patch_entry(table, f"{kind}.{name_of_operator(operator)}", operator, _draw)
-    for operator in WRITES:
-        patch_entry(table, f"{kind}.{str(operator).removeprefix('aten.')}", operator, _write)
     patch_setter(DTensor, "data", _assign)
     patch_name(torch.autograd, "grad", _grad)
 
@@ -79,9 +70,13 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor: DTensor = args[0]
     local, mesh, last = tensor.to_local(), tensor.device_mesh, tensor.device_mesh.ndim - 1
     in_place = name_of_operator(func).endswith("_")
-    _check_rows(func, tensor)
     if _model_of(tensor)[0] is None or not tensor.placements[last].is_shard(0):
-        return _by_torch(func, args, kwargs)
+        table = operators_of_dtensors()
+        ours = table.pop(func)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            table[func] = ours
     whole = func(torch.empty(tensor.shape, dtype=local.dtype, device=local.device), *args[1:], **kwargs)
     start, stop = replica_rows(tensor.shape[0], mesh.get_local_rank(last), mesh.size(last))
     rows = whole[start:stop].clone()
@@ -90,25 +85,6 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return tensor
     like: Any = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
     return DTensor.from_local(rows, mesh, tensor.placements, **like)
-
-
-def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    _check_rows(func, args[0])
-    return _by_torch(func, args, kwargs)
-
-
-def _check_rows(func: Any, tensor: Any) -> None:
-    """Raise ConfigError if ``tensor`` is a copy of rows that torch gathered: ``p[:10].zero_()`` changes nothing."""
-    base = base_of(tensor)
-    if not isinstance(tensor, DTensor) or not isinstance(base, DTensor) or base.device_mesh.size() == 1:
-        return
-    gathered = not any(each.is_shard() for each in tensor.placements) and any(p.is_shard() for p in base.placements)
-    if gathered and _model_of(base)[0] is not None:
-        raise ConfigError(
-            f"{name_of_operator(func)} of {tuple(tensor.shape)} of a parameter or gradient of {tuple(base.shape)}: "
-            "zero.stage 2 and 3 share its rows between replicas,\n  and some of them are a copy. What is written there "
-            f"would be lost. {_WHOLE}"
-        )
 
 
 def _assign(plain: Any, tensor: DTensor, value: Any) -> None:
@@ -121,7 +97,7 @@ def _assign(plain: Any, tensor: DTensor, value: Any) -> None:
         raise ConfigError(
             f"parameter.data = {type(value).__name__} of {tuple(value.shape)} in {value.dtype}: with zero.stage 2 and "
             f"3 it is a DTensor of {tuple(tensor.shape)} in {tensor.dtype},\n  and torch would go on with the old one. "
-            f"{_WHOLE}"
+            "Write p.data.copy_(distribute_tensor(full, p.device_mesh, p.placements))."
         )
     with torch.no_grad():
         tensor.data.copy_(value)
@@ -146,15 +122,6 @@ def _grad(plain: Any, outputs: Any, inputs: Any, *args: Any, **how: Any) -> Any:
         "gathered weights,\n  whose gradients come into parameter.grad, and frees them. Use loss.backward() and "
         "parameter.grad; for create_graph=True zero.stage 1, or tensor_parallel_size."
     )
-
-
-def _by_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    table = operators_of_dtensors()
-    ours = table.pop(func)
-    try:
-        return func(*args, **kwargs)
-    finally:
-        table[func] = ours
 
 
 def _model_of(tensor: DTensor) -> tuple[FullySharded | None, Any]:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad as torch_clip
@@ -178,13 +177,8 @@ _BODIES: dict[str, Callable[..., Any]] = {
 
 
 def install() -> None:
-    """Patch torch's functions.
-
-    Each is a wrapper (``no_grad``) around a function in its closure: that is patched. Where another torch has no such
-    wrapper, the names in torch's modules are.
-    """
+    """Patch torch's functions: each is a wrapper (``no_grad``) around a function in its closure, which is patched."""
     for name, body in _BODIES.items():
-        again = torch.no_grad()
-        _PLAIN[name] = patch_body(getattr(torch_clip, name), "func", body, (torch_clip, nn.utils), again)
+        _PLAIN[name] = patch_body(getattr(torch_clip, name), "func", body)
     for scaler in (torch.amp.GradScaler, ShardedGradScaler):
         patch_member(scaler, "_unscale_grads_", _unscale)

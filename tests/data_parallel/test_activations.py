@@ -38,7 +38,7 @@ def test_on_the_cpu_gradients_are_the_plain_models():
 def test_only_the_inputs_of_blocks_are_moved():
     """As on a GPU, with a place to save to that only counts."""
     moved = []
-    activations._save_on_cpu = lambda _: torch.autograd.graph.saved_tensors_hooks(
+    activations.save_on_cpu = lambda **_: torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: moved.append(tuple(tensor.shape)) or tensor.clone(), lambda tensor: tensor
     )
     plain = gpt2()

@@ -54,21 +54,6 @@ def test_outputs_loss_and_gradients_are_the_plain_models(place: str) -> None:
 
 
 @on_each
-def test_the_device_computes_what_the_cpu_computes(place: str) -> None:
-    plain = llama()
-    expected = plain(IDS, labels=IDS)
-    expected.loss.backward()
-    model = started(copy.deepcopy(plain), place)
-    model.zero_grad()
-    ids = IDS.to(place)
-    found = model(ids, labels=ids)
-    found.loss.backward()
-    close(found.logits.cpu(), expected.logits, "logits", 1e-4)
-    for name, gradient in gradients(model).items():
-        close(gradient.cpu(), plain.get_parameter(name).grad, name, 1e-4)
-
-
-@on_each
 def test_dropout_draws_what_the_plain_model_draws(place: str) -> None:
     plain = gpt2(resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3).train()
     model = started(copy.deepcopy(plain), place).train()
@@ -115,15 +100,6 @@ def test_half_precision_with_zero_1_learns(place: str, dtype: str) -> None:
 
 
 @on_each
-def test_generation_is_the_plain_models(place: str) -> None:
-    plain = llama()
-    model = started(copy.deepcopy(plain), place).eval()
-    plain, ids = plain.to(place).eval(), IDS[:1].to(place)
-    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-    assert torch.equal(model.generate(ids, **settings), plain.generate(ids, **settings))
-
-
-@on_each
 def test_a_checkpoint_comes_back_on_the_device(place: str, tmp_path: Any) -> None:
     model, ids = gpt2(), IDS.to(place)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -161,15 +137,6 @@ def test_a_model_without_memory_is_loaded_onto_the_device(place: str, tmp_path: 
         assert torch.equal(value.cpu(), plain.state_dict()[name]), name
     ids = IDS.to(place)
     close(model(ids).logits.cpu(), plain(IDS).logits, "logits", 1e-4)
-
-
-@on_each
-def test_the_plain_model_stays_on_the_device(place: str) -> None:
-    plain = llama()
-    model = autopar.deparallelize(started(copy.deepcopy(plain), place))
-    assert {parameter.device.type for parameter in model.parameters()} == {place}
-    for name, value in model.state_dict().items():
-        assert torch.equal(value.cpu(), plain.state_dict()[name]), name
 
 
 @pytest.mark.parametrize("place", [GPU])

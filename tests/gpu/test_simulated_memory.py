@@ -126,12 +126,6 @@ def test_steps_behind_the_third_hold_and_allocate_the_same(case: str) -> None:
     assert found[3:] == [found[2]] * 3, found
 
 
-@on_device(world_size=4)
-def test_so_do_two_replicas_of_two_ranks() -> None:
-    found = steps_of("tp, zero 1")
-    assert found[3:] == [found[2]] * 3, found
-
-
 @on_device(world_size=2)
 def test_a_loop_that_keeps_a_number_of_each_step_is_found() -> None:
     found = steps_of("tp", keep=[])

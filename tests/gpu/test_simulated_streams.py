@@ -105,19 +105,6 @@ def test_decoded_tokens_use_nothing_before_its_wait(mesh: str) -> None:
 
 
 @on_device(world_size=2)
-def test_waits_of_fully_sharded_steps_are_missed() -> None:
-    run, missed = steps_of("dp, zero 3"), 0
-    with orders() as log:
-        run()
-    count = log.counted[WAITS]
-    for number in range(1, count + 1):
-        with orders(forget=number) as log:
-            run()
-        missed += bool(log.faults)
-    assert missed >= count / 4, f"{missed} of {count}"  # FSDP2 waits more often than it has to
-
-
-@on_device(world_size=2)
 def test_a_save_in_the_background_has_copied_when_it_returns(tmp_path: Any) -> None:
     model, optimizer = started("tp")
     step(model, optimizer, share(model))

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 import autopar
-from autopar.errors import ConsistencyError
 from tests.compare import same_weights
 from tests.parity import close
 from tests.pool import pooled
@@ -98,15 +97,3 @@ class Place:
 
     def __init__(self, rank: int) -> None:
         self.dp = type("Axis", (), {"rank": rank, "size": 2})
-
-
-@pooled(world_size=2)
-def test_replicas_that_nobody_averages_are_refused() -> None:
-    accelerator = accelerator_of()
-    model = accelerator.prepare_model(autopar.initialize(grouped(), {"model_parallelism": {}}), evaluation_mode=True)
-    optimizer = accelerator.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    loader = autopar.prepare_dataloader(Sequences(), batch_size=2, mpu=model.mpu)
-    accelerator.backward(model(**next(iter(loader))).loss)
-    with pytest.raises(ConsistencyError, match=r"autopar\.average_gradients\(model\)"):
-        optimizer.step()
-    model.mpu.destroy()

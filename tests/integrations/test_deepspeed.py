@@ -68,7 +68,7 @@ def fused() -> Any:
 def train() -> None:
     """Losses, norms and weights of two clipped steps of two micro-batches, at tp 2 x dp 2."""
     deepspeed = start()
-    for build, stages in ((grouped, (0, 1, 2)), (gpt2, (1,)), (fused, (0, 1, 2))):
+    for build, stages in ((grouped, (0, 1, 2)), (fused, (0,))):
         for stage in stages:
             plain = build().train()
             model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"tensor_parallel_size": 2}})
@@ -100,9 +100,11 @@ def train() -> None:
 def refuse(deepspeed: Any) -> None:
     """What DeepSpeed would get wrong: half precision with clipping but without ZeRO, and its ZeRO 3."""
     batch = language_batches(131)[0]
-    offload = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
     for changes, error in (
-        ({"zero_optimization": offload}, r"count KV heads of transformer\.h\.0\.attn\.c_attn\.weight several times"),
+        (
+            {"zero_optimization": {"stage": 1}},
+            r"heads of transformer\.h\.0\.attn\.c_attn\.weight several times",
+        ),
         ({"bf16": {"enabled": True}}, r"FP16_UnfusedOptimizer \(half(.|\n)*first rank only(.|\n)*stage 1 or 2"),
         ({"zero_optimization": {"stage": 3}}, "has another shape than autopar.initialize gave it"),
         (

@@ -129,19 +129,6 @@ def of_ranks(kind):
     return Sliced
 
 
-def late(kind):
-    """Make one that does so in its loss, where nothing is compared."""
-    import trl
-
-    class Late(trl.GRPOTrainer):
-        def _compute_loss(self, model, inputs):
-            every = self.accelerator.gather(inputs["advantages"])
-            every[self.args.process_index * len(inputs["advantages"])]
-            return super()._compute_loss(model, inputs)
-
-    return Late
-
-
 @with_package("trl", world_size=2)
 def on_two_ranks_of_a_replica(folder):
     with launched():
@@ -199,21 +186,6 @@ def test_ranks_of_a_replica(tmp_path):
     on_two_ranks_of_a_replica(tmp_path)
 
 
-@with_package("trl", world_size=2)
-def late_on_two_ranks(folder):
-    with launched():
-        trainer_of("GRPO", folder, config(2), plain=late("args")).train()
-
-
-@pytest.mark.tier("sweep")
-def test_a_slice_out_of_range_says_what_counts(tmp_path):
-    """The first rank's slice is there; it learns from the other why it waits in vain."""
-    save_model(tmp_path)
-    with pytest.raises(AssertionError, match="This is rank 1, of replica 0 of 1") as caught:
-        late_on_two_ranks(tmp_path)
-    assert "accelerator.process_index and num_processes, which count replicas there" in str(caught.value)
-
-
 # -- in one process ----------------------------------------------------------------------------------------------------
 
 
@@ -242,8 +214,8 @@ def test_numbers_of_samples_count_replicas():
 
 def test_names_of_trainers():
     from autopar import integrations
-    from autopar.integrations.trainer import trl_trainers
+    from autopar.integrations.trainer import trainers
 
-    assert set(trl_trainers.NAMES) <= set(integrations.__all__)
+    assert set(trainers.NAMES) <= set(integrations.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'ParallelPPOTrainer'"):
-        _ = trl_trainers.ParallelPPOTrainer
+        _ = trainers.ParallelPPOTrainer

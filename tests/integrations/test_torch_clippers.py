@@ -79,20 +79,6 @@ def test_the_norm_and_the_clipped_gradients_are_the_plain_models() -> None:
 
 
 @pooled(world_size=2)
-def test_a_step_clipped_by_torch_is_the_plain_models() -> None:
-    plain = gpt2()
-    model = parallel(copy.deepcopy(plain), 2).train()
-    for one in (plain.train(), model):
-        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
-        for batch in language_batches(131, count=3):
-            one(**batch).loss.backward()
-            torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-    same_weights(model, plain)
-
-
-@pooled(world_size=2)
 def test_copies_of_a_model_are_watched_and_what_is_plain_again_is_not() -> None:
     plain, model = with_gradients(gpt2)
     other = copy.deepcopy(model)
@@ -231,16 +217,3 @@ def test_an_overflow_on_one_rank_skips_the_step_of_torchs_scalers_on_all() -> No
             plain(**batch).loss.backward()
             reference.step()
             same_weights(model, plain)
-
-
-@pooled(world_size=2)
-def test_accelerates_clipping() -> None:
-    accelerate = pytest.importorskip("accelerate")
-    plain, model = with_gradients(grouped)
-    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
-    accelerator = accelerate.Accelerator(cpu=True)
-    close(accelerator.clip_grad_norm_(model.parameters(), 0.01), expected, "norm")
-    accelerator.clip_grad_value_(model.parameters(), 1e-4)
-    clip_grad_value_(plain.parameters(), 1e-4)
-    same_gradients(model, plain)
-    accelerate.state.AcceleratorState._reset_state(True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import BertConfig, BertForSequenceClassification, LlamaForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, BertConfig, BertForSequenceClassification, Trainer
 
 from autopar.errors import ConfigError, ShardWarning
 from tests.integrations.runs import (
@@ -27,6 +27,7 @@ from tests.integrations.runs import (
 )
 from tests.pool import pooled
 from tests.small import llama
+from tests.tensor_parallel.mixtures import mixtral
 from tests.worlds import raises_everywhere
 
 pytest.importorskip("accelerate")
@@ -41,7 +42,13 @@ MODES = {
         "gradient_accumulation_steps": 3,
         "average_tokens_across_devices": False,
     },
+    "mixture": {"save_strategy": "steps", "save_steps": 3},
+    "matrices of a mixture": {"optim": "adafactor"},
 }
+
+
+def model_of(name):
+    return mixtral(vocab_size=131) if "mixture" in name else llama()
 
 
 pytestmark = pytest.mark.together  # what one process trains is made once
@@ -58,7 +65,7 @@ def folder(tmp_path_factory):
 def run_on_one_process(folder):
     with launched():
         for name, changes in MODES.items():
-            one_process(folder, name, **changes)
+            one_process(folder, name, model_of(name), **changes)
 
 
 def config(tp, pp=1, cp=1, **more):
@@ -82,20 +89,20 @@ def trainer_of(folder, tp, pp=1, model=None, parallel=None, collator=collate, **
 
 
 def compare(folder, name, tp, pp, **parallel):
-    trainer = trainer_of(folder / "run", tp, pp, parallel=parallel, **MODES[name])
+    trainer = trainer_of(folder / "run", tp, pp, model_of(name), parallel=parallel, **MODES[name])
     with warnings.catch_warnings():
         warnings.simplefilter("error", ShardWarning)
         trainer.train()
         mine = facts(trainer, trainer.evaluate())
     assert_same(mine, json.loads((folder / f"{name}.json").read_text()))
-    merged = folder / f"merged-{name}-{dist.get_world_size()}-{tp}-{pp}"
+    merged = folder / f"merged-{name}-{dist.get_world_size()}-{tp}-{pp}-{parallel}"
     trainer.save_model(str(merged))
     if dist.get_rank() == 0:
-        assert_same_weights(LlamaForCausalLM.from_pretrained(merged), folder, name)
+        assert_same_weights(AutoModelForCausalLM.from_pretrained(merged), folder, name)
 
 
 @pytest.mark.tier("all")
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("name", [name for name in MODES if "mixture" not in name])
 def test_tensor_parallel(folder, name):
     on_two_ranks(folder, name, 2, 1)
 
@@ -145,6 +152,19 @@ LATER = pytest.mark.tier("sweep")
 )
 def test_zero(folder, stage, tp, pp):
     on_four_ranks(folder, "plain", tp, pp, {"zero": {"stage": stage}})
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("mixture", {"ep": 2}),
+        ("matrices of a mixture", {"ep": 2, "zero": {"stage": 1}}),
+        ("mixture", {"tp": 2, "ep": 4, "zero": {"stage": 3}}),
+    ],
+)
+def test_experts_of_several_replicas(folder, name, config):
+    on_four_ranks(folder, name, config.get("tp", 1), 1, config)
 
 
 def classifier():

@@ -47,8 +47,8 @@ def run_on_one_process(folder):
             one_process(folder, name, adapted(), **changes)
 
 
-def compare(folder, name, tp, pp=1, parallel=None, **changes):
-    trainer = trainer_of(folder / "run", tp, pp, adapted(), parallel=parallel, **MODES[name], **changes)
+def compare(folder, name, tp, pp=1, **changes):
+    trainer = trainer_of(folder / "run", tp, pp, adapted(), **MODES[name], **changes)
     trainer.train()
     assert_same(facts(trainer, trainer.evaluate()), json.loads((folder / f"{name}.json").read_text()))
     saved = folder / f"{name}-{dist.get_world_size()}-{tp}-{pp}-{len(changes)}"
@@ -61,17 +61,6 @@ def compare(folder, name, tp, pp=1, parallel=None, **changes):
 
 
 @pytest.mark.tier("all")
-def test_tensor_parallel(folder):
-    on_two_ranks(folder)
-
-
-@pooled(world_size=2)
-def on_two_ranks(folder):
-    with launched():
-        compare(folder, "plain", 2, gradient_checkpointing=True)
-
-
-@pytest.mark.tier("all")
 def test_replicas_and_stages(folder):
     on_four_ranks(folder)
 
@@ -80,7 +69,6 @@ def test_replicas_and_stages(folder):
 def on_four_ranks(folder):
     with launched():
         compare(folder, "smoothed", 2)
-        compare(folder, "plain", 2, parallel={"zero": {"stage": 1}})
         compare(folder, "plain", 2, 2)
 
 

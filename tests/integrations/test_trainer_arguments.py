@@ -53,8 +53,7 @@ def half_on_four_ranks(folder, dtype, pp):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_half_precision(tmp_path, dtype):
     half_on_one_process(tmp_path, dtype)
-    half_on_four_ranks(tmp_path, dtype, 1)
-    half_on_four_ranks(tmp_path, dtype, 2)
+    half_on_four_ranks(tmp_path, dtype, 1 if dtype == "bf16" else 2)
 
 
 @pooled(world_size=2)

@@ -1,14 +1,18 @@
-"""Callbacks of a parallel trainer that set flags of ``control`` on one rank: all ranks follow them."""
+"""Callbacks that do something on one rank: all ranks follow its flags, and a random number is harmless or an error."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from tests.integrations.runs import launched
+from autopar.errors import ConsistencyError
+from tests.integrations.runs import history, launched
 from tests.integrations.test_trainer import trainer_of
 from tests.pool import pooled
+from tests.small import gpt2
+from tests.worlds import raises_everywhere
 
 pytest.importorskip("accelerate")
 
@@ -48,7 +52,6 @@ def run(folder, tp, event, flags, everywhere):
 def test_flags_of_one_rank(tmp_path):
     """Steps, evaluations, saves and weights are those of a callback that sets them on all ranks."""
     cases = [
-        (1, "on_step_end", ["should_training_stop"], 2),
         (1, "on_substep_end", ["should_training_stop"], 2),
         (2, "on_step_begin", ["should_epoch_stop"], 2),
         (1, "on_step_end", ["should_evaluate", "should_save", "should_log"], 4),
@@ -71,3 +74,30 @@ def test_a_stop_after_an_evaluation_on_one_rank(tmp_path):
         trainer.add_callback(callback)
         trainer.train()
         assert trainer.state.global_step == 2
+
+
+class Draw(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 2 and dist.get_rank() == 0:
+            torch.rand(1)
+
+
+@pooled(world_size=2)
+def test_a_random_number_of_one_rank(tmp_path):
+    """With dropout in the model, and without any; also before the order of samples is drawn."""
+    for dropout in (0.0, 0.2):
+        with launched():
+            runs = []
+            for drawn in (False, True):
+                model = gpt2(attn_pdrop=dropout, resid_pdrop=dropout)
+                trainer = trainer_of(tmp_path, 2, model=model)
+                if drawn:
+                    trainer.add_callback(Draw())
+                    torch.rand(dist.get_rank())
+                if drawn and dropout:
+                    with raises_everywhere(ConsistencyError, "random state of torch: rank 0:", "seed all ranks"):
+                        trainer.train()
+                else:
+                    trainer.train()
+                    runs.append(history(trainer))
+            assert runs[0] == runs[-1] and len(runs[0]) == 6

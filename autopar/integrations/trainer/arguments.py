@@ -130,7 +130,7 @@ def check_parallelized(config: ParallelConfig, args: Any, optimizer: Any, step: 
 
 def check_arguments(args: Any) -> None:
     """Raise ConfigError for what a parallelized model cannot do in a trainer; lists all that is asked for."""
-    problems = [*_other_wrappers(args), *_not_made_right(args)]
+    problems = [*_refused(args)]
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:
@@ -138,7 +138,7 @@ def check_arguments(args: Any) -> None:
         raise ConfigError("\n".join([f"the arguments have {len(problems)} problems:", *lines]), problems)
 
 
-def _other_wrappers(args: Any) -> Iterator[str]:
+def _refused(args: Any) -> Iterator[str]:
     if args.fsdp:
         yield "args.fsdp would shard what is sharded already: zero: {stage: 3} in parallel_config is torch's FSDP2"
     if args.deepspeed:
@@ -152,9 +152,6 @@ def _other_wrappers(args: Any) -> Iterator[str]:
             "args.use_vllm would send vLLM this rank's shards: leave it out, the model samples on its own ranks; an "
             "engine beside it gets whole weights from autopar.hf_weights(model)"
         )
-
-
-def _not_made_right(args: Any) -> Iterator[str]:
     if args.auto_find_batch_size:
         yield "args.auto_find_batch_size: the rank that runs out of memory would go on alone; give a batch size"
     for name in ("fp16_full_eval", "bf16_full_eval"):

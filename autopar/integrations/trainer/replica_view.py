@@ -3,13 +3,18 @@
 TRL's trainers deal prompts out to processes, sample completions, gather the rewards of a group and take their slice by
 ``accelerator.process_index``. All ranks of a replica have the same prompts and completions. So a process is a replica
 in their steps: where they slice, where they seed, and in the numbers of samples that their arguments derive.
+
+They take log-probabilities of some tokens at a time from ``get_output_embeddings().weight``. Every rank does the same
+there, with the same hidden states: so the weight is gathered before, and each rank keeps its shard of its gradient.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,15 +24,15 @@ from torch import nn
 
 from autopar.api import initialize
 from autopar.config import ParallelConfig
-from autopar.distributed.collectives import broadcast
+from autopar.distributed import collectives
 from autopar.distributed.digest import extremes, of_text, of_values
 from autopar.distributed.failures import waiting
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.process import device_of_numbers
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.integrations.accelerate import counting_replicas
-from autopar.integrations.trainer.fused_head import give_whole_head, has_fused_head
 from autopar.integrations.trainer.steps import ParallelBase
+from autopar.swap import bind, unbind
 
 _HOW = (
     "  The ranks of a replica hold the same samples. In its own methods a trainer slices what it has gathered by\n"
@@ -35,6 +40,7 @@ _HOW = (
     "  accelerate and torch.distributed.get_rank() count ranks."
 )
 
+_FUSED = "fused_lm_head"  # argument of a forward of TRL that multiplies by the head itself
 _OF_REFERENCE = (
     *("tensor_parallel_size", "expert_parallel_size", "expert_dispatch", "cpu_transport", "reduce_dtype", "policy"),
     *("consistency_check", "consistency_inputs", "consistency_parameters"),
@@ -46,14 +52,8 @@ class ReplicaView(ParallelBase):
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run a step of the trainer, which may sample, score and slice in it."""
-        mpu = self.model.mpu
-        try:
-            with counting_replicas(mpu):
-                return super().training_step(*args, **kwargs)
-        except IndexError as error:
-            if mpu.model.size > 1 and self.has_own_loss():
-                error.add_note(f"This is rank {mpu.rank}, of replica {mpu.dp.rank} of {mpu.dp.size}.\n{_HOW}")
-            raise
+        with counting_replicas(self.model.mpu):
+            return super().training_step(*args, **kwargs)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch, which a trainer may sample first."""
@@ -106,7 +106,7 @@ class ReplicaView(ParallelBase):
         """Take the rewards of a replica's first rank: a function may draw, or ask a judge who answers otherwise."""
         mpu, rewards = self.model.mpu, rewards.contiguous()
         with waiting(mpu, "rewards", mpu.model.ranks):
-            broadcast(rewards, mpu.model)
+            collectives.broadcast(rewards, mpu.model)
         return rewards
 
 
@@ -174,3 +174,46 @@ def parallelize_reference(reference: Any, model: Any, like: Any, policy: Any) ->
         initialize(reference, ParallelConfig(**shared), policy=policy)
     if has_fused_head(reference):
         give_whole_head(reference, reference)
+
+
+def has_fused_head(model: nn.Module) -> bool:
+    """Return whether the model's forward was replaced by one that takes ``fused_lm_head``."""
+    forward = vars(model).get("forward")
+    code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+    return code is not None and _FUSED in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+def give_whole_head(model: Any, root: Any) -> None:
+    """Give a forward with ``fused_lm_head=True`` the whole weight of the head of ``model``.
+
+    Args:
+        root: the parallelized model, which is ``model`` or has it inside.
+    """
+    inner = vars(model)["forward"].__func__
+
+    @functools.wraps(inner)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get(_FUSED):
+            return inner(self, *args, **kwargs)
+        head = _whole(self, root)
+        bind(self, "the fused head", get_output_embeddings=lambda _: head)
+        try:
+            return inner(self, *args, **kwargs)
+        finally:
+            unbind(self, "the fused head")
+
+    model.forward = MethodType(forward, model)
+
+
+def _whole(model: Any, root: Any) -> SimpleNamespace:
+    """Return the head's weight and bias, all-gathered over tp. A collective, also of the backward pass: none."""
+    head = model.get_output_embeddings()
+    state = root._autopar
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+
+    def gathered(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        name = None if tensor is None else names.get(id(tensor))
+        layout = None if name is None else state.plan.tensors[state.plan.canonical(name)].layout
+        return tensor if tensor is None or layout is None else collectives.gather(tensor, state.mpu.tp, layout, 0)
+
+    return SimpleNamespace(weight=gathered(head.weight), bias=gathered(getattr(head, "bias", None)))

@@ -1,11 +1,13 @@
-"""The trainers of transformers with tensor, pipeline and data parallelism.
+"""The trainers of transformers and TRL with tensor, pipeline and data parallelism.
 
-The model of one is initialized, and its accelerator sees the replicas.
+The model of a trainer is initialized, and its accelerator counts, deals out, gathers and adds up over the replicas.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,17 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
-from transformers import Seq2SeqTrainer, Trainer
+from transformers import Seq2SeqTrainer, Trainer, TrainerControl
 
 from autopar.adapters import is_peft_model, tuner_layers
 from autopar.api import initialize
 from autopar.config import ParallelConfig
+from autopar.data_parallel.gradients import clip_grad_norm_
 from autopar.data_parallel.optimizer_probe import refuse_unlike
 from autopar.data_parallel.optimizer_state import check_optimizer
+from autopar.distributed.failures import waiting
+from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.distributed.process import accelerator
 from autopar.errors import ConfigError
-from autopar.integrations.trainer.accelerator import show_replicas
 from autopar.integrations.trainer.arguments import (
     check_arguments,
     check_parallelized,
@@ -32,24 +36,26 @@ from autopar.integrations.trainer.arguments import (
     parse_parallel_config,
     wants_whole_model,
 )
-from autopar.integrations.trainer.callback_flags import CallbackFlagsMixin, agree_in_events
 from autopar.integrations.trainer.checkpoints import CheckpointMixin
-from autopar.integrations.trainer.evaluation import EvaluationMixin
-from autopar.integrations.trainer.fused_head import give_whole_head, has_fused_head
 from autopar.integrations.trainer.replica_view import (
     ReplicaView,
     check_heads,
     count_replicas,
+    give_whole_head,
+    has_fused_head,
     parallelize_reference,
     seed_by_replica,
 )
 from autopar.integrations.trainer.steps import StepMixin, base_of
+from autopar.swap import swap
 
 if TYPE_CHECKING:
     from autopar.policy.schema import Policy
 
+_FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
-class ParallelTrainerMixin(ReplicaView, StepMixin, CallbackFlagsMixin, EvaluationMixin, CheckpointMixin):
+
+class ParallelTrainerMixin(ReplicaView, StepMixin, CheckpointMixin):
     """Make a trainer of transformers, or one that derives from it, parallel: put it first among the base classes.
 
     ``class ParallelSFTTrainer(ParallelTrainerMixin, SFTTrainer)`` is TRL's. All arguments, callbacks, logs and folders
@@ -112,7 +118,8 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, CallbackFlagsMixin, Evaluatio
                 "the model was loaded with device_map, which spreads it over devices: load it without, or with "
                 "autopar.from_pretrained"
             )
-        if not is_peft_model(model) and _has_adapters(model):
+        adapted = hasattr(model, "peft_config") or next(tuner_layers(model), None) is not None
+        if adapted and not is_peft_model(model):
             raise ConfigError(
                 f"{type(model).__name__} has adapters of PEFT without a PeftModel around it, and the folders of a "
                 "parallel trainer would not keep them apart from the model:\n  give peft.get_peft_model(model, config)"
@@ -121,11 +128,8 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, CallbackFlagsMixin, Evaluatio
         world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
         if world != self.args.world_size:
             without_gpu = not self.args.use_cpu and accelerator() is None
-            fix = (
-                "Write TrainingArguments(use_cpu=True)."
-                if without_gpu
-                else ("Start with torchrun or accelerate launch, or set RANK, WORLD_SIZE and LOCAL_RANK.")
-            )
+            fix = "Start with torchrun or accelerate launch, or set RANK, WORLD_SIZE and LOCAL_RANK."
+            fix = "Write TrainingArguments(use_cpu=True)." if without_gpu else fix
             raise ConfigError(
                 f"TrainingArguments count {self.args.world_size} processes, expected {world}"
                 f"{', because this machine has no GPU' if without_gpu else ''}\n  {fix}"
@@ -148,8 +152,6 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, CallbackFlagsMixin, Evaluatio
     # -- after it -----------------------------------------------------------------------------------------------------
 
     def _parallelize(self, policy: Any) -> None:
-        if self.model_init is not None:
-            raise ConfigError("model_init= makes a new plain model for each train(): give model=")
         model = self.model
         self._set_signature_columns_if_needed()  # of the plain model
         config = self.autopar_config
@@ -193,6 +195,15 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, CallbackFlagsMixin, Evaluatio
             refuse_unlike(made, self.model.parameters(), tp=tp, stages=stages, experts=experts)
         return made
 
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Let all ranks follow the flags that callbacks set on some ranks, before the trainer reads them."""
+        _agree(self.control, self.mpu)
+        control = self.control
+        calls_more = control.should_log or control.should_evaluate or control.should_save
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if calls_more:  # on_log, on_evaluate or on_save
+            _agree(self.control, self.mpu)
+
     # -- what the trainer counts --------------------------------------------------------------------------------------
 
     def get_total_train_batch_size(self, args: Any) -> int:
@@ -202,10 +213,6 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, CallbackFlagsMixin, Evaluatio
     def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
         """Return this rank's part of the operations of its replica; the trainer sums over all ranks."""
         return super().floating_point_ops(inputs) / self.mpu.model.size
-
-
-def _has_adapters(model: nn.Module) -> bool:
-    return hasattr(model, "peft_config") or next(tuner_layers(model), None) is not None
 
 
 class ParallelTrainer(ParallelTrainerMixin, Trainer):
@@ -221,3 +228,126 @@ class ParallelTrainer(ParallelTrainerMixin, Trainer):
 
 class ParallelSeq2SeqTrainer(ParallelTrainerMixin, Seq2SeqTrainer):
     """``Seq2SeqTrainer``, as :class:`ParallelTrainer`; ``predict_with_generate`` gives every sample once."""
+
+
+NAMES = tuple(f"Parallel{kind}Trainer" for kind in ("DPO", "GRPO", "KTO", "RLOO", "Reward", "SFT"))
+
+
+def __getattr__(name: str) -> Any:
+    """Make a trainer of TRL with a parallelized model when its name is first used."""
+    if name not in NAMES:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    plain = getattr(importlib.import_module("trl"), name.removeprefix("Parallel"))
+    words = f"TRL's ``{plain.__name__}`` with a parallelized model: see :class:`ParallelTrainerMixin`."
+    made = type(name, (ParallelTrainerMixin, plain), {"__module__": __name__, "__doc__": words})
+    return globals().setdefault(name, made)
+
+
+# -- what the trainer has: its accelerator, and its handler of callbacks -----------------------------------------------
+
+
+def show_replicas(accelerator: Any, model: nn.Module, mpu: MPU) -> None:
+    """Let ``accelerator`` count, shard and gather over the data-parallel axis of ``mpu``; changed in place.
+
+    Args:
+        accelerator: an ``accelerate.Accelerator`` without mixed precision that has prepared nothing yet.
+        model: the parallelized model, which it leaves as it is.
+    """
+    accelerator.dataloader_config.dispatch_batches = False  # every rank reads its replica's samples
+    swap(accelerator, _Replicas, autopar_model=model, autopar_mpu=mpu)
+
+
+class _Replicas:
+    """Class before that of an ``Accelerator``."""
+
+    autopar_model: nn.Module
+    autopar_mpu: MPU
+    _models: list[Any]
+    _optimizers: list[Any]
+
+    def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Leave the parallelized model as it is: nothing is wrapped around it."""
+        if model is not self.autopar_model:
+            return super().prepare_model(model, *args, **kwargs)  # type: ignore[misc]
+        if not any(known is model for known in self._models):
+            self._models.append(model)
+        return model
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """Wrap an optimizer without moving its state, which lies where the parameters lie."""
+        return super().prepare_optimizer(optimizer, device_placement=False)  # type: ignore[misc]
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether gradients overflowed in fp16 on some rank, so that no rank stepped."""
+        return any(getattr(wrapper.optimizer, "step_was_skipped", False) for wrapper in self._optimizers)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run the backward pass of the loss, scaled in fp16."""
+        scaled = [w.optimizer.scale_loss for w in self._optimizers if hasattr(w.optimizer, "scale_loss")]
+        for scale in scaled[:1]:
+            loss = scale(loss)
+        super().backward(loss, **kwargs)  # type: ignore[misc]
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip by the norm of the whole model's gradients, the same on every rank.
+
+        Raises:
+            ConfigError: ``parameters`` are not those of the model, all of them.
+        """
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        _check_all(listed, self.autopar_model)
+        return clip_grad_norm_(self.autopar_model, max_norm, norm_type)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather over the replicas; of the last batch only the samples that the dataset has."""
+        if use_gather_object or not _only_tensors(input_data):
+            raise ConfigError(
+                "gather_for_metrics of objects (eval_use_gather_object) is not supported for a parallelized model: "
+                "give tensors, which are padded to the longest sequence of all replicas"
+            )
+        return super().gather_for_metrics(input_data)  # type: ignore[misc]
+
+
+def _only_tensors(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_only_tensors, value.values()))
+    return all(map(_only_tensors, value)) if isinstance(value, tuple | list) else isinstance(value, torch.Tensor)
+
+
+def _check_all(parameters: Iterable[Any], model: nn.Module) -> None:
+    given = {id(parameter) for parameter in parameters}
+    missing = [name for name, p in model.named_parameters() if p.grad is not None and id(p) not in given]
+    if missing:
+        raise ConfigError(
+            f"clip_grad_norm_ got {len(given)} parameters, without {missing[0]}: a parallelized model is clipped by "
+            "the norm of all its gradients.\n  Give model.parameters(), or autopar.clip_grad_norm_(model, max_norm)."
+        )
+
+
+def agree_in_events(handler: Any, mpu: MPU) -> None:
+    """Let the trainer's ``CallbackHandler`` agree after the other events whose flags the trainer reads at once."""
+    swap(handler, _AgreedEvents, autopar_mpu=mpu)
+
+
+class _AgreedEvents:
+    """Class before that of a ``CallbackHandler``."""
+
+    autopar_mpu: MPU
+
+    def on_substep_end(self, *args: Any, **kwargs: Any) -> Any:
+        return _agree(super().on_substep_end(*args, **kwargs), self.autopar_mpu)  # type: ignore[misc]
+
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        return _agree(super().on_evaluate(*args, **kwargs), self.autopar_mpu)  # type: ignore[misc]
+
+
+def _agree(control: TrainerControl, mpu: MPU) -> TrainerControl:
+    """Set each flag that some rank has set, on all ranks. One small collective on the CPU, over the world."""
+    if mpu.world_size > 1:
+        flags = torch.tensor([getattr(control, flag) for flag in _FLAGS], dtype=torch.int32, device="cpu")
+        with waiting(mpu, "the flags that callbacks set", range(mpu.world_size)):
+            all_reduce(flags, dist.ReduceOp.MAX, group=mpu.control)
+        for flag, value in zip(_FLAGS, flags.tolist(), strict=True):
+            setattr(control, flag, bool(value))
+    return control
