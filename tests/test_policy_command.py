@@ -347,8 +347,7 @@ def test_experts_that_replicas_share(mixture: Path) -> None:
     assert checked.exit_code == 0 and checked.stdout.splitlines()[-1] == "all holds", checked.output
     alone = run("check", mixture, "--tp", 1, "--ep", 2)
     assert "dry run: not run: one rank holds the whole model, but for experts" in alone.stdout
-    whole = of(run("show", mixture, "--tp", 2, "--by-expert", "--json"))
-    assert whole == of(run("show", mixture, "--tp", 2, "--ep", 2, "--json"))
+    whole = of(run("show", mixture, "--tp", 2, "--ep", 2, "--json"))
     assert [rank["tp"] for rank in whole["ranks"]] == [0, 1] and whole["expert_parallel_size"] == 2
 
 
@@ -377,8 +376,5 @@ def test_expert_parallel_sizes_that_do_not_fit(mixture: Path, folder: Path) -> N
             and "expert_parallel_size=8 does not fit MixtralForCausalLM: 5 experts" in result.stderr
         )
         assert "Largest size that fits this model: 4." in result.stderr, "a multiple of --tp"
-        result = run(command, mixture, "--tp", 2, "--ep", 4, "--by-expert")
-        assert result.exit_code == 1
-        assert "--by-expert is --ep 2 with --tp 2, and --ep is 4; leave one of both out" in result.stderr
         result = run(command, folder, "--ep", 2)
         assert result.exit_code == 1 and "this model has no experts" in result.stderr

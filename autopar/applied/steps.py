@@ -27,7 +27,6 @@ from autopar.distributed.digest import extremes
 from autopar.distributed.failures import FailureLog, publish_uncaught
 from autopar.distributed.rng import sync_generators
 from autopar.errors import tell
-from autopar.on_demand import tool
 from autopar.pipeline_parallel import pipeline as pipeline_methods
 from autopar.plan.plan import derived_notice, held, summarise
 from autopar.quantized.layers import keep_form
@@ -196,20 +195,14 @@ STEPS: tuple[Callable[[nn.Module, Parallelized, Given], None], ...] = (
 
 def apply(model: nn.Module, state: Parallelized, given: Given) -> None:
     """Make all steps, and say on rank 0 what has become of the model."""
-    mpu, plan, stages = state.mpu, state.plan, state.stages
-    whole, notice = held(model)[0], derived_notice(model, plan, state.policy) if mpu.is_master else None
-    telling = mpu.is_master and _log.isEnabledFor(logging.DEBUG)
-    allocated = tool("planner.memory_plan") if telling else None
-    facts = (model, state.inner_of(model), plan, stages, state.config, mpu, given.optimizer)
-    planned = allocated.planned_bytes(*facts) if allocated else None
+    mpu = state.mpu
+    whole, notice = held(model)[0], derived_notice(model, state.plan, state.policy) if mpu.is_master else None
     for step in STEPS:
         step(model, state, given)
     if notice is not None:
         tell(_log, notice)
     if mpu.is_master:
         tell(_log, summarise(model, whole, mpu.sizes, mpu.device, state.policy.where))
-    if allocated is not None:
-        _log.debug("%s", allocated.allocated_line(model, planned, mpu.device))
 
 
 def undo(model: nn.Module, state: Parallelized) -> None:

@@ -12,8 +12,9 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,7 +98,7 @@ class Call(NamedTuple):
     def bytes(self) -> int:
         """The bytes of the tensors that this rank gives."""
         width = getattr(torch, self.dtype).itemsize if self.dtype else 0
-        return sum(_numel(size) for size in self.sizes) * width
+        return sum(map(prod, self.sizes)) * width
 
     @property
     def carries_tensors(self) -> bool:
@@ -115,13 +116,6 @@ class Call(NamedTuple):
         how = f" ({self.reduction})" if self.reduction not in ("", "sum") else ""
         carried = f" [{sizes}] {self.dtype}" if self.dtype else ""
         return f"{self.kind}{how}{peer} over {self.group.name}{carried}"
-
-
-def _numel(size: Iterable[int]) -> int:
-    product = 1
-    for each in size:
-        product *= each
-    return product
 
 
 class Recorder(TorchDispatchMode):
@@ -179,7 +173,11 @@ class Recorder(TorchDispatchMode):
             given, out = out, given  # only the root has parts, each has one of them
         first = (given or out)[:1]
         group = self._group(group_of(args[operator.group]))
-        message = operator.kind in ("send", "recv")
+        control, message = bool(first), operator.kind in ("send", "recv")
+        if first and self.answer:
+            control = not first[0].is_meta
+        elif first:  # a pickled object, or its length
+            control = first[0].dtype in (torch.uint8, torch.int64) and _issued_by(sys._getframe(2), *_OBJECTS)
         return Call(
             operator.kind,
             group,
@@ -189,7 +187,7 @@ class Recorder(TorchDispatchMode):
             args[operator.peer] if operator.peer >= 0 else -1,
             args[operator.tag] if operator.tag >= 0 else 0,
             where(sys._getframe(2)),
-            bool(first) and (not first[0].is_meta if self.answer else _of_objects(first[0], sys._getframe(2))),
+            control,
             reduction_of(args[operator.reduction]) if operator.reduction >= 0 else "",
             message and _issued_by(sys._getframe(2), "batch_isend_irecv"),
         )
@@ -225,11 +223,6 @@ def _splits(
     named = [tuple(args[place]) for place in reversed(operator.splits)]
     rows = [len(x) if x.ndim else 1 for x in (*given, *(out or given))]
     return tuple(own or (each // members,) * members for own, each in zip(named, rows, strict=False))
-
-
-def _of_objects(tensor: torch.Tensor, frame: Any) -> bool:
-    """Return whether a tensor is a pickled object, or its length."""
-    return tensor.dtype in (torch.uint8, torch.int64) and _issued_by(frame, *_OBJECTS)
 
 
 def _issued_by(frame: Any, *names: str) -> bool:

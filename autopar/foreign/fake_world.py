@@ -9,9 +9,10 @@ from __future__ import annotations
 import inspect
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,8 +27,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.foreign.c10d import fake_worlds, tensors_in
 from autopar.foreign.tensors import no_dispatch_modes
-
-__all__ = ["SIZES_OF_DTENSORS", "FakeWork", "World", "fake_world", "without_data"]
 
 
 def without_data(function: Any, args: Any, kwargs: Any) -> Any:
@@ -119,7 +118,9 @@ def fake_world(rank: int, size: int, told: World) -> Iterator[None]:
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     _carry_meta(dist.group.WORLD)
     try:
-        with _replacing(_replaced(rank, size, told)):
+        with ExitStack() as stack:
+            for place, name, new in _replaced(rank, size, told):
+                stack.enter_context(mock.patch.object(place, name, new))
             yield
     finally:
         fake_worlds.pop()
@@ -251,16 +252,3 @@ def _and_then(first: Callable[[torch.Tensor], None], second: Callable[[torch.Ten
         second(tensor)
 
     return run
-
-
-@contextmanager
-def _replacing(attributes: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Put others in the place of attributes, each given with its object and name, inside of ``with``."""
-    before = [getattr(place, name) for place, name, _ in attributes]
-    for place, name, new in attributes:
-        setattr(place, name, new)
-    try:
-        yield
-    finally:
-        for (place, name, _), old in zip(attributes, before, strict=True):
-            setattr(place, name, old)

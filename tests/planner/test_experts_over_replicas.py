@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from typing import Any
 
@@ -76,37 +75,10 @@ def test_what_ranks_keep_is_what_was_planned(config: dict[str, Any]) -> None:
     mpu.destroy()
 
 
-@pytest.mark.parametrize("axis", ["ep", "tp"])
-@pooled(world_size=2)
-def test_the_log_and_the_summary(axis: str) -> None:
-    log, lines = logging.getLogger("autopar.api"), list[str]()
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log.addHandler(handler)
-    log.setLevel(logging.DEBUG)
-    model: Any = mixtral(hidden=256)
-    model, _ = autopar.initialize(model, {axis: 2}, optimizer=torch.optim.AdamW(model.parameters()))
-    log.removeHandler(handler)
-    log.setLevel(logging.NOTSET)
-    told = [each for each in lines if each.startswith("planned:")]
-    assert len(told) == model.mpu.is_master
-    for line in told:
-        planned, allocated = line.split("; allocated: ")
-        weights = sum(parameter.nbytes for parameter in model.parameters()) / 1e6
-        assert weights > 1 and f"gradients {weights:,.1f} MB, optimizer {2 * weights:,.1f} MB" in planned
-        assert planned.startswith(f"planned: {allocated}"), line
-    text, rank = autopar.summary(model), dist.get_rank()
-    held = sum(parameter.numel() for parameter in model.parameters())
-    if axis == "ep":
-        assert f"tp 1 x pp 1 x dp 2 x ep 2, rank {rank}: tp 0, pp 0, dp {rank}, ep" in text
-    assert f"this rank: {held:,} parameters" in text and held < sum(p.numel() for p in mixtral(hidden=256).parameters())
-    model.mpu.destroy()
-
-
 def test_the_search_tries_sizes_that_fit() -> None:
-    space = Space(16, 8, 64, by_expert=None)
+    space = Space(16, 8, 64)
     assert list(space.experts(2, 4)) == [1, 2, 4, 8] and list(space.experts(1, 1)) == [1]
-    assert list(Space(256, 8, 64, by_expert=None).experts(4, 64)) == [1, 4, 8, 16, 32, 64]
+    assert list(Space(256, 8, 64).experts(4, 64)) == [1, 4, 8, 16, 32, 64]
     assert list(Space(16, 8, 64, ep=4).experts(2, 4)) == [4] and not list(Space(16, 8, 64, ep=4).experts(8, 2))
     tried = [candidate for batch in space.candidates((2, 1, 1, 8)) for candidate in batch]
     for stage in (1, 3):
@@ -160,9 +132,6 @@ def test_a_group_that_leaves_the_node_sends_slower(rows: Rows, node: int, share:
 
 
 def test_what_excludes_each_other_is_refused() -> None:
-    for by_expert, ep, words in ((True, 1, "whole experts are on 2"), (False, 4, "a part of each expert is ep 1")):
-        with pytest.raises(ConfigError, match=f"ep must not be {ep}: {words}"):
-            Space(4, 4, 8, by_expert=by_expert, ep=ep)
     with pytest.raises(ConfigError, match="expert_parallel_size=4 must be 1 or a multiple"):
         autopar.plan_memory(mixtral(), {"ep": 4}, sequence=SEQUENCE, gpus=2)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import combinations
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from transformers import OPTConfig, OPTForCausalLM
@@ -18,7 +16,6 @@ from autopar.tools.planner.hardware import find_gpu
 from autopar.tools.planner.planned_model import PlannedModel
 from autopar.tools.planner.search import Space, search
 from autopar.tools.planner.stage_costs import volume
-from autopar.tools.planner.svg import _TIMES, draw
 from tests.context_parallel.test_exactness import made
 from tests.small import llama
 
@@ -111,7 +108,7 @@ def test_what_the_rehearsal_refuses_is_not_searched() -> None:
     estimator = Estimator(PlannedModel(OPTForCausalLM(config), sequence=16), find_gpu("h100"))
     with pytest.raises(ConfigError, match="no mesh of 2 GPUs fits: context_parallel_size=2 does not fit OPT"):
         search(estimator, Space(2, 2, 2, cp=2))
-    with pytest.raises(ConfigError, match="sequence_parallel needs tp above 1 and cp 1, not tp 1 and cp 1"):
+    with pytest.raises(ConfigError, match="the sequences or the experts that were asked for do not fit"):
         search(estimator, Space(1, 1, 1, sequence_parallel=True))
 
 
@@ -124,35 +121,3 @@ def test_plan_memory_of_rows() -> None:
     assert plan.peak.optimizer == whole.peak.optimizer, "sharded over all four"
     assert plan.peak.activations < 0.6 * whole.peak.activations
     assert Candidate(1, 1, 2, "1f1b", 1, 1, 1, False, cp=2).replicas == 4
-
-
-@pytest.mark.parametrize("pp", [1, 3])
-def test_nothing_in_the_picture_overlaps_or_lies_outside(pp: int) -> None:
-    estimator = Estimator(PlannedModel(model(), sequence=SEQUENCE), find_gpu("h100"))
-    candidate = Candidate(2, pp, 1, "1f1b", 1, 6, 0, False, sequence_parallel=True)
-    estimate = estimator.estimate(candidate)
-    assert {name for name, _ in estimate.parts} == set(_TIMES), "each has a color and words"
-    root = ElementTree.fromstring(draw(estimate, estimator.played(candidate, 6), 80e9, "LlamaForCausalLM on 6 x h100"))
-    width, height = map(float, root.get("viewBox", "").split()[2:])
-    boxes = []
-    for text in root.iter("{http://www.w3.org/2000/svg}text"):
-        x, y, size = (float(text.get(name, 0)) for name in ("x", "y", "font-size"))
-        long = 0.56 * size * len(text.text or "")  # of a sans-serif letter, about
-        left = x - long / 2 if text.get("text-anchor") == "middle" else x
-        boxes.append((left, y - 0.8 * size, left + long, y + 0.2 * size, text.text))
-    assert len(boxes) > 20
-    assert all(left >= 0 and right <= width and top >= 0 and bottom <= height for left, top, right, bottom, _ in boxes)
-    for one, other in combinations(boxes, 2):
-        apart = one[0] >= other[2] or other[0] >= one[2] or one[1] >= other[3] or other[1] >= one[3]
-        assert apart, (one[4], other[4])
-    for box in root.iter("{http://www.w3.org/2000/svg}rect"):
-        x, y, wide, high = (float(box.get(name, 0)) for name in ("x", "y", "width", "height"))
-        assert x + wide <= width + 0.5 and y + high <= height + 0.5
-
-
-def test_blocks_with_rows_are_counted_once_and_nothing_lies_between_them() -> None:
-    planned = PlannedModel(model(num_hidden_layers=5), sequence=SEQUENCE, precision="fp32")
-    count = planned.count(Rows(2, 1, True), BATCH)
-    *equal, last = (unit.operations for unit in count.elements.values())
-    assert all(operations is equal[0] for operations in equal)
-    assert last == equal[0] and not count.fronts

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.tools.cli.app import PP, TP, Json, Policy, Trust, app, errors, print_json
+from autopar.tools.cli.app import CP, EP, PP, SP, TP, Json, Policy, Trust, app, errors, print_json, sections_of
 
 if TYPE_CHECKING:
     import torch
@@ -33,9 +33,9 @@ def verify(
     tp: TP = 1,
     pp: PP = 1,
     dp: Annotated[int, typer.Option("--dp", min=1, help="Data-parallel size.")] = 1,
-    cp: Annotated[int, typer.Option("--cp", min=1, help="Context-parallel size.")] = 1,
-    ep: Annotated[int, typer.Option("--ep", min=1, help="Expert-parallel size, of mixtures.")] = 1,
-    sp: Annotated[bool, typer.Option("--sp", help="Sequence parallelism.")] = False,
+    cp: CP = 1,
+    ep: EP = 1,
+    sp: SP = False,
     config: Annotated[Path | None, typer.Option(help="A config of initialize, instead of sizes.")] = None,
     policy: Policy = None,
     task: Annotated[
@@ -63,7 +63,7 @@ def verify(
     Exit code 0 if all of it holds, else 1.
     """
     with errors(as_json):
-        sections = _sections(config, tp, pp, cp, ep, sp)
+        sections = sections_of(config, tp, pp, cp, ep, sp)
         if tp * pp * dp * cp * ep == 1 and config is None:
             from autopar.errors import ConfigError
 
@@ -90,19 +90,6 @@ def verify(
         raise typer.Exit(1)
 
 
-def _sections(config: Path | None, tp: int, pp: int, cp: int, ep: int, sp: bool) -> Any:
-    from autopar.errors import ConfigError
-
-    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "context_parallel_size": cp}
-    sizes["expert_parallel_size"] = ep
-    given = {name: size for name, size in sizes.items() if size > 1} | ({"sequence_parallel": True} if sp else {})
-    if config is not None and given:
-        raise ConfigError(f"--config {config} has the sizes: leave out --tp, --pp, --cp, --ep and --sp")
-    if sp and tp == 1:
-        raise ConfigError("--sp cuts sequences between tensor-parallel ranks: it needs --tp 2 or more")
-    return config if config is not None else {"model_parallelism": given}
-
-
 def _model(
     source: str,
     task: str | None,
@@ -118,8 +105,7 @@ def _model(
     import transformers
 
     from autopar.errors import ConfigError, nearest
-    from autopar.tools.cli.models import of_task
-    from autopar.tools.planner.adapted import fine_tuned, kind_of, quantize
+    from autopar.tools.cli.models import fine_tuned, kind_of, of_task, quantize
     from autopar.tools.verification.verify import checks_of
 
     checks_of(checks)  # before a model is built

@@ -71,7 +71,7 @@ def summary(model: nn.Module) -> str:
     elements, size = held_here(model)
     text = [
         f"{plan.model_type} by policy {plan.policy}; {place}",
-        *filter(None, lines(tensors)),
+        *lines(tensors),
         f"this rank: {elements:,} parameters, {size / 1e6:,.1f} MB",
     ]
     if mpu.is_master:

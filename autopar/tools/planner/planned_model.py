@@ -116,15 +116,6 @@ class PlannedModel:
         stored = f", others in {' and '.join(forms)}" if forms else ""
         return f"{whole:,} parameters" + (f", {trained:,} of them trained{stored}" if trained < whole else "")
 
-    @property
-    def has_experts(self) -> bool:
-        """Whether the model has experts that ranks can hold whole."""
-        try:
-            self.plan(1, 2)
-        except ConfigError:
-            return False
-        return True
-
     def stages(self, config: ParallelConfig) -> StagePlan:
         """Return the stages of a configuration. Raises what :func:`~autopar.plan.stages.make_stages` does."""
         pipeline, ranks = config.pipeline, config.pipeline_parallel_size

@@ -162,11 +162,6 @@ class Unit:
     sends_again: bool = True
     recomputed: bool = False
 
-    @property
-    def output(self) -> int:
-        """Bytes of what it returns."""
-        return sum(self.outputs.values())
-
     def followed_by(self, other: Unit) -> Unit:
         """Return both as one."""
         late = self.late if other.late is None else {**self.saved, **other.late}
@@ -402,7 +397,7 @@ class _Memory:
             held += self.own[-1]
             recomputed = sum(size for key, size in unit.saved.items() if key not in known) if again else 0
             # Without gradients, as the first forward of a recomputed block is, less than this is alive.
-            forward = max(forward, held + (unit.output if again else 0) + unit.forward_peak)
+            forward = max(forward, held + (sum(unit.outputs.values()) if again else 0) + unit.forward_peak)
             backward = max(backward, held + recomputed + unit.backward_peak)
         self.forward_work = max(forward - held, 0)
         self.backward_work = max(backward - held, 0)

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import pickle
-import select
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.sharedctypes import RawArray
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any
 
 import torch
 
-_NOBODY = -1
-
 
 class Standstill:
-    """How many messages processes have sent to each other and taken, and whose each waits for.
+    """Counts of messages, and who waits, in memory that forks share: whether all processes wait for each other.
 
-    It lies in memory that forks share. Each process writes what is its own: what it sends before it does, what it
-    takes afterwards.
+    Each process writes its own numbers: a message that it sends before it does, one that it takes once it goes on.
 
     Args:
         ranks: one for each process.
@@ -28,59 +26,38 @@ class Standstill:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._places = {rank: place for place, rank in enumerate(ranks)}
-        self._sent, self._taken = (RawArray("q", len(ranks) ** 2) for _ in range(2))
-        self._awaited = RawArray("q", [_NOBODY] * len(ranks))
+        self._sent, self._taken, self._waiting = (RawArray("q", len(ranks)) for _ in range(3))
 
-    def sends(self, rank: int, to: int) -> None:
+    def sends(self, rank: int) -> None:
         """Count a message before it is sent."""
-        self._sent[self._link(self._places[rank], self._places[to])] += 1
+        self._sent[self._places[rank]] += 1
 
-    def takes(self, rank: int, origin: int) -> None:
-        """Count a message behind its arrival."""
-        self._taken[self._link(self._places[origin], self._places[rank])] += 1
+    def takes(self, rank: int) -> None:
+        """Count a message after its arrival."""
+        self._taken[self._places[rank]] += 1
 
     @contextmanager
-    def waits(self, rank: int, origin: int) -> Iterator[None]:
-        """Wait inside for a message of ``origin``, with nothing else to do."""
-        self._awaited[self._places[rank]] = self._places[origin]
+    def waits(self, rank: int) -> Iterator[None]:
+        """Wait inside for a message, or for the end of the others, with nothing else to do."""
+        self._waiting[self._places[rank]] = True
         try:
             yield
         finally:
-            self._awaited[self._places[rank]] = _NOBODY
+            self._waiting[self._places[rank]] = False
 
-    def holds(self, rank: int) -> bool:
-        """Return whether a process that waits is in a ring of those that wait for each other.
+    def holds(self) -> bool:
+        """Return whether all wait and no message is on its way: the counts are equal, and stay what they were.
 
-        The ring is read again from its end: the last one waits for this process, and so cannot have moved since, nor
-        can the one before it.
+        A process that began to work in between would have taken a message (Mattern, "Algorithms for distributed
+        termination detection", 1987).
         """
-        start = self._places[rank]
-        ring, at = [start], self._still(start)
-        while at not in (_NOBODY, *ring):
-            ring.append(at)
-            at = self._still(at)
-        following = [*zip(ring, [*ring[1:], start], strict=True)]
-        return at == start and all(self._still(one) == other for one, other in reversed(following))
-
-    def _still(self, place: int) -> int:
-        """Return whom a process waits for that has nothing on its way to it; ``_NOBODY``: it goes on.
-
-        If that one stands, equal counts say that all has been taken, and the process has then begun to wait anew.
-        """
-        origin = self._awaited[place]
-        if origin == _NOBODY:
-            return _NOBODY
-        link = self._link(origin, place)
-        taken, sent = self._taken[link], self._sent[link]
-        return origin if taken == sent and self._awaited[place] == origin else _NOBODY
-
-    def _link(self, origin: int, to: int) -> int:
-        return origin * len(self._places) + to
+        before = [*self._sent, *self._taken]
+        still = all(self._waiting) and sum(self._sent) == sum(self._taken)
+        return still and before == [*self._sent, *self._taken]
 
 
 _WAIT = 180.0  # seconds for another process
 _LOOK = 0.5  # seconds until a process that waits looks whether all do
-_PART = 1 << 15  # bytes; a socket that takes something takes that at once
 _END = "end"
 
 
@@ -89,9 +66,7 @@ class LeftAloneError(BaseException):
 
 
 class Links:
-    """A process's connections to the others of its cast.
-
-    While it waits, to send or to receive, it takes whatever comes from any of them. So those go on that send to it.
+    """A process's connections to the others of its cast, from which a thread takes all that comes: no sender waits.
 
     Args:
         rank: this one.
@@ -102,23 +77,24 @@ class Links:
     def __init__(self, rank: int, links: Mapping[int, Connection], standstill: Standstill) -> None:
         self._rank, self._links, self._standstill = rank, links, standstill
         self._early: dict[tuple[int, Any], list[Any]] = {}
-        self._parts: dict[int, list[bytes]] = {other: [] for other in links}
         self._ended: set[int] = set()
-        self._readable, self._of = select.poll(), {link.fileno(): other for other, link in links.items()}
-        for number in self._of:
-            self._readable.register(number, select.POLLIN)
+        self._arrived: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
+        if links:
+            Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        origins = {link: rank for rank, link in self._links.items()}
+        while True:
+            for link in wait([*origins]):
+                self._arrived.put((origins[link], link.recv_bytes()))  # type: ignore[index, union-attr]
 
     def send(self, to: int, key: Any, value: Any) -> None:
         """Send a value, which the other one receives by the same key; also to this process itself."""
         if to == self._rank:
             self._early.setdefault((to, key), []).append(pickle.loads(pickle.dumps(packed(value))))
             return
-        self._standstill.sends(self._rank, to)
-        data = pickle.dumps((key, packed(value)))
-        for start in range(0, len(data), _PART):
-            self._until_writable(to)
-            last = start + _PART >= len(data)
-            self._links[to].send_bytes((b"." if last else b"-") + data[start : start + _PART])
+        self._standstill.sends(self._rank)
+        self._links[to].send_bytes(pickle.dumps((key, packed(value))))
 
     def receive(self, origin: int, key: Any) -> Any:
         """Return what was sent by this key, the first of several first.
@@ -130,12 +106,13 @@ class Links:
         while not waiting:
             if origin in self._ended or origin == self._rank:
                 raise LeftAloneError
-            with self._standstill.waits(self._rank, origin):
-                ready = self._readable.poll(1000 * _LOOK)
-                if not ready and self._standstill.holds(self._rank):
+            with self._standstill.waits(self._rank):
+                arrived = self._next(_LOOK)
+                if arrived is None and self._standstill.holds():
                     raise LeftAloneError
-            self._take(ready)
-            if not ready and time.monotonic() > until:
+            if arrived is not None:
+                self._take(*arrived)
+            elif time.monotonic() > until:
                 raise RuntimeError(f"Timed out waiting: rank {origin} sends nothing for {key} in {_WAIT:g} s")
         return unpacked(waiting.pop(0))
 
@@ -146,42 +123,22 @@ class Links:
 
     def drain(self) -> None:
         """Take what the others send until their programs have ended, too."""
-        while self._ended < {*self._links}:
-            ready = self._readable.poll(1000 * _WAIT)
-            if not ready:
-                return
-            self._take(ready)
+        with self._standstill.waits(self._rank):
+            while self._ended < {*self._links} and (arrived := self._next(_WAIT)):
+                self._take(*arrived)
 
-    def _until_writable(self, to: int) -> None:
-        """Wait until a connection takes a part."""
-        number, both = self._links[to].fileno(), select.poll()
-        both.register(number, select.POLLOUT)
-        if both.poll(0):
-            return
-        for other in self._of:
-            both.register(other, select.POLLIN | (select.POLLOUT if other == number else 0))
-        while True:
-            ready = both.poll()
-            self._take(ready)
-            if any(event & select.POLLOUT for _, event in ready):
-                return
+    def _next(self, seconds: float) -> tuple[int, bytes] | None:
+        try:
+            return self._arrived.get(timeout=seconds)
+        except Empty:
+            return None
 
-    def _take(self, ready: list[tuple[int, int]]) -> None:
-        """Read one part from each connection that has something."""
-        for number, event in ready:
-            if not event & select.POLLIN:
-                continue
-            origin = self._of[number]
-            part = self._links[origin].recv_bytes()
-            self._parts[origin].append(part[1:])
-            if part[:1] == b".":
-                key, value = pickle.loads(b"".join(self._parts[origin]))
-                self._parts[origin] = []
-                self._early.setdefault((origin, key), []).append(value)
-                self._standstill.takes(self._rank, origin)
-                if key == _END:
-                    self._ended.add(origin)
-                    self._readable.unregister(number)
+    def _take(self, origin: int, data: bytes) -> None:
+        key, value = pickle.loads(data)
+        self._early.setdefault((origin, key), []).append(value)
+        self._standstill.takes(self._rank)
+        if key == _END:
+            self._ended.add(origin)
 
 
 def packed(value: Any) -> Any:

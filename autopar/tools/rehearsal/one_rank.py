@@ -41,7 +41,7 @@ from autopar.foreign.patches import load
 from autopar.tools.planner.hardware import Gpu
 from autopar.tools.rehearsal.cast import Answers, Told
 from autopar.tools.rehearsal.links import LeftAloneError, Links, Standstill
-from autopar.tools.rehearsal.work import Held, Work, WorkCount
+from autopar.tools.rehearsal.timeline import Held, Work, WorkCount
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer of a model's parameters."""
@@ -58,7 +58,6 @@ class Rehearsed(NamedTuple):
         work: before each of them; none without a GPU whose speeds say how long that takes.
         after: work between the step's last call and its end.
         held: bytes in the training step.
-        written: bytes of its files, in the save that writes most.
         told: what it told other ranks.
         waited: the number of each message that is received -> of the call before which it is waited for.
         stands_at: the number of the call in which it waits for ever; -1: its program came to an end.
@@ -68,7 +67,6 @@ class Rehearsed(NamedTuple):
     work: list[Work]
     after: Work
     held: Held
-    written: int = 0
     told: Told = Told([], {})
     waited: Mapping[int, int] = {}
     stands_at: int = -1
@@ -170,13 +168,13 @@ def _main(
     notes = _Notes(count)
     lines = Links(rank, links, standstill)
     answers = Answers(rank, cast, lines, coordinates, earlier, notes.finishes)
-    error, written, stands_at = "", [0], -1
+    error, stands_at = "", -1
     try:
         on_node = min(job.world, job.gpus_per_node)
         numbers = {"RANK": rank, "WORLD_SIZE": job.world, "LOCAL_RANK": rank % on_node, "LOCAL_WORLD_SIZE": on_node}
         os.environ.update({name: str(number) for name, number in numbers.items()})  # as torchrun does
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")
-        without_disk(written.append)
+        without_disk()
 
         def note(call: Call) -> None:
             notes.note(answers.as_issued(call))
@@ -193,7 +191,7 @@ def _main(
         error = traceback.format_exc()
     try:
         after, held = (Work(), Held()) if count is None else (count.after or count.take(), count.held)
-        found = Rehearsed(notes.parts, notes.work, after, held, max(written), answers.told, notes.waited, stands_at)
+        found = Rehearsed(notes.parts, notes.work, after, held, answers.told, notes.waited, stands_at)
         lines.tell_end()  # first: others may wait for this rank
         result.send((error, found))
         lines.drain()
@@ -368,20 +366,14 @@ def inputs_of(model: PreTrainedModel, batch: int, sequence: int) -> dict[str, to
     return inputs | {"labels": labels} if of_tokens and labels is not None else inputs
 
 
-def without_disk(note: Callable[[int], None]) -> None:
-    """Have this process, which is a rehearsed rank for the rest of its life, save and load without files.
-
-    Args:
-        note: called with the bytes that this rank would write, at each save.
-    """
+def without_disk() -> None:
+    """Have this process, which is a rehearsed rank for the rest of its life, save and load without files."""
 
     class Writer(save.Writer):
         def make_folder(self) -> list[str]:
             return [self.request.directory, "0" * 16]
 
         def write_shards(self, local: Snapshot, folder: Path, save_id: str) -> dict[str, Any]:
-            tensors = [tensor for part in local.tensors.values() for tensor in part.values()]
-            note(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
             return {}
 
         def finish(self, folder: Path, save_id: str, reports: list[dict[str, Any]]) -> None:
