@@ -105,11 +105,6 @@ def test_layouts_in_words():
     assert in_words(layouts(4)["qkv.bias"]).endswith("some on several ranks")
 
 
-def test_help_names_the_commands():
-    result = run("--help")
-    assert result.exit_code == 0 and "merge" in result.stdout and "inspect" in result.stdout
-
-
 @pytest.mark.tier("all")
 def test_version_and_completion():
     assert run("--version").stdout == f"autopar {autopar.__version__}\n"

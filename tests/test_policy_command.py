@@ -81,19 +81,6 @@ def test_the_policy_found_for_a_folder(folder: Path) -> None:
     assert not any(line != line.rstrip() for line in lines)
 
 
-def test_stages(folder: Path) -> None:
-    lines = run("check", folder, "--pp", 2).stdout.splitlines()
-    rows = {line.split()[0]: line.split()[-1] for line in lines}
-    assert rows["transformer.h.0.ln_1.weight"] == "0" and rows["transformer.h.1-2.ln_1.weight"] == "1"
-    (tied,) = [line for line in lines if line.startswith(" transformer.wte.weight")]
-    assert tied.endswith("0, 1"), "the tied head reads the embedding on the last stage"
-    assert sum(line.startswith("tp rank") for line in lines) == 4
-    assert [line.split(" (")[0] for line in lines if line.startswith("stage")] == [
-        "stage 0: transformer.h.0",
-        "stage 1: transformer.h.1-2",
-    ]
-
-
 @distributed(world_size=4)
 def what_ranks_hold(config: Path, report: dict[str, Any]) -> None:
     model = GPT2LMHeadModel(GPT2Config.from_pretrained(config))
@@ -153,13 +140,6 @@ def test_show(folder: Path) -> None:
         ["transformer.h.0"],
         ["transformer.h.1", "transformer.h.2"],
     ]
-
-
-def test_show_of_what_does_not_fit(folder: Path) -> None:
-    result = run("show", folder, "--tp", 10)
-    assert result.exit_code == 1 and result.stdout == "" and "Largest size that fits this model: 9." in result.stderr
-    result = run("show", "gpt22", "--json")
-    assert result.exit_code == 1 and of(result)["error"]["type"] == "ConfigError"
 
 
 @pytest.mark.tier("all")

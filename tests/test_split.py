@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from autopar.checkpoint.format import Manifest
 from autopar.checkpoint.offline import merge_checkpoint, reshard_checkpoint
 from autopar.checkpoint.shards import check_checkpoint
-from autopar.errors import AutoparError, CheckpointError
+from autopar.errors import AutoparError
 from autopar.tools.cli import app
 from autopar.tools.split import split_checkpoint
 
@@ -104,18 +104,6 @@ def test_from_bin_files_and_into_another_dtype(tmp_path):
         assert torch.equal(merged.state_dict()[name], tensor.bfloat16()), name
 
 
-def test_merge_into_another_dtype(tmp_path):
-    MODELS["mixtral"]().save_pretrained(tmp_path / "hf")
-    split_checkpoint(tmp_path / "hf", tmp_path / "split", tp=2)
-    merge_checkpoint(tmp_path / "split", tmp_path / "merged", dtype="bfloat16")
-    original = load_file(tmp_path / "hf" / "model.safetensors")
-    for name, tensor in load_file(tmp_path / "merged" / "model.safetensors").items():
-        assert torch.equal(tensor, original[name].bfloat16()), name
-    assert json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == "bfloat16"
-    with pytest.raises(CheckpointError, match="dtype='int8' must be float32"):
-        merge_checkpoint(tmp_path / "split", tmp_path / "again", dtype="int8")
-
-
 def _without(folder, name):
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -149,13 +137,8 @@ def _config(**changes):
          "which is no model of transformers. Did you mean 'GPT2LMHeadModel'"),
         (_config(auto_map={"AutoModel": "code.Model"}), "comes with its own code, which split does not run"),
         (_config(n_embd=64), "tensors do not have the shapes of GPT2LMHeadModel"),
-        (_config(n_embd="x"), "Validation error for field 'n_embd': TypeError: Field 'n_embd' expected int"),
         (_config(n_head=3), "hf cannot be loaded: `embed_dim` must be divisible by num_heads"),
-        (_config(vocab_size=None), "hf cannot be loaded: "),
-        (_config(dtype="bogus"), "hf cannot be loaded: AttributeError: module 'torch' has no attribute 'bogus'"),
-        (_config(architectures=["PreTrainedModel"]), "hf cannot be loaded: PreTrainedModel does not define"),
         (lambda folder: (folder / "config.json").write_text("[]"), "config.json cannot be read: "),
-        (lambda folder: _index(folder, "{"), "model.safetensors.index.json cannot be read: Expecting property"),
         (lambda folder: _index(folder, "{}"), "model.safetensors.index.json has no weight_map"),
     ],
 )  # fmt: skip

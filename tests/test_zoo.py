@@ -1,10 +1,8 @@
-"""The data of small models: it is read fast, without any config, and says nothing that nobody knows."""
+"""The data of small models says nothing that is not known."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING, LlamaConfig
 
 from autopar.tools.verification.small_models import read_data
-from tests.random_models import Case, batches, kind, of_type
+from tests.random_models import Case, batches, of_type
 from tests.zoo import configs, engine, inputs
 from tests.zoo.expressions import evaluate, is_size
 from tests.zoo.form import Kind
@@ -34,14 +32,7 @@ SIZES = {"heads": 6, "kv_heads": 3, "vocab": 131}
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [
-        ("8 * heads", 48),
-        ("kv_heads - kv_heads % 2", 2),
-        ("vocab - 1", 130),
-        ("heads // 4", 1),
-        ("-(heads + 1)", -7),
-        ("heads", 6),
-    ],
+    [("8 * heads", 48), ("kv_heads - kv_heads % 2", 2), ("-(heads // 4 + 1)", -2)],
 )
 def test_expressions_over_sizes_are_numbers(text: str, value: int) -> None:
     assert is_size(text) and evaluate(text, SIZES) == value
@@ -108,11 +99,6 @@ def test_steps_are_for_some_heads_configs_and_batches() -> None:
     assert set(batch) == {"ids", "mask"}
 
 
-def test_the_longest_ending_tells_what_a_head_does() -> None:
-    assert kind("XForConditionalGeneration") == "seq2seq" and kind("Xv2TextToUnitForConditionalGeneration") == "base"
-    assert kind("XModel") == "base" and kind("XLMHeadModel") == "causal" and kind("Nothing") is None
-
-
 def test_batches_are_the_same_every_time() -> None:
     case = Case("roc_bert", "RoCBertForPreTraining")
     config = CONFIG_MAPPING["roc_bert"](vocab_size=131, shape_vocab_size=9, pronunciation_vocab_size=9)
@@ -148,14 +134,3 @@ def _taken(text: str) -> set[str]:
     return {
         name for names in re.findall(r"with: (\[[^]]*\]|[^\s,}\]]+)", text) for name in re.findall(r"[\w.-]+", names)
     }
-
-
-def test_the_data_is_read_fast_and_makes_no_config() -> None:
-    code = (
-        "import sys, time\nfrom tests.zoo import engine\nbefore, start = set(sys.modules), time.process_time()\n"
-        "for name in engine.model_types():\n    engine.kind_of(name)\n"
-        "print(time.process_time() - start, [m for m in set(sys.modules) - before if '.models.' in m])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    seconds, _, modules = done.stdout.strip().partition(" ")
-    assert modules == "[]" and float(seconds) < 3  # 0.2 on a machine at rest

@@ -297,34 +297,28 @@ def read(folder: str | Path) -> dict[int, list[Call]]:
         ConfigError: files of several jobs are there; a line is none.
     """
     files = {int(path.stem[5:]): path for path in Path(folder).glob("rank-*.jsonl") if path.stem[5:].isdecimal()}
-    found = {rank: list(_lines(files[rank])) for rank in sorted(files)}
-    heads = {rank: lines[0] for rank, lines in found.items() if lines and isinstance(lines[0], dict)}
-    first = next(iter(heads), 0)
-    for rank, head in heads.items():
-        if head != heads[first] or rank >= head["world"]:
+    found: dict[int, list[Call]] = {rank: [] for rank in sorted(files)}
+    jobs: dict[int, dict[str, Any]] = {}
+    for rank, calls in found.items():
+        for number, line in enumerate(files[rank].read_text().splitlines(keepends=True), 1):
+            if not line.endswith("\n"):
+                break  # a rank that ended while it wrote
+            try:
+                loaded = json.loads(line)
+                if isinstance(loaded, dict):
+                    jobs[rank] = loaded
+                    continue
+                kind, (name, ranks), sizes, dtype, splits, *rest = loaded
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"{files[rank]}:{number} is no line of a trace: {line.strip()[:60]!r}") from error
+            group = Group(name, tuple(ranks))
+            calls.append(Call(kind, group, tuple(map(tuple, sizes)), dtype, tuple(map(tuple, splits)), *rest))
+    told = {rank: f"{job['world']} ranks" + f" (job {job['job']})" * bool(job["job"]) for rank, job in jobs.items()}
+    for rank, job in jobs.items():
+        first = next(iter(jobs))
+        if job != jobs[first] or rank >= job["world"]:
             raise ConfigError(
-                f"{folder} has traces of several jobs: rank-{first}.jsonl of {_job(heads[first])}, "
-                f"rank-{rank}.jsonl of {_job(head)}. Remove those of the other one, or give each job a folder"
+                f"{folder} has traces of several jobs: rank-{first}.jsonl of {told[first]}, rank-{rank}.jsonl of "
+                f"{told[rank]}. Remove those of the other one, or give each job a folder"
             )
-    return {rank: [line for line in lines if isinstance(line, Call)] for rank, lines in found.items()}
-
-
-def _job(head: dict[str, Any]) -> str:
-    return f"{head['world']} ranks" + (f" (job {head['job']})" if head["job"] else "")
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any] | Call]:
-    lines = path.read_text().splitlines(keepends=True)
-    for number, line in enumerate(lines, 1):
-        if not line.endswith("\n"):
-            return  # a rank that ended while it wrote
-        try:
-            loaded = json.loads(line)
-            if isinstance(loaded, dict):
-                yield loaded
-                continue
-            kind, (name, ranks), sizes, dtype, splits, *rest = loaded
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{path}:{number} is no line of a trace: {line.strip()[:60]!r}") from error
-        group = Group(name, tuple(ranks))
-        yield Call(kind, group, tuple(map(tuple, sizes)), dtype, tuple(map(tuple, splits)), *rest)
+    return found

@@ -16,7 +16,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeWork, ProcessGroup
+from torch._C._distributed_c10d import FakeWork as FakeWork  # noqa: PLC0414
+from torch._C._distributed_c10d import ProcessGroup
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -162,7 +163,7 @@ def _replaced(rank: int, size: int, told: World) -> list[tuple[Any, str, Any]]:
 
     return [
         (distributed_c10d, "_new_group_with_tag", made),
-        *((place, "monitored_barrier", _barrier) for place in (dist, distributed_c10d)),
+        *((place, "monitored_barrier", lambda group=None, *_, **__: dist.barrier(group)) for place in _HOMES),
         (dist, "all_gather_object", _gather_objects),
         (dist, "broadcast_object_list", objects),
         *((kind, "wait", waited) for kind in (FakeWork, dist.Work)),
@@ -189,6 +190,7 @@ def _without_modes(function: Any) -> Any:
     return run
 
 
+_HOMES = (dist, distributed_c10d)  # of monitored_barrier, which only gloo has
 _BEHIND = [*inspect.signature(distributed_c10d._new_group_with_tag).parameters][2:]
 
 
@@ -197,11 +199,6 @@ def _carry_meta(group: Any) -> None:
     group._register_backend(
         torch.device("meta"), ProcessGroup.BackendType.CUSTOM, group._get_backend(torch.device("cpu"))
     )
-
-
-def _barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-    """Wait as ``monitored_barrier`` does, which only gloo has."""
-    dist.barrier(group)
 
 
 def _mesh_scatter(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +11,7 @@ import torch.distributed as dist
 import autopar
 from autopar.errors import ConfigError
 from autopar.foreign.tensors import local_part
-from autopar.tools.planner.candidate import Candidate, Rows
-from autopar.tools.planner.estimate import Estimator
+from autopar.tools.planner.candidate import Rows
 from autopar.tools.planner.hardware import GPUS
 from autopar.tools.planner.planned_model import PlannedModel
 from autopar.tools.planner.search import Space
@@ -87,35 +85,6 @@ def test_the_search_tries_sizes_that_fit() -> None:
         candidate.config("bf16")  # none is refused
     with pytest.raises(ConfigError, match="ep must be at least 1, not 0"):
         Space(16, 8, 64, ep=0)
-
-
-def test_tokens_travel_twice_forward_and_twice_backward() -> None:
-    planned = PlannedModel(mixtral(), sequence=SEQUENCE)
-    calls = [call for unit in planned.count(Rows(1, ep=2), 2).units() for call in unit.collectives]
-    size = 2 * SEQUENCE * 2 * 32 * 2  # samples, tokens, choices of each, features, bytes
-    assert [(call.axis, call.kind, call.bytes) for call in calls] == [("ep", "all_to_all", size)] * 8
-    assert [call.backward for call in calls].count(True) == 4
-    with_two = [call.axis for unit in planned.count(Rows(2, ep=2), 2).units() for call in unit.collectives]
-    assert set(with_two) == {"tp"}
-
-
-def test_bytes_and_seconds_between_replicas() -> None:
-    planned = PlannedModel(mixtral(), sequence=SEQUENCE)
-    estimator = Estimator(planned, GPUS["h100"])
-    apart, shared = (Candidate(1, 1, 8, "1f1b", 1, 1, 0, False, ep=ep) for ep in (1, 4))
-    whole = planned.plan(1)
-    experts = sum(p.numel() for n, p in planned.model.named_parameters() if n in planned.plan(1, 4).experts)
-    rest = sum(p.numel() for p in planned.model.parameters()) - experts
-    assert experts and rest and whole.experts == frozenset()
-    assert dict(estimator.estimate(apart).bytes)["dp"] == 2 * 4 * (experts + rest) * 7 // 8
-    held = 2 * experts // 5  # of five experts two lie on the first rank
-    assert dict(estimator.estimate(shared).bytes)["dp"] == 2 * 4 * held * 1 // 2 + 2 * 4 * rest * 7 // 8
-    others = (p for n, p in planned.model.named_parameters() if n not in planned.plan(1, 4).experts)
-    rounded = sum(-(-len(p) // 8) * 8 * p.numel() // len(p) for p in others)  # each replica has as many rows
-    fully = dict(estimator.estimate(replace(shared, zero=3)).bytes)["dp"]
-    around = [p for n, p in planned.model.named_parameters() if "layers" not in n]  # gathered once, not twice
-    outside = sum(-(-len(p) // 8) * 8 * p.numel() // len(p) for p in around)
-    assert fully == (2 * 2 + 4) * held * 1 // 2 + ((2 * 2 + 4) * rounded - 2 * outside) * 7 // 8
 
 
 @pytest.mark.parametrize(

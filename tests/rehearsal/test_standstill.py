@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.distributed.trace import Call, Group
-from autopar.tools.rehearsal.links import Standstill
+from autopar.tools.rehearsal.cast import Standstill
 from autopar.tools.rehearsal.matching import standing
 
 

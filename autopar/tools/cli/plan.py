@@ -111,7 +111,9 @@ def _model(source: str, lora: int | None, quantization: str | None, trust: bool)
 
 
 def _write(estimator: Estimator, space: Space, found: Found, output: Path | None) -> None:
-    from autopar.tools.planner.search import gigabytes, yaml_of
+    import yaml
+
+    from autopar.tools.planner.search import gigabytes
 
     if output is None:
         return
@@ -124,17 +126,23 @@ def _write(estimator: Estimator, space: Space, found: Found, output: Path | None
         f"{space.global_batch}: data-parallel size {best.candidate.dp}",
         f"planned: {gigabytes(best.peak.total)} GB a GPU, {best.time:.2f} s a step, {best.mfu:.0%} of the peak",
     ]
-    output.write_text(yaml_of(model.sections(best.candidate), comments), encoding="utf-8")
+    text = yaml.safe_dump(model.sections(best.candidate), sort_keys=False)
+    output.write_text("".join(f"# {line}\n" for line in comments) + text, encoding="utf-8")
 
 
 def _show(estimator: Estimator, space: Space, found: Found, as_json: bool) -> None:
+    from autopar.quantized.layers import StandIn
     from autopar.tools.planner.search import assumptions, gigabytes, rejected, to_json
 
     if as_json:
         print_json(to_json(estimator, space, found))
         return
     model, gpu = estimator.model, estimator.gpu
-    print(f"{type(model.inner).__name__}: {model.parameters_in_words()}, policy {model.policy.name}")
+    parameters = list(model.model.parameters())
+    count, trained = (sum(p.numel() for p in parameters if every or p.requires_grad) for every in (True, False))
+    forms = " and ".join(sorted({parameter.kind.form for parameter in parameters if isinstance(parameter, StandIn)}))
+    words = f", {trained:,} of them trained" + (f", others in {forms}" if forms else "") if trained < count else ""
+    print(f"{type(model.inner).__name__}: {count:,} parameters{words}, policy {model.policy.name}")
     tokens = space.global_batch * model.sequence
     print(
         f"{space.gpus} x {gpu.name} with {gigabytes(gpu.memory)} GB, {space.gpus_per_node} a node; sequence "

@@ -87,10 +87,17 @@ def check(
             raise ConfigError(f"--sequence-parallel and --cp {cp} shard the same sequences; check one at a time")
         file, named = policy_and_model(source, model)
         from autopar.tools.cli.models import heads as find_heads
+        from autopar.tools.cli.policy_check import check_policy
 
-        found = find_heads(named, every=heads, trust=trust)
-        options = {"tp": tp, "pp": pp, "cp": cp, "sequence_parallel": sequence_parallel, "ep": ep}
-        reports = [_report(head, file, options | {"long_sequences": not heads}, len(found) > 1) for head in found]
+        found, reports = find_heads(named, every=heads, trust=trust), []
+        options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "long_sequences": not heads}
+        for head in found:
+            try:
+                reports.append(check_policy(build(head), file, tp=tp, pp=pp, cp=cp, ep=ep, **options))
+            except ConfigError as error:
+                if len(found) == 1 or error.__cause__ is None:
+                    raise
+                reports.append({"model": head.name, "holds": None, "skipped": str(error)})  # not of this config
     if as_json:
         print_json(reports if heads else reports[0])
     else:
@@ -133,19 +140,6 @@ def build(head: Head) -> nn.Module:
         raise
     except Exception as error:  # whatever a constructor stumbles over
         raise ConfigError(f"{head.name} cannot be built: {type_and_text(error, 200)}") from error
-
-
-def _report(head: Head, file: Path | None, options: dict[str, Any], skip: bool) -> dict[str, Any]:
-    """The verdict on one class; ``holds`` is None for one of several that cannot be built from this config."""
-    from autopar.tools.cli.policy_check import check_policy
-
-    try:
-        built = build(head)
-    except ConfigError as error:
-        if not skip or error.__cause__ is None:
-            raise
-        return {"model": head.name, "holds": None, "skipped": str(error)}
-    return check_policy(built, file, **options)
 
 
 @policy.command(

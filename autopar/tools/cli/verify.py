@@ -10,10 +10,8 @@ import typer
 from autopar.tools.cli.app import CP, EP, PP, SP, TP, Json, Policy, Trust, app, errors, print_json, sections_of
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
-    from autopar.tools.cli.models import Head
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 
@@ -100,12 +98,16 @@ def _model(
     trust: bool,
     checks: list[str] | None,
 ) -> nn.Module:
-    """Build the model with memory, quantized and with adapters if asked."""
+    """Build the model with memory, quantized and with adapters if asked.
+
+    It has its weights if there are any, else it is small and random, in whole blocks.
+    """
     import torch
     import transformers
 
-    from autopar.errors import ConfigError, nearest
+    from autopar.errors import ConfigError, in_one_line, nearest
     from autopar.tools.cli.models import fine_tuned, kind_of, of_task, quantize
+    from autopar.tools.verification.small_models import build_small
     from autopar.tools.verification.verify import checks_of
 
     checks_of(checks)  # before a model is built
@@ -114,32 +116,23 @@ def _model(
     kind = None if quantization is None else kind_of(quantization)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    block = 1 if kind is None else kind.block[1]
-    model = _build(of_task(source, task, trust=trust), small, getattr(torch, dtype), block)
+    head, form = of_task(source, task, trust=trust), getattr(torch, dtype)
+    own: Any = head.kind
+    folder = Path(head.folder)  # of a model of the hub it is found out by loading whether it has weights
+    empty = folder.is_dir() and not any(next(folder.glob(files), None) for files in _WEIGHTS)
+    if head.make is not None:
+        model = head.make().to(form)
+    elif small or not head.folder or empty:
+        config = head.config if head.config is not None else own.config_class()
+        model = build_small(own, config, dtype=form, block=1 if kind is None else kind.block[1])
+    else:
+        try:
+            model = own.from_pretrained(head.folder, dtype=form, local_files_only=folder.is_dir())
+        except Exception as error:  # whatever transformers stumbles over
+            raise ConfigError(
+                f"the weights of {head.folder} cannot be loaded: {in_one_line(error, 200)}\n"
+                "  --small verifies its structure with random weights."
+            ) from error
     if kind is not None:
         model = quantize(model, kind)
     return model if lora is None else fine_tuned(model, lora)
-
-
-def _build(head: Head, small: bool, dtype: torch.dtype, block: int) -> nn.Module:
-    """The model with memory: with its weights if there are any, else small and random, in whole blocks."""
-    from autopar.errors import ConfigError, in_one_line
-    from autopar.tools.verification.small_models import build_small
-
-    if head.make is not None:
-        return head.make().to(dtype)
-    assert head.kind is not None
-    kind: Any = head.kind
-    folder = Path(head.folder)  # of a model of the hub it is found out by loading whether it has weights
-    empty = folder.is_dir() and not any(next(folder.glob(form), None) for form in _WEIGHTS)
-    if small or not head.folder or empty:
-        config = head.config if head.config is not None else kind.config_class()
-        return build_small(kind, config, dtype=dtype, block=block)
-    try:
-        model: nn.Module = kind.from_pretrained(head.folder, dtype=dtype, local_files_only=Path(head.folder).is_dir())
-    except Exception as error:  # whatever transformers stumbles over
-        raise ConfigError(
-            f"the weights of {head.folder} cannot be loaded: {in_one_line(error, 200)}\n"
-            "  --small verifies its structure with random weights."
-        ) from error
-    return model

@@ -57,39 +57,6 @@ def remembered(storages: Storages, saved: SavedStorages, save: tuple[str, ...]) 
 _BEHIND = -1  # place of what comes behind the last element
 
 
-def count_forward(
-    shard: nn.Module,
-    inputs: dict[str, Any],
-    elements: Sequence[str],
-    equal: Sequence[EqualBlocks],
-    encoder: int | None = None,
-    quantized: Sequence[torch.Tensor] = (),
-    save: tuple[str, ...] = (),
-    every: int = 1,
-) -> ForwardCount:
-    """Run a shard's forward on the meta device, and count.
-
-    Args:
-        shard: on the meta device, sharded, in training mode, in the precision of the run; its region has begun.
-        inputs: on the meta device, with labels.
-        elements: paths of its blocks in forward order.
-        equal: blocks that are.
-        encoder: place of the encoder among the elements.
-        quantized: weights of the shard that are stored otherwise.
-        save: what recomputed blocks keep (``activation_checkpointing.save``).
-        every: of how many blocks one is recomputed.
-
-    Raises:
-        Exception: whatever the forward raises where it does not run on the meta device.
-    """
-    storages = Storages([p for p in shard.parameters() if not p.requires_grad], quantized)
-    count = _Count(shard, elements, equal, storages, encoder, save, every)
-    kernels = FusedKernels(storages)
-    with warnings.catch_warnings(), kept(), torch.enable_grad(), autocast_on_meta(), storages, kernels, count:
-        warnings.simplefilter("ignore")
-        return count.run(inputs)
-
-
 class _Segment(NamedTuple):
     """Code outside of blocks, until it is known what of it stays saved.
 
@@ -102,31 +69,35 @@ class _Segment(NamedTuple):
     entries: list[Entry]
     freed: frozenset[int]
 
-    def closed(self) -> Unit:
-        """Return its unit, with what is saved now."""
-        late = self.unit.late
-        if late is not None:
-            late = {**late, **alive(self.entries, self.freed)}
-        return replace(self.unit, saved={**self.unit.saved, **alive(self.entries)}, late=late)
 
+class ForwardCounter(BlockReplay):
+    """Counts a shard's forward on the meta device: computed blocks are measured, equal ones are like them.
 
-class _Count(BlockReplay):
-    """Counts a forward: computed blocks are measured, equal ones are like them."""
+    Args:
+        shard: on the meta device, sharded, in training mode, in the precision of the run; its region has begun.
+        elements: paths of its blocks in forward order.
+        equal: blocks that are.
+        encoder: place of the encoder among the elements.
+        quantized: weights of the shard that are stored otherwise.
+        save: what recomputed blocks keep (``activation_checkpointing.save``).
+        every: of how many blocks one is recomputed.
+    """
 
     def __init__(
         self,
         shard: nn.Module,
         elements: Sequence[str],
         equal: Sequence[EqualBlocks],
-        storages: Storages,
         encoder: int | None,
+        quantized: Sequence[torch.Tensor],
         save: tuple[str, ...],
         every: int,
     ) -> None:
         super().__init__(shard, equal)
         self._recomputed = {id(layer) for layer in recomputed_layers(shard, every)}
         self._save = save
-        self._shard, self._storages, self._encoder = shard, storages, encoder
+        self._shard, self._encoder = shard, encoder
+        self._storages = storages = Storages([p for p in shard.parameters() if not p.requires_grad], quantized)
         self._places: dict[int, list[int]] = {}
         for place, path in enumerate(elements):
             self._places.setdefault(id(shard.get_submodule(path)), []).append(place)
@@ -149,7 +120,21 @@ class _Count(BlockReplay):
         self._renumbered: dict[int, int] = {}
         self._start = self._base = 0  # bytes that lived when the forward began, and behind the last block
 
-    def run(self, inputs: dict[str, Any]) -> ForwardCount:
+    def count(self, inputs: dict[str, Any]) -> ForwardCount:
+        """Run the forward, and count.
+
+        Args:
+            inputs: on the meta device, with labels.
+
+        Raises:
+            Exception: whatever the forward raises where it does not run on the meta device.
+        """
+        kernels = FusedKernels(self._storages)
+        with warnings.catch_warnings(), kept(), torch.enable_grad(), autocast_on_meta(), self._storages, kernels, self:
+            warnings.simplefilter("ignore")
+            return self._run(inputs)
+
+    def _run(self, inputs: dict[str, Any]) -> ForwardCount:
         storages = self._storages
         storages.start_operations()
         self._start = storages.reset_peak()
@@ -168,7 +153,10 @@ class _Count(BlockReplay):
             self._end_segment(0, roots)
         self._end_segment(_BEHIND, roots)
         first, *fronts = self._segments
-        units = {place: segment.closed() for place, segment in self._segments.items()}
+        units = {}
+        for place, (unit, entries, freed) in self._segments.items():
+            late = None if unit.late is None else {**unit.late, **alive(entries, freed)}
+            units[place] = replace(unit, saved={**unit.saved, **alive(entries)}, late=late)
         found = {**self._found, **({self._encoder: units[self._encoder]} if self._encoder in fronts else {})}
         between = {
             place: unit

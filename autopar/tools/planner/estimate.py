@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
@@ -157,10 +158,9 @@ class Estimator:
     def _moments(self, candidate: Candidate, costs: Sequence[StageCost]) -> list[list[State]]:
         recomputed, enough = tuple(cost.recomputed for cost in costs), _enough(candidate)
         key = ("moments", candidate.pp, candidate.schedule, enough, recomputed)
-        return self._once(key, lambda: [states_of(row, recomputed) for row in self._lists(candidate, enough)])
-
-    def _lists(self, candidate: Candidate, microbatches: int) -> list[list[Action]]:
-        return make_schedule(candidate.schedule, self._stages(candidate).rank_of, microbatches)
+        rank_of = self._stages(candidate).rank_of
+        lists = functools.partial(make_schedule, candidate.schedule, rank_of, enough)
+        return self._once(key, lambda: [states_of(row, recomputed) for row in lists()])
 
     # -- time ------------------------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class Estimator:
         message = output / (speed * self.gpu.network) + self.gpu.latency if output else 0.0
 
         def make() -> float:
-            lists = self._lists(candidate, microbatches)
+            lists = make_schedule(candidate.schedule, self._stages(candidate).rank_of, microbatches)
             return play(lists, len(costs), lambda action: costs[action.stage].time_of(action), message)
 
         return self._once(("played", replace(candidate, microbatches=microbatches, zero=0)), make)

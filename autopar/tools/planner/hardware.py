@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -79,4 +80,5 @@ def find_gpu(
     for option, (value, _) in zip(("gpu-memory", "tflops", "bandwidth"), own.values(), strict=True):
         if value is not None and value <= 0:
             raise ConfigError(f"{option} must be above 0, not {value:g}")
-    return replace(known, **{key: value * unit for key, (value, unit) in own.items() if value is not None})
+    figures: dict[str, Any] = {key: value * unit for key, (value, unit) in own.items() if value is not None}
+    return replace(known, **figures)

@@ -81,6 +81,8 @@ def plan_memory(
         ConfigError, PolicyError, UnsupportedModelError: as ``initialize``; or the model does not run without data.
     """
     parsed = ParallelConfig.parse(config)
+    if batch < 1:
+        raise ConfigError(f"batch must be at least 1, not {batch}")
     with as_plain(model):
         tp, pp, cp = parsed.tensor_parallel_size, parsed.pipeline_parallel_size, parsed.context_parallel_size
         if gpus is None:
@@ -100,9 +102,12 @@ def plan_memory(
         )
         if parsed.activation_checkpointing:
             planned.check_checkpointing()
-        (count, size), zero = _microbatches(parsed, batch), parsed.zero_stage
+        size, count = parsed.pipeline.microbatch_size, parsed.pipeline.num_microbatches
+        size = min(size or batch, batch) if count is None else -(-batch // min(count, batch))  # of the largest one
+        count = -(-batch // size) if count is None else min(count, batch)
+        again, zero = parsed.activation_checkpointing, parsed.zero_stage
         candidate = Candidate(
-            *(tp, pp, replicas, parsed.pipeline.schedule, size, count, zero, parsed.activation_checkpointing),
+            *(tp, pp, replicas, parsed.pipeline.schedule, size, count, zero, again),
             cp=cp,
             sequence_parallel=parsed.sequence_parallel and tp > 1,
             ep=parsed.expert_parallel_size,
@@ -130,15 +135,3 @@ def _kept(estimator: Estimator, planned: PlannedModel, candidate: Candidate, tp:
         shapes = [[tensor.local_shape(rank) for tensor in plan.tensors.values()] for rank in range(tp + 1)]
         tp = shapes.index(shapes[tp])
     return estimator.kept(candidate, tp, place % candidate.cp, place // candidate.cp)
-
-
-def _microbatches(config: ParallelConfig, batch: int) -> tuple[int, int]:
-    """The number of micro-batches of a replica's batch, and the samples of the largest."""
-    if batch < 1:
-        raise ConfigError(f"batch must be at least 1, not {batch}")
-    size, count = config.pipeline.microbatch_size, config.pipeline.num_microbatches
-    if count is not None:
-        count = min(count, batch)
-        return count, -(-batch // count)
-    size = batch if size is None else min(size, batch)
-    return -(-batch // size), size

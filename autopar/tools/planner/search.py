@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -111,16 +111,14 @@ class Found:
 
     Attributes:
         best: the fastest that fit, of each mesh with and without checkpointing the fastest one.
-        slower: others that fit and were estimated.
-        bounded: others that fit: a time that they need at least.
+        slower: others that fit: a time that they need at least.
         too_large: meshes of which nothing fits: what needs least memory there.
         refused: meshes that the model does not have, and why.
         tried: number of candidates.
     """
 
     best: list[Estimate] = field(default_factory=list)
-    slower: list[Estimate] = field(default_factory=list)
-    bounded: list[tuple[Candidate, float]] = field(default_factory=list)
+    slower: list[tuple[Candidate, float]] = field(default_factory=list)
     too_large: list[tuple[Candidate, RankMemory]] = field(default_factory=list)
     refused: list[tuple[Mesh, str]] = field(default_factory=list)
     tried: int = 0
@@ -159,10 +157,11 @@ def search(estimator: Estimator, space: Space, count: int = 5) -> Found:
         estimate = estimator.estimate(candidate)
         if known is None or estimate.time < known.time:
             kinds[kind] = estimate
-    found.bounded = [(candidate, time) for time, _, candidate in sorted(fitting)]
     ranked = sorted(kinds.values(), key=lambda estimate: estimate.time)
     fastest = [with_kept(estimator, estimate) for estimate in ranked[:count]]
-    found.best, found.slower = sorted(fastest, key=lambda estimate: estimate.time), ranked[count:]
+    found.best = sorted(fastest, key=lambda estimate: estimate.time)
+    found.slower = [(estimate.candidate, estimate.time) for estimate in ranked[count:]]
+    found.slower += [(candidate, time) for time, _, candidate in sorted(fitting)]
     return found
 
 
@@ -257,13 +256,7 @@ def gigabytes(size: float) -> str:
 def rejected(estimator: Estimator, found: Found) -> Iterator[str]:
     """Yield a line for each mesh that is not among the best, and why."""
     shown = {_mesh(estimate.candidate) for estimate in found.best}
-    for estimate in found.slower:
-        mesh = _mesh(estimate.candidate)
-        if mesh not in shown and found.best:
-            shown.add(mesh)
-            slower = estimate.time / found.best[0].time
-            yield f"{estimate.candidate}: fits, {slower:.2f} times as long"
-    for candidate, least in found.bounded:
+    for candidate, least in found.slower:
         if found.best and _mesh(candidate) not in shown:
             shown.add(_mesh(candidate))
             yield f"{candidate}: fits, at least {least / found.best[0].time:.2f} times as long"
@@ -339,11 +332,3 @@ def to_json(estimator: Estimator, space: Space, found: Found) -> dict[str, Any]:
         "rejected": list(rejected(estimator, found)),
         "assumptions": assumptions(estimator),
     }
-
-
-def yaml_of(sections: Mapping[str, Any], comments: Sequence[str]) -> str:
-    """Return the file that ``initialize`` reads."""
-    import yaml
-
-    text: str = yaml.safe_dump(sections, sort_keys=False)
-    return "".join(f"# {line}\n" for line in comments) + text

@@ -90,19 +90,14 @@ def collectives_of(
     return found
 
 
-def _statistics(node: Any) -> Collective:
-    """Return the exchange of a loss of sharded logits: three numbers of each token, and the width of the shard."""
-    [of] = input_metadata(node)  # [tokens]
-    chunked = "Chunked" in node.name()
-    axis = node.shards.axis if chunked else node.axis
-    kinds = 4 if (node.smoothing if chunked else node.label_smoothing) else 3
-    size = axis.size * (kinds * prod(of.shape) + 1) * of.dtype.itemsize
-    return Collective("all_gather", size, backward=False, axis=axis.name)
-
-
 def _calls(node: Any) -> Iterator[Collective]:
-    if node.name() in _LOSSES:
-        yield _statistics(node)
+    if node.name() in _LOSSES:  # of sharded logits: three numbers of each token, and the width of the shard
+        [of] = input_metadata(node)  # [tokens]
+        chunked = "Chunked" in node.name()
+        over = node.shards.axis if chunked else node.axis
+        kinds = 4 if (node.smoothing if chunked else node.label_smoothing) else 3
+        size = over.size * (kinds * prod(of.shape) + 1) * of.dtype.itemsize
+        yield Collective("all_gather", size, backward=False, axis=over.name)
     if node.name() == "_SumRowsBackward":  # gradients of a block's parameters that work on rows: at once by dtype
         widths = [(of.dtype.itemsize, prod(of.shape) * of.dtype.itemsize) for of in input_metadata(node)]
         for width in {width for width, _ in widths}:

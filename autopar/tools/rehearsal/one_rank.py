@@ -39,8 +39,7 @@ from autopar.errors import ConfigError
 from autopar.foreign.fake_world import FakeWork, World, fake_world, without_data
 from autopar.foreign.patches import load
 from autopar.tools.planner.hardware import Gpu
-from autopar.tools.rehearsal.cast import Answers, Told
-from autopar.tools.rehearsal.links import LeftAloneError, Links, Standstill
+from autopar.tools.rehearsal.cast import Answers, LeftAloneError, Links, Standstill, Told
 from autopar.tools.rehearsal.timeline import Held, Work, WorkCount
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -100,11 +99,10 @@ class Job:
 
 
 _MOST = 200_000  # calls of a rank
-_NOTHING: Mapping[int, Told] = {}
 
 
 def run_cast(
-    job: Job, cast: Sequence[int], coordinates: Sequence[tuple[int, ...]], earlier: Mapping[int, Told] = _NOTHING
+    job: Job, cast: Sequence[int], coordinates: Sequence[tuple[int, ...]], earlier: Mapping[int, Told]
 ) -> tuple[dict[int, Rehearsed], dict[int, str]]:
     """Rehearse some ranks at a time, in a process each, which are forks of this one.
 
@@ -128,28 +126,23 @@ def run_cast(
             processes.append(context.Process(target=_main, args=given))
             processes[-1].start()
             end.close()
-        return _results(results)
+        found: dict[int, Rehearsed] = {}
+        failed: dict[int, str] = {}
+        left: dict[Any, int] = {result: rank for rank, result in results.items()}
+        while left:
+            ready: list[Any] = wait([*left])
+            for result in ready:
+                rank, error = left.pop(result), "its process ended"
+                with suppress(EOFError):
+                    error, found[rank] = result.recv()
+                if error:
+                    failed[rank] = error
+        return {rank: found[rank] for rank in results if rank in found}, failed
     finally:
         for process in processes:
             if sys.exc_info()[0] is not None:
                 process.terminate()
             process.join()
-
-
-def _results(results: Mapping[int, Connection]) -> tuple[dict[int, Rehearsed], dict[int, str]]:
-    """Wait for the ranks; return what was found, and the tracebacks of those that failed."""
-    found: dict[int, Rehearsed] = {}
-    failed: dict[int, str] = {}
-    left: dict[Any, int] = {result: rank for rank, result in results.items()}
-    while left:
-        ready: list[Any] = wait([*left])
-        for result in ready:
-            rank, error = left.pop(result), "its process ended"
-            with suppress(EOFError):
-                error, found[rank] = result.recv()
-            if error:
-                failed[rank] = error
-    return {rank: found[rank] for rank in results if rank in found}, failed
 
 
 def _main(

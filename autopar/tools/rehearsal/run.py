@@ -6,7 +6,7 @@ import functools
 import json
 import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from autopar.config import ParallelConfig
 from autopar.data_parallel.optimizer_probe import probe
 from autopar.distributed.mesh_sizes import MeshSizes
-from autopar.distributed.trace import Call
 from autopar.dry_run.plan_model import ModelPlans, plan_model, prepared
 from autopar.errors import ConfigError
 from autopar.tools.planner.candidate import mesh_words
@@ -169,6 +168,11 @@ def _run(job: Job, plans: ModelPlans, sizes: MeshSizes) -> tuple[dict[int, Rehea
     optimizer = optimizer_of([nn.Parameter(torch.zeros(2, 2))], job.optimizer, on_gpu=job.gpu is not None)
     probe(optimizer, optimizer.param_groups[0])  # likewise
     found: dict[int, Rehearsed] = {}
+
+    def unlike(found: Mapping[int, Rehearsed], cut: Collection[int]) -> Iterator[str]:
+        calls = {rank: [call for _, call in one.parts] for rank, one in found.items()}
+        return differences(calls, functools.cache(lambda ranks: standing_in(ranks, [*found], coordinates)), cut=cut)
+
     with prepared(plans):
         chained = made.rows is not None and bool(made.rows.in_runs)
         for cast in casts(sizes, job.config.expert_parallel_size, made.tensors, chained=chained):
@@ -176,34 +180,18 @@ def _run(job: Job, plans: ModelPlans, sizes: MeshSizes) -> tuple[dict[int, Rehea
                 continue
             made_by, failed = run_cast(job, cast, coordinates, {rank: one.told for rank, one in found.items()})
             if failed:
-                raise RuntimeError(_failure(job.world, made_by, failed, coordinates))
+                rank = min(failed, key=lambda rank: ("Timed out" in failed[rank], rank))
+                before = next(unlike(made_by, made_by), "")
+                raise RuntimeError(
+                    f"rank {rank} of {job.world} fails in its rehearsal:\n{failed[rank]}"
+                    + (f"Before that, {before}" if before else "")
+                )
             found |= made_by
-    calls = _calls(found)
     at = {rank: one.parts[one.stands_at][1] for rank, one in found.items() if one.stands_at >= 0}
-    problems = [*differences(calls, _standing(found, coordinates), cut=at), *standing(at)]
+    problems = [*unlike(found, at), *standing(at)]
+    calls = {rank: [call for _, call in one.parts] for rank, one in found.items()}
     waited = {rank: one.waited for rank, one in found.items()}
     return found, problems or stuck(calls, waited=waited) or stuck(calls, waited=waited, in_order=True)
-
-
-def _calls(found: Mapping[int, Rehearsed]) -> dict[int, list[Call]]:
-    return {rank: [call for _, call in one.parts] for rank, one in found.items()}
-
-
-def _standing(
-    found: Mapping[int, Rehearsed], coordinates: Sequence[tuple[int, ...]]
-) -> Callable[[Sequence[int]], Sequence[int]]:
-    traced = tuple(found)
-    return functools.cache(lambda ranks: standing_in(ranks, traced, coordinates))
-
-
-def _failure(
-    world: int, found: Mapping[int, Rehearsed], failed: Mapping[int, str], coordinates: Sequence[tuple[int, ...]]
-) -> str:
-    """Say how a rank failed, and what did not fit before."""
-    rank = min(failed, key=lambda rank: ("Timed out" in failed[rank], rank))
-    told = f"rank {rank} of {world} fails in its rehearsal:\n{failed[rank]}"
-    before = next(differences(_calls(found), _standing(found, coordinates), cut=found), "")
-    return told + (f"Before that, {before}" if before else "")
 
 
 def _built(model: Any) -> Any:

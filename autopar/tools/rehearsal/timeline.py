@@ -164,8 +164,6 @@ def traffic_of(
 def sent(call: Call) -> int:
     """Return the bytes that a rank sends for a collective over a ring, or a message."""
     ranks = len(call.group.ranks)
-    if call.kind == "recv":
-        return 0
     if call.kind == "send":
         return call.bytes
     return volume(call.kind, call.bytes * (ranks if call.kind in ("all_gather", "gather") else 1), ranks)
