@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 import autopar
 from autopar.checkpoint.format import Manifest
 from autopar.tools.cli import app, in_words
-from autopar.tools.tables import fitting
 from tests.checkpoint.tiny import layouts, save_alone, saved_state
 
 
@@ -106,11 +105,6 @@ def test_layouts_in_words():
     assert in_words(layouts(4)["qkv.bias"]).endswith("some on several ranks")
 
 
-def test_help_names_the_commands():
-    result = run("--help")
-    assert result.exit_code == 0 and "merge" in result.stdout and "inspect" in result.stdout
-
-
 @pytest.mark.tier("all")
 def test_version_and_completion():
     assert run("--version").stdout == f"autopar {autopar.__version__}\n"
@@ -165,19 +159,6 @@ def test_help_fits_and_has_an_example_that_is_right(name: str, monkeypatch: pyte
     listed = run(*name.split()[:-1], "--help").stdout
     assert command.short_help and command.short_help in listed
     assert "..." not in listed.partition("Commands:")[2], "a line is cut"
-
-
-def test_a_table_that_is_too_wide_becomes_a_list() -> None:
-    heads, cells = ("tensor", "shape", "merged as"), [["h.0-3.weight", "24 x 24", ""], ["head.weight", "131 x 24", ""]]
-    assert fitting(heads, cells, 80)[0].split() == ["tensor", "shape"]
-    assert fitting(heads, cells, 20) == ["h.0-3.weight", "    shape 24 x 24", "head.weight", "    shape 131 x 24"]
-    long = [["h.weight", "24 x 24", "h.one.weight and h.other.weight"]]
-    assert fitting(heads, long, 30) == [
-        "h.weight",
-        "    shape 24 x 24;",
-        "    merged as h.one.weight and",
-        "      h.other.weight",
-    ]
 
 
 @pytest.mark.parametrize(

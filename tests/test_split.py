@@ -127,13 +127,8 @@ def _config(**changes):
          "which is no model of transformers. Did you mean 'GPT2LMHeadModel'"),
         (_config(auto_map={"AutoModel": "code.Model"}), "comes with its own code, which split does not run"),
         (_config(n_embd=64), "tensors do not have the shapes of GPT2LMHeadModel"),
-        (_config(n_embd="x"), "Validation error for field 'n_embd': TypeError: Field 'n_embd' expected int"),
         (_config(n_head=3), "hf cannot be loaded: `embed_dim` must be divisible by num_heads"),
-        (_config(vocab_size=None), "hf cannot be loaded: "),
-        (_config(dtype="bogus"), "hf cannot be loaded: AttributeError: module 'torch' has no attribute 'bogus'"),
-        (_config(architectures=["PreTrainedModel"]), "hf cannot be loaded: PreTrainedModel does not define"),
         (lambda folder: (folder / "config.json").write_text("[]"), "config.json cannot be read: "),
-        (lambda folder: _index(folder, "{"), "model.safetensors.index.json cannot be read: Expecting property"),
         (lambda folder: _index(folder, "{}"), "model.safetensors.index.json has no weight_map"),
     ],
 )  # fmt: skip

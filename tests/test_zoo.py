@@ -1,4 +1,4 @@
-"""The data of small models: it is read fast, without any config, and says nothing that nobody knows."""
+"""The data of small models says nothing that is not known."""
 
 from __future__ import annotations
 

@@ -42,11 +42,10 @@ def main() -> None:
     for axis, traffic in found.traffic.items():
         print(f"over {axis} a rank sends {traffic.bytes:,} bytes, {traffic.between:,} of them to other nodes")
 
-    for name in ("step.svg", "step.json"):
-        found.write_timeline(args.output / name)
+    found.write_timeline(args.output / "step.json")
     assert found.timeline is not None
     waits = found.timeline.spent(0)["wait"] / found.timeline.time
-    print(f"the first rank waits {waits:.0%} of a step: step.svg shows it, step.json is for ui.perfetto.dev")
+    print(f"the first rank waits {waits:.0%} of a step: step.json shows it in ui.perfetto.dev")
 
     wrong = autopar.rehearse(model, {"tp": 2}, 8, batch=2, sequence=args.context, loop=log_on_the_first)
     print("a loop in which one rank logs alone:")

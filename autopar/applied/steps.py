@@ -32,7 +32,6 @@ from autopar.distributed.rng import sync_generators
 from autopar.dry_run.plan_model import Plans
 from autopar.errors import AutoparError, tell
 from autopar.guards.step import StepCheck
-from autopar.on_demand import tool
 from autopar.pipeline_parallel import pipeline as pipeline_methods
 from autopar.plan.plan import Plan, derived_notice, held, summarise
 from autopar.plan.stages import StagePlan
@@ -296,20 +295,14 @@ STEPS: tuple[Callable[[nn.Module, Parallelized, Given], None], ...] = (
 
 def apply(model: nn.Module, state: Parallelized, given: Given) -> None:
     """Make all steps, and say on rank 0 what has become of the model."""
-    mpu, plan, stages = state.mpu, state.plan, state.stages
-    whole, notice = held(model)[0], derived_notice(model, plan, state.policy) if mpu.is_master else None
-    telling = mpu.is_master and _log.isEnabledFor(logging.DEBUG)
-    allocated = tool("planner.memory_plan") if telling else None
-    facts = (model, state.inner_of(model), plan, stages, state.config, mpu, given.optimizer)
-    planned = allocated.planned_bytes(*facts) if allocated else None
+    mpu = state.mpu
+    whole, notice = held(model)[0], derived_notice(model, state.plan, state.policy) if mpu.is_master else None
     for step in STEPS:
         step(model, state, given)
     if notice is not None:
         tell(_log, notice)
     if mpu.is_master:
         tell(_log, summarise(model, whole, mpu.sizes, mpu.device, state.policy.where))
-    if allocated is not None:
-        _log.debug("%s", allocated.allocated_line(model, planned, mpu.device))
 
 
 def undo(model: nn.Module, state: Parallelized) -> None:

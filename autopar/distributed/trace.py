@@ -12,8 +12,9 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,7 +98,7 @@ class Call(NamedTuple):
     def bytes(self) -> int:
         """The bytes of the tensors that this rank gives."""
         width = getattr(torch, self.dtype).itemsize if self.dtype else 0
-        return sum(_numel(size) for size in self.sizes) * width
+        return sum(map(prod, self.sizes)) * width
 
     @property
     def carries_tensors(self) -> bool:
@@ -115,13 +116,6 @@ class Call(NamedTuple):
         how = f" ({self.reduction})" if self.reduction not in ("", "sum") else ""
         carried = f" [{sizes}] {self.dtype}" if self.dtype else ""
         return f"{self.kind}{how}{peer} over {self.group.name}{carried}"
-
-
-def _numel(size: Iterable[int]) -> int:
-    product = 1
-    for each in size:
-        product *= each
-    return product
 
 
 class Recorder(TorchDispatchMode):
@@ -179,7 +173,11 @@ class Recorder(TorchDispatchMode):
             given, out = out, given  # only the root has parts, each has one of them
         first = (given or out)[:1]
         group = self._group(group_of(args[operator.group]))
-        message = operator.kind in ("send", "recv")
+        control, message = bool(first), operator.kind in ("send", "recv")
+        if first and self.answer:
+            control = not first[0].is_meta
+        elif first:  # a pickled object, or its length
+            control = first[0].dtype in (torch.uint8, torch.int64) and _issued_by(sys._getframe(2), *_OBJECTS)
         return Call(
             operator.kind,
             group,
@@ -189,7 +187,7 @@ class Recorder(TorchDispatchMode):
             args[operator.peer] if operator.peer >= 0 else -1,
             args[operator.tag] if operator.tag >= 0 else 0,
             where(sys._getframe(2)),
-            bool(first) and (not first[0].is_meta if self.answer else _of_objects(first[0], sys._getframe(2))),
+            control,
             reduction_of(args[operator.reduction]) if operator.reduction >= 0 else "",
             message and _issued_by(sys._getframe(2), "batch_isend_irecv"),
         )
@@ -225,11 +223,6 @@ def _splits(
     named = [tuple(args[place]) for place in reversed(operator.splits)]
     rows = [len(x) if x.ndim else 1 for x in (*given, *(out or given))]
     return tuple(own or (each // members,) * members for own, each in zip(named, rows, strict=False))
-
-
-def _of_objects(tensor: torch.Tensor, frame: Any) -> bool:
-    """Return whether a tensor is a pickled object, or its length."""
-    return tensor.dtype in (torch.uint8, torch.int64) and _issued_by(frame, *_OBJECTS)
 
 
 def _issued_by(frame: Any, *names: str) -> bool:
@@ -304,34 +297,28 @@ def read(folder: str | Path) -> dict[int, list[Call]]:
         ConfigError: files of several jobs are there; a line is none.
     """
     files = {int(path.stem[5:]): path for path in Path(folder).glob("rank-*.jsonl") if path.stem[5:].isdecimal()}
-    found = {rank: list(_lines(files[rank])) for rank in sorted(files)}
-    heads = {rank: lines[0] for rank, lines in found.items() if lines and isinstance(lines[0], dict)}
-    first = next(iter(heads), 0)
-    for rank, head in heads.items():
-        if head != heads[first] or rank >= head["world"]:
+    found: dict[int, list[Call]] = {rank: [] for rank in sorted(files)}
+    jobs: dict[int, dict[str, Any]] = {}
+    for rank, calls in found.items():
+        for number, line in enumerate(files[rank].read_text().splitlines(keepends=True), 1):
+            if not line.endswith("\n"):
+                break  # a rank that ended while it wrote
+            try:
+                loaded = json.loads(line)
+                if isinstance(loaded, dict):
+                    jobs[rank] = loaded
+                    continue
+                kind, (name, ranks), sizes, dtype, splits, *rest = loaded
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"{files[rank]}:{number} is no line of a trace: {line.strip()[:60]!r}") from error
+            group = Group(name, tuple(ranks))
+            calls.append(Call(kind, group, tuple(map(tuple, sizes)), dtype, tuple(map(tuple, splits)), *rest))
+    told = {rank: f"{job['world']} ranks" + f" (job {job['job']})" * bool(job["job"]) for rank, job in jobs.items()}
+    for rank, job in jobs.items():
+        first = next(iter(jobs))
+        if job != jobs[first] or rank >= job["world"]:
             raise ConfigError(
-                f"{folder} has traces of several jobs: rank-{first}.jsonl of {_job(heads[first])}, "
-                f"rank-{rank}.jsonl of {_job(head)}. Remove those of the other one, or give each job a folder"
+                f"{folder} has traces of several jobs: rank-{first}.jsonl of {told[first]}, rank-{rank}.jsonl of "
+                f"{told[rank]}. Remove those of the other one, or give each job a folder"
             )
-    return {rank: [line for line in lines if isinstance(line, Call)] for rank, lines in found.items()}
-
-
-def _job(head: dict[str, Any]) -> str:
-    return f"{head['world']} ranks" + (f" (job {head['job']})" if head["job"] else "")
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any] | Call]:
-    lines = path.read_text().splitlines(keepends=True)
-    for number, line in enumerate(lines, 1):
-        if not line.endswith("\n"):
-            return  # a rank that ended while it wrote
-        try:
-            loaded = json.loads(line)
-            if isinstance(loaded, dict):
-                yield loaded
-                continue
-            kind, (name, ranks), sizes, dtype, splits, *rest = loaded
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{path}:{number} is no line of a trace: {line.strip()[:60]!r}") from error
-        group = Group(name, tuple(ranks))
-        yield Call(kind, group, tuple(map(tuple, sizes)), dtype, tuple(map(tuple, splits)), *rest)
+    return found

@@ -9,13 +9,15 @@ from __future__ import annotations
 import inspect
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeWork, ProcessGroup
+from torch._C._distributed_c10d import FakeWork as FakeWork  # noqa: PLC0414
+from torch._C._distributed_c10d import ProcessGroup
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -26,8 +28,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.foreign.c10d import fake_worlds, tensors_in
 from autopar.foreign.tensors import no_dispatch_modes
-
-__all__ = ["SIZES_OF_DTENSORS", "FakeWork", "World", "fake_world", "without_data"]
 
 
 def without_data(function: Any, args: Any, kwargs: Any) -> Any:
@@ -119,7 +119,9 @@ def fake_world(rank: int, size: int, told: World) -> Iterator[None]:
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     _carry_meta(dist.group.WORLD)
     try:
-        with _replacing(_replaced(rank, size, told)):
+        with ExitStack() as stack:
+            for place, name, new in _replaced(rank, size, told):
+                stack.enter_context(mock.patch.object(place, name, new))
             yield
     finally:
         fake_worlds.pop()
@@ -161,7 +163,7 @@ def _replaced(rank: int, size: int, told: World) -> list[tuple[Any, str, Any]]:
 
     return [
         (distributed_c10d, "_new_group_with_tag", made),
-        *((place, "monitored_barrier", _barrier) for place in (dist, distributed_c10d)),
+        *((place, "monitored_barrier", lambda group=None, *_, **__: dist.barrier(group)) for place in _HOMES),
         (dist, "all_gather_object", _gather_objects),
         (dist, "broadcast_object_list", objects),
         *((kind, "wait", waited) for kind in (FakeWork, dist.Work)),
@@ -188,6 +190,7 @@ def _without_modes(function: Any) -> Any:
     return run
 
 
+_HOMES = (dist, distributed_c10d)  # of monitored_barrier, which only gloo has
 _BEHIND = [*inspect.signature(distributed_c10d._new_group_with_tag).parameters][2:]
 
 
@@ -196,11 +199,6 @@ def _carry_meta(group: Any) -> None:
     group._register_backend(
         torch.device("meta"), ProcessGroup.BackendType.CUSTOM, group._get_backend(torch.device("cpu"))
     )
-
-
-def _barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-    """Wait as ``monitored_barrier`` does, which only gloo has."""
-    dist.barrier(group)
 
 
 def _mesh_scatter(
@@ -251,16 +249,3 @@ def _and_then(first: Callable[[torch.Tensor], None], second: Callable[[torch.Ten
         second(tensor)
 
     return run
-
-
-@contextmanager
-def _replacing(attributes: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Put others in the place of attributes, each given with its object and name, inside of ``with``."""
-    before = [getattr(place, name) for place, name, _ in attributes]
-    for place, name, new in attributes:
-        setattr(place, name, new)
-    try:
-        yield
-    finally:
-        for (place, name, _), old in zip(attributes, before, strict=True):
-            setattr(place, name, old)

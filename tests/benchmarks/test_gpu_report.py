@@ -14,7 +14,6 @@ from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import report
 from benchmarks.gpu.device import Notes, mfu, peak_flops
 from benchmarks.gpu.report import SECTIONS, Section, run
-from benchmarks.gpu.shared import relative_error
 
 OPTIONS = {"device": "cpu", "tiny": True, "budget": 300.0}
 HERE = "tests.benchmarks.test_gpu_report:"
@@ -48,7 +47,6 @@ def test_whatever_becomes_of_a_section_is_in_the_report(tmp_path: Path, monkeypa
         "part": Section(HERE + "_fails_in_a_part", 60),
         "hangs": Section(HERE + "_hangs", 6),
         "dies": Section(HERE + "_dies", 60, 2, "gloo"),
-        "missing": Section(HERE + "_no_such_function", 60),
     }
     monkeypatch.setattr(report, "SECTIONS", made)
     run(OPTIONS, list(made), tmp_path, {"available": False, "nvidia_smi": "none"})
@@ -59,23 +57,15 @@ def test_whatever_becomes_of_a_section_is_in_the_report(tmp_path: Path, monkeypa
         "part": "1 parts failed",
         "hangs": "timed out",
         "dies": "failed",
-        "missing": "failed",
     }
     assert result["sections"]["works"]["notes"] == [{"kind": "cpu", "seconds": True}]
     assert result["sections"]["hangs"]["notes"] == [{"before": 1}]
     assert "in _hangs" in result["sections"]["hangs"]["error"]  # where it was
     assert {"before": 2} in result["sections"]["dies"]["notes"]
-    assert "has no attribute '_no_such_function'" in result["sections"]["missing"]["error"]
     text = (tmp_path / "gpu-on-cpu.md").read_text()
     assert "ValueError: a part \\| that fails" in text and "raise ValueError" in text
     assert "| autopar | 2.5 |" in text
     assert all(f"## {name}: {status}" in text for name, status in found.items())
-
-
-def test_sections_beyond_the_budget_are_skipped_and_the_report_says_so(tmp_path: Path) -> None:
-    run({**OPTIONS, "budget": 1.0}, ["overhead", "loss"], tmp_path, {})
-    text = (tmp_path / "gpu-on-cpu.md").read_text()
-    assert "| overhead | skipped | 0 |" in text and "no time left of 1 s" in text
 
 
 @pytest.mark.tier("sweep")
@@ -108,10 +98,3 @@ def test_the_share_of_the_peak_counts_weights_and_attention() -> None:
     assert peak_flops("some other") is None and mfu(1, 1, 1, 1, 1.0, None) is None
     # 1e9 weights: 6e9 FLOPs a token; 16 layers of 2048 over 2048 tokens: 0.805e9
     assert mfu(10**9, 16, 2048, 2048, 1e4, 989e12) == pytest.approx((6e9 + 12 * 16 * 2048 * 2048) * 1e4 / 989e12)
-
-
-def test_a_missing_gradient_is_no_small_error() -> None:
-    import torch
-
-    assert relative_error(None, torch.ones(2)) == float("inf")
-    assert relative_error(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0])) == 0.5

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from benchmarks import tables
-from benchmarks.chart import bar_chart, line_chart, tick_step
+from benchmarks.chart import bar_chart
 from benchmarks.pipeline import efficiency
 from benchmarks.rounds import Taken, Turns, Variant, interleave, quantile, ratio, summary
 
@@ -51,16 +51,6 @@ def test_efficiency_is_relative_to_the_textbook() -> None:
     assert found["of textbook"] == round((9 / 5 + 9 / 10) / 2 / 1.6, 3)
 
 
-def test_cells_keep_four_digits_and_break_no_table() -> None:
-    text = tables.markdown(["a", "b"], [[1234.56, "x|y\nz"], [0.123456, None], [12, "w"]])
-    assert text.splitlines()[2:] == ["| 1235 | x\\|y z |", "| 0.1235 | - |", "| 12 | w |"]
-
-
-def test_rows_with_other_keys_begin_another_table() -> None:
-    text = tables.plain_table({"rows": [{"a": 1}, {"a": 2}, {"b": 3, "c": 4}]})
-    assert text.split("\n\n") == ["| a |\n| --- |\n| 1 |\n| 2 |", "| b | c |\n| --- | --- |\n| 3 | 4 |\n"]
-
-
 STEP = {
     "row": "llama",
     "kind": "decode",
@@ -97,31 +87,3 @@ def test_bars_are_as_long_as_their_values_and_text_is_escaped() -> None:
     assert widths[1] == pytest.approx(3 * widths[0], rel=1e-2)
     assert "a < b" in "".join(root.itertext())
     ET.fromstring(bar_chart("nothing", {}, "s"))
-
-
-@pytest.mark.parametrize("most", [0.03, 1.0, 2.1, 7.0, 640.0, 12345.0])
-def test_ticks_are_round_and_few(most: float) -> None:
-    assert 4 <= most / tick_step(most) <= 10
-
-
-def test_the_generated_part_replaces_only_itself() -> None:
-    before = f"# Head\n\n{tables.START}\nold\n{tables.END}\n\ntail\n"
-    after = tables.between(before, tables.START, tables.END, "new\n")
-    assert after == f"# Head\n\n{tables.START}\n\nnew\n\n{tables.END}\n\ntail\n"
-    assert tables.between(after, tables.START, tables.END, "new\n") == after
-
-
-def test_curves_tell_their_largest_difference() -> None:
-    rows = [{"step": step, "one": 3.0, "two": 3.0 + (step == 2) / 8} for step in range(1, 17)]
-    text = tables.curves_table({"rows": rows})
-    assert "| 1 | 3.000000 | 3.000000 | 0.0e+00 |\n| 2 | 3.000000 | 3.125000 | 1.2e-01 |\n| 4 |" in text
-    assert text.endswith("The largest difference of 16 steps is 1.2e-01, in step 2.\n")
-
-
-def test_lines_go_through_their_values() -> None:
-    root = ET.fromstring(line_chart("a < b", {"x": [4.0, 2.0], "y": [4.0, 2.0]}, "s"))
-    under, over = root.iter("{http://www.w3.org/2000/svg}polyline")
-    (_, first), (_, second) = (map(float, point.split(",")) for point in under.attrib["points"].split())
-    assert over.attrib["points"] == under.attrib["points"]
-    assert float(over.attrib["stroke-width"]) < float(under.attrib["stroke-width"])
-    assert second - first == pytest.approx((330 - first) / 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import shutil
 from pathlib import Path
 
 import pytest
@@ -58,28 +57,6 @@ def test_a_result_of_other_code_says_so(tmp_path: Path) -> None:
     results.write(result, tmp_path)
     assert results.read_all(tmp_path) == {"checks": result}
     assert not list(tmp_path.glob("*.partial"))
-
-
-def test_the_command_lists_results_that_are_older_than_the_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    results.write(results.make("checks", {}, [], 1.0), tmp_path)
-    assert __main__.main(["tables", "--folder", str(tmp_path)]) == 0
-    assert results.STALE not in capsys.readouterr().out
-    monkeypatch.setattr(results, "code_digest", lambda: "another")
-    __main__.main(["tables", "--folder", str(tmp_path)])
-    assert f"{tmp_path}/checks.json of " in (printed := capsys.readouterr().out)
-    assert results.STALE in printed
-
-
-def test_readme_and_charts_are_written_from_the_results(tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    shutil.copy(tables.README, readme)
-    row = {"schedule": "1f1b", "of textbook": 0.9}
-    results.write(results.make("pipeline", {}, [row], 1.0), tmp_path)
-    tables.update(tmp_path, readme, project=None)
-    assert "| 1f1b | 0.9 |" in readme.read_text()
-    assert (tmp_path / "pipeline.svg").read_text().startswith("<svg")
 
 
 def test_a_short_run_of_all_does_not_touch_the_results(

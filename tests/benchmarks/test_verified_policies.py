@@ -63,23 +63,6 @@ def test_a_type_is_verified_on_ranks_that_stay_up(tmp_path: Path) -> None:
     assert row_of("lxmert", "tp2", ["forward"], 120.0, path)["batches"] == "of the tests"
 
 
-@pytest.mark.parametrize(
-    ("model_type", "mesh"),
-    [
-        ("reformer", "tp2"),  # seeds of its layers, hashes
-        ("rwkv", "pp2"),  # weights rescaled for inference
-        ("vit_mae", "pp2"),  # a mask of patches drawn in front of the blocks, read behind them
-        ("wav2vec2", "pp2"),  # outputs that only the first stage makes
-        ("dia", "pp2"),  # labels in rows of channels
-        ("dots3_note", "pp2"),  # patches of all images in a row
-    ],
-)
-def test_types_that_ask_for_more_than_blocks(model_type: str, mesh: str, tmp_path: Path) -> None:
-    checks = ["forward", "backward", "dropout"]
-    row = row_of(model_type, mesh, checks, 180.0, tmp_path / "now")
-    assert row["verdict"] == "holds", row["why"]
-
-
 def test_a_type_that_does_not_end_takes_its_ranks_down(tmp_path: Path) -> None:
     assert row_of("gpt2", "tp2", None, 0.05, tmp_path / "now")["verdict"] == "hangs"
     assert row_of("gpt2", "tp2", ["forward"], 120.0, tmp_path / "now")["verdict"] == "holds"

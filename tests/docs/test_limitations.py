@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from autopar.errors import ConfigError
 from tests.docs.pages import DOCS, section
 from tests.small import gpt2, parallel
 from tests.worlds import distributed
@@ -93,19 +92,3 @@ def test_what_it_says_about_training_raises() -> None:
             call()
     autopar.average_gradients(replica)
     optimizer.step()
-
-
-@distributed(world_size=2)
-def test_the_norm_of_a_shard_is_another_and_adafactor_is_refused() -> None:
-    ids = torch.arange(12).view(2, 6)
-    models = [gpt2(), parallel(gpt2(), 2)]
-    for model in models:
-        model(ids, labels=ids).loss.backward()
-    plain, sharded = models
-    true = torch.nn.utils.get_total_norm(parameter.grad for parameter in plain.parameters())
-    wrong = torch.stack([parameter.grad.norm() for parameter in sharded.parameters()]).norm()
-    assert abs(wrong - true) > 1e-3 * true
-    torch.testing.assert_close(autopar.clip_grad_norm_(sharded, 1.0), true, rtol=1e-5, atol=0)
-    torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-    with pytest.raises(ConfigError, match="Adafactor looks at whole matrices"):
-        torch.optim.Adafactor(sharded.parameters(), lr=0.05).step()

@@ -77,9 +77,9 @@ def _rows() -> Iterator[str]:
         if at == 1:
             yield row("loss in chunks", "`loss: {chunk: 2048}`", chunked.estimate(BASE))
         if candidate.zero == 1:
-            moved = on_host(candidate, estimate.peak)
+            _, left, _, seconds = on_host(candidate, estimate.peak)
             section = "`zero: {stage: 1, optimizer_offload: true}`"
-            yield _line("... in the CPU's memory", section, moved.memory, estimate.time + moved.seconds)
+            yield _line("... in the CPU's memory", section, left, estimate.time + seconds)
         if lever == "... but attention":
             section = "`activation_checkpointing: {every: 2}`"
             yield row("every second block", section, halved.estimate(replace(BASE, checkpointing=True)))

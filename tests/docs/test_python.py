@@ -23,10 +23,11 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar.tools.cli import app
+from tests.adapters.adapted import batch
 from tests.compare import same_gradients
 from tests.docs.pages import DOCS, PAGES, codes
 from tests.integrations.runs import launched
-from tests.small import gpt2
+from tests.small import gpt2, llama
 from tests.test_text_generation import tokenizer
 from tests.worlds import distributed
 
@@ -116,6 +117,17 @@ def test_quantized(tmp_path: Path) -> None:
     assert names["small"].model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
     assert (tmp_path / "adapters" / "adapter_model.safetensors").is_file()
     assert not names["model"].is_quantized and names["model"].model.layers[0].mlp.up_proj.weight.is_floating_point()
+
+
+@distributed(world_size=2)
+def test_peft(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    if dist.get_rank() == 0:
+        llama().save_pretrained(tmp_path / "model")
+    dist.barrier()
+    names = run(DOCS / "peft.md", tmp_path, folder=tmp_path / "model", batches=[batch(0), batch(1)])
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {path.name for path in Path("adapters").iterdir()}
+    assert type(names["model"]).__name__ == "PeftModelForCausalLM" and names["model"].mpu.tp.size == 2
 
 
 @distributed(world_size=2)

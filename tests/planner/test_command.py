@@ -6,7 +6,6 @@ import json
 import re
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -34,8 +33,8 @@ def run(*arguments: object) -> Any:
 
 
 def test_tables_and_files(folder: Path, tmp_path: Path) -> None:
-    config, drawing = tmp_path / "config.yaml", tmp_path / "plan.svg"
-    result = run(folder, *SIZES, "-o", config, "--svg", drawing)
+    config = tmp_path / "config.yaml"
+    result = run(folder, *SIZES, "-o", config)
     assert result.exit_code == 0, result.output
     first, second, *rest = result.stdout.splitlines()
     count = sum(p.numel() for p in llama(num_hidden_layers=4).parameters())
@@ -48,8 +47,6 @@ def test_tables_and_files(folder: Path, tmp_path: Path) -> None:
     assert any("products at 50% of 989 TFLOP/s" in line for line in rest)
     read = autopar.ParallelConfig.parse(config, 4)
     assert read.precision == "bf16" and 4 % (read.tensor_parallel_size * read.pipeline_parallel_size) == 0
-    root = ElementTree.parse(drawing).getroot()
-    assert root.tag.endswith("svg") and len(root.findall(".//{*}rect")) > 10
 
 
 @pytest.mark.tier("all")
@@ -58,7 +55,7 @@ def test_the_command_at_its_end_rehearses_the_best(folder: Path, tmp_path: Path)
     for written in ((), ("-o", config)):
         result = run(folder, *SIZES, *written)
         title, command = result.stdout.splitlines()[-2:]
-        assert title == "match what its ranks send:"
+        assert title == "count its memory, and match what its ranks send:"
         arguments = command.split()
         assert arguments[:3] == ["autopar", "rehearse", str(folder)]
         assert ("--config" in arguments) is bool(written)
@@ -89,7 +86,7 @@ def test_json_has_all_of_it_and_the_best_comes_first(folder: Path, tmp_path: Pat
 def test_what_is_asked_for_is_all_that_is_tried(folder: Path) -> None:
     found = json.loads(run(folder, *SIZES, "--zero", 1, "--checkpointing", "--json").stdout)
     assert found["best"] and all(best["zero"] == 1 and best["checkpointing"] for best in found["best"])
-    assert any("ZeRO stage 1 does not go with" in line for line in found["rejected"])
+    assert any("the ZeRO stage, the sequences or the experts that were asked" in line for line in found["rejected"])
 
 
 def test_nothing_fits(folder: Path, tmp_path: Path) -> None:

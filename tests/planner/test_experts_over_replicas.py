@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +11,7 @@ import torch.distributed as dist
 import autopar
 from autopar.errors import ConfigError
 from autopar.foreign.tensors import local_part
-from autopar.tools.planner.candidate import Candidate, Rows
-from autopar.tools.planner.estimate import Estimator
+from autopar.tools.planner.candidate import Rows
 from autopar.tools.planner.hardware import GPUS
 from autopar.tools.planner.planned_model import PlannedModel
 from autopar.tools.planner.search import Space
@@ -76,37 +73,10 @@ def test_what_ranks_keep_is_what_was_planned(config: dict[str, Any]) -> None:
     mpu.destroy()
 
 
-@pytest.mark.parametrize("axis", ["ep", "tp"])
-@pooled(world_size=2)
-def test_the_log_and_the_summary(axis: str) -> None:
-    log, lines = logging.getLogger("autopar.api"), list[str]()
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log.addHandler(handler)
-    log.setLevel(logging.DEBUG)
-    model: Any = mixtral(hidden=256)
-    model, _ = autopar.initialize(model, {axis: 2}, optimizer=torch.optim.AdamW(model.parameters()))
-    log.removeHandler(handler)
-    log.setLevel(logging.NOTSET)
-    told = [each for each in lines if each.startswith("planned:")]
-    assert len(told) == model.mpu.is_master
-    for line in told:
-        planned, allocated = line.split("; allocated: ")
-        weights = sum(parameter.nbytes for parameter in model.parameters()) / 1e6
-        assert weights > 1 and f"gradients {weights:,.1f} MB, optimizer {2 * weights:,.1f} MB" in planned
-        assert planned.startswith(f"planned: {allocated}"), line
-    text, rank = autopar.summary(model), dist.get_rank()
-    held = sum(parameter.numel() for parameter in model.parameters())
-    if axis == "ep":
-        assert f"tp 1 x pp 1 x dp 2 x ep 2, rank {rank}: tp 0, pp 0, dp {rank}, ep" in text
-    assert f"this rank: {held:,} parameters" in text and held < sum(p.numel() for p in mixtral(hidden=256).parameters())
-    model.mpu.destroy()
-
-
 def test_the_search_tries_sizes_that_fit() -> None:
-    space = Space(16, 8, 64, by_expert=None)
+    space = Space(16, 8, 64)
     assert list(space.experts(2, 4)) == [1, 2, 4, 8] and list(space.experts(1, 1)) == [1]
-    assert list(Space(256, 8, 64, by_expert=None).experts(4, 64)) == [1, 4, 8, 16, 32, 64]
+    assert list(Space(256, 8, 64).experts(4, 64)) == [1, 4, 8, 16, 32, 64]
     assert list(Space(16, 8, 64, ep=4).experts(2, 4)) == [4] and not list(Space(16, 8, 64, ep=4).experts(8, 2))
     tried = [candidate for batch in space.candidates((2, 1, 1, 8)) for candidate in batch]
     for stage in (1, 3):
@@ -115,35 +85,6 @@ def test_the_search_tries_sizes_that_fit() -> None:
         candidate.config("bf16")  # none is refused
     with pytest.raises(ConfigError, match="ep must be at least 1, not 0"):
         Space(16, 8, 64, ep=0)
-
-
-def test_tokens_travel_twice_forward_and_twice_backward() -> None:
-    planned = PlannedModel(mixtral(), sequence=SEQUENCE)
-    calls = [call for unit in planned.count(Rows(1, ep=2), 2).units() for call in unit.collectives]
-    size = 2 * SEQUENCE * 2 * 32 * 2  # samples, tokens, choices of each, features, bytes
-    assert [(call.axis, call.kind, call.bytes) for call in calls] == [("ep", "all_to_all", size)] * 8
-    assert [call.backward for call in calls].count(True) == 4
-    with_two = [call.axis for unit in planned.count(Rows(2, ep=2), 2).units() for call in unit.collectives]
-    assert set(with_two) == {"tp"}
-
-
-def test_bytes_and_seconds_between_replicas() -> None:
-    planned = PlannedModel(mixtral(), sequence=SEQUENCE)
-    estimator = Estimator(planned, GPUS["h100"])
-    apart, shared = (Candidate(1, 1, 8, "1f1b", 1, 1, 0, False, ep=ep) for ep in (1, 4))
-    whole = planned.plan(1)
-    experts = sum(p.numel() for n, p in planned.model.named_parameters() if n in planned.plan(1, 4).experts)
-    rest = sum(p.numel() for p in planned.model.parameters()) - experts
-    assert experts and rest and whole.experts == frozenset()
-    assert dict(estimator.estimate(apart).bytes)["dp"] == 2 * 4 * (experts + rest) * 7 // 8
-    held = 2 * experts // 5  # of five experts two lie on the first rank
-    assert dict(estimator.estimate(shared).bytes)["dp"] == 2 * 4 * held * 1 // 2 + 2 * 4 * rest * 7 // 8
-    others = (p for n, p in planned.model.named_parameters() if n not in planned.plan(1, 4).experts)
-    rounded = sum(-(-len(p) // 8) * 8 * p.numel() // len(p) for p in others)  # each replica has as many rows
-    fully = dict(estimator.estimate(replace(shared, zero=3)).bytes)["dp"]
-    around = [p for n, p in planned.model.named_parameters() if "layers" not in n]  # gathered once, not twice
-    outside = sum(-(-len(p) // 8) * 8 * p.numel() // len(p) for p in around)
-    assert fully == (2 * 2 + 4) * held * 1 // 2 + ((2 * 2 + 4) * rounded - 2 * outside) * 7 // 8
 
 
 @pytest.mark.parametrize(
@@ -160,9 +101,6 @@ def test_a_group_that_leaves_the_node_sends_slower(rows: Rows, node: int, share:
 
 
 def test_what_excludes_each_other_is_refused() -> None:
-    for by_expert, ep, words in ((True, 1, "whole experts are on 2"), (False, 4, "a part of each expert is ep 1")):
-        with pytest.raises(ConfigError, match=f"ep must not be {ep}: {words}"):
-            Space(4, 4, 8, by_expert=by_expert, ep=ep)
     with pytest.raises(ConfigError, match="expert_parallel_size=4 must be 1 or a multiple"):
         autopar.plan_memory(mixtral(), {"ep": 4}, sequence=SEQUENCE, gpus=2)
 

@@ -15,7 +15,7 @@ import autopar
 from autopar.errors import ConfigError
 from autopar.plan.plan import held
 from autopar.tools.cli import app
-from autopar.tools.planner.adapted import add_lora, kind_of, mark_quantized
+from autopar.tools.cli.models import add_lora, kind_of, mark_quantized
 from tests.planner.saved_bytes import SavedBytes
 from tests.pool import pooled
 from tests.quantized.models import FAMILIES, adapted, quantized

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import _functional_collectives as functional
-from torch.distributed import new_group as imported_new_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -149,10 +147,6 @@ def another_operation(model: Any, *_: Any) -> None:
     dist.all_reduce(on_device(model, 3), op=dist.ReduceOp.MAX if rank() == 3 else dist.ReduceOp.SUM)
 
 
-def another_operation_of_functions(model: Any, *_: Any) -> None:
-    functional.all_reduce(on_device(model, 3), "max" if rank() == 3 else "sum", dist.group.WORLD)
-
-
 def equal_groups_crossed(model: Any, *_: Any) -> None:
     groups = [dist.new_group(), dist.new_group()]
     for group in reversed(groups) if rank() == 3 else groups:
@@ -172,29 +166,14 @@ def a_mesh_that_a_rank_lacks(model: Any, *_: Any) -> None:
         init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
 
 
-def a_group_that_a_rank_lacks(model: Any, *_: Any) -> None:
-    if rank() != 3:
-        imported_new_group([0, 1])
-
-
 def more_rows(model: Any, *_: Any) -> None:
     rows = on_device(model, 8 if rank() == 3 else 4, 5)
-    dist.all_to_all_single(torch.empty_like(rows), rows)
-
-
-def wider_rows(model: Any, *_: Any) -> None:
-    rows = on_device(model, 4, 6 if rank() == 3 else 5)
     dist.all_to_all_single(torch.empty_like(rows), rows)
 
 
 def longer_parts(model: Any, *_: Any) -> None:
     parts = [on_device(model, 3 if rank() == 3 else 2) for _ in range(4)]
     dist.all_to_all([torch.empty_like(part) for part in parts], parts)
-
-
-def by_the_environment(model: Any, *_: Any) -> None:
-    if int(os.environ.get("RANK", "0")) == 0:
-        dist.all_reduce(on_device(model, 3))
 
 
 def a_tensor_that_a_rank_does_not_take(model: Any, *_: Any) -> None:
@@ -205,11 +184,6 @@ def a_tensor_that_a_rank_does_not_take(model: Any, *_: Any) -> None:
 
 def on_the_host(model: Any, *_: Any) -> None:
     dist.all_reduce(torch.ones(3) if rank() == 3 else on_device(model, 3))
-
-
-def received_before_sent(model: Any, *_: Any) -> None:
-    dist.recv(on_device(model, 3), (rank() - 1) % 4)
-    dist.send(on_device(model, 3), (rank() + 1) % 4)
 
 
 def one_after_the_other_on_nccl(model: Any, *_: Any) -> None:
@@ -269,18 +243,13 @@ WRONG: dict[Loop, str] = {
     room_for_fewer_numbers: "send to rank 1 over world [3] float32 and received as recv from rank 0 over world [2]",
     saved_by_rank_0_alone: "The first that it does not have: barrier over world\n    autopar/checkpoint/save.py:",
     another_operation: "reduce in different ways, sum and max",
-    another_operation_of_functions: "reduce in different ways, sum and max",
     equal_groups_crossed: "waits in all_reduce over group #2 [3] float32",
     a_message_of_another_group: "rank 1 sends 1 messages with tag 0 to rank 2 over group, which receives 0",
     a_mesh_that_a_rank_lacks: "groups, rank 3 makes",
-    a_group_that_a_rank_lacks: "groups, rank 3 makes",
     more_rows: "rank 0 sends 1 rows to rank 3, which takes 2",
-    wider_rows: "have different sizes, [(4, 5)] and [(4, 6)]",
     longer_parts: "rank 0 sends 2 rows to rank 3, which takes 3",
-    by_the_environment: "rank 1 has",
     a_tensor_that_a_rank_does_not_take: "The first that it does not have: scatter to rank 0",
     on_the_host: "are on different devices, one of them on the CPU",
-    received_before_sent: "rank 0 waits in recv from rank 3 over world [3] float32",
     one_after_the_other_on_nccl: "over nccl, where a group carries one message after the other, rank 0 waits in recv",
 }
 

@@ -1,20 +1,17 @@
-"""The timeline of a step: calls played under the planner's costs, drawn, written for Perfetto."""
+"""The timeline of a step: calls played under the planner's costs, written for Perfetto."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
 from autopar.distributed.trace import Call, Group
 from autopar.pipeline_parallel.schedule import Action, make_schedule
-from autopar.tools.planner import bubbles
+from autopar.tools.planner import estimate
 from autopar.tools.planner.hardware import GPUS
-from autopar.tools.rehearsal.timeline import Timeline, chrome_trace, draw, play
-from autopar.tools.rehearsal.work import Work
+from autopar.tools.rehearsal.timeline import Work, chrome_trace, play
 
 GPU = replace(GPUS["h100"], within=1e9, between=1e8, network=1.0, latency=0.5)
 NOTHING = Work()
@@ -74,20 +71,17 @@ def test_stages_take_the_time_that_the_planner_says(schedule: str, ranks: int, m
     traces = {rank: calls_of(rank) for rank in range(ranks)}
     gpu = replace(GPU, within=1e30, latency=0.25)
     made = play({r: found for r, (found, _) in traces.items()}, {r: left for r, (_, left) in traces.items()}, gpu, 8)
-    planned = bubbles.play(lists, len(rank_of), lambda action: seconds[action.kind], 0.25)
-    assert made.time == pytest.approx(planned.time)
-    for rank, row in enumerate(planned.ranks):
-        assert made.spent(rank)["compute"] == pytest.approx(sum(slot.end - slot.start for slot in row))
-
-
-def timeline() -> Timeline:
-    both = call("all_reduce", (0, 1), 250_000_000)
-    name = "stage 0: forward of micro-batch 3"
-    return play({0: [(both, Work(1.0, name))], 1: [(both, Work(3.0))]}, {0: Work(2.0), 1: NOTHING}, GPU, 8)
+    planned = estimate.play(lists, len(rank_of), lambda action: seconds[action.kind], 0.25)
+    assert made.time == pytest.approx(planned)
+    for rank, actions in enumerate(lists):
+        assert made.spent(rank)["compute"] == pytest.approx(sum(seconds[action.kind] for action in actions))
 
 
 def test_the_file_for_perfetto() -> None:
-    written = json.loads(json.dumps(chrome_trace(timeline())))
+    both = call("all_reduce", (0, 1), 250_000_000)
+    name = "stage 0: forward of micro-batch 3"
+    made = play({0: [(both, Work(1.0, name))], 1: [(both, Work(3.0))]}, {0: Work(2.0), 1: NOTHING}, GPU, 8)
+    written = json.loads(json.dumps(chrome_trace(made)))
     events = [event for event in written["traceEvents"] if event["ph"] == "X"]
     assert {event["pid"] for event in events} == {0, 1}
     first = events[0]
@@ -100,12 +94,3 @@ def test_the_file_for_perfetto() -> None:
         if "tid" in event and event["ph"] == "M"
     }
     assert names[first["pid"], first["tid"]] == "compute"
-
-
-def test_the_picture() -> None:
-    picture = ElementTree.fromstring(draw(timeline(), "two ranks <&>"))
-    texts = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"two ranks <&>", "rank 0", "rank 1", "forward", "communication", "waiting"} <= {*texts}
-    boxes: Any = [each.attrib for each in picture.iter("{http://www.w3.org/2000/svg}rect")]
-    blue = [each for each in boxes if each["fill"] == "#2f6fb7" and float(each["y"]) < 60]
-    assert sum(float(each["width"]) for each in blue) == pytest.approx(900 / 6.5, abs=1.5), "1 of 6.5 s"

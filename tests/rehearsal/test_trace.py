@@ -13,14 +13,10 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-import autopar
 from autopar.distributed.mesh import MPU
 from autopar.distributed.trace import read
-from autopar.errors import ConfigError
 from autopar.tools.cli import app
-from autopar.tools.cli.rehearse import _sections
 from tests.pool import pooled
-from tests.small import llama
 
 SCRIPT = """
 import torch
@@ -56,9 +52,6 @@ def test_ranks_that_part_are_named_with_their_lines(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert "are different collectives:\n  rank 0: all_reduce over world [3] float32\n    train.py:14" in result.output
     assert "\n  rank 1: all_gather over world [1] float32\n    train.py:12\n" in result.output
-    strays, right = autopar.rehearse(llama(), {"tp": 2}, 2).against(read(traces))
-    assert (strays.rank, strays.wrong is None, right.wrong) == (0, False, None)
-    assert "then call 0 of the next is all_reduce over world [3] float32\n    train.py:14\n  where the" in str(strays)
     for file in traces.iterdir():  # a job that goes on as it began
         file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
     result = CliRunner().invoke(app, ["trace", str(traces)])
@@ -121,12 +114,6 @@ def test_traces_of_another_job_are_refused(tmp_path: Path) -> None:
     code, output = told(tmp_path)
     assert code == 1
     assert "rank-0.jsonl of 2 ranks (job second), rank-2.jsonl of 4 ranks (job first)" in output
-    command = ["rehearse", "llama", "--gpus", "8", "--tp", "2", "--against", str(tmp_path)]
-    for rank in (2, 3):
-        (tmp_path / f"rank-{rank}.jsonl").unlink()
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 1
-    assert "these are traces of a job of 2 ranks, and the rehearsal is of one of 8" in result.stderr
 
 
 def test_who_ended_is_told_before_who_waits(tmp_path: Path) -> None:
@@ -158,34 +145,11 @@ def test_an_attempt_of_an_elastic_job_has_a_folder_of_its_own(tmp_path: Path) ->
     assert str(read(file.parent)[0][0]) == "all_reduce (max) over world [3] float32"
 
 
-def test_what_the_command_line_says_goes_before_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "config.yaml"
-    given = {"model_parallelism": {"tensor_parallel_size": 4}, "zero": {"stage": 1}, "pipeline": {}}
-    for text, expected in {
-        "zero:": {"zero": {"stage": 1}},
-        "tp: 2": {},
-        "zero: {enable: false}": {"zero": {"enable": True, "stage": 1}},
-        "": {},
-    }.items():
-        file.write_text(text)
-        whole = {"model_parallelism": {"tensor_parallel_size": 4}, "zero": {"stage": 1}}
-        assert _sections(file, given) == whole | expected, text
-    file.write_text("pipeline: {microbatch_size: 2}")
-    assert _sections(file, {"pipeline": {"num_microbatches": 4}}) == {"pipeline": {"num_microbatches": 4}}
-    for text, wrong in {
-        "[1]": "must be a dict",
-        "zero: 1": "must hold keys",
-        "zero: {": "line 1: cannot be parsed",
-    }.items():
-        file.write_text(text)
-        with pytest.raises(ConfigError, match=wrong):
-            _sections(file, given)
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--trace", "nowhere/step.svg"], "--trace nowhere/step.svg: there is no folder nowhere"),
+        (["--trace", "nowhere/step.json"], "--trace nowhere/step.json: there is no folder nowhere"),
+        (["--config", "c.yaml", "--zero", "1"], "--config c.yaml has the sizes: leave out --tp, --pp, --cp, --ep"),
         (["--optimizer", "lion"], "optimizer='lion' is none of adamw, adam, sgd, sgd-momentum, muon, nor a function"),
     ],
 )

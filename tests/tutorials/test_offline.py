@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -39,41 +37,6 @@ def test_the_tokenizer_is_trained_once_and_is_lossless(tmp_path: Path) -> None:
     assert torch.equal(blocks[0]["labels"], blocks.ids[0])
     with pytest.raises(SystemExit, match="fewer than one sequence of 999"):
         offline.Blocks(["one"], tokenizer, context=999)
-
-
-def test_the_labels_of_the_messages_fit_the_text() -> None:
-    with (offline.HERE / "data" / "speeches.csv").open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    messages = [message.splitlines() for message in offline.TEXT.read_text(encoding="utf-8").strip().split("\n\n")]
-    assert [int(row["paragraphs"]) for row in rows] == [len(message) for message in messages]
-    assert [row["date"] for row in rows] == sorted(row["date"] for row in rows)
-    # A date inside a message that only its own row has.
-    (carter,) = [place for place, row in enumerate(rows) if row["date"] == "1978-01-19"]
-    assert messages[carter][-1] == "JIMMY CARTER The White House, January 19, 1978."
-
-
-def test_unigram_loss_by_hand() -> None:
-    train, validation = offline.Blocks.__new__(offline.Blocks), offline.Blocks.__new__(offline.Blocks)
-    train.ids, validation.ids = torch.tensor([[0, 0, 1, 1]]), torch.tensor([[2, 0, 1]])
-    # counts with one added: 3, 3, 1; the first token of a sequence is not predicted
-    assert offline.unigram_loss(train, validation, 3) == pytest.approx(-math.log(3 / 7))
-
-
-@pytest.mark.parametrize(("gpus", "backend"), [(0, None), (1, "gloo"), (2, None)])
-def test_the_cpu_is_used_where_gpus_are_too_few(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, backend: str | None
-) -> None:
-    started: list[str | None] = []
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    monkeypatch.setattr(offline.dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(offline.dist, "init_process_group", started.append)
-    monkeypatch.setattr(offline, "start_process_group", lambda: started.append(None))  # nccl if there are GPUs
-    monkeypatch.setattr(offline.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(offline.dist, "get_world_size", lambda: 2)
-    assert offline.start() == (0, 2)
-    assert started == [backend]
 
 
 @distributed(world_size=1)

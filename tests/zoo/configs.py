@@ -12,8 +12,6 @@ from tests.zoo.expressions import evaluate, is_size
 from tests.zoo.form import Kind
 from tests.zoo.merging import merge
 
-__all__ = ["MAKERS", "config_of", "fields_of", "plain_fields", "with_sizes"]
-
 MAKERS = ("make", "flat", "known")  # one of them makes a whole config
 
 # What all small flat configs set where their class knows it.

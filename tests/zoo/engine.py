@@ -18,8 +18,6 @@ from tests.zoo.merging import expanded
 from tests.zoo.reading import FOLDER, entries
 from tests.zoo.recipes import recipe
 
-__all__ = ["cross_inputs", "head_kind", "kind_of", "labels_of", "model_types"]
-
 _AS_THEY_ARE = ("settings", "variants", "double", "inside", "generates", "crosses")
 _OF_MAKERS = (*MAKERS, "legacy", "sizes", "forced")
 _KNOWN = {*_AS_THEY_ARE, *_OF_MAKERS, "without", "inputs", "labels", "cross"}

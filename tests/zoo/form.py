@@ -9,8 +9,6 @@ from typing import Any, Protocol
 import torch
 from transformers import PretrainedConfig
 
-__all__ = ["Batch", "Draw", "Inputs", "Kind", "Make", "Scene"]
-
 Batch = dict[str, Any]
 
 

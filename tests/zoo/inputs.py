@@ -11,8 +11,6 @@ import torch
 
 from tests.zoo.form import Batch, Scene
 
-__all__ = ["STEPS"]
-
 _SPECIAL = 8  # so many of the last ids mean images and such
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["expanded", "merge"]
-
 
 def merge(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """``fields`` with ``changes``; dicts inside are merged too, but of one with ``only`` nothing else stays."""

@@ -9,8 +9,6 @@ from typing import Any
 
 from autopar.tools.verification.small_models import read_data
 
-__all__ = ["FOLDER", "entries"]
-
 FOLDER = Path(__file__).parent
 _SHARED = "shared.yaml"  # fragments for all families
 _NO_FAMILY = (_SHARED, "heads.yaml")

@@ -15,8 +15,6 @@ from tests.zoo import inputs as steps_in_python
 from tests.zoo.expressions import evaluate
 from tests.zoo.form import Batch, Draw, Inputs, Scene
 
-__all__ = ["PURE", "recipe"]
-
 _CONDITIONS = ("for", "not", "when", "if")
 Step = str | Mapping[str, Any]
 

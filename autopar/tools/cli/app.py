@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from autopar import __version__
-from autopar.errors import AutoparError, in_one_line
+from autopar.errors import AutoparError, ConfigError, in_one_line
 
 app = typer.Typer(
     name="autopar",
@@ -33,6 +33,9 @@ Model = Annotated[
 Policy = Annotated[Path | None, typer.Option("--policy", help="A policy of your own.")]
 TP = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.")]
 PP = Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size.")]
+CP = Annotated[int, typer.Option("--cp", min=1, help="Context-parallel size.")]
+EP = Annotated[int, typer.Option("--ep", min=1, help="Expert-parallel size, of mixtures.")]
+SP = Annotated[bool, typer.Option("--sp", help="Sequence parallelism.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result or the error as JSON, without a progress bar.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model's folder.")]
 
@@ -44,6 +47,29 @@ def main(
     if version:
         print(f"autopar {__version__}")
         raise typer.Exit
+
+
+def sections_of(config: Path | None, tp: int, pp: int, cp: int, ep: int, sp: bool, **more: dict[str, Any]) -> Any:
+    """Return the config file of ``initialize``, or the sections that the options come to.
+
+    Args:
+        more: other sections; entries that are None were not given.
+
+    Raises:
+        ConfigError: both are given, or ``--sp`` without ``--tp``.
+    """
+    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "context_parallel_size": cp}
+    sizes |= {"expert_parallel_size": ep, "sequence_parallel": sp}
+    given = {"model_parallelism": {name: size for name, size in sizes.items() if size > 1 or size is True}}
+    given |= {name: {key: value for key, value in keys.items() if value is not None} for name, keys in more.items()}
+    given = {name: keys for name, keys in given.items() if keys}
+    if config is not None and given:
+        raise ConfigError(
+            f"--config {config} has the sizes: leave out --tp, --pp, --cp, --ep and --sp, and what it says else"
+        )
+    if sp and tp == 1:
+        raise ConfigError("--sp cuts sequences between tensor-parallel ranks: it needs --tp 2 or more")
+    return config if config is not None else given
 
 
 def print_json(found: Any) -> None:

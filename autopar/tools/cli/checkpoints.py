@@ -11,7 +11,7 @@ import typer
 
 from autopar.errors import listed
 from autopar.tools.cli.app import Json, Policy, app, errors, print_json
-from autopar.tools.tables import console, fitting, shape, size, table
+from autopar.tools.tables import console, filled, lines, shape, size, table
 
 if TYPE_CHECKING:
     from autopar.checkpoint import Manifest
@@ -227,7 +227,7 @@ def _show(manifest: Manifest, files: list[dict[str, Any]], directory: Path) -> N
     for file in files:
         sizes.add_row(escape(file["name"]), size(file["bytes"]), str(file["tensors"]), escape(file["state"]))
     out.print(sizes)
-    out.print(*fitting(_HEADS, list(_tensors(manifest)), out.width), sep="\n", soft_wrap=True, markup=False)
+    print("\n".join(lines(filled(_HEADS, list(_tensors(manifest))))))
 
 
 _HEADS = ("tensor", "shape", "dtype", "layout", "saved in", "merged as")

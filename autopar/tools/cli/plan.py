@@ -52,17 +52,11 @@ def plan(
     sequence_parallel: Annotated[
         bool | None, typer.Option("--sequence-parallel/--no-sequence-parallel", help="By default either.")
     ] = None,
-    by_expert: Annotated[
-        bool | None,
-        typer.Option("--by-expert/--no-by-expert", help="Whole experts on each rank; by default either, in mixtures."),
+    ep: Annotated[
+        int | None, typer.Option("--ep", min=1, help="Expert-parallel size; by default any, in mixtures.")
     ] = None,
-    ep: Annotated[int | None, typer.Option("--ep", min=1, help="Expert-parallel size; by default any.")] = None,
     policy: Policy = None,
-    rehearse: Annotated[
-        bool, typer.Option("--rehearse", help="Rehearse the meshes shown: count their memory, match what they send.")
-    ] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the first one's config here.")] = None,
-    svg: Annotated[Path | None, typer.Option(help="Draw the first one here.")] = None,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
@@ -82,21 +76,15 @@ def plan(
         ParallelConfig(precision=precision, zero_stage=zero or 0)
         options: dict[str, Any] = {"sequence": sequence, "precision": precision, "optimizer": optimizer}
         estimator = Estimator(PlannedModel(built, policy, dry_run=False, **options), machine, gpus_per_node)
-        if rehearse:
-            from autopar.tools.rehearsal.run import check_rehearsed, count_found
-
-            check_rehearsed(estimator)
         sizes = (gpus, gpus_per_node, global_batch, zero, checkpointing)
-        space = Space(*sizes, cp=cp, sequence_parallel=sequence_parallel, by_expert=by_expert, ep=ep)
+        space = Space(*sizes, cp=cp, sequence_parallel=sequence_parallel, ep=ep)
         found = search(estimator, space)
         rehearsed(estimator, found)
-        if rehearse:
-            count_found(estimator, found)
-        _write(estimator, space, found, output, svg)  # before what is printed, of which a pipe may take a part
+        _write(estimator, space, found, output)  # before what is printed, of which a pipe may take a part
         _show(estimator, space, found, as_json)
         if found.best and not as_json:
-            print("match what its ranks send:")
-            print(f"  {_rehearsal(model, found.best[0].candidate, sequence, output, policy, trust)}")
+            print("count its memory, and match what its ranks send:")
+            print(f"  {_rehearsal(model, found.best[0].candidate, sequence, output, policy, trust)} --gpu {gpu}")
         if not found.best:
             raise typer.Exit(1)
 
@@ -104,15 +92,13 @@ def plan(
 def _model(source: str, lora: int | None, quantization: str | None, trust: bool) -> nn.Module:
     """Build the model without memory, with adapters on a quantized base if asked."""
     from autopar.errors import ConfigError
-    from autopar.tools.cli.models import heads
+    from autopar.tools.cli.models import add_lora, heads, kind_in, kind_of, mark_quantized
 
     if quantization is not None and lora is None:
         raise ConfigError(
             f"--quantization {quantization}: quantized weights are frozen; say what is trained: --lora 16"
         )
     model = heads(source, trust=trust)[0].build()
-    from autopar.tools.planner.adapted import add_lora, kind_in, kind_of, mark_quantized
-
     kind, kept = kind_in(model.config)
     asked = kind if quantization is None else kind_of(quantization)
     if kind is not None and asked is not kind:
@@ -124,37 +110,39 @@ def _model(source: str, lora: int | None, quantization: str | None, trust: bool)
     return model if lora is None else add_lora(model, lora)
 
 
-def _write(estimator: Estimator, space: Space, found: Found, output: Path | None, svg: Path | None) -> None:
-    from autopar.tools.planner.search import gigabytes, yaml_of
-    from autopar.tools.planner.svg import draw
+def _write(estimator: Estimator, space: Space, found: Found, output: Path | None) -> None:
+    import yaml
 
+    from autopar.tools.planner.search import gigabytes
+
+    if output is None:
+        return
     if not found.best:
-        for file in filter(None, (output, svg)):
-            print(f"{file} is not written", file=sys.stderr)
+        print(f"{output} is not written", file=sys.stderr)
         return
     best, model = found.best[0], estimator.model
-    title = f"{type(model.inner).__name__} on {space.gpus} x {estimator.gpu.name}, sequence {model.sequence}"
-    if output is not None:
-        comments = [
-            f"{title}, global batch {space.global_batch}: data-parallel size {best.candidate.dp}",
-            f"planned: {gigabytes(best.peak.total)} GB a GPU, {best.time:.2f} s a step, {best.mfu:.0%} of the peak",
-        ]
-        output.write_text(yaml_of(model.sections(best.candidate), comments), encoding="utf-8")
-    if svg is not None:
-        shown = min(best.candidate.microbatches, 3 * best.candidate.pp + 2)
-        if best.candidate.schedule == "dualpipev":
-            shown = min(best.candidate.microbatches, max(shown, 2 * best.candidate.pp))
-        svg.write_text(draw(best, estimator.played(best.candidate, shown), estimator.gpu.memory, title), "utf-8")
+    comments = [
+        f"{type(model.inner).__name__} on {space.gpus} x {estimator.gpu.name}, sequence {model.sequence}, global batch "
+        f"{space.global_batch}: data-parallel size {best.candidate.dp}",
+        f"planned: {gigabytes(best.peak.total)} GB a GPU, {best.time:.2f} s a step, {best.mfu:.0%} of the peak",
+    ]
+    text = yaml.safe_dump(model.sections(best.candidate), sort_keys=False)
+    output.write_text("".join(f"# {line}\n" for line in comments) + text, encoding="utf-8")
 
 
 def _show(estimator: Estimator, space: Space, found: Found, as_json: bool) -> None:
+    from autopar.quantized.layers import StandIn
     from autopar.tools.planner.search import assumptions, gigabytes, rejected, to_json
 
     if as_json:
         print_json(to_json(estimator, space, found))
         return
     model, gpu = estimator.model, estimator.gpu
-    print(f"{type(model.inner).__name__}: {model.parameters_in_words()}, policy {model.policy.name}")
+    parameters = list(model.model.parameters())
+    count, trained = (sum(p.numel() for p in parameters if every or p.requires_grad) for every in (True, False))
+    forms = " and ".join(sorted({parameter.kind.form for parameter in parameters if isinstance(parameter, StandIn)}))
+    words = f", {trained:,} of them trained" + (f", others in {forms}" if forms else "") if trained < count else ""
+    print(f"{type(model.inner).__name__}: {count:,} parameters{words}, policy {model.policy.name}")
     tokens = space.global_batch * model.sequence
     print(
         f"{space.gpus} x {gpu.name} with {gigabytes(gpu.memory)} GB, {space.gpus_per_node} a node; sequence "
@@ -164,7 +152,7 @@ def _show(estimator: Estimator, space: Space, found: Found, as_json: bool) -> No
     if not found.best:
         print(f"nothing fits, of {found.tried} candidates: more GPUs or adapters (LoRA) may", file=sys.stderr)
     if found.best:
-        print("\n".join(filter(None, lines(_table(found, space)))))
+        print("\n".join(lines(_table(found, space))))
     others = list(rejected(estimator, found))
     if others:
         print(f"the {'others' if found.best else 'nearest'}, of {found.tried} candidates:")
@@ -221,8 +209,6 @@ def _table(found: Found, space: Space) -> Table:
     row("MFU", (f"{e.mfu:.1%}" for e in best))
     row("bubble", (f"{e.bubble:.1%}" for e in best))
     shown.add_section()
-    if any(e.counted for e in best):
-        row("GB, rehearsed", (gigabytes(max(e.counted)) for e in best))
     row("GB of memory", (gigabytes(e.peak.total) for e in best))
     for name in best[0].peak.parts():
         row(f"  {name}", (gigabytes(e.peak.parts()[name]) for e in best))

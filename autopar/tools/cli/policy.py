@@ -14,7 +14,7 @@ import typer
 
 from autopar.errors import AutoparError, ConfigError, VerificationError, listed, type_and_text
 from autopar.tools.cli.app import PP, TP, Json, Model, Trust, app, errors, print_json
-from autopar.tools.tables import console, fitting, shape, size
+from autopar.tools.tables import console, filled, lines, shape, size
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,10 +38,7 @@ MODEL = Annotated[
         "my_model.py:CLASS. By default the first model type in the policy's match."
     ),
 ]
-BY_EXPERT = Annotated[bool, typer.Option("--by-expert", help="Whole experts on each rank: --ep as large as --tp.")]
-EP = Annotated[
-    int | None, typer.Option("--ep", min=1, help="Expert-parallel size; above --tp, replicas share the experts.")
-]
+EP = Annotated[int, typer.Option("--ep", min=1, help="Expert-parallel size; above --tp, replicas share the experts.")]
 
 
 @policy.command("list", short_help="List the model types that have a policy.", epilog="Example: autopar policy list")
@@ -74,8 +71,7 @@ def check(
         bool, typer.Option("--sequence-parallel", help="Sequence parallelism must fit.")
     ] = False,
     heads: Annotated[bool, typer.Option("--heads", help="Every class of the model's config, not only one.")] = False,
-    by_expert: BY_EXPERT = False,
-    ep: EP = None,
+    ep: EP = 1,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
@@ -91,11 +87,17 @@ def check(
             raise ConfigError(f"--sequence-parallel and --cp {cp} shard the same sequences; check one at a time")
         file, named = policy_and_model(source, model)
         from autopar.tools.cli.models import heads as find_heads
+        from autopar.tools.cli.policy_check import check_policy
 
-        found = find_heads(named, every=heads, trust=trust)
-        experts = _experts(tp, ep, by_expert=by_expert)
-        options = {"tp": tp, "pp": pp, "cp": cp, "sequence_parallel": sequence_parallel, "ep": experts}
-        reports = [_report(head, file, options | {"long_sequences": not heads}, len(found) > 1) for head in found]
+        found, reports = find_heads(named, every=heads, trust=trust), []
+        options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "long_sequences": not heads}
+        for head in found:
+            try:
+                reports.append(check_policy(build(head), file, tp=tp, pp=pp, cp=cp, ep=ep, **options))
+            except ConfigError as error:
+                if len(found) == 1 or error.__cause__ is None:
+                    raise
+                reports.append({"model": head.name, "holds": None, "skipped": str(error)})  # not of this config
     if as_json:
         print_json(reports if heads else reports[0])
     else:
@@ -103,13 +105,6 @@ def check(
             print_report(report, brief=len(reports) > 1)
     if not all(report["holds"] is not False for report in reports) or not any(report["holds"] for report in reports):
         raise typer.Exit(1)
-
-
-def _experts(tp: int, ep: int | None, *, by_expert: bool) -> int:
-    """Return the expert-parallel size that the two options ask for."""
-    if by_expert and ep not in (None, tp):
-        raise ConfigError(f"--by-expert is --ep {tp} with --tp {tp}, and --ep is {ep}; leave one of both out")
-    return tp if by_expert else ep or 1
 
 
 def policy_and_model(source: str, model: str | None) -> tuple[Path | None, str]:
@@ -147,19 +142,6 @@ def build(head: Head) -> nn.Module:
         raise ConfigError(f"{head.name} cannot be built: {type_and_text(error, 200)}") from error
 
 
-def _report(head: Head, file: Path | None, options: dict[str, Any], skip: bool) -> dict[str, Any]:
-    """The verdict on one class; ``holds`` is None for one of several that cannot be built from this config."""
-    from autopar.tools.cli.policy_check import check_policy
-
-    try:
-        built = build(head)
-    except ConfigError as error:
-        if not skip or error.__cause__ is None:
-            raise
-        return {"model": head.name, "holds": None, "skipped": str(error)}
-    return check_policy(built, file, **options)
-
-
 @policy.command(
     short_help="Show how the weights of a model are sharded.",
     epilog="Example: autopar policy show mixtral --tp 2 --ep 8",
@@ -175,20 +157,20 @@ def show(
     model: MODEL = None,
     tp: TP = 2,
     pp: PP = 1,
-    by_expert: BY_EXPERT = False,
-    ep: EP = None,
+    ep: EP = 1,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Print what each rank would hold of every parameter, and the line of the policy that says so. Nothing is run."""
     with errors(as_json):
-        experts = _experts(tp, ep, by_expert=by_expert)
         file, named = policy_and_model(source, model)
         from autopar.tools.cli.models import heads
-        from autopar.tools.cli.policy_check import resolve_policy
+        from autopar.tools.cli.policy_check import check_policy
 
-        built = build(heads(named, trust=trust)[0])
-        report: dict[str, Any] = resolve_policy(built, file, tp=tp, pp=pp, ep=experts)
+        report = check_policy(build(heads(named, trust=trust)[0]), file, tp=tp, pp=pp, ep=ep, dry_run=False)
+        if report["errors"]:
+            raise ConfigError(report["errors"][0])
+    report = {name: found for name, found in report.items() if name not in ("dry_run", "errors", "holds")}
     if as_json:
         print_json(report)
         return
@@ -196,7 +178,7 @@ def show(
 
 
 def print_report(report: dict[str, Any], *, brief: bool = False, places: bool = False) -> None:
-    """Print a report of :mod:`autopar.tools.cli.policy_check`: tables, and the verdict where it has one.
+    """Print a report of :func:`~autopar.tools.cli.policy_check.check_policy`: tables, and the verdict if it has one.
 
     Args:
         brief: without tables.
@@ -204,7 +186,7 @@ def print_report(report: dict[str, Any], *, brief: bool = False, places: bool = 
     """
     from rich.markup import escape
 
-    out = console(200 if places else 160, soft_wrap=True)
+    out = console(soft_wrap=True)
     if "skipped" in report:
         out.print(f"[bold]{escape(report['model'])}[/]: not checked. {escape(report['skipped'])}")
         return
@@ -217,7 +199,7 @@ def print_report(report: dict[str, Any], *, brief: bool = False, places: bool = 
         out.print(escape(report["notice"]))
     if report["tensors"] and not brief:
         for heads, cells in _tables(report, places):
-            print("\n".join(fitting(heads, cells, out.width)))
+            print("\n".join(lines(filled(heads, cells))))
     for line in _verdict(report):
         out.print(escape(line))
     if "holds" not in report:
@@ -343,6 +325,7 @@ def _drafted(source: str, tp: int, trust: bool) -> dict[str, Any]:
     from autopar.tools.derivation.reasons import meetings
     from autopar.tools.verification.policy_of_small import losses_of
     from autopar.tools.verification.small_models import build_small
+    from autopar.tools.verification.verify import verify
 
     built: Any = build(heads(source, trust=trust)[0])
     if not isinstance(built, PreTrainedModel):
@@ -357,7 +340,7 @@ def _drafted(source: str, tp: int, trust: bool) -> dict[str, Any]:
     plan = make_plan(built, read_user_policy(tree), max(tp, 2))
     sizes = {plan.canonical(name): parameter.numel() for name, parameter in built.named_parameters()}
     sharded = sum(count for name, count in sizes.items() if plan.tensors[name].layout is not None) / sum(sizes.values())
-    report = _proof(small, tree, tp) if tp else None
+    report = verify(small, {"tp": tp}, policy=tree, checks=("weights", "forward", "backward")) if tp else None
     try:
         proof = None if report is None else report.raise_if_failed().to_dict()
     except VerificationError as error:
@@ -374,13 +357,6 @@ def _drafted(source: str, tp: int, trust: bool) -> dict[str, Any]:
         "unseen": list(derived.unseen),
         "proof": proof,
     }
-
-
-def _proof(small: Any, tree: dict[str, Any], tp: int) -> Report:
-    from autopar.tools.verification.verify import verify
-
-    config = {"model_parallelism": {"tensor_parallel_size": tp}}
-    return verify(small, config, policy=tree, checks=("weights", "forward", "backward"))
 
 
 def _comments(

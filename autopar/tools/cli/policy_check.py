@@ -21,38 +21,6 @@ from autopar.policy.schema import Policy
 _CP = 2  # the size with which context parallelism is tried where none is given
 
 
-def resolve_policy(
-    model: nn.Module,
-    policy: str | Path | Mapping[str, Any] | Policy | None = None,
-    *,
-    tp: int = 2,
-    pp: int = 1,
-    ep: int = 1,
-) -> dict[str, Any]:
-    """Resolve a policy for a model and a mesh; nothing is run but what stages are made from.
-
-    Args:
-        model: on the meta device, or with weights; only read.
-        policy: as in :func:`autopar.initialize`; None finds the one that lists the model type.
-        tp, pp: tensor- and pipeline-parallel size.
-        ep: expert-parallel size: 1, or ``tp`` times the replicas that share the experts.
-
-    Returns:
-        ``policy``, ``notice`` (of one that was derived unasked), ``attributes``, ``tensors`` (one a
-        parameter: ``rule`` and ``where`` it stands, ``shape``, ``local_shapes`` over tp, or over ep where that is
-        larger, ``ranks`` of the pipeline),
-        ``ranks`` (``parameters`` and ``bytes`` of each) and ``stages``.
-
-    Raises:
-        AutoparError: as :func:`autopar.initialize`, with the same text.
-    """
-    ParallelConfig.parse({"tp": tp, "pp": pp, "ep": ep})
-    plans = ModelPlans.of(model, policy)
-    plan, stages = plans.tensors(tp, experts=ep), plans.stages(pp)
-    report = _empty_report(model, tp, pp, ep) | _policy_report(plans, plan) | {"stages": _stage_report(stages)}
-    return {**report, **_holdings(model, plan, stages, pp)}
-
-
 def check_policy(
     model: nn.Module,
     policy: str | Path | Mapping[str, Any] | Policy | None = None,
@@ -63,35 +31,45 @@ def check_policy(
     ep: int = 1,
     sequence_parallel: bool = False,
     long_sequences: bool = False,
+    dry_run: bool = True,
 ) -> dict[str, Any]:
     """Do what ``initialize`` does before it changes anything, and report it as plain data.
 
     Args:
-        model, policy, tp, pp, ep: as in :func:`resolve_policy`.
+        model: on the meta device, or with weights; only read.
+        policy: as in :func:`autopar.initialize`; None finds the one that lists the model type.
+        tp, pp, ep: sizes of the mesh.
         cp: context-parallel size; above 1 it must fit.
         sequence_parallel: whether sequence parallelism must fit.
         long_sequences: also try both where they need not fit, context parallelism on 2 ranks.
+        dry_run: run the shards of the ranks.
 
     Returns:
-        The results of :func:`resolve_policy`, as far as it holds, and ``dry_run``, ``stages``, ``sequence_parallel``
-        and ``context_parallel`` (each ``ok``, or why not), ``errors`` (the library's texts) and ``holds``: whether
-        there are none.
+        As far as the policy holds: ``policy``, ``notice`` (of one that was derived unasked), ``attributes``,
+        ``tensors`` (one a parameter: ``rule`` and ``where`` it stands, ``shape``, ``local_shapes`` over tp, or over ep
+        where that is larger, ``ranks`` of the pipeline), ``ranks`` (``parameters`` and ``bytes`` of each), ``stages``;
+        ``dry_run``, ``sequence_parallel`` and ``context_parallel`` (each ``ok``, or why not); ``errors`` (the library's
+        texts), and ``holds``: whether there are none.
     """
-    report = {**_empty_report(model, tp, pp, ep), "dry_run": "not run"}
+    report: dict[str, Any] = {"model": type(model).__name__, "policy": None, "notice": None}
+    report |= {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "expert_parallel_size": ep}
+    report |= {"parameters": sum(parameter.numel() for parameter in model.parameters())}
+    report |= {"attributes": [], "tensors": [], "ranks": [], "stages": None, "dry_run": "not run"}
     report |= {"sequence_parallel": None, "context_parallel": None, "errors": []}
     try:
         ParallelConfig.parse({"tp": tp, "pp": pp, "ep": ep})
         plans = ModelPlans.of(model, policy)
-        report |= _policy_report(plans)
+        used = plans.policy
+        report["policy"] = {"name": used.name, "where": str(used.where), "model_types": list(used.model_types)}
         plan = plans.tensors(tp, experts=ep)
-        report |= _policy_report(plans, plan)
+        report["notice"] = derived_notice(plans.model, plan, used)
     except AutoparError as error:
         report["errors"].append(str(error))
         return {**report, "holds": False}
     tries: list[tuple[str, Callable[[], Any], bool]] = [
-        ("dry_run", lambda: "ok" if plans.tried(tp, experts=ep) else _why_not_run(plans.inner, tp, ep), True)
-    ]
-    tries.append(("stages", lambda: _stage_report(plans.stages(pp)), True))
+        ("dry_run", lambda: "ok" if plans.tried(tp, experts=ep) else _why_not_run(plans.inner, tp, ep), True),
+        ("stages", lambda: _stage_report(plans.stages(pp)), True),
+    ][not dry_run :]
     if sequence_parallel or (long_sequences and tp > 1):
         sequence = functools.partial(plans.sequence, tp, experts=ep)
         tries.append(("sequence_parallel", lambda: sequence(plans.stages(pp)) and "ok", sequence_parallel))
@@ -105,30 +83,15 @@ def check_policy(
         except AutoparError as error:
             report[name] = "fails" if needed else f"refused: {error}"
             report["errors"] += [str(error)] if needed else []
-    report |= _holdings(model, plan, plans.stages(pp) if isinstance(report["stages"], list) else None, pp)
-    return {**report, "holds": not report["errors"]}
-
-
-def _empty_report(model: nn.Module, tp: int, pp: int, ep: int) -> dict[str, Any]:
-    return {
-        "model": type(model).__name__,
-        "policy": None,
-        "notice": None,
-        "tensor_parallel_size": tp,
-        "pipeline_parallel_size": pp,
-        "expert_parallel_size": ep,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "attributes": [],
-        "tensors": [],
-        "ranks": [],
-        "stages": None,
-    }
-
-
-def _policy_report(plans: ModelPlans, plan: Plan | None = None) -> dict[str, Any]:
-    used = plans.policy
-    named = {"name": used.name, "where": str(used.where), "model_types": list(used.model_types)}
-    return {"policy": named, "notice": plan and derived_notice(plans.model, plan, used)}
+    stages = plans.stages(pp) if isinstance(report["stages"], list) else None
+    tensors = list(_tensors(model, plan, stages))
+    attributes = [
+        {"name": f"{a.path}.{a.name}", "where": a.where, "whole": a.whole}
+        | {"local": [*a.values] * (plan.shards // len(a.values))}  # of tp ranks, or of all that hold the shards
+        for a in plan.attributes
+    ]
+    ranks = list(_ranks(tensors, plan, pp if stages else 1))
+    return {**report, "attributes": attributes, "tensors": tensors, "ranks": ranks, "holds": not report["errors"]}
 
 
 def _why_not_run(model: nn.Module, tp: int, ep: int) -> str:
@@ -149,17 +112,6 @@ def _stage_report(stages: StagePlan) -> list[dict[str, Any]]:
         }
         for stage in range(stages.stages)
     ]
-
-
-def _holdings(model: nn.Module, plan: Plan, stages: StagePlan | None, pp: int) -> dict[str, Any]:
-    """The shards of each rank."""
-    tensors = list(_tensors(model, plan, stages))
-    attributes = [
-        {"name": f"{a.path}.{a.name}", "where": a.where, "whole": a.whole}
-        | {"local": [*a.values] * (plan.shards // len(a.values))}  # of tp ranks, or of all that hold the shards
-        for a in plan.attributes
-    ]
-    return {"attributes": attributes, "tensors": tensors, "ranks": list(_ranks(tensors, plan, pp if stages else 1))}
 
 
 def _tensors(model: nn.Module, plan: Plan, stages: StagePlan | None) -> Iterator[dict[str, Any]]:

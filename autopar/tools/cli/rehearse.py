@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.tools.cli.app import Json, Model, Policy, Trust, app, errors, print_json
+from autopar.tools.cli.app import CP, EP, PP, SP, TP, Json, Model, Policy, Trust, app, errors, print_json, sections_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from autopar.tools.rehearsal.against import Way
     from autopar.tools.rehearsal.matching import Traces
     from autopar.tools.rehearsal.run import Rehearsal
 
@@ -24,18 +24,18 @@ _SHOWN = 5  # problems, and ranks that wait
 
 @app.command(
     short_help="Match the collectives of a job of many ranks, without GPUs.",
-    epilog="Example: autopar rehearse llama --gpus 1024 --tp 8 --pp 16 --config config.yaml",
+    epilog="Example: autopar rehearse llama --gpus 1024 --tp 8 --pp 16 --zero 1",
 )
 def rehearse(
     model: Model,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs in all.")],
-    config: Annotated[Path | None, typer.Option(help="The config of initialize; sizes below go before it.")] = None,
-    tp: Annotated[int | None, typer.Option("--tp", min=1, help="Tensor-parallel size.")] = None,
-    pp: Annotated[int | None, typer.Option("--pp", min=1, help="Pipeline-parallel size.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A config of initialize, instead of sizes.")] = None,
+    tp: TP = 1,
+    pp: PP = 1,
     dp: Annotated[int | None, typer.Option("--dp", min=1, help="Replicas; what is left, if it is not said.")] = None,
-    cp: Annotated[int | None, typer.Option("--cp", min=1, help="Context-parallel size.")] = None,
-    ep: Annotated[int | None, typer.Option("--ep", min=1, help="Expert-parallel size, of mixtures.")] = None,
-    sp: Annotated[bool, typer.Option("--sp", help="Sequence parallelism.")] = False,
+    cp: CP = 1,
+    ep: EP = 1,
+    sp: SP = False,
     schedule: Annotated[str | None, typer.Option(help="Of the stages: 1f1b, gpipe, interleaved ...")] = None,
     micro_batches: Annotated[int | None, typer.Option(min=1, help="Micro-batches of a replica's batch.")] = None,
     zero: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage.")] = None,
@@ -44,11 +44,7 @@ def rehearse(
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
     gpu: Annotated[str | None, typer.Option(help="h100, a100 ...: count memory, and give the step times.")] = None,
     trace: Annotated[
-        Path | None,
-        typer.Option(help="Write the step's timeline here: .svg, else for Perfetto; --gpu h100 by default."),
-    ] = None,
-    against: Annotated[
-        Path | None, typer.Option(help="A folder of AUTOPAR_TRACE: say where that job went another way.")
+        Path | None, typer.Option(help="Write the step's timeline here, for Perfetto; --gpu h100 by default.")
     ] = None,
     optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd, sgd-momentum, or muon of all matrices.")] = "adamw",
     policy: Policy = None,
@@ -59,15 +55,6 @@ def rehearse(
 
     Exit code 0 if every collective and message finds its like and all ranks come to an end, else 1.
     """
-    sizes = {
-        "tensor_parallel_size": tp,
-        "pipeline_parallel_size": pp,
-        "context_parallel_size": cp,
-        "expert_parallel_size": ep,
-        "sequence_parallel": sp or None,
-    }
-    stages = {"schedule": schedule, "num_microbatches": micro_batches}
-    given: dict[str, dict[str, Any]] = {"model_parallelism": sizes, "pipeline": stages, "zero": {"stage": zero}}
     card = gpu or ("h100" if trace is not None else None)
     settings: dict[str, Any] = {"batch": batch, "sequence": sequence, "gpus_per_node": gpus_per_node, "gpu": card}
     settings["optimizer"] = optimizer
@@ -77,79 +64,27 @@ def rehearse(
         from autopar.tools.cli.models import heads
         from autopar.tools.rehearsal.run import rehearse as run
 
-        real = None if against is None else _traces(against, gpus)
         if trace is not None and not trace.absolute().parent.is_dir():
             raise ConfigError(f"--trace {trace}: there is no folder {trace.parent}")
-        sections = _sections(config, given) | ({} if policy is None else {"policy": str(policy)})
-        left = ParallelConfig.parse(sections, gpus).data_parallel_size(gpus)
+        stages = {"schedule": schedule, "num_microbatches": micro_batches}
+        sections = sections_of(config, tp, pp, cp, ep, sp, pipeline=stages, zero={"stage": zero})
+        parsed = ParallelConfig.parse(sections, gpus)
+        parsed = parsed if policy is None else replace(parsed, policy=str(policy))
+        left = parsed.data_parallel_size(gpus)
         if dp not in (None, left):
             raise ConfigError(f"--dp {dp}: the other sizes leave {left} replicas on {gpus:,} GPUs")
         built: Any = heads(model, trust=trust)[0].build()
         try:
-            found = run(built, sections, gpus, **settings)
+            found = run(built, parsed, gpus, **settings)
         except RuntimeError as error:
             raise AutoparError(str(error)) from error
-        strayed = [] if real is None else found.against(real)
     if trace is not None and found.timeline is not None:
-        found.write_timeline(trace, f"{model}, {found.mesh} on {gpus:,} x {card}")
+        found.write_timeline(trace)
     elif trace is not None:
         print(f"{trace} is not written: the ranks do not come to an end", file=sys.stderr)
-    shown = {**_to_json(found), **({} if real is None else {"ways": [str(way) for way in strayed]})}
-    print(json.dumps(shown, indent=1) if as_json else "\n".join([*_in_words(found), *ways_in_words(strayed)]))
-    if found.problems or any(way.wrong for way in strayed):
+    print(json.dumps(_to_json(found), indent=1) if as_json else "\n".join(_in_words(found)))
+    if found.problems:
         raise typer.Exit(1)
-
-
-def _traces(folder: Path, world: int | None = None) -> Traces:
-    from autopar.distributed.trace import read
-    from autopar.errors import ConfigError
-    from autopar.tools.rehearsal.against import check_world
-
-    traces = read(folder)
-    if not traces:
-        raise ConfigError(f"{folder} has no traces (rank-0.jsonl ...): start the job with AUTOPAR_TRACE={folder}")
-    if world is not None:
-        check_world(traces, world)
-    return traces
-
-
-def ways_in_words(strayed: Sequence[Way]) -> list[str]:
-    """Return what is said of a job's traces: calls that went another way, then how far ranks came."""
-    alike: dict[tuple[bool, str], list[int]] = {}
-    for way in strayed:
-        alike.setdefault((way.wrong is None, way.told), []).append(way.rank)
-    wrong, right = (
-        [
-            (f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks, {min(ranks)} first,") + f" over {told}"
-            for (kind, told), ranks in alike.items()
-            if kind is right
-        ]
-        for right in (False, True)
-    )
-    more = [f"... and {len(wrong) - _SHOWN} more: --json lists all"] if len(wrong) > _SHOWN else []
-    return [*wrong[:_SHOWN], *more, *right]
-
-
-def _sections(config: Path | None, given: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the sections of a config file, with what the command line says before it."""
-    from autopar.config import ParallelConfig
-    from autopar.config.parallel_config import read_config
-    from autopar.config.sections import SHORT
-
-    sections: Any = {} if config is None else read_config(config) or {}
-    if not isinstance(sections, dict) or not all(isinstance(sections.get(name) or {}, dict) for name in given):
-        ParallelConfig.parse(sections)  # raises
-    for name, keys in given.items():
-        said = {key: value for key, value in keys.items() if value is not None}
-        if not said:
-            continue
-        for short in [axis for axis, size in SHORT.items() if size in said]:
-            sections.pop(short, None)
-        inside = dict(sections.get(name) or {})
-        if "num_microbatches" in said:
-            inside.pop("microbatch_size", None)
-        sections[name] = inside | said | ({"enable": True} if "enable" in inside else {})
-    return sections
 
 
 def _in_words(found: Rehearsal) -> list[str]:
@@ -165,7 +100,7 @@ def _in_words(found: Rehearsal) -> list[str]:
         f"{found.mebibytes:.0f} MiB a process",
         f"{kinds} groups; calls: {calls}",
         "a training step, of the rank that sends most:",
-        *filter(None, lines(shown)),
+        *lines(shown),
         *_counted(found),
     ]
     if not found.problems:
@@ -175,7 +110,7 @@ def _in_words(found: Rehearsal) -> list[str]:
 
 
 def _counted(found: Rehearsal) -> Iterator[str]:
-    """Yield memory and time where they were counted, and which rank writes most: a user-defined loop may not save."""
+    """Yield memory and time where they were counted."""
     from autopar.tools.tables import digits, size
 
     if found.held and found.timeline is not None:
@@ -185,9 +120,6 @@ def _counted(found: Rehearsal) -> Iterator[str]:
         time, waits = found.timeline.time, [found.timeline.spent(rank)["wait"] for rank in found.timeline.slots]
         shares = f"{min(waits) / time:.1%} to {max(waits) / time:.1%}" if time else "none"
         yield f"{digits(time)} s a step, of which ranks wait {shares}, if nothing overlaps"
-    rank, written = max(found.written.items(), key=lambda pair: pair[1])
-    if written:
-        yield f"rank {rank} writes most of a checkpoint: {size(written)}"
 
 
 def _to_json(found: Rehearsal) -> dict[str, Any]:
@@ -198,7 +130,6 @@ def _to_json(found: Rehearsal) -> dict[str, Any]:
         "calls": {part: found.calls(part) for part in ("initialize", *_PARTS)},
         "traffic": {name: traffic._asdict() for name, traffic in found.traffic.items()},
         "held": {rank: held._asdict() for rank, held in found.held.items()},
-        "written": dict(found.written),
         "step_time": None if found.timeline is None else found.timeline.time,
         "problems": found.problems,
         "seconds": round(found.seconds, 2),
@@ -219,11 +150,14 @@ def trace(
     Exit code 0 if they match and all ranks came to an end together, else 1.
     """
     with errors(as_json):
-        from autopar.tools.rehearsal.against import ranks_in
+        from autopar.distributed.trace import read
+        from autopar.errors import ConfigError
         from autopar.tools.rehearsal.matching import differences, latest, waiting
 
-        traces = _traces(folder)
-        missing = sorted(ranks_in(traces) - set(traces))
+        traces = read(folder)
+        if not traces:
+            raise ConfigError(f"{folder} has no traces (rank-0.jsonl ...): start the job with AUTOPAR_TRACE={folder}")
+        missing = sorted({rank for calls in traces.values() for call in calls for rank in call.group.ranks} - {*traces})
 
         def standing_in(ranks: Sequence[int]) -> list[int]:
             first = next((rank for rank in ranks if rank in traces), min(traces))

@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.tools.cli.app import PP, TP, Json, Policy, Trust, app, errors, print_json
+from autopar.tools.cli.app import CP, EP, PP, SP, TP, Json, Policy, Trust, app, errors, print_json, sections_of
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
-    from autopar.tools.cli.models import Head
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 
@@ -33,9 +31,9 @@ def verify(
     tp: TP = 1,
     pp: PP = 1,
     dp: Annotated[int, typer.Option("--dp", min=1, help="Data-parallel size.")] = 1,
-    cp: Annotated[int, typer.Option("--cp", min=1, help="Context-parallel size.")] = 1,
-    ep: Annotated[int, typer.Option("--ep", min=1, help="Expert-parallel size, of mixtures.")] = 1,
-    sp: Annotated[bool, typer.Option("--sp", help="Sequence parallelism.")] = False,
+    cp: CP = 1,
+    ep: EP = 1,
+    sp: SP = False,
     config: Annotated[Path | None, typer.Option(help="A config of initialize, instead of sizes.")] = None,
     policy: Policy = None,
     task: Annotated[
@@ -63,7 +61,7 @@ def verify(
     Exit code 0 if all of it holds, else 1.
     """
     with errors(as_json):
-        sections = _sections(config, tp, pp, cp, ep, sp)
+        sections = sections_of(config, tp, pp, cp, ep, sp)
         if tp * pp * dp * cp * ep == 1 and config is None:
             from autopar.errors import ConfigError
 
@@ -90,19 +88,6 @@ def verify(
         raise typer.Exit(1)
 
 
-def _sections(config: Path | None, tp: int, pp: int, cp: int, ep: int, sp: bool) -> Any:
-    from autopar.errors import ConfigError
-
-    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "context_parallel_size": cp}
-    sizes["expert_parallel_size"] = ep
-    given = {name: size for name, size in sizes.items() if size > 1} | ({"sequence_parallel": True} if sp else {})
-    if config is not None and given:
-        raise ConfigError(f"--config {config} has the sizes: leave out --tp, --pp, --cp, --ep and --sp")
-    if sp and tp == 1:
-        raise ConfigError("--sp cuts sequences between tensor-parallel ranks: it needs --tp 2 or more")
-    return config if config is not None else {"model_parallelism": given}
-
-
 def _model(
     source: str,
     task: str | None,
@@ -113,13 +98,16 @@ def _model(
     trust: bool,
     checks: list[str] | None,
 ) -> nn.Module:
-    """Build the model with memory, quantized and with adapters if asked."""
+    """Build the model with memory, quantized and with adapters if asked.
+
+    It has its weights if there are any, else it is small and random, in whole blocks.
+    """
     import torch
     import transformers
 
-    from autopar.errors import ConfigError, nearest
-    from autopar.tools.cli.models import of_task
-    from autopar.tools.planner.adapted import fine_tuned, kind_of, quantize
+    from autopar.errors import ConfigError, in_one_line, nearest
+    from autopar.tools.cli.models import fine_tuned, kind_of, of_task, quantize
+    from autopar.tools.verification.small_models import build_small
     from autopar.tools.verification.verify import checks_of
 
     checks_of(checks)  # before a model is built
@@ -128,32 +116,23 @@ def _model(
     kind = None if quantization is None else kind_of(quantization)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    block = 1 if kind is None else kind.block[1]
-    model = _build(of_task(source, task, trust=trust), small, getattr(torch, dtype), block)
+    head, form = of_task(source, task, trust=trust), getattr(torch, dtype)
+    own: Any = head.kind
+    folder = Path(head.folder)  # of a model of the hub it is found out by loading whether it has weights
+    empty = folder.is_dir() and not any(next(folder.glob(files), None) for files in _WEIGHTS)
+    if head.make is not None:
+        model = head.make().to(form)
+    elif small or not head.folder or empty:
+        config = head.config if head.config is not None else own.config_class()
+        model = build_small(own, config, dtype=form, block=1 if kind is None else kind.block[1])
+    else:
+        try:
+            model = own.from_pretrained(head.folder, dtype=form, local_files_only=folder.is_dir())
+        except Exception as error:  # whatever transformers stumbles over
+            raise ConfigError(
+                f"the weights of {head.folder} cannot be loaded: {in_one_line(error, 200)}\n"
+                "  --small verifies its structure with random weights."
+            ) from error
     if kind is not None:
         model = quantize(model, kind)
     return model if lora is None else fine_tuned(model, lora)
-
-
-def _build(head: Head, small: bool, dtype: torch.dtype, block: int) -> nn.Module:
-    """The model with memory: with its weights if there are any, else small and random, in whole blocks."""
-    from autopar.errors import ConfigError, in_one_line
-    from autopar.tools.verification.small_models import build_small
-
-    if head.make is not None:
-        return head.make().to(dtype)
-    assert head.kind is not None
-    kind: Any = head.kind
-    folder = Path(head.folder)  # of a model of the hub it is found out by loading whether it has weights
-    empty = folder.is_dir() and not any(next(folder.glob(form), None) for form in _WEIGHTS)
-    if small or not head.folder or empty:
-        config = head.config if head.config is not None else kind.config_class()
-        return build_small(kind, config, dtype=dtype, block=block)
-    try:
-        model: nn.Module = kind.from_pretrained(head.folder, dtype=dtype, local_files_only=Path(head.folder).is_dir())
-    except Exception as error:  # whatever transformers stumbles over
-        raise ConfigError(
-            f"the weights of {head.folder} cannot be loaded: {in_one_line(error, 200)}\n"
-            "  --small verifies its structure with random weights."
-        ) from error
-    return model

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -53,47 +54,7 @@ def remembered(storages: Storages, saved: SavedStorages, save: tuple[str, ...]) 
     sizes.update(saved.numbered(tape.results))
 
 
-def is_kept(operation: Operation, save: tuple[str, ...]) -> bool:
-    """Return whether a recomputation finds its result."""
-    return ("attention" if operation.attention else "matmuls" if operation.flops else "") in save
-
-
 _BEHIND = -1  # place of what comes behind the last element
-
-
-def count_forward(
-    shard: nn.Module,
-    inputs: dict[str, Any],
-    elements: Sequence[str],
-    equal: Sequence[EqualBlocks],
-    encoder: int | None = None,
-    quantized: Sequence[torch.Tensor] = (),
-    save: tuple[str, ...] = (),
-    every: int = 1,
-) -> ForwardCount:
-    """Run a shard's forward on the meta device, and count.
-
-    Args:
-        shard: on the meta device, sharded, in training mode, in the precision of the run; its region has begun.
-        inputs: on the meta device, with labels.
-        elements: paths of its blocks in forward order.
-        equal: blocks that are.
-        encoder: place of the encoder among the elements.
-        quantized: weights of the shard that are stored otherwise.
-        save: what recomputed blocks keep (``activation_checkpointing.save``).
-        every: of how many blocks one is recomputed.
-
-    Raises:
-        Exception: whatever the forward raises where it does not run on the meta device.
-    """
-    storages = Storages([p for p in shard.parameters() if not p.requires_grad], quantized)
-    count = _Count(shard, elements, equal, storages, encoder, save, every)
-    with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        for context in (kept(), torch.enable_grad(), autocast_on_meta(), storages, FusedKernels(storages), count):
-            stack.enter_context(context)
-        return count.run(inputs)
 
 
 class _Segment(NamedTuple):
@@ -108,31 +69,35 @@ class _Segment(NamedTuple):
     entries: list[Entry]
     freed: frozenset[int]
 
-    def closed(self) -> Unit:
-        """Return its unit, with what is saved now."""
-        late = self.unit.late
-        if late is not None:
-            late = {**late, **alive(self.entries, self.freed)}
-        return replace(self.unit, saved={**self.unit.saved, **alive(self.entries)}, late=late)
 
+class ForwardCounter(BlockReplay):
+    """Counts a shard's forward on the meta device: computed blocks are measured, equal ones are like them.
 
-class _Count(BlockReplay):
-    """Counts a forward: computed blocks are measured, equal ones are like them."""
+    Args:
+        shard: on the meta device, sharded, in training mode, in the precision of the run; its region has begun.
+        elements: paths of its blocks in forward order.
+        equal: blocks that are.
+        encoder: place of the encoder among the elements.
+        quantized: weights of the shard that are stored otherwise.
+        save: what recomputed blocks keep (``activation_checkpointing.save``).
+        every: of how many blocks one is recomputed.
+    """
 
     def __init__(
         self,
         shard: nn.Module,
         elements: Sequence[str],
         equal: Sequence[EqualBlocks],
-        storages: Storages,
         encoder: int | None,
+        quantized: Sequence[torch.Tensor],
         save: tuple[str, ...],
         every: int,
     ) -> None:
         super().__init__(shard, equal)
         self._recomputed = {id(layer) for layer in recomputed_layers(shard, every)}
         self._save = save
-        self._shard, self._storages, self._encoder = shard, storages, encoder
+        self._shard, self._encoder = shard, encoder
+        self._storages = storages = Storages([p for p in shard.parameters() if not p.requires_grad], quantized)
         self._places: dict[int, list[int]] = {}
         for place, path in enumerate(elements):
             self._places.setdefault(id(shard.get_submodule(path)), []).append(place)
@@ -155,7 +120,21 @@ class _Count(BlockReplay):
         self._renumbered: dict[int, int] = {}
         self._start = self._base = 0  # bytes that lived when the forward began, and behind the last block
 
-    def run(self, inputs: dict[str, Any]) -> ForwardCount:
+    def count(self, inputs: dict[str, Any]) -> ForwardCount:
+        """Run the forward, and count.
+
+        Args:
+            inputs: on the meta device, with labels.
+
+        Raises:
+            Exception: whatever the forward raises where it does not run on the meta device.
+        """
+        kernels = FusedKernels(self._storages)
+        with warnings.catch_warnings(), kept(), torch.enable_grad(), autocast_on_meta(), self._storages, kernels, self:
+            warnings.simplefilter("ignore")
+            return self._run(inputs)
+
+    def _run(self, inputs: dict[str, Any]) -> ForwardCount:
         storages = self._storages
         storages.start_operations()
         self._start = storages.reset_peak()
@@ -174,14 +153,21 @@ class _Count(BlockReplay):
             self._end_segment(0, roots)
         self._end_segment(_BEHIND, roots)
         first, *fronts = self._segments
-        units = {place: segment.closed() for place, segment in self._segments.items()}
+        units = {}
+        for place, (unit, entries, freed) in self._segments.items():
+            late = None if unit.late is None else {**unit.late, **alive(entries, freed)}
+            units[place] = replace(unit, saved={**unit.saved, **alive(entries)}, late=late)
         found = {**self._found, **({self._encoder: units[self._encoder]} if self._encoder in fronts else {})}
         between = {
             place: unit
             for place in fronts
             if place not in (self._encoder, _BEHIND) and ((unit := units[place]).saved or unit.operations)
         }
-        after = self._with_backward(units[_BEHIND], roots)
+        after = units[_BEHIND]
+        saved, peak = sum(after.saved.values()), after.forward_peak
+        if roots and self._last:
+            peak = _backward_peak(storages, roots, self._last, self._base + saved, peak + saved)
+        after = replace(after, backward_peak=peak)
         return ForwardCount(found, units[first], after, has_loss, between, self._encoder)
 
     # -- outside of blocks -----------------------------------------------------------------------------------------
@@ -222,14 +208,6 @@ class _Count(BlockReplay):
     def _give(self, tensors: Sequence[torch.Tensor]) -> None:
         self._given += [x.grad_fn for x in tensors if x.grad_fn is not None]
 
-    def _with_backward(self, after: Unit, roots: list[Any]) -> Unit:
-        """Return the modules behind the blocks with the memory of their backward."""
-        if not roots or not self._last:
-            return replace(after, backward_peak=after.forward_peak)
-        saved = sum(after.saved.values())
-        peak = _backward_peak(self._storages, roots, self._last, self._base + saved, after.forward_peak + saved)
-        return replace(after, backward_peak=peak)
-
     # -- blocks ----------------------------------------------------------------------------------------------------
 
     def _call(self, block: nn.Module, group: int, differing: Any, forward: Any, args: Any, kwargs: Any) -> Any:
@@ -242,11 +220,8 @@ class _Count(BlockReplay):
             self._end_segment(place, given)
         self._give(given)
 
-        def measured(*args: Any, **kwargs: Any) -> Any:
-            return self._measure(block, forward, args, kwargs)
-
         self._unit = None
-        out = super()._call(block, group, differing, measured, args, kwargs)
+        out = super()._call(block, group, differing, partial(self._measure, forward), args, kwargs)
         unit: Unit | None = self._unit
         if unit is not None:
             plain = not isinstance(self._shard, PreTrainedModel)
@@ -261,16 +236,60 @@ class _Count(BlockReplay):
         self._base = self._storages.reset_peak()
         return out
 
-    def _measure(self, block: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        outside, self._first_inside = self._saved.take(), self._storages.count
+    def _measure(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a block forward and backward; return what it returned, of which no graph is left."""
+        storages, saved_storages = self._storages, self._saved
+        outside, self._first_inside = saved_storages.take(), storages.count
+        operations_outside, storages.operations = storages.operations, None
+        copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # argument -> leaf, and what the block is given
+
+        def enter(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad or not tensor.is_meta:
+                return tensor
+            if id(tensor) not in copies:
+                leaf = tensor.detach().requires_grad_()
+                inside = leaf.clone()  # which the block may write into
+                saved_storages.enter(inside, tensor)
+                copies[id(tensor)] = leaf, inside
+            return copies[id(tensor)][1]
+
+        args, kwargs = tree_map_only(torch.Tensor, enter, (args, kwargs))
+        given = saved_storages.numbered(tensors_in((args, kwargs)))
+        operations = storages.start_operations()
+        start = storages.reset_peak()
         self._inside_a_block = True
         try:
-            unit, out = _measure_block(forward, args, kwargs, self._storages, self._saved, self._save)
+            with remembered(storages, saved_storages, self._save) as kept_sizes:
+                out = forward(*args, **kwargs)
         finally:
             self._inside_a_block = False
-        self._saved.put(outside)
-        self._unit = unit
-        return out
+        storages.operations, (last, before_last) = None, saved_storages.last
+        entries = saved_storages.take()
+        saved = alive(entries)
+        held = sum(size for number, size in saved.items() if number not in given)
+        forward_peak = storages.peak - start - held
+        leaves = [leaf for leaf, _ in copies.values()]
+        made = [x for x in tensors_in(_values_of(out)) if x.requires_grad]
+        outputs = saved_storages.numbered(made)
+        halves = backward_halves(made, leaves)
+        late = alive(entries, {sequence_number(node) for node in halves.freed}) if halves.rest else None
+        calls = collectives_of(made, [inside for _, inside in copies.values()], last=last)
+        held += start + sum(outputs.values())
+        backward_peak = _backward_peak(storages, made, leaves, held, sum(saved.values())) if made and leaves else 0
+        storages.operations = operations_outside
+        saved_storages.put(outside)
+
+        def is_kept(operation: Operation) -> bool:
+            return ("attention" if operation.attention else "matmuls" if operation.flops else "") in self._save
+
+        beside = {number: size for number, size in kept_sizes.items() if number not in given}
+        again = [operation for operation in operations[:before_last] if not is_kept(operation)]
+        peaks = max(forward_peak, 0), backward_peak
+        self._unit = Unit(
+            *(saved, late, halves.apart, halves.gradients, given, beside, outputs, *peaks, operations, again, calls),
+            sends_again="collectives" not in self._save,
+        )
+        return tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), out)
 
     # -- replay ----------------------------------------------------------------------------------------------------
 
@@ -314,68 +333,6 @@ class _Kept(NamedTuple):
     before: list[int]
     own: int
     first: int
-
-
-def _measure_block(
-    forward: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    storages: Storages,
-    saved_storages: SavedStorages,
-    save: tuple[str, ...],
-) -> tuple[Unit, Any]:
-    """Run a block forward and backward.
-
-    Args:
-        forward: of the block; on the meta device, inside of ``storages``.
-        saved_storages: of the hooks that are on; it has no entries.
-        save: what a recomputed block keeps.
-
-    Returns:
-        The unit, and what the block returned, of which no graph is left.
-    """
-    operations_outside, storages.operations = storages.operations, None
-    copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # argument -> leaf, and what the block is given
-
-    def enter(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.requires_grad or not tensor.is_meta:
-            return tensor
-        if id(tensor) not in copies:
-            leaf = tensor.detach().requires_grad_()
-            inside = leaf.clone()  # which the block may write into
-            saved_storages.enter(inside, tensor)
-            copies[id(tensor)] = leaf, inside
-        return copies[id(tensor)][1]
-
-    args, kwargs = tree_map_only(torch.Tensor, enter, (args, kwargs))
-    given = saved_storages.numbered(tensors_in((args, kwargs)))
-    operations = storages.start_operations()
-    start = storages.reset_peak()
-    with remembered(storages, saved_storages, save) as kept_sizes:
-        out = forward(*args, **kwargs)
-    storages.operations, (last, before_last) = None, saved_storages.last
-    entries = saved_storages.take()
-    saved = alive(entries)
-    held = sum(size for number, size in saved.items() if number not in given)
-    forward_peak = storages.peak - start - held
-    leaves = [leaf for leaf, _ in copies.values()]
-    made = [x for x in tensors_in(_values_of(out)) if x.requires_grad]
-    outputs = saved_storages.numbered(made)
-    halves = backward_halves(made, leaves)
-    late = alive(entries, {sequence_number(node) for node in halves.freed}) if halves.rest else None
-    calls = collectives_of(made, [inside for _, inside in copies.values()], last=last)
-    held += start + sum(outputs.values())
-    backward_peak = _backward_peak(storages, made, leaves, held, sum(saved.values())) if made and leaves else 0
-    storages.operations = operations_outside
-    peaks = max(forward_peak, 0), backward_peak
-    beside = {number: size for number, size in kept_sizes.items() if number not in given}
-    again = [operation for operation in operations[:before_last] if not is_kept(operation, save)]
-    sends_again = "collectives" not in save
-    unit = Unit(
-        *(saved, late, halves.apart, halves.gradients, given, beside, outputs, *peaks, operations, again, calls),
-        sends_again=sends_again,
-    )
-    return unit, tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), out)
 
 
 def _backward_peak(

@@ -187,7 +187,6 @@ class Estimate:
         flops: of the model in a step, without what is computed again.
         mfu: part of the GPUs' peak, 0 to 1.
         tokens_per_second: of all GPUs.
-        counted: bytes of each rank of the pipeline at its peak, with the reserve, if a rehearsal has counted them.
     """
 
     candidate: Candidate
@@ -199,7 +198,6 @@ class Estimate:
     flops: int = 0
     mfu: float = 0.0
     tokens_per_second: float = 0.0
-    counted: tuple[int, ...] = ()
 
     @property
     def peak(self) -> RankMemory:
@@ -218,5 +216,4 @@ class Estimate:
             "model_flops": self.flops,
             "mfu": self.mfu,
             "tokens_per_second": self.tokens_per_second,
-            **({"memory_counted": [*self.counted]} if self.counted else {}),
         }

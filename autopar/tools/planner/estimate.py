@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from autopar.config import ParallelConfig
 from autopar.pipeline_parallel.schedule import Action, make_schedule
 from autopar.plan.stages import StagePlan
-from autopar.tools.planner.bubbles import ActivationBytes, Played, State, most_kept, peak_of, play, states_of, step_time
 from autopar.tools.planner.candidate import Candidate, Estimate, RankMemory, Rows
 from autopar.tools.planner.hardware import Gpu
 from autopar.tools.planner.model_states import RankBytes
@@ -60,7 +60,10 @@ class Estimator:
         Raises:
             AutoparError: the sizes do not fit the model, or it does not run on the meta device.
         """
-        pairs = zip(self._states(candidate), self._peaks(candidate), strict=True)
+        costs = self._costs(candidate)
+        key = ("peaks", id(costs), candidate.pp, candidate.schedule, _enough(candidate))
+        peaks = self._once(key, lambda: [peak_of(states, costs) for states in self._moments(candidate, costs)])
+        pairs = zip(self._states(candidate), peaks, strict=True)
         return tuple(self._memory(candidate, rank, held, peak) for rank, (held, peak) in enumerate(pairs))
 
     def kept(self, candidate: Candidate, tp: int, cp: int, sharer: int = 0) -> list[int]:
@@ -152,18 +155,12 @@ class Estimator:
 
         return self._once(("costs", rows, c.microbatch, c.checkpointing, c.saves, stages.bounds), make)
 
-    def _peaks(self, candidate: Candidate) -> list[ActivationBytes]:
-        costs = self._costs(candidate)
-        key = ("peaks", id(costs), candidate.pp, candidate.schedule, _enough(candidate))
-        return self._once(key, lambda: [peak_of(states, costs) for states in self._moments(candidate, costs)])
-
     def _moments(self, candidate: Candidate, costs: Sequence[StageCost]) -> list[list[State]]:
         recomputed, enough = tuple(cost.recomputed for cost in costs), _enough(candidate)
         key = ("moments", candidate.pp, candidate.schedule, enough, recomputed)
-        return self._once(key, lambda: [states_of(row, recomputed) for row in self._lists(candidate, enough)])
-
-    def _lists(self, candidate: Candidate, microbatches: int) -> list[list[Action]]:
-        return make_schedule(candidate.schedule, self._stages(candidate).rank_of, microbatches)
+        rank_of = self._stages(candidate).rank_of
+        lists = functools.partial(make_schedule, candidate.schedule, rank_of, enough)
+        return self._once(key, lambda: [states_of(row, recomputed) for row in lists()])
 
     # -- time ------------------------------------------------------------------------------------------------------
 
@@ -179,15 +176,15 @@ class Estimator:
             busy[rank] += sum(cost.time_of(Action(k, 0, 0)) for k in "FB")
         return busy
 
-    def played(self, candidate: Candidate, microbatches: int) -> Played:
-        """Play the candidate's schedule."""
+    def _played(self, candidate: Candidate, microbatches: int) -> float:
+        """Return the seconds of the candidate's schedule with so many micro-batches."""
         costs = self._costs(candidate)
         output = max((cost.output for cost in costs), default=0)
         speed = self.gpu.within if candidate.gpus <= self.gpus_per_node else self.gpu.between
         message = output / (speed * self.gpu.network) + self.gpu.latency if output else 0.0
 
-        def make() -> Played:
-            lists = self._lists(candidate, microbatches)
+        def make() -> float:
+            lists = make_schedule(candidate.schedule, self._stages(candidate).rank_of, microbatches)
             return play(lists, len(costs), lambda action: costs[action.stage].time_of(action), message)
 
         return self._once(("played", replace(candidate, microbatches=microbatches, zero=0)), make)
@@ -195,7 +192,7 @@ class Estimator:
     def estimate(self, candidate: Candidate) -> Estimate:
         """Estimate a candidate. Raises as :meth:`memory`."""
         memory = self.memory(candidate)
-        run, _ = step_time(lambda m: self.played(candidate, m), candidate.microbatches, candidate.pp)
+        run = step_time(lambda m: self._played(candidate, m), candidate.microbatches, candidate.pp)
         behind = self._behind(candidate)
         busy = max(self._busy(candidate)) * candidate.microbatches
         costs = self._costs(candidate)
@@ -296,3 +293,164 @@ class Estimator:
             return self.gpu.within
         beside = max(1, self.gpus_per_node // (candidate.tp * sharers))  # in a node, with a network card each
         return min(self.gpu.within, self.gpu.between * beside)
+
+
+# -- schedules, played with the stages' own times: when actions run, how long ranks and micro-batches wait -------------
+
+
+class ActivationBytes(NamedTuple):
+    """Bytes of a rank's micro-batches at its peak.
+
+    Attributes:
+        activations: with gradients that wait for the second half of a backward.
+    """
+
+    activations: int
+    logits: int
+    work: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self)
+
+
+class State(NamedTuple):
+    """A moment of one rank's list: what runs, and what waits.
+
+    Attributes:
+        waiting: stage, how many of its micro-batches wait for a backward, and how many for its second half.
+    """
+
+    forward: bool
+    stage: int
+    waiting: tuple[tuple[int, int, int], ...]
+
+
+def states_of(actions: Sequence[Action], recomputed: Sequence[bool]) -> list[State]:
+    """Return the moments of one rank's list that may need most: in no other one the same runs and more waits.
+
+    Args:
+        recomputed: of each stage, whether the first half of a backward is all of it.
+    """
+    waiting: dict[int, int] = {}
+    late: dict[int, int] = {}
+    found: dict[tuple[bool, int], list[State]] = {}
+    for kind, stage, _ in actions:
+        if kind == "F":
+            waiting[stage] = waiting.get(stage, 0) + 1
+        whole = recomputed[stage]
+        if not (kind == "W" and whole):
+            row = tuple((s, number, late.get(s, 0)) for s, number in waiting.items())
+            alike = found.setdefault((kind == "F", stage), [])
+            if not any(_covers(other.waiting, row) for other in alike):
+                alike[:] = [other for other in alike if not _covers(row, other.waiting)]
+                alike.append(State(kind == "F", stage, row))
+        if kind == "W":
+            late[stage] = late.get(stage, 0) - (not whole)
+        elif kind != "F":
+            waiting[stage] -= 1
+            late[stage] = late.get(stage, 0) + (kind == "I" and not whole)
+    return [state for alike in found.values() for state in alike]
+
+
+def _covers(row: Sequence[tuple[int, int, int]], other: Sequence[tuple[int, int, int]]) -> bool:
+    """Return whether of each stage as much waits in ``row``; both are of one list, so their stages have one order."""
+    pairs = zip(row, other, strict=False)
+    return len(row) >= len(other) and all(full >= f and late >= la for (_, full, late), (_, f, la) in pairs)
+
+
+def peak_of(states: Sequence[State], costs: Sequence[StageCost]) -> ActivationBytes:
+    """Return the most that the micro-batches of one rank need at one time."""
+    most = ActivationBytes(0, 0, 0)
+    for state in states:
+        logits = sum(costs[s].logits * full + costs[s].late_logits * late for s, full, late in state.waiting)
+        every = _kept(state, costs) + sum(costs[s].gradients * late for s, _, late in state.waiting)
+        work = costs[state.stage].forward_work if state.forward else costs[state.stage].backward_work
+        if every + work > most.total:
+            most = ActivationBytes(every - logits, logits, work)
+    return most
+
+
+def most_kept(states: Sequence[State], costs: Sequence[StageCost]) -> int:
+    """Return the most bytes that wait for backwards at one time."""
+    return max((_kept(state, costs) for state in states), default=0)
+
+
+def _kept(state: State, costs: Sequence[StageCost]) -> int:
+    return sum(costs[s].kept * full + costs[s].late * late for s, full, late in state.waiting)
+
+
+def play(
+    lists: Sequence[Sequence[Action]],
+    stages: int,
+    time_of: Callable[[Action], float],
+    message: float = 0.0,
+) -> float:
+    """Return the time of a schedule that runs as in the engine: in order, an action waits until its inputs are there.
+
+    Args:
+        lists: of :func:`~autopar.pipeline_parallel.schedule.make_schedule`, one a rank.
+        time_of: how long an action takes.
+        message: how long a message between two ranks takes.
+
+    Raises:
+        ValueError: the lists cannot be run: all ranks wait.
+    """
+    ends: dict[Action, float] = {}
+    rank_of = {action.stage: rank for rank, row in enumerate(lists) for action in row}
+    done = [0] * len(lists)
+    free = [0.0] * len(lists)
+    left = sum(map(len, lists))
+    while left:
+        before = left
+        for rank, row in enumerate(lists):
+            while done[rank] < len(row):
+                action = row[done[rank]]
+                due = _due(action, ends, stages, rank_of, message)
+                if due is None:
+                    break
+                free[rank] = ends[action] = max(free[rank], due) + time_of(action)
+                done[rank] += 1
+                left -= 1
+        if left == before:
+            raise ValueError(f"the schedule cannot be run: {left} actions wait for each other")
+    return max(free)
+
+
+def _due(
+    action: Action, ends: dict[Action, float], stages: int, rank_of: dict[int, int], message: float
+) -> float | None:
+    """From when an action's inputs are there; None if one is not made yet."""
+    kind, stage, m = action
+    if kind == "F":
+        if stage == 0:
+            return 0.0
+        return _arrival(ends.get(Action("F", stage - 1, m)), rank_of[stage - 1] != rank_of[stage], message)
+    if kind == "W":
+        return ends.get(Action("I", stage, m))
+    forward = ends.get(Action("F", stage, m))
+    if forward is None or stage == stages - 1:
+        return forward
+    sent = ends.get(Action("I", stage + 1, m), ends.get(Action("B", stage + 1, m)))
+    gradient = _arrival(sent, rank_of[stage + 1] != rank_of[stage], message)
+    return None if gradient is None else max(forward, gradient)
+
+
+def _arrival(sent: float | None, travels: bool, message: float) -> float | None:
+    return sent if sent is None or not travels else sent + message
+
+
+def step_time(time_with: Callable[[int], float], microbatches: int, ranks: int) -> float:
+    """Return the time of a schedule with many micro-batches.
+
+    From some number on each further round of ``ranks`` micro-batches takes as long as the last one: so many are played.
+
+    Args:
+        time_with: returns the time of the schedule with a number of micro-batches.
+    """
+    few = 4 * ranks + microbatches % ranks
+    if microbatches <= few + 2 * ranks:
+        return time_with(microbatches)
+    short, longer = time_with(few), time_with(few + ranks)
+    return short + (microbatches - few) // ranks * (longer - short)

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -42,22 +43,6 @@ class Gpu:
         """Return the operations a second of products in a precision."""
         return self.flops_fp32 if precision == "fp32" else self.flops
 
-    def with_own(self, memory: float | None, tflops: float | None, bandwidth: float | None) -> Gpu:
-        """Return the same with other figures: GB, TFLOP/s of products in half precision, GB/s of the memory.
-
-        Raises:
-            ConfigError: a figure is not above 0.
-        """
-        for name, value in (("gpu-memory", memory), ("tflops", tflops), ("bandwidth", bandwidth)):
-            if value is not None and value <= 0:
-                raise ConfigError(f"{name} must be above 0, not {value:g}")
-        return replace(
-            self,
-            memory=self.memory if memory is None else memory * 1e9,
-            flops=self.flops if tflops is None else tflops * 1e12,
-            bandwidth=self.bandwidth if bandwidth is None else bandwidth * 1e9,
-        )
-
 
 _FILE = Path(__file__).with_name("gpus.yaml")
 _UNITS = {"memory": 1e9, "tflops": 1e12, "tflops_fp32": 1e12, "bandwidth": 1e9, "within": 1e9, "between": 1e9}
@@ -77,7 +62,10 @@ def gpu_of(device: str) -> Gpu | None:
 def find_gpu(
     name: str, gigabytes: float | None = None, tflops: float | None = None, bandwidth: float | None = None
 ) -> Gpu:
-    """Return a GPU by its name, with figures of one's own where they are given (:meth:`Gpu.with_own`).
+    """Return a GPU by its name, with other figures where they are given.
+
+    Args:
+        gigabytes, bandwidth: of the memory, GB and GB/s; ``tflops``: TFLOP/s of products in half precision.
 
     Raises:
         ConfigError: the name is not known, or a figure is none.
@@ -87,4 +75,10 @@ def find_gpu(
             f"gpu={name!r} is not known.{nearest(name, GPUS)} Known: {', '.join(GPUS)}. For another one take "
             "the nearest, with --gpu-memory, --tflops and --bandwidth of its data sheet"
         )
-    return GPUS[name].with_own(gigabytes, tflops, bandwidth)
+    known = GPUS[name]
+    own = {"memory": (gigabytes, 1e9), "flops": (tflops, 1e12), "bandwidth": (bandwidth, 1e9)}
+    for option, (value, _) in zip(("gpu-memory", "tflops", "bandwidth"), own.values(), strict=True):
+        if value is not None and value <= 0:
+            raise ConfigError(f"{option} must be above 0, not {value:g}")
+    figures: dict[str, Any] = {key: value * unit for key, (value, unit) in own.items() if value is not None}
+    return replace(known, **figures)

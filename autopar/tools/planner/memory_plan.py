@@ -1,28 +1,23 @@
-"""``plan_memory``: the memory that a configuration needs on every rank, before it is run; and what was allocated."""
+"""``plan_memory``: the memory that a configuration needs on every rank, before it is run."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from autopar.config import ParallelConfig
-from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.plan.plan import Plan
-from autopar.plan.plan import held as count
-from autopar.plan.stages import StagePlan
 from autopar.policy.schema import Policy
 from autopar.quantized.layers import as_plain
 from autopar.tools.planner.candidate import Candidate, RankMemory
 from autopar.tools.planner.estimate import Estimator
 from autopar.tools.planner.hardware import GPUS
-from autopar.tools.planner.model_states import ModelStates, RankBytes
+from autopar.tools.planner.model_states import RankBytes
 from autopar.tools.planner.planned_model import PlannedModel
 
 
@@ -46,14 +41,6 @@ class MemoryPlan:
     def peak(self) -> RankMemory:
         """The memory of the rank that holds most."""
         return max(self.stages, key=lambda memory: memory.total)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        ranks = [
-            {"pp": p, "dp": d, "tp": t, **held._asdict(), "kept": self.kept[p, d, t]}
-            for (p, d, t), held in self.ranks.items()
-        ]
-        return {"ranks": ranks, "stages": [{**asdict(memory), "total": memory.total} for memory in self.stages]}
 
     def __str__(self) -> str:
         lines = []
@@ -94,6 +81,8 @@ def plan_memory(
         ConfigError, PolicyError, UnsupportedModelError: as ``initialize``; or the model does not run without data.
     """
     parsed = ParallelConfig.parse(config)
+    if batch < 1:
+        raise ConfigError(f"batch must be at least 1, not {batch}")
     with as_plain(model):
         tp, pp, cp = parsed.tensor_parallel_size, parsed.pipeline_parallel_size, parsed.context_parallel_size
         if gpus is None:
@@ -113,9 +102,12 @@ def plan_memory(
         )
         if parsed.activation_checkpointing:
             planned.check_checkpointing()
-        (count, size), zero = _microbatches(parsed, batch), parsed.zero_stage
+        size, count = parsed.pipeline.microbatch_size, parsed.pipeline.num_microbatches
+        size = min(size or batch, batch) if count is None else -(-batch // min(count, batch))  # of the largest one
+        count = -(-batch // size) if count is None else min(count, batch)
+        again, zero = parsed.activation_checkpointing, parsed.zero_stage
         candidate = Candidate(
-            *(tp, pp, replicas, parsed.pipeline.schedule, size, count, zero, parsed.activation_checkpointing),
+            *(tp, pp, replicas, parsed.pipeline.schedule, size, count, zero, again),
             cp=cp,
             sequence_parallel=parsed.sequence_parallel and tp > 1,
             ep=parsed.expert_parallel_size,
@@ -143,48 +135,3 @@ def _kept(estimator: Estimator, planned: PlannedModel, candidate: Candidate, tp:
         shapes = [[tensor.local_shape(rank) for tensor in plan.tensors.values()] for rank in range(tp + 1)]
         tp = shapes.index(shapes[tp])
     return estimator.kept(candidate, tp, place % candidate.cp, place // candidate.cp)
-
-
-def _microbatches(config: ParallelConfig, batch: int) -> tuple[int, int]:
-    """The number of micro-batches of a replica's batch, and the samples of the largest."""
-    if batch < 1:
-        raise ConfigError(f"batch must be at least 1, not {batch}")
-    size, count = config.pipeline.microbatch_size, config.pipeline.num_microbatches
-    if count is not None:
-        count = min(count, batch)
-        return count, -(-batch // count)
-    size = batch if size is None else min(size, batch)
-    return -(-batch // size), size
-
-
-_KNOWN = {torch.optim.AdamW: "adamw", torch.optim.Adam: "adam", torch.optim.SGD: "sgd"}
-
-
-def planned_bytes(
-    model: nn.Module, inner: nn.Module, plan: Plan, stages: StagePlan, config: ParallelConfig, mpu: MPU, optimizer: Any
-) -> tuple[RankBytes, bool]:
-    """Return what this rank will hold of ``model``, which is whole; and whether the optimizer's state is known."""
-    name = _KNOWN.get(type(optimizer))
-    if name == "sgd" and any(group.get("momentum") for group in optimizer.param_groups):
-        name = "sgd-momentum"
-    place = (mpu.tp.rank, mpu.pp.rank, mpu.dp_cp.rank)
-    with as_plain(model):
-        states = ModelStates(model, inner, plan, name or "sgd")
-        return states.of_rank(stages, config, *place, mpu.dp_cp.size), name is not None
-
-
-def allocated_line(model: nn.Module, planned: tuple[RankBytes, bool], device: torch.device) -> str:
-    """Return planned and allocated bytes of this rank as one line."""
-    held, known = planned
-    weights, buffers = count(model)[1], sum(b.nbytes for b in model.buffers())
-    later = f", gradients {_megabytes(held.gradients)}" + (f", optimizer {_megabytes(held.optimizer)}" if known else "")
-    measured = device.type != "cpu" and hasattr(torch.get_device_module(device), "memory_allocated")
-    used = f"; {_megabytes(torch.get_device_module(device).memory_allocated(device))} of {device}" if measured else ""
-    return (
-        f"planned: weights {_megabytes(held.weights)}, buffers {_megabytes(held.buffers)}{later}; "
-        f"allocated: weights {_megabytes(weights)}, buffers {_megabytes(buffers)}{used}"
-    )
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:,.1f} MB"

@@ -29,15 +29,6 @@ OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
 _STEP = {"adamw": 4, "adam": 4}
 
 
-def check_optimizer_name(name: str) -> None:
-    """Raise ConfigError for an optimizer whose state is not known."""
-    if name not in OPTIMIZERS:
-        raise ConfigError(
-            f"optimizer={name!r}: the state that it keeps is not known.{nearest(name, OPTIMIZERS)} Known: "
-            f"{', '.join(OPTIMIZERS)}"
-        )
-
-
 class RankBytes(NamedTuple):
     """Bytes on one rank.
 
@@ -78,15 +69,13 @@ class ModelStates:
         model: whole, only read; on the meta device it needs no memory.
         inner: the Hugging Face model in it, or itself.
         optimizer: one of :data:`OPTIMIZERS`, over ``model.parameters()``.
-        fp32_gradients: whether gradients of half-precision weights are summed in fp32, as ``execute_pipeline`` does.
     """
 
-    def __init__(
-        self, model: nn.Module, inner: nn.Module, plan: Plan, optimizer: str = "adamw", *, fp32_gradients: bool = True
-    ) -> None:
-        check_optimizer_name(optimizer)
-        self._inner, self.plan = inner, plan
-        self._optimizer, self._fp32_gradients = optimizer, fp32_gradients
+    def __init__(self, model: nn.Module, inner: nn.Module, plan: Plan, optimizer: str = "adamw") -> None:
+        if optimizer not in OPTIMIZERS:
+            known = f"{nearest(optimizer, OPTIMIZERS)} Known: {', '.join(OPTIMIZERS)}"
+            raise ConfigError(f"optimizer={optimizer!r}: the state that it keeps is not known.{known}")
+        self._inner, self.plan, self._optimizer = inner, plan, optimizer
         self._named = dict(model.named_parameters())
         buffers = ((name, b) for name, b in model.named_buffers() if b is not None)
         self._buffers = [(name, tuple(b.shape), b.element_size()) for name, b in buffers]
@@ -133,14 +122,19 @@ class ModelStates:
             expert_weights += size * width if expert else 0
             if not parameter.trained:
                 continue
-            of_gradient = size * (4 if parameter.half and self._fp32_gradients else width)
+            of_gradient = size * (4 if parameter.half else width)  # in execute_pipeline half ones are summed in fp32
             gradients, expert_gradients = gradients + of_gradient, expert_gradients + (of_gradient if expert else 0)
             largest = max(largest, of_gradient if not expert or copies.size > 1 else 0)
             if own:
                 stepped += size
                 optimizer += OPTIMIZERS[self._optimizer] * size * (4 if parameter.half else width)
                 optimizer += _STEP.get(self._optimizer, 0) + (4 * size if parameter.half else 0)
-        buffers = self._bytes_of_buffers(stages, shard, pp)
+        blocks = tuple(f"{path}." for place, path in enumerate(stages.elements) if place != stages.encoder)
+        buffers = sum(
+            prod(self._shape(name, shape, shard)) * width
+            for name, shape, width in self._buffers
+            if not name.startswith(blocks) or name not in stages.tensors or pp in stages.holders(name)
+        )
         facts = (sum(sizes), stepped, largest, expert_weights, expert_gradients)
         host = optimizer if config.zero_optimizer_offload else 0
         return RankBytes(weights, gradients, optimizer - host, buffers, *facts, host)
@@ -189,14 +183,6 @@ class ModelStates:
             planned = self.plan.tensors.get(name)
             self._local[key] = shape if planned is None else planned.local_shape(shard)
         return self._local[key]
-
-    def _bytes_of_buffers(self, stages: StagePlan, shard: int, pp: int) -> int:
-        blocks = tuple(f"{path}." for place, path in enumerate(stages.elements) if place != stages.encoder)
-        return sum(
-            prod(self._shape(name, shape, shard)) * width
-            for name, shape, width in self._buffers
-            if not name.startswith(blocks) or name not in stages.tensors or pp in stages.holders(name)
-        )
 
 
 def _rows(parameter: _Parameter, shape: tuple[int, ...], dp: int, replicas: int) -> int:

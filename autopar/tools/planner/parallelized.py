@@ -38,9 +38,8 @@ def summary(model: nn.Module) -> str:
     held = dict(model.named_parameters())
     entries: list[dict[str, Any]] = []
     for name, tensor in plan.tensors.items():
-        here: Any = held.get(name)
         names = [name, *tensor.aliases]
-        here = next((held[each] for each in names if each in held), None) if here is None else here
+        here: Any = next((held[each] for each in names if each in held), None)
         if here is None and not any(each in stages.tensors for each in names):
             continue
         local = here.to_local() if hasattr(here, "to_local") else here
@@ -71,7 +70,7 @@ def summary(model: nn.Module) -> str:
     elements, size = held_here(model)
     text = [
         f"{plan.model_type} by policy {plan.policy}; {place}",
-        *filter(None, lines(tensors)),
+        *lines(tensors),
         f"this rank: {elements:,} parameters, {size / 1e6:,.1f} MB",
     ]
     if mpu.is_master:

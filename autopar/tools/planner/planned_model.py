@@ -24,12 +24,11 @@ from autopar.errors import ConfigError, UnsupportedModelError, first_line
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan, rank_of_stage
 from autopar.policy.schema import Policy
-from autopar.quantized.layers import StandIn
 from autopar.tensor_parallel import sequence_parallel
 from autopar.tensor_parallel.apply import chunk_head, keep_logits_sharded
 from autopar.tensor_parallel.parallelize import apply
 from autopar.tensor_parallel.regions import Region
-from autopar.tools.planner.activations import count_forward
+from autopar.tools.planner.activations import ForwardCounter
 from autopar.tools.planner.candidate import Candidate, Rows
 from autopar.tools.planner.model_states import ModelStates
 from autopar.tools.planner.stage_costs import ForwardCount
@@ -107,24 +106,6 @@ class PlannedModel:
         """Return the plan for a tensor- and an expert-parallel size. Raises what ``make_plan`` does."""
         return self.plans.tensors(tp, experts=ep)
 
-    def parameters_in_words(self) -> str:
-        """Return how many parameters there are, and how many are trained, in which form the others are, if not all."""
-        parameters = list(self.model.parameters())
-        trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-        whole = sum(parameter.numel() for parameter in parameters)
-        forms = sorted({parameter.kind.form for parameter in parameters if isinstance(parameter, StandIn)})
-        stored = f", others in {' and '.join(forms)}" if forms else ""
-        return f"{whole:,} parameters" + (f", {trained:,} of them trained{stored}" if trained < whole else "")
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether the model has experts that ranks can hold whole."""
-        try:
-            self.plan(1, 2)
-        except ConfigError:
-            return False
-        return True
-
     def stages(self, config: ParallelConfig) -> StagePlan:
         """Return the stages of a configuration. Raises what :func:`~autopar.plan.stages.make_stages` does."""
         pipeline, ranks = config.pipeline, config.pipeline_parallel_size
@@ -164,7 +145,8 @@ class PlannedModel:
             ids: torch.Tensor | None = inputs.get("decoder_input_ids", inputs.get("input_ids"))
             if ids is not None and ids.ndim == 2 and inner.get_output_embeddings() is not None:
                 inputs["labels"] = ids.clone()  # a micro-batch has labels of its own
-            found = count_forward(inner, inputs, elements, shard.equal, encoder, shard.quantized, saves, self._every)
+            counter = ForwardCounter(inner, elements, shard.equal, encoder, shard.quantized, saves, self._every)
+            found = counter.count(inputs)
         except Exception as error:
             raise UnsupportedModelError(
                 f"{type(self.inner).__name__} does not run without data, so what it keeps cannot be counted: "

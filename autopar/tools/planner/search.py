@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from autopar.config.pipeline import SPLIT_BACKWARD
 from autopar.config.sections import SAVED
@@ -36,9 +36,8 @@ class Space:
         zero, checkpointing, schedules: what may be chosen; None: any.
         cp: context-parallel size; None: powers of two, so that each rank has 4,096 rows of a sequence or more.
         sequence_parallel: with it, without it; None: both, where tp is above 1 and cp is 1.
-        by_expert: whether ranks hold whole experts, or a part of each; None: both, where the model
-            has experts.
-        ep: expert-parallel size; None: with whole experts tp, or a multiple of it that replicas share, 64 at most.
+        ep: expert-parallel size; None: 1, and of models with experts tp, or a multiple of it that replicas share, 64
+            at most.
     """
 
     gpus: int
@@ -49,7 +48,6 @@ class Space:
     schedules: Sequence[str] = _SCHEDULES
     cp: int | None = None
     sequence_parallel: bool | None = None
-    by_expert: bool | None = None
     ep: int | None = None
 
     def __post_init__(self) -> None:
@@ -57,9 +55,6 @@ class Space:
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise ConfigError(f"{name.replace('_', '-')} must be at least 1, not {size}")
-        if self.ep is not None and self.by_expert is not None and self.by_expert is not (self.ep > 1):
-            words = "whole experts are on 2 ranks or more" if self.by_expert else "a part of each expert is ep 1"
-            raise ConfigError(f"ep must not be {self.ep}: {words}")
 
     def meshes(self, sequence: int) -> Iterator[Mesh]:
         """Yield all meshes with as many ranks as there are GPUs, for sequences of so many tokens."""
@@ -107,7 +102,7 @@ class Space:
         fitting = [1, *(tp * sharers for sharers in _divisors(dp) if tp * sharers > 1)]
         if self.ep is not None:
             return [ep for ep in fitting if ep == self.ep]
-        return [ep for ep in fitting if ep <= max(tp, _MOST_EP) and self.by_expert in (None, ep > 1)]
+        return [ep for ep in fitting if ep <= max(tp, _MOST_EP)]
 
 
 @dataclass
@@ -116,16 +111,14 @@ class Found:
 
     Attributes:
         best: the fastest that fit, of each mesh with and without checkpointing the fastest one.
-        slower: others that fit and were estimated.
-        bounded: others that fit: a time that they need at least.
+        slower: others that fit: a time that they need at least.
         too_large: meshes of which nothing fits: what needs least memory there.
         refused: meshes that the model does not have, and why.
         tried: number of candidates.
     """
 
     best: list[Estimate] = field(default_factory=list)
-    slower: list[Estimate] = field(default_factory=list)
-    bounded: list[tuple[Candidate, float]] = field(default_factory=list)
+    slower: list[tuple[Candidate, float]] = field(default_factory=list)
     too_large: list[tuple[Candidate, RankMemory]] = field(default_factory=list)
     refused: list[tuple[Mesh, str]] = field(default_factory=list)
     tried: int = 0
@@ -138,8 +131,11 @@ def search(estimator: Estimator, space: Space, count: int = 5) -> Found:
     Raises:
         UnsupportedModelError: the model cannot be counted on any mesh.
     """
-    if space.by_expert is None and space.ep is None and not estimator.model.has_experts:
-        space = replace(space, by_expert=False)
+    if space.ep is None:
+        try:
+            estimator.model.plan(1, 2)
+        except ConfigError:  # no experts that ranks can hold whole
+            space = replace(space, ep=1)
     found = Found()
     fitting: list[tuple[float, int, Candidate]] = []
     for mesh in space.meshes(estimator.model.sequence):
@@ -161,10 +157,11 @@ def search(estimator: Estimator, space: Space, count: int = 5) -> Found:
         estimate = estimator.estimate(candidate)
         if known is None or estimate.time < known.time:
             kinds[kind] = estimate
-    found.bounded = [(candidate, time) for time, _, candidate in sorted(fitting)]
     ranked = sorted(kinds.values(), key=lambda estimate: estimate.time)
     fastest = [with_kept(estimator, estimate) for estimate in ranked[:count]]
-    found.best, found.slower = sorted(fastest, key=lambda estimate: estimate.time), ranked[count:]
+    found.best = sorted(fastest, key=lambda estimate: estimate.time)
+    found.slower = [(estimate.candidate, estimate.time) for estimate in ranked[count:]]
+    found.slower += [(candidate, time) for time, _, candidate in sorted(fitting)]
     return found
 
 
@@ -232,21 +229,8 @@ def _try_mesh(
     if smallest is not None:
         found.too_large.append(smallest[1:])
     else:
-        found.refused.append((mesh, reason or _no_batch(space, mesh)))
-
-
-def _no_batch(space: Space, mesh: Mesh) -> str:
-    tp, cp, pp, dp = mesh
-    if space.sequence_parallel and not space._rows(tp, cp):
-        return f"sequence_parallel needs tp above 1 and cp 1, not tp {tp} and cp {cp}"
-    if not space.experts(tp, dp):
-        wanted = "whole experts" if space.ep is None else f"ep {space.ep}"
-        return f"{wanted} cannot lie on tp {tp} x dp {dp}"
-    if space.global_batch % dp:
-        return f"the global batch of {space.global_batch} does not divide over {dp} replicas"
-    if space.global_batch // dp < pp:
-        return f"{space.global_batch // dp} samples a replica are fewer than {pp} stages"
-    return f"ZeRO stage {space.zero} does not go with pp {pp} x dp {dp}"
+        asked = "the batch, the ZeRO stage, the sequences or the experts that were asked for do not fit"
+        found.refused.append((mesh, reason or asked))
 
 
 def _divisors(number: int) -> list[int]:
@@ -272,22 +256,16 @@ def gigabytes(size: float) -> str:
 def rejected(estimator: Estimator, found: Found) -> Iterator[str]:
     """Yield a line for each mesh that is not among the best, and why."""
     shown = {_mesh(estimate.candidate) for estimate in found.best}
-    for estimate in found.slower:
-        mesh = _mesh(estimate.candidate)
-        if mesh not in shown and found.best:
-            shown.add(mesh)
-            slower = estimate.time / found.best[0].time
-            yield f"{estimate.candidate}: fits, {slower:.2f} times as long"
-    for candidate, least in found.bounded:
+    for candidate, least in found.slower:
         if found.best and _mesh(candidate) not in shown:
             shown.add(_mesh(candidate))
             yield f"{candidate}: fits, at least {least / found.best[0].time:.2f} times as long"
     for candidate, memory in sorted(found.too_large, key=lambda each: each[1].total):
-        lever, moved = "", on_host(candidate, memory)
-        if not found.best and moved.memory.total <= estimator.gpu.memory:
+        lever, (key, left, moved, seconds) = "", on_host(candidate, memory)
+        if not found.best and left.total <= estimator.gpu.memory:
             lever = (
-                f"; fits with zero.{moved.key}: {gigabytes(moved.memory.total)} GB, {gigabytes(moved.moved)} GB in the "
-                f"CPU's memory, and about {moved.seconds:.1f} s more a step"
+                f"; fits with zero.{key}: {gigabytes(left.total)} GB, {gigabytes(moved)} GB in the CPU's memory, and "
+                f"about {seconds:.1f} s more a step"
             )
         yield f"{candidate}: {needs(memory)}{lever}"
     reasons: dict[str, list[str]] = {}
@@ -297,31 +275,20 @@ def rejected(estimator: Estimator, found: Found) -> Iterator[str]:
         yield f"{listed(meshes, 3)}: {reason}"
 
 
-class OnHost(NamedTuple):
-    """Memory and time of a rank whose shards, or whose optimizer, lie in the CPU's memory.
+def on_host(candidate: Candidate, memory: RankMemory) -> tuple[str, RankMemory, int, float]:
+    """Return what moving to the CPU's memory changes: all shards in ZeRO's stages 2 and 3, else the optimizer.
 
-    Attributes:
-        key: of the section ``zero``.
-        memory: of the rank that holds most, on its GPU.
-        moved: bytes in the CPU's memory.
-        seconds: of a step, more than without: what travels, and the step on the CPU.
+    Returns:
+        The key of the section ``zero``, the memory on the GPU that is left, the bytes in the CPU's memory, and the
+        seconds that a step takes longer: what travels, and the step on the CPU.
     """
-
-    key: str
-    memory: RankMemory
-    moved: int
-    seconds: float
-
-
-def on_host(candidate: Candidate, memory: RankMemory) -> OnHost:
-    """Return what moving to the CPU's memory changes: all shards in ZeRO's stages 2 and 3, else the optimizer."""
     least = replace(memory, step=0, optimizer=0)
     if candidate.fully_sharded:  # weights come for each forward and backward, gradients go
         moved = memory.weights + memory.gradients + memory.optimizer
         travel = sum(candidate.exchanges) * memory.weights
-        return OnHost("cpu_offload", replace(least, weights=0, gradients=0), moved, travel / _PCIE + moved / _HOST)
+        return "cpu_offload", replace(least, weights=0, gradients=0), moved, travel / _PCIE + moved / _HOST
     travel = memory.weights + memory.gradients  # gradients go, new weights come
-    return OnHost("optimizer_offload", least, memory.optimizer, travel / _PCIE + memory.optimizer / _HOST)
+    return "optimizer_offload", least, memory.optimizer, travel / _PCIE + memory.optimizer / _HOST
 
 
 def _mesh(candidate: Candidate) -> tuple[int, int, int]:
@@ -365,11 +332,3 @@ def to_json(estimator: Estimator, space: Space, found: Found) -> dict[str, Any]:
         "rejected": list(rejected(estimator, found)),
         "assumptions": assumptions(estimator),
     }
-
-
-def yaml_of(sections: Mapping[str, Any], comments: Sequence[str]) -> str:
-    """Return the file that ``initialize`` reads."""
-    import yaml
-
-    text: str = yaml.safe_dump(sections, sort_keys=False)
-    return "".join(f"# {line}\n" for line in comments) + text

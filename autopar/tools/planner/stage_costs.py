@@ -90,19 +90,14 @@ def collectives_of(
     return found
 
 
-def _statistics(node: Any) -> Collective:
-    """Return the exchange of a loss of sharded logits: three numbers of each token, and the width of the shard."""
-    [of] = input_metadata(node)  # [tokens]
-    chunked = "Chunked" in node.name()
-    axis = node.shards.axis if chunked else node.axis
-    kinds = 4 if (node.smoothing if chunked else node.label_smoothing) else 3
-    size = axis.size * (kinds * prod(of.shape) + 1) * of.dtype.itemsize
-    return Collective("all_gather", size, backward=False, axis=axis.name)
-
-
 def _calls(node: Any) -> Iterator[Collective]:
-    if node.name() in _LOSSES:
-        yield _statistics(node)
+    if node.name() in _LOSSES:  # of sharded logits: three numbers of each token, and the width of the shard
+        [of] = input_metadata(node)  # [tokens]
+        chunked = "Chunked" in node.name()
+        over = node.shards.axis if chunked else node.axis
+        kinds = 4 if (node.smoothing if chunked else node.label_smoothing) else 3
+        size = over.size * (kinds * prod(of.shape) + 1) * of.dtype.itemsize
+        yield Collective("all_gather", size, backward=False, axis=over.name)
     if node.name() == "_SumRowsBackward":  # gradients of a block's parameters that work on rows: at once by dtype
         widths = [(of.dtype.itemsize, prod(of.shape) * of.dtype.itemsize) for of in input_metadata(node)]
         for width in {width for width, _ in widths}:
@@ -161,11 +156,6 @@ class Unit:
     collectives: Sequence[Collective] = ()
     sends_again: bool = True
     recomputed: bool = False
-
-    @property
-    def output(self) -> int:
-        """Bytes of what it returns."""
-        return sum(self.outputs.values())
 
     def followed_by(self, other: Unit) -> Unit:
         """Return both as one."""
@@ -402,7 +392,7 @@ class _Memory:
             held += self.own[-1]
             recomputed = sum(size for key, size in unit.saved.items() if key not in known) if again else 0
             # Without gradients, as the first forward of a recomputed block is, less than this is alive.
-            forward = max(forward, held + (unit.output if again else 0) + unit.forward_peak)
+            forward = max(forward, held + (sum(unit.outputs.values()) if again else 0) + unit.forward_peak)
             backward = max(backward, held + recomputed + unit.backward_peak)
         self.forward_work = max(forward - held, 0)
         self.backward_work = max(backward - held, 0)

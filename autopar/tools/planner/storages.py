@@ -89,15 +89,11 @@ class Storages(TensorTracking):
         """Return whether a storage, by its key, has a number."""
         return key in self._numbers
 
-    def bytes(self, tensor: torch.Tensor) -> int:
-        """Return the bytes of a tensor's whole storage."""
-        return int(tensor.untyped_storage().nbytes())
-
     def resized(self, tensor: torch.Tensor) -> None:
         """Count a tensor's storage anew, whose size has changed: FSDP2 frees the weights that it has gathered so."""
         key = storage_key(tensor)
         if key in self._sizes:
-            self._count(key, self.bytes(tensor) - self._sizes[key])
+            self._count(key, tensor.untyped_storage().nbytes() - self._sizes[key])
 
     def _count(self, key: int, more: int) -> None:
         self._sizes[key] = self._sizes.get(key, 0) + more
@@ -229,7 +225,7 @@ class SavedStorages:
         if self.is_weight(tensor) or not tensor.is_meta:
             return tensor
         saved = _Saved(tensor)
-        entry = Entry(weakref.ref(saved), self.number(tensor), self._storages.bytes(tensor), node)
+        entry = Entry(weakref.ref(saved), self.number(tensor), tensor.untyped_storage().nbytes(), node)
         self._entries.append(entry)
         return saved
 
@@ -263,7 +259,7 @@ class SavedStorages:
 
     def numbered(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
         """Return number and bytes of each storage among tensors that are not weights."""
-        return {self.number(x): self._storages.bytes(x) for x in tensors if x.is_meta and not self.is_weight(x)}
+        return {self.number(x): x.untyped_storage().nbytes() for x in tensors if x.is_meta and not self.is_weight(x)}
 
 
 def alive(entries: Iterable[Entry], freed: Collection[int] = ()) -> dict[int, int]:

@@ -9,8 +9,14 @@ from __future__ import annotations
 
 import functools
 import math
+import pickle
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from multiprocessing.sharedctypes import RawArray
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +27,6 @@ from autopar.distributed.trace import Call, Group
 from autopar.foreign.c10d import Operator, done, tensors_in
 from autopar.foreign.fake_world import FakeWork
 from autopar.plan.plan import Plan
-from autopar.tools.rehearsal.links import LeftAloneError, Links, packed, unpacked
 
 _FEW = 8  # places of tensor-parallel, context-parallel and data-parallel ranks, all of which are rehearsed
 
@@ -99,29 +104,26 @@ def check_sizes(call: Call, place: int, out: Sequence[torch.Tensor], given: Sequ
     Raises:
         ValueError: they do not fit; with both numbers.
     """
-    members = len(call.group.ranks)
-
-    def refuse(wrong: str) -> None:
-        raise ValueError(f"{call} {wrong}: {call.where}")
-
+    members, wrong = len(call.group.ranks), ""
     splits = zip(("sends", "receives"), call.splits, (given, out), strict=False) if call.kind == "all_to_all" else ()
     for name, rows, tensors in splits:
         if len(tensors) > 1 and len(tensors) != members:
-            refuse(f"{name} {len(tensors)} tensors, and the group has {members} ranks")
+            wrong = f"{name} {len(tensors)} tensors, and the group has {members} ranks"
         if len(tensors) == 1 and tensors[0].ndim and sum(rows) != len(tensors[0]):
-            refuse(f"{name} {len(tensors[0])} rows, and they are split into {list(rows)}")
+            wrong = f"{name} {len(tensors[0])} rows, and they are split into {list(rows)}"
     of_all = {"all_gather": out, "reduce_scatter": given, "gather": out, "scatter": given}.get(call.kind, ())
     own = given if of_all is out else out
-    if not of_all or not own:
-        return  # it sends nothing of all, or is not the root
-    if len(of_all) == len(own) and call.kind in ("all_gather", "reduce_scatter"):  # all ranks' in one tensor
-        for whole, part in zip(of_all, own, strict=True):
+    if of_all and own:  # else it sends nothing of all, or is not the root
+        in_one = len(of_all) == len(own) and call.kind in ("all_gather", "reduce_scatter")  # all ranks' in one tensor
+        for whole, part in zip(of_all, own, strict=True) if in_one else ():
             if whole.numel() != members * part.numel():
-                refuse(f"has {whole.numel()} elements where {members} ranks have {part.numel()} each")
-    elif len(of_all) != members * len(own):
-        refuse(f"has {len(of_all)} tensors, and the group has {members} ranks")
-    elif of_all[place].numel() != own[0].numel():
-        refuse(f"has {of_all[place].numel()} elements for itself, and its own are {own[0].numel()}")
+                wrong = f"has {whole.numel()} elements where {members} ranks have {part.numel()} each"
+        if not in_one and len(of_all) != members * len(own):
+            wrong = f"has {len(of_all)} tensors, and the group has {members} ranks"
+        elif not in_one and of_all[place].numel() != own[0].numel():
+            wrong = f"has {of_all[place].numel()} elements for itself, and its own are {own[0].numel()}"
+    if wrong:
+        raise ValueError(f"{call} {wrong}: {call.where}")
 
 
 Members = list[list[torch.Tensor]]
@@ -325,25 +327,174 @@ class Answers:
             given = list(given[0].split(list(call.splits[0])))
         if call.kind in ("broadcast", "scatter") and ranks[call.peer] in {*self._cast} - {self._rank}:
             given = []  # what is there before
-        everyone = self._everyone(ranks, key, given)
-        members = [everyone[self._who(rank)] for rank in ranks]
-        if call.kind in ("broadcast", "scatter"):
-            self._of_root(call, given, members)
-        carry(call, ranks.index(self._rank), out, members)
-
-    def _of_root(self, call: Call, given: list[torch.Tensor], members: Members) -> None:
-        """Keep what this rank gives as the root; put what another one gave, if it is not in this cast, in its place."""
-        turn = self._turns[call.group] = self._turns.get(call.group, 0) + 1
-        root = call.group.ranks[call.peer]
-        if root == self._rank:
-            self.told.given[call.group, turn] = packed(given)
-        elif root not in self._cast and root in self._earlier:
-            members[call.peer] = unpacked(self._earlier[root].given.get((call.group, turn), []))
-
-    def _everyone(self, ranks: Sequence[int], key: Any, given: list[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
-        """Exchange what each process of the cast gives that stands for one of these ranks."""
+        # Exchange what each process of the cast gives that stands for one of these ranks.
         others = {self._who(rank) for rank in ranks} - {self._rank}
         turn = self._counts[key] = self._counts.get(key, 0) + 1
         for other in others:
             self._links.send(other, (key, turn), given)
-        return {self._rank: given, **{other: self._links.receive(other, (key, turn)) for other in others}}
+        everyone = {self._rank: given, **{other: self._links.receive(other, (key, turn)) for other in others}}
+        members = [everyone[self._who(rank)] for rank in ranks]
+        if call.kind in (
+            "broadcast",
+            "scatter",
+        ):  # keep what this rank gives as the root; take what an earlier one gave
+            turn = self._turns[call.group] = self._turns.get(call.group, 0) + 1
+            root = ranks[call.peer]
+            if root == self._rank:
+                self.told.given[call.group, turn] = packed(given)
+            elif root not in self._cast and root in self._earlier:
+                members[call.peer] = unpacked(self._earlier[root].given.get((call.group, turn), []))
+        carry(call, ranks.index(self._rank), out, members)
+
+
+# -- messages between the processes, and how one finds out that they wait for each other for ever ----------------------
+
+
+class Standstill:
+    """Counts of messages, and who waits, in memory that forks share: whether all processes wait for each other.
+
+    Each process writes its own numbers: a message that it sends before it does, one that it takes once it goes on.
+
+    Args:
+        ranks: one for each process.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._places = {rank: place for place, rank in enumerate(ranks)}
+        self._sent, self._taken, self._waiting = (RawArray("q", len(ranks)) for _ in range(3))
+
+    def sends(self, rank: int) -> None:
+        """Count a message before it is sent."""
+        self._sent[self._places[rank]] += 1
+
+    def takes(self, rank: int) -> None:
+        """Count a message after its arrival."""
+        self._taken[self._places[rank]] += 1
+
+    @contextmanager
+    def waits(self, rank: int) -> Iterator[None]:
+        """Wait inside for a message, or for the end of the others, with nothing else to do."""
+        self._waiting[self._places[rank]] = True
+        try:
+            yield
+        finally:
+            self._waiting[self._places[rank]] = False
+
+    def holds(self) -> bool:
+        """Return whether all wait and no message is on its way: the counts are equal, and stay what they were.
+
+        A process that began to work in between would have taken a message (Mattern, "Algorithms for distributed
+        termination detection", 1987).
+        """
+        before = [*self._sent, *self._taken]
+        still = all(self._waiting) and sum(self._sent) == sum(self._taken)
+        return still and before == [*self._sent, *self._taken]
+
+
+_WAIT = 180.0  # seconds for another process
+_LOOK = 0.5  # seconds until a process that waits looks whether all do
+_END = "end"
+
+
+class LeftAloneError(BaseException):
+    """The rank waits for one whose program has ended, or that waits for it; no part of the program may catch it."""
+
+
+class Links:
+    """A process's connections to the others of its cast, from which a thread takes all that comes: no sender waits.
+
+    Args:
+        rank: this one.
+        links: a connection to each of the others.
+        standstill: of the cast.
+    """
+
+    def __init__(self, rank: int, links: Mapping[int, Connection], standstill: Standstill) -> None:
+        self._rank, self._links, self._standstill = rank, links, standstill
+        self._early: dict[tuple[int, Any], list[Any]] = {}
+        self._ended: set[int] = set()
+        self._arrived: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
+        if links:
+            Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        origins = {link: rank for rank, link in self._links.items()}
+        while True:
+            for link in wait([*origins]):
+                self._arrived.put((origins[link], link.recv_bytes()))  # type: ignore[index, union-attr]
+
+    def send(self, to: int, key: Any, value: Any) -> None:
+        """Send a value, which the other one receives by the same key; also to this process itself."""
+        if to == self._rank:
+            self._early.setdefault((to, key), []).append(pickle.loads(pickle.dumps(packed(value))))
+            return
+        self._standstill.sends(self._rank)
+        self._links[to].send_bytes(pickle.dumps((key, packed(value))))
+
+    def receive(self, origin: int, key: Any) -> Any:
+        """Return what was sent by this key, the first of several first.
+
+        Raises:
+            LeftAloneError: it never comes.
+        """
+        waiting, until = self._early.setdefault((origin, key), []), time.monotonic() + _WAIT
+        while not waiting:
+            if origin in self._ended or origin == self._rank:
+                raise LeftAloneError
+            with self._standstill.waits(self._rank):
+                arrived = self._next(_LOOK)
+                if arrived is None and self._standstill.holds():
+                    raise LeftAloneError
+            if arrived is not None:
+                self._take(*arrived)
+            elif time.monotonic() > until:
+                raise RuntimeError(f"Timed out waiting: rank {origin} sends nothing for {key} in {_WAIT:g} s")
+        return unpacked(waiting.pop(0))
+
+    def tell_end(self) -> None:
+        """Tell the others that this rank's program has ended."""
+        for rank in self._links:
+            self.send(rank, _END, None)
+
+    def drain(self) -> None:
+        """Take what the others send until their programs have ended, too."""
+        with self._standstill.waits(self._rank):
+            while self._ended < {*self._links} and (arrived := self._next(_WAIT)):
+                self._take(*arrived)
+
+    def _next(self, seconds: float) -> tuple[int, bytes] | None:
+        try:
+            return self._arrived.get(timeout=seconds)
+        except Empty:
+            return None
+
+    def _take(self, origin: int, data: bytes) -> None:
+        key, value = pickle.loads(data)
+        self._early.setdefault((origin, key), []).append(value)
+        self._standstill.takes(self._rank)
+        if key == _END:
+            self._ended.add(origin)
+
+
+def packed(value: Any) -> Any:
+    """Return plain data as it is, an array as its bytes, a tensor without memory as its shape."""
+    if isinstance(value, list):
+        return [packed(each) for each in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.is_meta:
+        return (tuple(value.shape), value.dtype)
+    return value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), tuple(value.shape), value.dtype
+
+
+def unpacked(value: Any) -> Any:
+    """Undo :func:`packed`."""
+    if isinstance(value, list):
+        return [unpacked(each) for each in value]
+    if not isinstance(value, tuple):
+        return value
+    if len(value) == 2:
+        return torch.empty(value[0], dtype=value[1], device="meta")
+    data, shape, dtype = value
+    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return flat.view(dtype).view(shape)

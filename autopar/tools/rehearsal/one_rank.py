@@ -39,9 +39,8 @@ from autopar.errors import ConfigError
 from autopar.foreign.fake_world import FakeWork, World, fake_world, without_data
 from autopar.foreign.patches import load
 from autopar.tools.planner.hardware import Gpu
-from autopar.tools.rehearsal.cast import Answers, Told
-from autopar.tools.rehearsal.links import LeftAloneError, Links, Standstill
-from autopar.tools.rehearsal.work import Held, Work, WorkCount
+from autopar.tools.rehearsal.cast import Answers, LeftAloneError, Links, Standstill, Told
+from autopar.tools.rehearsal.timeline import Held, Work, WorkCount
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer of a model's parameters."""
@@ -58,7 +57,6 @@ class Rehearsed(NamedTuple):
         work: before each of them; none without a GPU whose speeds say how long that takes.
         after: work between the step's last call and its end.
         held: bytes in the training step.
-        written: bytes of its files, in the save that writes most.
         told: what it told other ranks.
         waited: the number of each message that is received -> of the call before which it is waited for.
         stands_at: the number of the call in which it waits for ever; -1: its program came to an end.
@@ -68,7 +66,6 @@ class Rehearsed(NamedTuple):
     work: list[Work]
     after: Work
     held: Held
-    written: int = 0
     told: Told = Told([], {})
     waited: Mapping[int, int] = {}
     stands_at: int = -1
@@ -102,11 +99,10 @@ class Job:
 
 
 _MOST = 200_000  # calls of a rank
-_NOTHING: Mapping[int, Told] = {}
 
 
 def run_cast(
-    job: Job, cast: Sequence[int], coordinates: Sequence[tuple[int, ...]], earlier: Mapping[int, Told] = _NOTHING
+    job: Job, cast: Sequence[int], coordinates: Sequence[tuple[int, ...]], earlier: Mapping[int, Told]
 ) -> tuple[dict[int, Rehearsed], dict[int, str]]:
     """Rehearse some ranks at a time, in a process each, which are forks of this one.
 
@@ -130,28 +126,23 @@ def run_cast(
             processes.append(context.Process(target=_main, args=given))
             processes[-1].start()
             end.close()
-        return _results(results)
+        found: dict[int, Rehearsed] = {}
+        failed: dict[int, str] = {}
+        left: dict[Any, int] = {result: rank for rank, result in results.items()}
+        while left:
+            ready: list[Any] = wait([*left])
+            for result in ready:
+                rank, error = left.pop(result), "its process ended"
+                with suppress(EOFError):
+                    error, found[rank] = result.recv()
+                if error:
+                    failed[rank] = error
+        return {rank: found[rank] for rank in results if rank in found}, failed
     finally:
         for process in processes:
             if sys.exc_info()[0] is not None:
                 process.terminate()
             process.join()
-
-
-def _results(results: Mapping[int, Connection]) -> tuple[dict[int, Rehearsed], dict[int, str]]:
-    """Wait for the ranks; return what was found, and the tracebacks of those that failed."""
-    found: dict[int, Rehearsed] = {}
-    failed: dict[int, str] = {}
-    left: dict[Any, int] = {result: rank for rank, result in results.items()}
-    while left:
-        ready: list[Any] = wait([*left])
-        for result in ready:
-            rank, error = left.pop(result), "its process ended"
-            with suppress(EOFError):
-                error, found[rank] = result.recv()
-            if error:
-                failed[rank] = error
-    return {rank: found[rank] for rank in results if rank in found}, failed
 
 
 def _main(
@@ -170,13 +161,13 @@ def _main(
     notes = _Notes(count)
     lines = Links(rank, links, standstill)
     answers = Answers(rank, cast, lines, coordinates, earlier, notes.finishes)
-    error, written, stands_at = "", [0], -1
+    error, stands_at = "", -1
     try:
         on_node = min(job.world, job.gpus_per_node)
         numbers = {"RANK": rank, "WORLD_SIZE": job.world, "LOCAL_RANK": rank % on_node, "LOCAL_WORLD_SIZE": on_node}
         os.environ.update({name: str(number) for name, number in numbers.items()})  # as torchrun does
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")
-        without_disk(written.append)
+        without_disk()
 
         def note(call: Call) -> None:
             notes.note(answers.as_issued(call))
@@ -193,7 +184,7 @@ def _main(
         error = traceback.format_exc()
     try:
         after, held = (Work(), Held()) if count is None else (count.after or count.take(), count.held)
-        found = Rehearsed(notes.parts, notes.work, after, held, max(written), answers.told, notes.waited, stands_at)
+        found = Rehearsed(notes.parts, notes.work, after, held, answers.told, notes.waited, stands_at)
         lines.tell_end()  # first: others may wait for this rank
         result.send((error, found))
         lines.drain()
@@ -368,20 +359,14 @@ def inputs_of(model: PreTrainedModel, batch: int, sequence: int) -> dict[str, to
     return inputs | {"labels": labels} if of_tokens and labels is not None else inputs
 
 
-def without_disk(note: Callable[[int], None]) -> None:
-    """Have this process, which is a rehearsed rank for the rest of its life, save and load without files.
-
-    Args:
-        note: called with the bytes that this rank would write, at each save.
-    """
+def without_disk() -> None:
+    """Have this process, which is a rehearsed rank for the rest of its life, save and load without files."""
 
     class Writer(save.Writer):
         def make_folder(self) -> list[str]:
             return [self.request.directory, "0" * 16]
 
         def write_shards(self, local: Snapshot, folder: Path, save_id: str) -> dict[str, Any]:
-            tensors = [tensor for part in local.tensors.values() for tensor in part.values()]
-            note(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
             return {}
 
         def finish(self, folder: Path, save_id: str, reports: list[dict[str, Any]]) -> None:

@@ -1,22 +1,125 @@
-"""When things happen in a training step: calls of ranks played against each other under the planner's costs.
+"""When things happen in a training step: work and calls of ranks, played against each other under the planner's costs.
 
-Also the bytes that ranks send, by axis, within nodes and between them; and the drawings of a step.
+Also the most bytes that a rank holds; the bytes that ranks send, by axis, within nodes and between them; and the
+events of a step for Perfetto.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
+from autopar.distributed.autograd_functions import listening
 from autopar.distributed.trace import Call
+from autopar.foreign.tensors import local_part
+from autopar.tensor_tracking import storage_key
 from autopar.tools.planner.hardware import Gpu
-from autopar.tools.planner.stage_costs import volume
-from autopar.tools.planner.svg import LEFT, WIDTH, axis, box, legend, opened, text
+from autopar.tools.planner.stage_costs import seconds_of, volume
+from autopar.tools.planner.storages import FusedKernels, Storages
 from autopar.tools.rehearsal.matching import Play
-from autopar.tools.rehearsal.work import Work
+
+
+class Work(NamedTuple):
+    """Work of a rank before one of its calls.
+
+    Attributes:
+        seconds: of its operations, under the planner's costs.
+        action: of the pipeline that it belongs to; "" outside of them.
+    """
+
+    seconds: float = 0.0
+    action: str = ""
+
+
+class Held(NamedTuple):
+    """Bytes of a rank in the training step.
+
+    Attributes:
+        weights: parameters and buffers; ``gradients``, ``optimizer``: behind the backward, and behind the step.
+        peak: the most that is held at one time in a later step, which finds the optimizer's states.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    peak: int = 0
+
+
+class WorkCount:
+    """Counts the operations of a rank.
+
+    Args:
+        gpu: of the planner, whose speeds give the seconds; ``precision``: of the products.
+
+    Attributes:
+        held: what has been seen of the states.
+        after: work behind the last call of the step; None before its end.
+    """
+
+    def __init__(self, gpu: Gpu, precision: str) -> None:
+        self._gpu, self._precision = gpu, precision
+        self._storages = Storages()
+        self._name = self._ended = ""  # of the action that runs, of one whose last work has no call behind it
+        self._uncounted = 0  # bytes of weights that lived before it counted
+        self._before_step = 0
+        self.held = Held()
+        self.after: Work | None = None
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count what runs inside."""
+        self._storages.start_operations()
+        with self._storages, FusedKernels(self._storages), listening(self._action):
+            yield
+
+    @contextmanager
+    def _action(self, name: str) -> Iterator[None]:
+        outer, self._name = self._name, self._name or name
+        try:
+            yield
+        finally:
+            self._ended = self._name if not outer else ""
+            self._name = outer
+
+    def resized(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's memory anew, which torch has freed or given back."""
+        self._storages.resized(tensor)
+
+    def take(self) -> Work:
+        """Return the work since the last call."""
+        operations = self._storages.operations or []
+        seconds = sum(seconds_of(operation, self._gpu, self._precision) for operation in operations)
+        self._storages.start_operations()
+        action, self._ended = self._name or self._ended, ""
+        return Work(seconds, action)
+
+    def see(self, moment: str, model: Any, optimizer: Any) -> None:
+        """Look at the states when the model is ``ready``, behind the ``backward``, and behind the ``step``."""
+        if moment == "ready":
+            weights = _storages_of([*model.parameters(), *model.buffers()])
+            self._uncounted = sum(size for key, size in weights.items() if not self._storages.knows(key))
+            masters = self._storages.reset_peak() + self._uncounted - sum(weights.values())  # of half precision
+            self.held = Held(weights=sum(weights.values()), optimizer=masters)
+        elif moment == "backward":
+            gradients = sum(_storages_of(p.grad for p in model.parameters()).values())
+            self.held = self.held._replace(gradients=gradients, peak=self._storages.peak + self._uncounted)
+            self._before_step = self._storages.reset_peak()
+        elif moment == "step":
+            made = self._storages.live - self._before_step  # by the first step
+            peak = max(self.held.peak + made, self._storages.peak + self._uncounted)
+            self.held = self.held._replace(optimizer=self.held.optimizer + made, peak=peak)
+            self.after = self.take()
+
+
+@torch.no_grad()
+def _storages_of(tensors: Iterable[Any]) -> dict[int | None, int]:
+    held = [local_part(each) for each in tensors if isinstance(each, torch.Tensor)]
+    return {storage_key(each): each.untyped_storage().nbytes() for each in held}
 
 
 class Traffic(NamedTuple):
@@ -61,8 +164,6 @@ def traffic_of(
 def sent(call: Call) -> int:
     """Return the bytes that a rank sends for a collective over a ring, or a message."""
     ranks = len(call.group.ranks)
-    if call.kind == "recv":
-        return 0
     if call.kind == "send":
         return call.bytes
     return volume(call.kind, call.bytes * (ranks if call.kind in ("all_gather", "gather") else 1), ranks)
@@ -190,20 +291,6 @@ def play(
     return Timeline({rank: player.slots[rank] for rank in traces})
 
 
-_COLORS = {
-    "forward": "#2f6fb7",
-    "backward": "#2b7a3d",
-    "backward to its input": "#b8860b",
-    "backward to its weights": "#8b5aa8",
-    "the optimizer's step": "#9cc3ee",
-    "other work": "#b0b0b0",
-    "communication": "#e08e45",
-    "waiting": "#eeeeee",
-}
-_ACTION = re.compile(r"stage (\d+): (.+) of micro-batch (\d+)")
-_INSIDE = WIDTH - LEFT - 20
-
-
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     """Return the events of https://ui.perfetto.dev and chrome://tracing: ranks as processes, lanes as threads."""
     events: list[dict[str, Any]] = []
@@ -228,46 +315,3 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
             for slot in slots
         ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def draw(timeline: Timeline, title: str) -> str:
-    """Return an SVG document of 1,000 pixels' width: a line for each rank, what takes most of each pixel."""
-    ranks = len(timeline.slots)
-    row = max(6, min(26, 420 // max(ranks, 1)))
-    bottom = 50 + ranks * (row + 3)
-    seen: set[str] = set()
-    lines = [*opened(bottom + 90), text(LEFT, 24, title, size=15)]
-    for number, (rank, slots) in enumerate(timeline.slots.items()):
-        y = 40 + number * (row + 3)
-        lines.append(text(8, y + row * 0.75, f"rank {rank}", size=min(12, row + 2)))
-        for start, end, kind, name in _runs(slots, timeline.time):
-            seen.add(kind)
-            lines.append(box(LEFT + start, y, end - start, row, _COLORS[kind], name))
-    lines += axis(timeline.time, _INSIDE / timeline.time if timeline.time else 0.0, bottom)
-    lines += legend([(kind, color) for kind, color in _COLORS.items() if kind in seen], bottom + 30)
-    return "\n".join([*lines, "</svg>"]) + "\n"
-
-
-def _runs(slots: Sequence[Slot], time: float) -> Iterator[tuple[int, int, str, str]]:
-    """Yield first and last pixel, kind and name of what follows upon each other."""
-    pixels = [defaultdict[tuple[str, str], float](float) for _ in range(_INSIDE)]
-    for slot in slots:
-        at, end = slot.start / time * _INSIDE, slot.end / time * _INSIDE
-        for place in range(int(at), min(int(end) + 1, _INSIDE)):
-            pixels[place][_kind(slot)] += min(end, place + 1) - max(at, place)
-    most = [max(pixel, key=lambda kind: pixel[kind]) if pixel else ("waiting", "") for pixel in pixels]
-    start = 0
-    for place in range(1, _INSIDE + 1):
-        if place == _INSIDE or most[place] != most[start]:
-            yield start, place, *most[start]
-            start = place
-
-
-def _kind(slot: Slot) -> tuple[str, str]:
-    if slot.lane == "wait":
-        return "waiting", ""
-    if slot.lane != "compute":
-        return "communication", f"over {slot.lane}"
-    found = _ACTION.fullmatch(slot.name)
-    kind = found[2] if found else slot.name or "other work"
-    return (kind if kind in _COLORS else "other work"), slot.name
