@@ -79,8 +79,7 @@ def from_pretrained(
         strict: make it an error if the checkpoint lacks a tensor or holds one that the model does not know.
         verify: compare the checksums of a folder that ``save_parallelized`` wrote, those of its config included; the
             ranks share the work.
-        kwargs: for transformers: ``revision``, ``subfolder``, ``trust_remote_code``, ``num_labels`` ...; its
-            ``disable_mmap``: False leaves weights on a CPU in maps of the files; by default they are read.
+        kwargs: for transformers: ``revision``, ``subfolder``, ``trust_remote_code``, ``num_labels`` ...
 
     Returns:
         The parallelized model, in evaluation mode; with ``optimizer`` also that; with ``output_loading_info=True`` also
@@ -189,7 +188,7 @@ def _from_shards(
     model_class: Any, folder: Path, config: Any, verify: bool, given: dict[str, Any], trained: bool
 ) -> PreTrainedModel:
     """Build a lazy model whose values are in the shards of a checkpoint of ours; ``trained``: with an optimizer."""
-    shards = Shards(folder, mapped=given.get("disable_mmap") is False)
+    shards = Shards(folder)
     if count := len(shards.manifest.base.forms):
         raise ConfigError(
             f"{folder} holds {count} quantized weights in shards, or adapters of them: load such a base, and call "

@@ -41,11 +41,10 @@ PARTS = (*WEIGHTS, "optimizer", "extra")
 _END = re.compile(rf',\n "{NAME}": "([0-9a-f]{{16}})"\n}}\n'.encode())
 _HEX = re.compile(r"[0-9a-f]{16}")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-# Attributes of a manifest that are plain data; rotation reads the first three from the beginning of the file.
+# Attributes of a manifest that are plain data; rotation reads the first two from the beginning of the file.
 _PLAIN: dict[str, type] = {
     "save_id": str,
     "order": int,
-    "follows": int,
     "model_type": str,
     "policy": str,
     "hf_prefix": str,
@@ -258,7 +257,6 @@ class Manifest:
         training: what is not in tensors of the optimizer, the scheduler, the user's data, the random states; JSON.
         versions: of the packages that wrote it.
         order: counts the saves of a series (``step-100``, ``step-200``); 0 if it is not known.
-        follows: the ``order`` of the save that this one goes on from; 0 if it is not known.
         cp: context-parallel size of the mesh.
         tp: tensor-parallel size of the mesh, if experts were sharded over more ranks; else 0.
         base: the quantized weights, which are left out unless there is a part ``base``.
@@ -275,7 +273,6 @@ class Manifest:
     training: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     order: int = 0
-    follows: int = 0
     cp: int = 1
     tp: int = 0
     base: QuantizedBase = field(default_factory=QuantizedBase)

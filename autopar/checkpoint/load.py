@@ -18,7 +18,6 @@ from autopar.checkpoint.format import WEIGHTS
 from autopar.checkpoint.optimizer_state import Restoration, prepare
 from autopar.checkpoint.optimizer_weights import TrainingWeights, keeps_state, parameters_by_name
 from autopar.checkpoint.quantized_base import add_up, digests_here, name_of, read_base, warn_of_another
-from autopar.checkpoint.rotation import place_in_series
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.staging import MANIFEST
 from autopar.checkpoint.state import State, local_tensors, state_of
@@ -84,8 +83,6 @@ def load(
         (loader,) = prepared
         all_ranks(mpu, lambda: loader.verify() if verify else None)
         all_ranks(mpu, loader.fill, lambda: "The model is partly loaded.")
-        state.resumed_from.clear()
-        state.resumed_from.update(place_in_series(loader.shards.folder, loader.shards.manifest.order))
         _warn_of_dtypes(loader)
         _compare_base(model, loader)
     finally:

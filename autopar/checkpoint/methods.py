@@ -72,8 +72,7 @@ def save_parallelized(
             :class:`~autopar.checkpoint.ShardedDict` in it (an EMA) is saved like the optimizer's state, and each rank
             gets its own shards back, on any mesh.
         keep_last: afterwards remove checkpoints of the same series (``step-100``, ``step-200``), so that this many
-            remain, the ones saved last: those that the run left behind when it went back to an earlier one go first,
-            then the oldest. Files in their folders that no save has written stay there.
+            remain, the ones saved last. Files in their folders that no save has written stay there.
         async_save: copy to host memory, return, and write in the background. An error is raised by the next call,
             which then does nothing else, or by ``model.wait_for_save()``: call it at the end of the script.
         adapter_only: of a ``PeftModel``, write its adapters and nothing else, in the files that

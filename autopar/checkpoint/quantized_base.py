@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -24,7 +24,6 @@ from autopar.layout import Layout
 from autopar.plan.plan import Piece, TensorPlan
 from autopar.quantized.layers import stored_weights
 from autopar.quantized.stored import StoredWeight
-from autopar.storage.files import RangeFile
 from autopar.storage.lazy_tensor import Box, LazyTensor, read_shard, reshaped
 from autopar.storage.safetensors_io import dtype_name
 
@@ -144,12 +143,8 @@ class Packed(LazyTensor):
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, parts: Mapping[str, LazyTensor]) -> None:
-        super().__init__(shape, dtype)
+        super().__init__(shape, dtype, parts.values())
         self.parts = parts
-
-    def files(self) -> Iterator[RangeFile]:
-        for part in self.parts.values():
-            yield from part.files()
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
         raise CheckpointError("quantized numbers alone are no weight")

@@ -25,7 +25,7 @@ from autopar.checkpoint.offline import write_merged
 from autopar.checkpoint.optimizer_state import OptimizerMetadata, OptimizerState, merge_metadata, take
 from autopar.checkpoint.optimizer_weights import LOSS_SCALE, parameters_by_name, step_of
 from autopar.checkpoint.quantized_base import add_up, base_tensors, digests_here, name_of
-from autopar.checkpoint.rotation import next_order, place_in_series, rotate, series_of
+from autopar.checkpoint.rotation import next_order, rotate
 from autopar.checkpoint.shards import Shards, record_of, shard_writer
 from autopar.checkpoint.staging import Staging, fsync_files
 from autopar.checkpoint.state import State, config_writer, local_tensors, state_of
@@ -198,12 +198,10 @@ class Writer:
         written = (path for path in temp.iterdir() if path.is_file() and path.name not in known)
         along = {path.name: file_checksum(path) for path in written}
         order = next_order(self.staging.target)
-        resumed_from = self.state.resumed_from.get(series_of(self.staging.target) or "", 0)
         manifest = _manifest(self.state, save_id, reports, along)
         notes = {name: note for report in reports for name, note in report["base notes"].items()}
         base = add_up(self.base_name, self.state, [report["base"] for report in reports], notes)
-        follows = resumed_from if resumed_from < order else 0
-        replace(manifest, order=order, follows=follows, base=base).write(folder)
+        replace(manifest, order=order, base=base).write(folder)
         if self.request.merge:
             with Shards(folder) as shards:
                 size, format = self.request.max_shard_size, self.request.format
@@ -211,8 +209,6 @@ class Writer:
             shutil.rmtree(folder)
         fsync_files(temp)
         self.staging.commit()
-        if not self.request.merge:
-            self.state.resumed_from.update(place_in_series(self.staging.target, order))
         if self.request.keep_last is not None:
             rotate(self.staging.target, self.request.keep_last)
 

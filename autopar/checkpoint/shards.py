@@ -42,7 +42,6 @@ class Shards(Closing):
     Args:
         folder: of the checkpoint.
         parts: which of its parts are going to be used; presence and size of all their files are checked at once.
-        access: whether lazy tensors may lie in maps of the files.
 
     Attributes:
         manifest: the checkpoint's.
@@ -51,9 +50,8 @@ class Shards(Closing):
         CheckpointError: for a file that is missing, truncated, swapped, of another save, or holds something else.
     """
 
-    def __init__(self, folder: Path, parts: Iterable[str] = WEIGHTS, mapped: bool = False) -> None:
+    def __init__(self, folder: Path, parts: Iterable[str] = WEIGHTS) -> None:
         self.folder = folder
-        self._mapped = mapped
         self.manifest = Manifest.read(folder)
         self._readers: dict[str, SafetensorsReader] = {}
         files = [
@@ -85,7 +83,7 @@ class Shards(Closing):
         actual = path.stat().st_size if path.is_file() else 0
         truncated = f"{path} is truncated or overwritten: it has {actual} bytes, it was saved with {record.bytes}"
         try:
-            reader = SafetensorsReader(path, self._mapped)
+            reader = SafetensorsReader(path)
         except CheckpointError as error:
             if actual != record.bytes:
                 raise CheckpointError(truncated) from error

@@ -118,7 +118,6 @@ class State:
         holders: tensor name -> the stages that hold it; empty without a pipeline.
         quantized: the weights that are left out, or saved as what they are made of (:attr:`adapted`).
         background: the save that is being written while training goes on.
-        resumed_from: series of checkpoints -> the order of the one that the model was last loaded from or saved as.
     """
 
     plan: Plan
@@ -127,7 +126,6 @@ class State:
     holders: Mapping[str, Sequence[int]] = field(default_factory=dict)
     quantized: Mapping[str, TensorPlan] = field(default_factory=dict)
     background: Background = field(default_factory=Background, compare=False)
-    resumed_from: dict[str, int] = field(default_factory=dict, compare=False)
 
     @property
     def hf_prefix(self) -> str:

@@ -195,7 +195,7 @@ def load_lazily(original: Callable[..., Any], model: Any, files: Any, config: An
         raise ConfigError("device_map cannot be used here: autopar gives every rank its own shard of the model")
     if own:
         config = dataclasses.replace(config, hf_quantizer=quantizer if packed else None, device_map=None)
-    tensors = open_files(files or [], config.pretrained_model_name_or_path or "", config.disable_mmap is False)
+    tensors = open_files(files or [], config.pretrained_model_name_or_path or "")
     sketches = {name: Sketch(lazy) for name, lazy in tensors.items()}
     with collected(config.weight_mapping if packed else None) as found:
         info, index = original(model, sketches, None, config, *rest, **kwargs)

@@ -27,7 +27,7 @@ from autopar.foreign.transformers import has_own_adapters
 from autopar.plan.plan import Plan
 from autopar.quantized.layers import stored_weights
 from autopar.quantized.stored import Part, StoredWeight
-from autopar.storage.lazy_tensor import InMemory, map_shard, read_shard
+from autopar.storage.lazy_tensor import InMemory, read_shard
 from autopar.swap import replace_storage
 from autopar.tensor_parallel.layers import part_on
 
@@ -123,10 +123,6 @@ class Materializer:
             if pending.shard is not None:
                 return pending.shard
             assert pending.source is not None
-            if mpu.device.type == "cpu" and pending.parameter.dtype == pending.source.dtype:
-                mapped = map_shard(pending.source, pending.layout, mpu.shards.rank)
-                if mapped is not None:
-                    return mapped
             shard = torch.empty(pending.parameter.shape, dtype=pending.parameter.dtype, device=mpu.device)
             with on_cpu():  # for temporary tensors
                 read_shard(pending.source, pending.layout, mpu.shards.rank, shard)

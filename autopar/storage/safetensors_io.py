@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 
 from autopar.errors import CheckpointError
-from autopar.storage.files import Closing, OutputFile, RangeFile, checksum, checksum_of
+from autopar.storage.files import Closing, OutputFile, RangeFile, checksum
 from autopar.storage.lazy_tensor import LazyTensor, Stored, memory
 
 # The format's names in its own order; a file holds tensors from the last of these to the first, then by name.
@@ -170,7 +171,6 @@ class SafetensorsReader(Closing):
 
     Args:
         path: the file.
-        access: whether lazy tensors may lie in a map of it.
 
     Attributes:
         metadata: the strings of the header.
@@ -181,9 +181,9 @@ class SafetensorsReader(Closing):
         CheckpointError: with the file's name, if the header is malformed or does not describe the file.
     """
 
-    def __init__(self, path: Path, mapped: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = RangeFile(path, mapped)
+        self._file = RangeFile(path)
         self.header = ""
         try:
             self.metadata, self.entries = self._read_header()
@@ -237,17 +237,16 @@ class SafetensorsReader(Closing):
 
     def verify(self, name: str, expected: str) -> None:
         """Raise CheckpointError if the bytes of ``name`` do not have that checksum; needs little memory."""
-        if checksum_of(self._chunks(self.entries[name])) != expected:
-            raise CheckpointError(
-                f"{self.path} is damaged: the bytes of {name} are not those that were saved (their checksum differs)"
-            )
-
-    def _chunks(self, entry: Entry) -> Iterator[memoryview]:
+        entry, state = self.entries[name], xxhash.xxh3_64()
         buffer = memoryview(bytearray(min(_CHUNK, entry.stop - entry.start)))
         for at in range(entry.start, entry.stop, _CHUNK):
             chunk = buffer[: min(_CHUNK, entry.stop - at)]
             self._file.read_into(chunk, at)
-            yield chunk
+            state.update(chunk)
+        if state.hexdigest() != expected:
+            raise CheckpointError(
+                f"{self.path} is damaged: the bytes of {name} are not those that were saved (their checksum differs)"
+            )
 
     def close(self) -> None:
         """Close the file; a later read opens it again."""

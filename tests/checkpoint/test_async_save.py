@@ -201,28 +201,6 @@ def test_several_in_a_row_merged_ones_too_and_the_last_ones_remain(tmp_path):
 
 
 @pooled(world_size=2)
-def test_after_going_back_the_new_checkpoints_are_kept(tmp_path):
-    """As a user does whose loss has diverged; a merged model that is saved in between is no step of the run."""
-    for async_save, anew in ((False, True), (True, False)):
-        run = tmp_path / f"run-{async_save}"
-        mpu = MPU(tensor_parallel_size=2)
-        model = tiny(mpu)
-        for number in (100, 200, 300, 400):
-            model.save_parallelized(run / f"step-{number}", async_save=async_save)
-        model.wait_for_save()
-        model = tiny(mpu, seed=1) if anew else model
-        model.from_parallelized(run / "step-200")
-        for number, kept in ((300, [200, 300]), (250, [250, 300]), (350, [250, 350])):
-            model.save_parallelized(run / f"step-{number}", keep_last=2, async_save=async_save)
-            model.save_parallelized(run / "merged", merge_checkpoints=True, async_save=async_save)
-            model.wait_for_save()
-            assert sorted(os.listdir(run)) == ["merged", *(f"step-{number}" for number in kept)], number
-            dist.barrier()
-        model.from_parallelized(run / "step-250")
-        mpu.destroy()
-
-
-@pooled(world_size=2)
 def test_deparallelize_waits(tmp_path):
     model = parallel(gpt2(), 2)
     plain = gpt2()

@@ -20,22 +20,22 @@ from autopar.plan.plan import TensorPlan
 OURS = ["autopar.json", "config.json", "model-tp0-pp0.safetensors"]
 
 
-def sharded(folder: Path, order: int = 0, follows: int = 0) -> Path:
+def sharded(folder: Path, order: int = 0) -> Path:
     folder.mkdir(parents=True)
     for name in OURS[1:]:
         (folder / name).write_text(name)
     record = FileRecord(0, 0, None, len(OURS[2]), "0" * 16, {"weight": "0" * 16})
     part = Part("model", {"weight": TensorPlan("weight", (1,), "float32", saved_as="weight")}, {OURS[2]: record})
     Manifest("0" * 16, MeshSizes(1, 1, 1), "gpt2", "gpt2.yaml", "", {"model": part}, frozenset(["weight"]),
-             {"config.json": "0" * 16}, order=order, follows=follows).write(folder)  # fmt: skip
+             {"config.json": "0" * 16}, order=order).write(folder)  # fmt: skip
     return folder
 
 
-def saved(folder: Path, follows: Path | None = None) -> Path:
-    """As ``save_parallelized`` does it: counted, and after what the run went on from; replaces what is there."""
-    order, before = next_order(folder), 0 if follows is None else Manifest.read(follows).order
+def saved(folder: Path) -> Path:
+    """As ``save_parallelized`` does it: counted, and replaces what is there."""
+    order = next_order(folder)
     shutil.rmtree(folder, ignore_errors=True)
-    return sharded(folder, order, before)
+    return sharded(folder, order)
 
 
 def merged(folder: Path, weights: str = "model.safetensors") -> Path:
@@ -91,40 +91,9 @@ def test_one_save_after_the_other(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["epoch10", "epoch11", "epoch12"]
 
 
-def run_that_goes_back(folder: Path) -> Path:
-    """Saves step-100 to step-400, of which 300 and 400 are then left behind; returns step-200."""
+def test_after_going_back_the_order_of_saves_counts(tmp_path):
     for number in (100, 200, 300, 400):
-        saved(folder / f"step-{number}", follows=folder / f"step-{number - 100}" if number > 100 else None)
-    return folder / "step-200"
-
-
-def test_after_going_back_what_was_left_behind_goes_first(tmp_path):
-    new = saved(tmp_path / "step-300", follows=run_that_goes_back(tmp_path))
-    assert rotate(new, 3) == [tmp_path / "step-400"]
-    assert rotate(new, 2) == [tmp_path / "step-100"]
-    last = saved(tmp_path / "step-250", follows=new)  # a lower number than what was saved before
-    assert rotate(last, 2) == [tmp_path / "step-200"]
-    assert sorted(os.listdir(tmp_path)) == ["step-250", "step-300"]
-    assert rotate(last, 1) == [new]
-
-
-def test_going_back_is_remembered_by_a_later_run(tmp_path):
-    new = saved(tmp_path / "step-250", follows=run_that_goes_back(tmp_path))
-    last = saved(tmp_path / "step-350", follows=new)
-    assert rotate(last, 5) == [tmp_path / "step-300"]
-    assert rotate(last, 3) == [tmp_path / "step-400", tmp_path / "step-100"]
-    assert sorted(os.listdir(tmp_path)) == ["step-200", "step-250", "step-350"]
-
-
-def test_going_back_twice(tmp_path):
-    first = saved(tmp_path / "step-300", follows=run_that_goes_back(tmp_path))
-    second = saved(tmp_path / "step-150", follows=tmp_path / "step-100")
-    assert rotate(second, 2) == [tmp_path / "step-200", tmp_path / "step-400", first]
-    assert sorted(os.listdir(tmp_path)) == ["step-100", "step-150"]
-
-
-def test_a_run_that_loaded_nothing_goes_by_the_order_of_saves(tmp_path):
-    run_that_goes_back(tmp_path)
+        saved(tmp_path / f"step-{number}")
     for number in (300, 250):
         last = saved(tmp_path / f"step-{number}")
         rotate(last, 2)
@@ -143,14 +112,6 @@ def test_equal_orders_go_by_their_numbers(tmp_path):
     for number in (30, 10, 20):
         sharded(tmp_path / f"step-{number}", order=7)
     assert rotate(sharded(tmp_path / "step-5", order=7), 2) == [tmp_path / "step-10", tmp_path / "step-20"]
-
-
-def test_the_target_stays_even_with_the_lowest_number(tmp_path):
-    for number in (10, 20, 30):
-        sharded(tmp_path / f"step-{number}")
-    assert rotate(tmp_path / "step-10", 2) == [tmp_path / "step-20"]
-    assert rotate(tmp_path / "step-10", 1) == [tmp_path / "step-30"]
-    assert os.listdir(tmp_path) == ["step-10"]
 
 
 def test_everything_else_is_left_alone(tmp_path):
@@ -351,7 +312,7 @@ def test_the_order_of_saves_counts(tmp_path: Path) -> None:
     saved(tmp_path / "step-200")
     assert latest(tmp_path) == tmp_path / "step-200"
     saved(tmp_path / "step-400")
-    saved(tmp_path / "step-300", follows=tmp_path / "step-200")  # went back
+    saved(tmp_path / "step-300")  # went back
     assert latest(tmp_path) == latest(tmp_path / "step-") == tmp_path / "step-300"
     assert latest(os.fspath(tmp_path / "step-400")) == tmp_path / "step-400"  # it is one itself
 
