@@ -66,19 +66,9 @@ def test_sizes_that_the_model_cannot_run_with_are_refused(tmp_path):
         MODELS[kind]().save_pretrained(hf)
         split_checkpoint(hf, split, tp=2)
         reshard_checkpoint(split, tmp_path / "largest", tp=fits, pp=2, force=True)
-        blocks = 4 if kind == "t5" else 2
-        for sizes, message in (
-            (
-                {"tp": fits + 1},
-                f"{fits} heads cannot be sharded over {fits + 1} ranks.\n(.|\n)*fits this model: {fits}",
-            ),
-            (
-                {"tp": 2, "pp": blocks + 1},
-                f"{blocks} blocks cannot be split into {blocks + 1} stages.\n.*model: {blocks}",
-            ),
-        ):
-            with pytest.raises(AutoparError, match=message):
-                split_checkpoint(hf, tmp_path / "other", **sizes)
+        message = f"{fits} heads cannot be sharded over {fits + 1} ranks.\n(.|\n)*fits this model: {fits}"
+        with pytest.raises(AutoparError, match=message):
+            split_checkpoint(hf, tmp_path / "other", tp=fits + 1)
     assert not (tmp_path / "other").exists()
 
 

@@ -18,51 +18,19 @@ from autopar.checkpoint.rotation import check_keep_last
 from autopar.errors import CheckpointError, nearest
 
 HUB_OPTIONS = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
-_HUB = "it goes together with push_to_hub=True and merge_checkpoints=True"
-_RANKS = "leave it out: every rank calls it, writes what it holds, and rank 0 writes the config"
-_SELF = "it fills this model in place, on its devices and in its dtypes; autopar.from_pretrained makes a new one"
-
-# Name -> values that ask for what happens anyway, and what to do instead of others.
-_SAVING: dict[str, tuple[tuple[Any, ...], str]] = {
-    "save_config": ((None, True), "the config is always saved, since nothing can be loaded without it"),
-    "state_dict": ((None,), "the tensors of the model are saved; load others with model.load_state_dict before"),
-    "save_function": (
-        (None,),
-        "files are safetensors; merge_checkpoints=True, format='bin' writes what torch.save does",
-    ),
-    "mapping": ((None,), "what is sharded and how is the policy's: autopar.initialize(model, config, policy=...)"),
-    "is_main_process": ((None,), _RANKS),
-    "save_on_each_node": ((None, False), _RANKS + "; all nodes share one folder"),
-    "safe_serialization": ((None, True), "use merge_checkpoints=True, format='bin'; shards are always safetensors"),
-    "push_to_hub": ((None, False), _HUB),
-    "repo_id": ((None,), _HUB),
-    **dict.fromkeys(HUB_OPTIONS, ((None,), _HUB)),
-    "variant": ((None,), "rename the files afterwards; transformers' names are written"),
-    "save_peft_format": ((None, True), "adapters are saved as part of the model, under its own names"),
-    "save_original_format": ((None, True), "merged files always have the names of the hub"),
-    "distributed_checkpoint": ((None, False), "give autopar.checkpoint.to_dtensor_state_dict(model) to torch's savers"),
-    "scheduler": ((), "its name here is lr_scheduler"),
-    "processing_class": ((), "its name here is tokenizer"),
-    "step": ((), "put it into extra={'step': ...}"),
-    "epoch": ((), "put it into extra={'epoch': ...}"),
-}
-_LOADING: dict[str, tuple[tuple[Any, ...], str]] = {
-    "device_map": ((None,), _SELF),
-    "map_location": ((None,), _SELF),
-    "dtype": ((None,), _SELF),
-    "torch_dtype": ((None,), _SELF),
-    "config": ((None,), _SELF),
-    "mapping": ((None,), "what is sharded and how is the policy's: autopar.initialize(model, config, policy=...)"),
-    "strict": (
-        (None, True),
-        "the checkpoint must hold exactly the model's tensors; autopar.from_pretrained is for others",
-    ),
-    "weights_only": ((None, True), "nothing in such a folder is ever unpickled"),
-    "merge_checkpoints": (
-        (None, False),
-        "merged folders are read by autopar.from_pretrained and plain from_pretrained",
-    ),
-    "scheduler": ((), "its name here is lr_scheduler"),
+# Keywords of OSLO's and transformers' savers and loaders -> the value that asks for what happens anyway, besides None.
+_FOREIGN: dict[str, dict[str, bool | None]] = {
+    "save_parallelized": {
+        **dict.fromkeys(("state_dict", "save_function", "mapping", "is_main_process", "variant", "repo_id")),
+        **dict.fromkeys(HUB_OPTIONS),
+        **dict.fromkeys(("save_config", "safe_serialization", "save_peft_format", "save_original_format"), True),
+        **dict.fromkeys(("save_on_each_node", "push_to_hub", "distributed_checkpoint"), False),
+    },
+    "from_parallelized": {
+        **dict.fromkeys(("device_map", "map_location", "dtype", "torch_dtype", "config", "mapping")),
+        **dict.fromkeys(("strict", "weights_only"), True),
+        "merge_checkpoints": False,
+    },
 }
 _ALIASES = {"save_parallelized": ("save_directory",), "from_parallelized": ("save_directory", "path")}
 
@@ -170,18 +138,16 @@ def directory_of(method: Callable[..., Any], directory: object, others: Mapping[
         CheckpointError: a keyword means something else here, or nothing; or the folder is named twice.
     """
     name = method.__name__
-    aliases, foreign = _ALIASES[name], _SAVING if name == "save_parallelized" else _LOADING
+    aliases, foreign = _ALIASES[name], _FOREIGN[name]
     for key, value in others.items():
         if key in aliases:
             continue
         if key not in foreign:
             known = [known for known in inspect.signature(method).parameters if known not in ("self", "others")]
             raise CheckpointError(f"{name} has no argument {key!r}.{nearest(key, [*known, *aliases])}")
-        accepted, advice = foreign[key]
-        if not any(value is same for same in accepted):
-            shown = value if isinstance(value, bool | int | float | str | None) else type(value)
-            text = f"<{shown.__name__}>" if isinstance(shown, type) else repr(shown)
-            raise CheckpointError(f"{name} does not take {key}={text}: {advice}")
+        if value is not None and value is not foreign[key]:
+            shown = repr(value) if isinstance(value, bool | int | float | str) else f"<{type(value).__name__}>"
+            raise CheckpointError(f"{name} does not take {key}={shown}; it always works as with {key}={foreign[key]}")
     named = {key: others.get(key) for key in aliases if others.get(key) is not None}
     named = ({} if directory is None else {"directory": directory}) | named
     if len(named) > 1:

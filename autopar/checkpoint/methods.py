@@ -88,21 +88,15 @@ def save_parallelized(
         CheckpointError: the same on every rank, with everything as it was before, if an argument is wrong, a rank
             did not call, died or could not write, or the model is no longer the one that was parallelized.
     """
-    how: dict[str, Any] = {"merge_checkpoints": merge_checkpoints, "max_shard_size": max_shard_size, "format": format}
-    how |= {"keep_last": keep_last, "async_save": async_save}
-    training = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "extra": extra, "tokenizer": tokenizer}
-    _save(self, directory, how, training, timeout, others, adapter_only=adapter_only)
-
-
-def _save(
-    model: nn.Module, directory: Any, how: Any, training: Any, timeout: float, others: Any, *, adapter_only: bool
-) -> None:
     # Imported here, and where something is loaded or pushed: initialize loads none of it.
     from autopar.checkpoint.adapters import alone, save_adapters
     from autopar.checkpoint.arguments import absolute, directory_of, hub_options
     from autopar.checkpoint.hf_weights import upload
     from autopar.checkpoint.save import save
 
+    how: dict[str, Any] = {"merge_checkpoints": merge_checkpoints, "max_shard_size": max_shard_size, "format": format}
+    how |= {"keep_last": keep_last, "async_save": async_save}
+    training = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "extra": extra, "tokenizer": tokenizer}
     hub, others = hub_options(others)
 
     def folder() -> object:
@@ -110,12 +104,12 @@ def _save(
 
     if adapter_only:
         given = {**how, **training, "hub": hub}
-        save_adapters(model, lambda: alone(folder, given), timeout)
+        save_adapters(self, lambda: alone(folder, given), timeout)
         return
-    save(model, {"directory": folder, **how, "hub": hub}, timeout, **training)
+    save(self, {"directory": folder, **how, "hub": hub}, timeout, **training)
     if hub is not None:
         target = absolute(folder())
-        upload(model, target, hub.pop("repo_id", None) or os.path.basename(target), hub)
+        upload(self, target, hub.pop("repo_id", None) or os.path.basename(target), hub)
 
 
 def wait_for_save(self: nn.Module) -> None:
@@ -158,16 +152,11 @@ def from_parallelized(
             damaged, mixed or of another model, or a rank did not call or died.
     """
     from autopar.checkpoint.arguments import directory_of
-    from autopar.checkpoint.load import TrainingObjects, load
+    from autopar.checkpoint.load import load
 
     state_of(self).background.wait()
-    load(
-        self,
-        lambda: directory_of(from_parallelized, directory, others),
-        timeout,
-        TrainingObjects(optimizer, lr_scheduler, extra),
-        verify,
-    )
+    training = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "extra": extra}
+    load(self, lambda: directory_of(from_parallelized, directory, others), timeout, training, verify)
     return self
 
 
@@ -288,12 +277,6 @@ def _counted(self: Any, shard: ModelShard, only_trainable: bool, exclude_embeddi
     return sum(counted.values())
 
 
-def _get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
-    """Return the bytes of the parameters (and buffers) that this rank holds, not those of the whole model."""
-    count: int = type(self).get_memory_footprint(self, return_buffers)
-    return count
-
-
 def _save_pretrained_of_peft(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
     """``PeftModel.save_pretrained``; every rank calls it, and rank 0 writes the files that it writes.
 
@@ -330,7 +313,6 @@ def _push_to_hub(self: Any, repo_id: str, *, max_shard_size: int | str = "50GB",
 
 _WHOLE_MODEL_METHODS: dict[str, Callable[..., Any]] = {
     "num_parameters": _num_parameters,
-    "get_memory_footprint": _get_memory_footprint,
     "push_to_hub": _push_to_hub,
     **{name: _refused(name, text) for name, text in _REFUSED.items() if hasattr(PreTrainedModel, name)},
 }

@@ -26,7 +26,6 @@ from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import CheckpointError
 from autopar.layout import Layout
 from autopar.plan.plan import Piece, TensorPlan
-from autopar.policy.schema import Policy
 from autopar.storage.files import file_checksum
 from autopar.storage.lazy_tensor import LazyTensor, open_piece
 from autopar.storage.safetensors_io import SafetensorsWriter, dtype_of, nbytes
@@ -98,8 +97,9 @@ def merge_checkpoint(
             raise CheckpointError(f"{folder} is incomplete: config.json is missing")
         if verify:
             shards.verify_along()
+            shards.verify_share(WEIGHTS)
         with output_folder("merge", folder, destination, force) as staging:
-            files = write_merged(shards, staging.temp, size, format, progress, chosen, verify)
+            files = write_merged(shards, staging.temp, size, format, progress, chosen)
             copy_small_files(folder, staging.temp, chosen if has_config else None)
     return {
         "destination": os.path.abspath(destination),
@@ -124,11 +124,10 @@ def write_merged(
     format: str,
     progress: bool | None,
     dtype: torch.dtype | None = None,
-    verify: bool = True,
 ) -> dict[str, int]:
     """Write the weights of ``shards`` into ``folder``, whole and under the names that ``save_pretrained`` uses.
 
-    Returns file name -> bytes. Raises CheckpointError if a checksum is wrong, ``OSError`` if a file cannot be written.
+    Returns file name -> bytes. Raises ``OSError`` if a file cannot be written.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
@@ -142,10 +141,7 @@ def write_merged(
         saved, get_storage_size=lambda one: nbytes(*one[:2]), filename_pattern=pattern, max_shard_size=max_shard_size
     )
     files: dict[str, int] = {}
-    with (
-        shards.verified_meanwhile(WEIGHTS, verify),
-        progress_bar("merging", split.metadata["total_size"], progress) as bar,
-    ):
+    with progress_bar("merging", split.metadata["total_size"], progress) as bar:
         held = {file: {name: saved[name] for name in names} for file, names in split.filename_to_tensors.items()}
         # modules of the user's own, which from_pretrained does not ask for
         for file, tensors in (held | ({_OUTSIDE: outside} if outside else {})).items():
@@ -304,12 +300,12 @@ def reshard_checkpoint(
             part: {name: nbytes(dtype_of(t.dtype), t.shape) for name, t in parts[part].tensors.items()}
             for part in parts
         }
+        shards.verify_share(parts)
         stages = stages_by_size(bytes_of["model"], pp)
         total = sum(sum(sizes.values()) for sizes in bytes_of.values())
         written: dict[str, Part] = {}
         with (
             output_folder("reshard", folder, destination, force) as staging,
-            shards.verified_meanwhile(parts),
             progress_bar("resharding", total, progress) as bar,
         ):
             for name, part in parts.items():
@@ -377,12 +373,9 @@ def write_part(
     needed = tp * pp + 256
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY != soft < needed:
-        if resource.RLIM_INFINITY != hard < needed:
-            raise CheckpointError(
-                f"{tp * pp} shard files are written side by side, this process may open {hard} files\n"
-                f"  Raise the limit (ulimit -n {needed}), or write fewer shards."
-            )
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard)
+        )
     with ExitStack() as stack:
         writers: dict[tuple[int, int], SafetensorsWriter] = {}
         for t, p in ((t, p) for p in range(pp) for t in range(tp)):
@@ -438,19 +431,3 @@ def check_sizes(tp: int, pp: int) -> None:
             raise CheckpointError(f"{name} {size} must be between 1 and {MOST}")
     if tp * pp > MOST:
         raise CheckpointError(f"--tp {tp} x --pp {pp} = {tp * pp} files are more than {MOST}")
-
-
-def check_blocks(policy: Policy, names: Iterable[str], model_type: str, pp: int) -> None:
-    """Raise CheckpointError if there are more stages than blocks; says how many there are."""
-
-    def pattern_of(path: str) -> str:
-        return r"\.".join(r"\w+" if part == "*" else re.escape(part.removesuffix("?")) for part in path.split("."))
-
-    places = [rf"(?:.*\.)?{pattern_of(tower.blocks_path)}\.(\w+)\." for tower in policy.towers if tower.blocks_path]
-    pattern = re.compile(f"({'|'.join(places)})" if places else "(?!)")
-    count = len({found[1] for name in names if (found := pattern.match(name))})
-    if 1 < count < pp:  # a single one may be called several times
-        raise CheckpointError(
-            f"--pp {pp} does not fit this {model_type} model: {count} blocks cannot be split into {pp} stages.\n"
-            f"  Largest number of stages that fits this model: {count}."
-        )

@@ -6,7 +6,7 @@ One rank writes a weight that several ranks hold. So all of them are compared fi
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 from autopar.adapters import check_merged
 from autopar.checkpoint import random_states
 from autopar.checkpoint.arguments import SaveRequest, check_same_call, check_timeout, timeout_or_default
-from autopar.checkpoint.extra import Extra, check_extra, unlike
-from autopar.checkpoint.format import FileRecord, Manifest, Part, shard_name, versions
+from autopar.checkpoint.extra import Extra, check_extra, check_replicas
+from autopar.checkpoint.format import FileRecord, Manifest, Part, QuantizedBase, shard_name, versions
 from autopar.checkpoint.offline import write_merged
 from autopar.checkpoint.optimizer_state import OptimizerMetadata, OptimizerState, merge_metadata, take
 from autopar.checkpoint.optimizer_weights import LOSS_SCALE, parameters_by_name, step_of
-from autopar.checkpoint.quantized_base import add_up, base_tensors, digests_here, name_of
+from autopar.checkpoint.quantized_base import base_tensors, name_of
 from autopar.checkpoint.rotation import next_order, rotate
 from autopar.checkpoint.shards import Shards, record_of, shard_writer
 from autopar.checkpoint.staging import Staging, fsync_files
@@ -74,7 +74,6 @@ def save(
         local = snapshot(model, optimizer, lr_scheduler, extra)
         model_id = f"{state.plan.model_type} {len(state.plan.tensors)} tensors, mesh {tuple(mpu.sizes)}"
         call = {"model": model_id, "saved with": given, **asdict(request)}
-        local = replace(local, report={**local.report, "base": digests_here(model, state)})
         return call, Writer(model, state, request, tokenizer), local
 
     def on_all(make: Callable[[], Snapshot]) -> Snapshot:
@@ -200,12 +199,13 @@ class Writer:
         order = next_order(self.staging.target)
         manifest = _manifest(self.state, save_id, reports, along)
         notes = {name: note for report in reports for name, note in report["base notes"].items()}
-        base = add_up(self.base_name, self.state, [report["base"] for report in reports], notes)
+        forms = {name: tensor.quantized for name, tensor in self.state.quantized.items()}
+        base = QuantizedBase(self.base_name, forms, notes)
         replace(manifest, order=order, base=base).write(folder)
         if self.request.merge:
             with Shards(folder) as shards:
                 size, format = self.request.max_shard_size, self.request.format
-                write_merged(shards, temp, size, format, progress=False, verify=False)  # written a moment ago
+                write_merged(shards, temp, size, format, progress=False)
             shutil.rmtree(folder)
         fsync_files(temp)
         self.staging.commit()
@@ -435,29 +435,3 @@ def digest_parameters(model: nn.Module, plan: Plan) -> dict[str, tuple[str, int]
             local = local_part(parameter)
             found[canonical[name]] = str(local.dtype), int(sum_of_bits(local))
     return found
-
-
-def check_replicas(
-    digests: Sequence[Mapping[str, tuple[str, int]]], plan: Plan, places: Sequence[tuple[int, int, int]], fsdp: bool
-) -> None:
-    """Check that ranks which hold the same weights have the same digests. Dtypes that differ are another error's.
-
-    Args:
-        digests: what :func:`digest_parameters` gave on each rank of the world, in order.
-        places: of each of these ranks (:meth:`MPU.places`).
-        fsdp: the replicas hold different rows.
-
-    Raises:
-        CheckpointError: names the tensors, and two ranks that disagree.
-    """
-    different = unlike(digests, plan, places, fsdp)
-    if different:
-        name, (one, other) = next(iter(different.items()))
-        raise CheckpointError(
-            f"{name} differs between rank {one} and rank {other}, which must hold the same: the ranks have drifted "
-            f"apart ({len(different)} of {len(plan.tensors)} tensors: {listed(list(different), 3)})\n"
-            "  One of them skipped an optimizer step, stepped with gradients or random numbers of its own, or wrote\n"
-            "  into its weights. Nothing was written. Go on from the last checkpoint; with\n"
-            "  consistency_check: {enable: false} the weights of rank "
-            f"{one} would be saved."
-        )

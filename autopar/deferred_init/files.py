@@ -206,14 +206,8 @@ def load_lazily(original: Callable[..., Any], model: Any, files: Any, config: An
             f"what {type(model).__name__} holds, the first is {name}:\n{reason}"
         )
     if info.mismatched_keys and not config.ignore_mismatched_sizes:
-        lines = [
-            f"  {name}: {list(found)} in the files, {list(due)} in the model"
-            for name, found, due in sorted(info.mismatched_keys)
-        ]
-        raise CheckpointError(
-            f"{config.pretrained_model_name_or_path}: {len(lines)} tensors do not have the shapes of "
-            f"{type(model).__name__}\n" + "\n".join(lines) + "\n  ignore_mismatched_sizes=True initializes them anew."
-        )
+        said = _other_shapes(config.pretrained_model_name_or_path, model, sorted(info.mismatched_keys))
+        raise CheckpointError(f"{said}\n  ignore_mismatched_sizes=True initializes them anew.")
     if packed:
         point_to_packed(model, quantizer, quantized, found, str(config.pretrained_model_name_or_path))
     _keep_sources(model, quantized)
@@ -323,16 +317,14 @@ def _check_fit(model: PreTrainedModel, shards: Shards, expected: Mapping[str, An
             "  For a model with another head run `autopar merge SRC DST` and load DST."
         )
     tensors = shards.manifest.tensors
-    wrong = [
-        f"  {name}: {list(tensors[saved[name]].shape)} in the files, {list(tensor.shape)} in the model"
-        for name, tensor in expected.items()
-        if tensors[saved[name]].shape != tuple(tensor.shape)
-    ]
-    if wrong:
-        raise CheckpointError(
-            f"{shards.folder}: {len(wrong)} tensors do not have the shapes of {type(model).__name__}\n"
-            + "\n".join(wrong)
-        )
+    pairs = [(name, tensors[saved[name]].shape, tuple(tensor.shape)) for name, tensor in expected.items()]
+    if wrong := [pair for pair in pairs if pair[1] != pair[2]]:
+        raise CheckpointError(_other_shapes(shards.folder, model, wrong))
+
+
+def _other_shapes(path: object, model: Any, wrong: Sequence[tuple[str, Any, Any]]) -> str:
+    lines = [f"\n  {name}: {list(found)} in the files, {list(due)} in the model" for name, found, due in wrong]
+    return f"{path}: {len(wrong)} tensors do not have the shapes of {type(model).__name__}{''.join(lines)}"
 
 
 def _untie(model: Any, shards: Shards, saved: Mapping[str, str]) -> None:

@@ -129,10 +129,8 @@ class Materializer:
             return shard
 
         files = {file: None for pending in every if pending.source is not None for file in pending.source.files()}
-        threads = reading_threads(
-            mpu.world_size
-        )  # the kernel copies, and hands out fresh memory, without Python's lock
-        with ThreadPoolExecutor(threads, "autopar-read") as pool:
+        # The kernel copies, and hands out fresh memory, without Python's lock.
+        with ThreadPoolExecutor(reading_threads(mpu.world_size), "autopar-read") as pool:
             for pending, shard in zip(left, pool.map(shard_of, left), strict=True):
                 vars(pending.parameter).pop("_is_hf_initialized", None)
                 replace_storage(pending.parameter, shard)

@@ -58,7 +58,7 @@ class InitSteps:
         self._model, self._inner, self._drawn = model, inner, drawn
         self.first: list[set[int]] = []
         self.last: list[set[int]] = []
-        self._calls: list[tuple[nn.Module, Callable[[], Any]]] = []
+        self._calls: list[_Step] = []
         if not any(pending.source is None for pending in drawn.values()):
             return  # transformers has initialized what it missed in the files
         self._calls = list(_own_inits(model, inner, None, adapter_inits(model)))
@@ -94,7 +94,7 @@ class InitSteps:
             touches.insert(place, self._touches([(module, reset)])[0])
             self._calls.insert(place, (module, reset))
 
-    def _touches(self, calls: list[tuple[nn.Module, Callable[[], Any]]]) -> list[set[int]]:
+    def _touches(self, calls: list[_Step]) -> list[set[int]]:
         by_storage = {storage_key(p.parameter): key for key, p in self._drawn.items()}
         result = []
         try:
@@ -184,28 +184,22 @@ def _untied(model: nn.Module) -> Iterator[None]:
     replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:
         for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
-            there = _parameter(model, target)
-            if there is None or there[2] is not (_parameter(model, source) or (None,) * 3)[2]:
+            try:
+                parameter = model.get_parameter(target)
+                if parameter is not model.get_parameter(source):
+                    continue
+            except AttributeError:  # not in this model
                 continue
-            module, name, parameter = there
+            path, _, name = target.rpartition(".")
+            module = model.get_submodule(path)
             placeholder = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
             placeholder._is_hf_initialized = True  # type: ignore[attr-defined]
-            replaced.append(there)
+            replaced.append((module, name, parameter))
             own_parameters(module)[name] = placeholder
         yield
     finally:
         for module, name, parameter in replaced:
             own_parameters(module)[name] = parameter
-
-
-def _parameter(model: nn.Module, full: str) -> tuple[nn.Module, str, nn.Parameter] | None:
-    path, _, name = full.rpartition(".")
-    try:
-        module = model.get_submodule(path)
-    except AttributeError:
-        return None
-    parameter = own_parameters(module).get(name)
-    return None if parameter is None else (module, name, parameter)
 
 
 class _Touched(TensorTracking):
@@ -265,7 +259,7 @@ def adapter_parameters(root: nn.Module) -> set[int]:
     }
 
 
-def adapter_inits(root: nn.Module) -> dict[int, list[tuple[nn.Module, Callable[[], Any]]]]:
+def adapter_inits(root: nn.Module) -> dict[int, list[_Step]]:
     """Return ``id(layer)`` -> the steps that initialize its adapters, each with its module.
 
     Raises:
@@ -278,7 +272,7 @@ def adapter_inits(root: nn.Module) -> dict[int, list[tuple[nn.Module, Callable[[
     return {id(layer): list(_steps(path, layer, configs)) for path, layer in tuner_layers(root)}
 
 
-def _steps(path: str, layer: Any, configs: dict[str, Any]) -> Iterator[tuple[nn.Module, Callable[[], Any]]]:
+def _steps(path: str, layer: Any, configs: dict[str, Any]) -> Iterator[_Step]:
     own = [child for name, child in layer.named_children() if name != "base_layer"]
     if not any(parameter.is_meta for child in own for parameter in child.parameters()):
         return

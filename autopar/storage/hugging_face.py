@@ -50,9 +50,7 @@ _ATEN = torch.ops.aten
 _CHUNK = 1 << 24  # bytes that are compared at a time
 
 
-def open_files(
-    files: Sequence[str | os.PathLike[str]], folder: str | os.PathLike[str] = ""
-) -> dict[str, LazyTensor]:
+def open_files(files: Sequence[str | os.PathLike[str]], folder: str | os.PathLike[str] = "") -> dict[str, LazyTensor]:
     """Open files: name -> lazy tensor; of each file only the header is read. A later file takes precedence.
 
     Args:

@@ -32,7 +32,6 @@ Box = tuple[Range, ...]
 """For each dim a range ``[start, stop)``."""
 
 _BOUNCE = 1 << 24  # bytes that are converted or moved to a GPU at a time
-_SHORT = 128  # bytes: shorter runs than that are read together with what lies between them
 
 
 class LazyTensor(ABC):
@@ -108,7 +107,7 @@ class Stored(LazyTensor):
             return
         inner = self._run_dim(box)  # a run is contiguous in the file and covers the dims from here on
         direct = out.device.type == "cpu" and out.dtype == self.dtype and not out.is_conj() and not out.is_neg()
-        if direct and _is_contiguous_from(out, inner) and not self._scattered(box, inner):
+        if direct and _is_contiguous_from(out, inner):
             self._read_runs(out, box, inner)
         else:
             self._read_over(out, box)
@@ -116,12 +115,6 @@ class Stored(LazyTensor):
     def _run_dim(self, box: Box) -> int:
         partial = [dim for dim, wanted in enumerate(box) if wanted != (0, self.shape[dim])]
         return partial[-1] if partial else 0
-
-    def _scattered(self, box: Box, inner: int) -> bool:
-        """Tell whether the runs are so short that reading what lies between them is cheaper."""
-        start, stop = box[inner] if box else (0, 1)
-        element = math.prod(self.shape[inner + 1 :]) * self.dtype.itemsize
-        return inner > 0 and (stop - start) * element < _SHORT and self.shape[inner] * element <= _BOUNCE
 
     def _read_runs(self, out: torch.Tensor, box: Box, inner: int) -> None:
         size = self.dtype.itemsize
@@ -136,18 +129,12 @@ class Stored(LazyTensor):
         self.file.read_runs(memory(out), places, length)
 
     def _read_over(self, out: torch.Tensor, box: Box) -> None:
-        """Read through a small buffer: another dtype, a GPU, other strides, or very short runs."""
-        inner = self._run_dim(box)
-        widened = self._scattered(box, inner)
-        wide = with_range(box, inner, (0, self.shape[inner])) if widened else box
-        for slab in _slabs(tuple(stop - start for start, stop in wide), self.dtype.itemsize, _BOUNCE):
-            part = tuple((start + low, start + high) for (start, _), (low, high) in zip(wide, slab, strict=True))
+        """Read through a small buffer: another dtype, a GPU, or other strides."""
+        for slab in _slabs(tuple(stop - start for start, stop in box), self.dtype.itemsize, _BOUNCE):
+            part = tuple((start + low, start + high) for (start, _), (low, high) in zip(box, slab, strict=True))
             buffer = torch.empty([high - low for low, high in slab], dtype=self.dtype, device="cpu")
             self._read_runs(buffer, part, self._run_dim(part))
-            where = [slice(low, high) for low, high in slab]
-            if widened:
-                buffer, where[inner] = buffer.narrow(inner, box[inner][0], out.shape[inner]), slice(None)
-            out[tuple(where)].copy_(buffer)
+            out[tuple(slice(low, high) for low, high in slab)].copy_(buffer)
 
 
 def _is_contiguous_from(out: torch.Tensor, inner: int) -> bool:

@@ -202,8 +202,8 @@ def test_arguments_of_transformers(tmp_path, kind):
         ({"dtype": "bogus"}, "dtype='bogus' must be"),
         ({"dtype": torch.int64}, "must be 'auto' or a floating-point dtype"),
         ({"torch_dtype": "nn"}, "dtype='nn' must be"),
-        ({"config": config}, "goes to model_config="),
-        ({"model_config": 3}, "model_config must be"),
+        ({"config": config}, "config= must be autopar's config"),
+        ({"model_config": 3}, "model_config= a config of"),
     ):
         with pytest.raises(ConfigError, match=message):
             load(**bad)

@@ -57,9 +57,7 @@ def boxes(shape):
             yield box
 
 
-@pytest.mark.parametrize("short", [0, 512])
-def test_boxes_of_a_stored_tensor(tmp_path, monkeypatch, short):
-    monkeypatch.setattr(lazy_module, "_SHORT", short)
+def test_boxes_of_a_stored_tensor(tmp_path):
     tensor = torch.randn(4, 6, 5)
     source = stored(tmp_path / "file", tensor)
     for box in boxes(tensor.shape):

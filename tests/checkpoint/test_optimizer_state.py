@@ -191,8 +191,8 @@ def test_counters_are_on_the_host_unless_they_are_captured():
     for captured in (False, True):
         for group in checkpoint[0]["groups"]:
             group["options"]["capturable"] = captured
-        wanted = prepare(optim.NAdam(far.parameters()), far, plan, 0, *checkpoint[:2]).targets
-        places = {(name.rpartition("::")[2], want.tensor.device.type) for name, want in wanted.items()}
+        wanted = prepare(optim.NAdam(far.parameters()), far, plan, 0, *checkpoint[:2])[0]
+        places = {(name.rpartition("::")[2], tensor.device.type) for name, (tensor, _) in wanted.items()}
         counters = "meta" if captured else "cpu"
         assert places == {("step", counters), ("mu_product", counters), ("exp_avg", "meta"), ("exp_avg_sq", "meta")}
 
