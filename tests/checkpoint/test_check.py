@@ -123,7 +123,7 @@ def test_state_that_replicas_share_out(tmp_path):
         for name in due.manifest.parts["optimizer"].tensors:
             assert torch.equal(shared.lazy(name, "optimizer").read(), due.lazy(name, "optimizer").read()), name
     os.remove(tmp_path / "shared" / "optimizer-tp1-pp0-dp2.safetensors")
-    with pytest.raises(CheckpointError, match=r"7 of 8 shards found, optimizer-tp1-pp0-dp2.*missing[\s\S]*rank 5"):
+    with pytest.raises(CheckpointError, match=r"7 of 8 shards found, optimizer-tp1-pp0-dp2.*missing"):
         Shards(tmp_path / "shared", PARTS)
 
 
