@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from autopar.checkpoint.dtensor import _RangesShard, disjoint_ranges, is_even_shard, to_dtensor_state_dict
 from autopar.errors import CheckpointError
 from autopar.layout import Block, Layout, aligned_shards, even_shards, replicated_shards
-from tests.checkpoint.tiny import TinyConfig, TinyModel, make_plan
+from tests.checkpoint.tiny import make_plan
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
 
@@ -86,9 +86,8 @@ def test_two_ranks_to_any_number(tmp_path):
 
 
 @pytest.mark.tier("all")
-@pytest.mark.parametrize("tp", [4, 2], ids=["of which some hold the same heads", "in two replicas"])
-def test_four_ranks_write_everything_once_and_two_read_it(tmp_path, tp):
-    pooled(4)(save)(str(tmp_path), tp)
+def test_four_ranks_write_everything_once_and_two_read_it(tmp_path):
+    pooled(4)(save)(str(tmp_path), 4)  # some ranks hold the same heads
     assert_merges(tmp_path)
     for kind in MODELS:
         for name, stored in dcp.FileSystemReader(tmp_path / kind).read_metadata().state_dict_metadata.items():
@@ -123,7 +122,6 @@ def test_computing_with_another_cut_is_an_error_and_no_wrong_result(tmp_path):
         with pytest.raises(CheckpointError, match=r"only be saved and loaded with torch\.distributed\.checkpoint"):
             compute()
     assert fused.dtype == torch.float32
-    assert ("(0, 20)" if dist.get_rank() == 0 else "(20, 36)") in repr(fused._local_tensor)
     half = to_dtensor_state_dict(parallel(gpt2().to(torch.bfloat16), 2))
     assert half["transformer.h.0.attn.c_attn.weight"].dtype == torch.bfloat16
 
@@ -154,19 +152,6 @@ def test_async_save_takes_a_snapshot(tmp_path):
     saving.result()
     dcp.load(to_dtensor_state_dict(other), checkpoint_id=tmp_path / "a")
     assert_holds(other, plain_state(gpt2()))
-
-
-@pytest.mark.tier("test")
-@pooled(world_size=3)
-def test_every_kind_of_tensor(tmp_path):
-    from autopar.distributed.mesh import MPU
-    from tests.checkpoint.tiny import tiny
-
-    mpu = MPU(tensor_parallel_size=3)  # heads on two ranks, KV heads on several, half precision, booleans, 0-d
-    dcp.save(to_dtensor_state_dict(tiny(mpu)), checkpoint_id=tmp_path / "tiny")
-    other = tiny(mpu, seed=1)
-    dcp.load(to_dtensor_state_dict(other), checkpoint_id=tmp_path / "tiny")
-    assert_holds(other, {n: t for n, t in TinyModel(TinyConfig()).state_dict().items() if n != "head.weight"})
 
 
 @pooled(world_size=2)

@@ -81,7 +81,7 @@ def test_an_average_of_this_ranks_shards_comes_back_on_any_mesh(tmp_path):
 @pytest.mark.tier("sweep")
 @pooled(world_size=4)
 def test_an_average_of_shards_over_meshes_of_four(tmp_path):
-    over_meshes(tmp_path, OF_FOUR)  # with DTensors of ZeRO 3
+    over_meshes(tmp_path, OF_FOUR[:4])  # with DTensors of ZeRO 3
 
 
 def _differing(model: Any) -> list[tuple[str, Any, tuple[str, ...]]]:

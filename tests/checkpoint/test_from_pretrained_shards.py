@@ -34,7 +34,7 @@ from tests.worlds import raises_everywhere
 
 @pooled(world_size=2)
 def test_a_folder_of_shards_on_any_mesh(tmp_path):
-    for number, model in enumerate((gpt2(), llama(), build(cases("mamba2")[0], 6, 3))):
+    for number, model in enumerate((build(cases("mamba2")[0], 6, 3), llama())):
         plain = shared(tmp_path / f"{number}-plain", model)
         for size_before in (1, 2):
             folder = str(tmp_path / f"{number}-{size_before}")
@@ -191,7 +191,7 @@ def test_an_edited_config_of_shards(tmp_path):
 def test_shards_of_several_stages(tmp_path):
     for model in (gpt2(), llama()):
         plain = shared(tmp_path / type(model).__name__, model)
-        for size, stages in ((1, 2), (2, 2), (3, 1)):
+        for size, stages in ((1, 2), (3, 1)):
             folder = f"{plain}-{size}-{stages}"
             if dist.get_rank() == 0:
                 split_checkpoint(plain, folder, tp=size, pp=stages)

@@ -34,12 +34,12 @@ def check_resume(folder: Path, name: str, mesh: Mesh, precision: str) -> None:
     assert_same(resumed.whole(), ended, mesh)
     assert resumed.optimizer.loss_scale == scale
     resumed.close()
-    if precision != "fp32" and mesh.zero != 3:
+    if mesh.zero != 3:
         differ = [n for n in kept if "::" not in n and not torch.equal(kept[n].float(), kept[f"{n}::stepped"])]
         assert len(differ) > len(kept) / 10  # the fp32 weights say more than the half ones
 
 
-@pytest.mark.parametrize("precision", ["fp16", "fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pooled(world_size=2)
 def test_resumed_on_the_same_mesh_of_two_it_is_the_same_run_bit_for_bit(tmp_path, precision):
     for mesh in OF_TWO:
@@ -83,11 +83,10 @@ def test_half_precision_without_the_optimizer_is_rounded_and_says_so(tmp_path):
     plain.close()
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.tier("all"))])
 @pooled(world_size=4)
-def test_resumed_on_the_same_mesh_of_four_it_is_the_same_run_bit_for_bit(tmp_path, precision):
-    for name, mesh in (("gpt2", Mesh(1, 2, 1)), ("llama", Mesh(2, 1, 1)), ("gpt2", Mesh(2, 1, 3))):
-        check_resume(tmp_path / f"{name}-{mesh.zero}-{mesh.pp}", name, mesh, precision)
+def test_resumed_on_the_same_mesh_of_four_it_is_the_same_run_bit_for_bit(tmp_path):
+    for name, mesh in (("gpt2", Mesh(1, 2, 1)), ("llama", Mesh(2, 1, 3))):
+        check_resume(tmp_path / f"{name}-{mesh.zero}-{mesh.pp}", name, mesh, "bf16")
 
 
 @pytest.mark.tier("sweep")

