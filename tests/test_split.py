@@ -171,7 +171,7 @@ def test_command_line(tmp_path):
     assert result.exit_code == 0, result.output
     assert "resharded 28 tensors" in result.stdout and "model-tp3-pp1.safetensors" in result.stdout
     result = run("reshard", tmp_path / "split", tmp_path / "other", "--tp", 0)
-    assert "error: --tp 0 must be between 1 and 4096" in result.stderr
+    assert "error: --tp 0 and --pp 1 must be at least 1" in result.stderr
     result = run("reshard", tmp_path / "split", tmp_path / "other", "--tp", 2)
     assert result.exit_code == 1 and "--force" in result.stderr
     result = run("split", tmp_path / "hf", tmp_path / "five", "--tp", 5)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from autopar.adapters import is_peft_model
 from autopar.checkpoint.state import STATE, State, parameters_elsewhere, state_of
 from autopar.checkpoint.state_dict import (
+    MODEL_SHARD,
     USE_INSTEAD,
     ModelShard,
     attach_hooks,
@@ -241,23 +242,25 @@ def _refused(name: str, text: str) -> Callable[..., Any]:
 
 def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
     """Count the parameters of the whole model, as before ``initialize``; no communication."""
-    shard = shard_of(self)
-    if shard is None:
-        count: int = type(self).num_parameters(self, only_trainable, exclude_embeddings)
-        return count
-    return _counted(self, shard, only_trainable, exclude_embeddings)
+    kind: Any = type(self)
+    if shard_of(self) is None:
+        return int(kind.num_parameters(self, only_trainable, exclude_embeddings))
+    return _counted(self, only_trainable, exclude_embeddings)
 
 
 def _nb_trainable_of_peft(self: Any) -> tuple[int, int]:
     """Count what is trained and all of it, of the whole model, as ``PeftModel`` prints it; no communication."""
-    shard = shard_of(self)
-    if shard is None:
-        counts: tuple[int, int] = type(self).get_nb_trainable_parameters(self)
-        return counts
-    return _counted(self, shard, True, False), _counted(self, shard, False, False)
+    kind: Any = type(self)
+    counts: tuple[int, int] = (
+        kind.get_nb_trainable_parameters(self)
+        if shard_of(self) is None
+        else (_counted(self, True, False), _counted(self, False, False))
+    )
+    return counts
 
 
-def _counted(self: Any, shard: ModelShard, only_trainable: bool, exclude_embeddings: bool) -> int:
+def _counted(self: Any, only_trainable: bool, exclude_embeddings: bool) -> int:
+    shard: ModelShard = vars(self)[MODEL_SHARD]
     found: dict[str, nn.Parameter] = dict(self.named_parameters(remove_duplicate=False))
     paths = {id(module): path for path, module in self.named_modules()}
     for module, order in parameters_elsewhere(self):

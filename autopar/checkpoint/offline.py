@@ -426,8 +426,5 @@ MOST = 4096  # files that are open at once are bounded by this
 
 def check_sizes(tp: int, pp: int) -> None:
     """Raise CheckpointError unless both sizes can be made."""
-    for name, size in (("--tp", tp), ("--pp", pp)):
-        if not 1 <= size <= MOST:
-            raise CheckpointError(f"{name} {size} must be between 1 and {MOST}")
-    if tp * pp > MOST:
-        raise CheckpointError(f"--tp {tp} x --pp {pp} = {tp * pp} files are more than {MOST}")
+    if min(tp, pp) < 1 or tp * pp > MOST:
+        raise CheckpointError(f"--tp {tp} and --pp {pp} must be at least 1, and make at most {MOST} files")

@@ -34,7 +34,7 @@ from autopar.distributed.digest import sum_of_bits
 from autopar.errors import CheckpointError, listed
 from autopar.foreign.c10d import in_fake_world
 from autopar.foreign.tensors import local_part
-from autopar.plan.plan import Plan, TensorPlan
+from autopar.plan.plan import TensorPlan
 from autopar.storage.files import file_checksum
 from autopar.storage.json_values import encode
 from autopar.storage.safetensors_io import dtype_name
@@ -113,7 +113,11 @@ def prepare_alike(
         call, writer, local = prepare()
         prepared.append((writer, local))
         checked = getattr(getattr(vars(model).get("_autopar"), "config", None), "consistency_check", True)
-        digests = digest_parameters(model, state.plan) if checked else {}
+        digests: dict[str, tuple[str, int]] = {}  # canonical name -> dtype and number
+        for name, parameter in model.named_parameters() if checked else ():
+            if name in state.plan.names and not parameter.is_meta:
+                shard = local_part(parameter.detach())
+                digests[state.plan.names[name]] = str(shard.dtype), int(sum_of_bits(shard))
         own = None if local.extra is None else local.extra.digests(state.plan, checked)
         return {"call": {"function": "save_parallelized", **call}, "digests": digests, "extra": own}
 
@@ -420,18 +424,3 @@ def _written(
         if here and state.writes(parameter):
             result[name] = tensor
     return result
-
-
-# -- weights that several ranks hold ----------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def digest_parameters(model: nn.Module, plan: Plan) -> dict[str, tuple[str, int]]:
-    """Digest the parameters of this rank: canonical name -> dtype and number. No communication."""
-    canonical = plan.names
-    found: dict[str, tuple[str, int]] = {}
-    for name, parameter in model.named_parameters():
-        if name in canonical and not parameter.is_meta:
-            local = local_part(parameter)
-            found[canonical[name]] = str(local.dtype), int(sum_of_bits(local))
-    return found

@@ -274,7 +274,6 @@ def _check(
         raise CheckpointError(
             f"load_state_dict: {len(neither) or len(whole)} tensors {what} ({describe_ranks(ranks)}):\n  "
             + "\n  ".join(found[:5])
-            + ("\n  ..." if len(found) > 5 else "")
         )
     own = dict(_own_tensors(model))
     if entries and not shard.is_block and not any(name in own for name, _, _ in entries):

@@ -284,7 +284,8 @@ def point_to(model: PreTrainedModel, shards: Shards, dtype: str | torch.dtype) -
     expected = model.state_dict(keep_vars=True)
     _check_fit(model, shards, expected, saved)
     _untie(model, shards, saved)
-    kept = _kept_in_float32(model, dtype)
+    plan = {} if isinstance(dtype, str) else dtype_plan(model, dtype)
+    kept = build_glob_alternation(list(plan))[0] if plan else None  # what transformers keeps in float32
     cast: dict[str, str] = {}
     for path, module in model.named_modules():
         for name, tensor in [*own_parameters(module).items(), *own_buffers(module).items()]:
@@ -292,7 +293,7 @@ def point_to(model: PreTrainedModel, shards: Shards, dtype: str | torch.dtype) -
             if tensor is None or full not in expected:
                 continue
             lazy = shards.lazy(saved[full])
-            wanted = lazy.dtype if dtype == "auto" else torch.float32 if kept(full) else tensor.dtype
+            wanted = lazy.dtype if dtype == "auto" else torch.float32 if kept and kept.search(full) else tensor.dtype
             if wanted != lazy.dtype:
                 cast[saved[full]] = f"{full} from {dtype_name(lazy.dtype)} to {dtype_name(wanted)}"
             if not isinstance(tensor, nn.Parameter):
@@ -342,15 +343,6 @@ def _untie(model: Any, shards: Shards, saved: Mapping[str, str]) -> None:
     for target, source in list((getattr(model, "all_tied_weights_keys", None) or {}).items()):
         if saved[target] != saved[source] and model.get_parameter(target) is not model.get_parameter(source):
             _untied(model, target, source)
-
-
-def _kept_in_float32(model: Any, dtype: str | torch.dtype) -> Callable[[str], bool]:
-    """Return whether transformers keeps a tensor in float32 when a model is loaded in ``dtype``."""
-    plan = {} if isinstance(dtype, str) else dtype_plan(model, dtype)
-    if not plan:
-        return lambda name: False
-    pattern = build_glob_alternation(list(plan))[0]
-    return lambda name: pattern.search(name) is not None
 
 
 def differs(path: str, model: Any, info: Mapping[str, Any]) -> str:

@@ -80,7 +80,6 @@ class SafetensorsWriter:
         path: the file to make.
         tensors: name -> (dtype, shape) of everything that the file will hold.
         metadata: strings for the header.
-        align: the first tensor begins at a multiple of so many bytes; what safetensors writes has 8.
 
     Attributes:
         order: the names in the order in which they lie in the file.
@@ -93,7 +92,6 @@ class SafetensorsWriter:
         path: Path,
         tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
         metadata: Mapping[str, str],
-        align: int = 8,
     ) -> None:
         self.path = path
         self._tensors = dict(tensors)
@@ -113,7 +111,7 @@ class SafetensorsWriter:
             header[name] = {"dtype": _CODE_OF[dtype], "shape": list(shape), "data_offsets": [offset, stop]}
             offset = stop
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-(8 + len(text)) % align)
+        text += b" " * (-len(text) % 8)
         self._file = OutputFile(path)
         text = len(text).to_bytes(8, "little") + text
         self.header = checksum(text)
