@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from autopar.checkpoint import save
-from autopar.checkpoint.format import PARTS
 from autopar.checkpoint.offline import reshard_checkpoint
-from autopar.checkpoint.save import snapshot
-from autopar.checkpoint.shards import Shards, check_checkpoint
-from autopar.checkpoint.state import state_of
-from autopar.data_parallel.whole_parameters import WholeParameters
+from autopar.checkpoint.shards import check_checkpoint
 from autopar.errors import CheckpointError
-from tests.checkpoint.tiny import fake_mpu, save_alone, tiny, with_moments, written
+from tests.checkpoint.tiny import save_alone
 
 EXTRA = {"ema": torch.arange(100.0)}
 
@@ -87,44 +81,6 @@ def test_a_file_without_tensors_is_looked_at_too(tmp_path):
     assert len(problems) == 1 and empty[0].name in problems[0]
     os.remove(empty[1])
     assert len(check_checkpoint(tmp_path / "many")["problems"]) == 2
-
-
-def save_shared_out_by_replicas(folder, replicas: int) -> None:
-    """Each replica keeps the optimizer's state of some parameters only; files say which replica wrote them."""
-    reports = []
-    for d in range(replicas):
-        for t in range(2):
-            model = tiny(fake_mpu(2, t, dp=replicas, d=d))
-            optimizer = with_moments(model)
-            mine = {id(parameter) for parameter in list(model.parameters())[d::replicas]}
-            for parameter in [p for p in model.parameters() if id(p) not in mine]:
-                del optimizer.state[parameter]
-            optimizer._autopar = SimpleNamespace(
-                owns=lambda parameter, mine=mine: id(parameter) in mine,
-                whole=WholeParameters(),
-                sharded=True,
-                masters=None,
-                scale=None,
-            )
-            reports.append(written(model, snapshot(model, optimizer), folder))
-    save._manifest(state_of(model), "0123456789abcdef", reports, {}).write(folder)
-
-
-def test_state_that_replicas_share_out(tmp_path):
-    (tmp_path / "shared").mkdir()
-    save_shared_out_by_replicas(tmp_path / "shared", 3)
-    save_alone(tmp_path / "due", 2, optimizer=True)
-    assert check_checkpoint(tmp_path / "shared")["problems"] == []
-    with Shards(tmp_path / "shared", PARTS) as shared, Shards(tmp_path / "due", PARTS) as due:
-        files = {f"optimizer-tp{t}-pp0-dp{d}.safetensors" for t in range(2) for d in range(3)}
-        assert set(shared.manifest.parts["optimizer"].files) == files
-        assert set(shared.manifest.parts["model"].files) == set(due.manifest.parts["model"].files)
-        assert set(shared.manifest.parts["optimizer"].tensors) == set(due.manifest.parts["optimizer"].tensors)
-        for name in due.manifest.parts["optimizer"].tensors:
-            assert torch.equal(shared.lazy(name, "optimizer").read(), due.lazy(name, "optimizer").read()), name
-    os.remove(tmp_path / "shared" / "optimizer-tp1-pp0-dp2.safetensors")
-    with pytest.raises(CheckpointError, match=r"7 of 8 shards found, optimizer-tp1-pp0-dp2.*missing"):
-        Shards(tmp_path / "shared", PARTS)
 
 
 def test_what_is_no_checkpoint(tmp_path):

@@ -13,9 +13,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.checkpoint.dtensor import _RangesShard, disjoint_ranges, is_even_shard, to_dtensor_state_dict
+from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
 from autopar.layout import Block, Layout, aligned_shards, even_shards, replicated_shards
-from tests.checkpoint.tiny import make_plan
+from tests.checkpoint.tiny import TinyConfig, TinyModel, make_plan, tiny
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
 
@@ -154,42 +155,14 @@ def test_async_save_takes_a_snapshot(tmp_path):
     assert_holds(other, plain_state(gpt2()))
 
 
-@pooled(world_size=2)
-def test_stacked_experts_and_ranks_without_units(tmp_path):
-    """Fused along dim 1 of three; one unit on two ranks; query heads that touch a KV head which both ranks hold."""
-    from types import SimpleNamespace
-
-    from autopar.checkpoint.state import STATE, State
-    from autopar.distributed.mesh import MPU
-    from autopar.plan.plan import Plan, TensorPlan
-
-    mpu = MPU(tensor_parallel_size=2)
-    shares, one = even_shards(5, 2), ((0, 0), (0, 1))
-    layouts = {
-        "gate_up": Layout.of(1, [Block("ffn", 5, 1, shares)] * 2),
-        "late": Layout.of(0, [Block("heads", 1, 3, one)]),
-        "qkv": Layout.of(
-            0, [Block("heads", 2, 4, even_shards(2, 2)), *[Block("kv_heads", 1, 4, replicated_shards(1, 2))] * 2]
-        ),
-    }
-    assert layouts["qkv"].ranges(0) == ((0, 4), (8, 16)) and layouts["qkv"].ranges(1) == ((4, 16),)
-    torch.manual_seed(0)
-    whole = {"gate_up": torch.randn(3, 10, 4), "late": torch.randn(3, 2), "qkv": torch.randn(16)}
-
-    def model(fill: float | None) -> torch.nn.Module:
-        module = torch.nn.Module()
-        for name, layout in layouts.items():
-            shard = layout.shard(whole[name], mpu.tp.rank)
-            module.register_parameter(name, torch.nn.Parameter(shard if fill is None else torch.full_like(shard, fill)))
-        tensors = {n: TensorPlan(n, tuple(whole[n].shape), "float32", layout) for n, layout in layouts.items()}
-        module.__dict__[STATE] = State(Plan(2, "made", "made.yaml", tensors, {}), mpu, "")
-        module.config = SimpleNamespace(tie_word_embeddings=False)
-        return module
-
-    dcp.save(to_dtensor_state_dict(model(None)), checkpoint_id=tmp_path / "made")
-    other = model(0.0)
-    dcp.load(to_dtensor_state_dict(other), checkpoint_id=tmp_path / "made")
-    assert_holds(other, whole)
+@pytest.mark.tier("test")
+@pooled(world_size=3)
+def test_every_kind_of_tensor(tmp_path):
+    mpu = MPU(tensor_parallel_size=3)  # heads on two ranks, KV heads on several, half precision, booleans, 0-d
+    dcp.save(to_dtensor_state_dict(tiny(mpu)), checkpoint_id=tmp_path / "tiny")
+    other = tiny(mpu, seed=1)
+    dcp.load(to_dtensor_state_dict(other), checkpoint_id=tmp_path / "tiny")
+    assert_holds(other, {n: t for n, t in TinyModel(TinyConfig()).state_dict().items() if n != "head.weight"})
 
 
 @pooled(world_size=2)

@@ -24,7 +24,6 @@ import autopar
 from autopar.deferred_init.random_init import InitSteps
 from autopar.errors import CheckpointError
 from autopar.storage.files import RangeFile
-from autopar.tools.split import split_checkpoint
 from tests.checkpoint.loading import same, saved, shared, tp
 from tests.pool import pooled
 from tests.random_models import build, cases
@@ -184,18 +183,3 @@ def test_an_edited_config_of_shards(tmp_path):
         autopar.from_pretrained(AutoModelForCausalLM, folder, tp(2))
     lazy = autopar.from_pretrained(AutoModelForCausalLM, folder, tp(2), verify=False)
     assert lazy.config.activation_function == "relu"
-
-
-@pytest.mark.tier("all")
-@pooled(world_size=2)
-def test_shards_of_several_stages(tmp_path):
-    for model in (gpt2(), llama()):
-        plain = shared(tmp_path / type(model).__name__, model)
-        for size, stages in ((1, 2), (3, 1)):
-            folder = f"{plain}-{size}-{stages}"
-            if dist.get_rank() == 0:
-                split_checkpoint(plain, folder, tp=size, pp=stages)
-            dist.barrier()
-            for now in (1, 2):
-                expected = autopar.initialize(type(model).from_pretrained(plain), tp(now))
-                same(autopar.from_pretrained(AutoModelForCausalLM, folder, tp(now)), expected)

@@ -39,15 +39,6 @@ def test_only_numbers_with_a_point_become_another_dtype(tmp_path):
     assert same(dict(sorted(merged.items())), dict(sorted(due.items())))
 
 
-@pytest.mark.parametrize("tp", [1, 3])
-def test_merging_pipeline_stages(tmp_path, tp):
-    plain = save_alone(tmp_path / "ckpt", tp, pp=2)
-    assert sum(name.endswith(".safetensors") for name in os.listdir(tmp_path / "ckpt")) == 2 * tp
-    merge_checkpoint(tmp_path / "ckpt", tmp_path / "merged")
-    merged = load_file(tmp_path / "merged" / "model.safetensors")
-    assert same(dict(sorted(merged.items())), dict(sorted(saved_state(plain).items())))
-
-
 def test_what_lies_in_which_file(tmp_path):
     save_alone(tmp_path, 4)
     manifest = Manifest.read(tmp_path)
@@ -133,15 +124,6 @@ def test_companions_come_along_and_force_replaces(tmp_path):
         merge_checkpoint(tmp_path / "ckpt", tmp_path / "merged")
     merge_checkpoint(tmp_path / "ckpt", tmp_path / "merged", force=True, format="bin")
     assert set(os.listdir(tmp_path / "merged")) == {*companions, "pytorch_model.bin"}
-
-
-def test_a_merge_never_replaces_its_source(tmp_path):
-    save_alone(tmp_path / "ckpt" / "step1", 2)
-    (tmp_path / "ckpt" / "config.json").write_text("{}")
-    for target in (tmp_path / "ckpt" / "step1", tmp_path / "ckpt"):
-        with pytest.raises(CheckpointError, match="would replace what it is read from"):
-            merge_checkpoint(tmp_path / "ckpt" / "step1", target, force=True)
-    assert (tmp_path / "ckpt" / "step1" / "autopar.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import Any
 
 import pytest
@@ -154,18 +153,6 @@ def test_an_optimizer_that_has_not_stepped():
     assert not mine[1].state
 
 
-def test_only_some_parameters_have_stepped():
-    plan = plan_of("gpt2", 2)
-    model, optimizer = rank_of("gpt2", OPTIMIZERS["AdamW"], plan, 0)
-    model.transformer.wpe.weight.grad = torch.ones_like(model.transformer.wpe.weight)
-    optimizer.step()
-    checkpoint = stored([take(optimizer, model, plan, 0)])
-    assert list(checkpoint[0]["state"]) == ["transformer.wpe.weight"]
-    mine = rank_of("gpt2", OPTIMIZERS["AdamW"], plan, 1)
-    restore(mine, plan, 1, checkpoint)
-    assert list(by_name(*mine, plan)) == ["transformer.wpe.weight"]
-
-
 def test_state_of_no_parameter_and_numbers_and_the_saved_dtype():
     model = gpt2(n_layer=1).bfloat16()
     plan = make_plan(model, find_policy(model), 1)
@@ -214,43 +201,3 @@ def test_options_keep_their_types_and_a_tensor_stays_the_same_object():
     assert group["lr"] is rate and rate == 0.25
     restore((model, as_number), plan, 0, facts)
     assert torch.equal(as_number.param_groups[0]["lr"], torch.tensor(0.5))
-
-
-def test_zero_gives_state_to_owned_parameters_only():
-    plan = plan_of("gpt2", 2)
-    plain = trained("gpt2", OPTIMIZERS["Adam"])
-    checkpoint = stored(saved_by_all("gpt2", OPTIMIZERS["Adam"], plan, plain))
-    mine = rank_of("gpt2", OPTIMIZERS["Adam"], plan, 1)
-    restore(mine, plan, 1, checkpoint, owns=lambda name: name.endswith("bias"))
-    assert all(name.endswith("bias") for name in by_name(*mine, plan)) and mine[1].state
-
-
-def test_stages_are_merged_and_each_takes_its_part():
-    """Stage 0 holds the embedding and the blocks, stage 1 the norm and the head, which is tied to the embedding."""
-    plain = trained("gpt2", partial(optim.AdamW, lr=0.1))
-    plan = make_plan(plain[0], find_policy(plain[0]), 1)
-    stages = []
-    for stage in range(2):
-        model = MODELS["gpt2"]()
-        if stage == 0:
-            del model.transformer.ln_f, model.lm_head
-        else:
-            del model.transformer.h, model.transformer.wpe, model.transformer.wte
-        names = {n for n, _ in model.named_parameters()}
-        groups = [[], []]
-        for index, group in enumerate(plain[1].param_groups):
-            whole = {id(p): plan.canonical(n) for n, p in plain[0].named_parameters()}
-            held = [plan.canonical(n) for n in names]
-            groups[index] = [whole[id(p)] for p in group["params"] if whole[id(p)] in held]
-        held = {plan.canonical(n): p for n, p in model.named_parameters()}
-        options = [{k: v for k, v in g.items() if k != "params"} for g in plain[1].param_groups]
-        optimizer = optim.AdamW([{"params": [held[n] for n in g], **o} for g, o in zip(groups, options, strict=True)])
-        stages.append((model, optimizer))
-    whole = stored([take(plain[1], plain[0], plan, 0)])
-    for stage in stages:
-        restore(stage, plan, 0, whole)
-    taken = [take(optimizer, model, plan, 0) for model, optimizer in stages]
-    assert 0 < len(taken[1].tensors) < len(taken[0].tensors) < len(whole[1])
-    back = rank_of("gpt2", partial(optim.AdamW, lr=0.3), plan, 0)
-    restore(back, plan, 0, stored(taken))
-    assert_same(back, plain, plan)

@@ -107,13 +107,6 @@ def test_counted_ones_are_newer_than_those_that_were_not(tmp_path):
     assert rotate(saved(tmp_path / "step-200"), 2) == [tmp_path / "step-800"]
 
 
-def test_equal_orders_go_by_their_numbers(tmp_path):
-    """Two runs that save into one series at once."""
-    for number in (30, 10, 20):
-        sharded(tmp_path / f"step-{number}", order=7)
-    assert rotate(sharded(tmp_path / "step-5", order=7), 2) == [tmp_path / "step-10", tmp_path / "step-20"]
-
-
 def test_everything_else_is_left_alone(tmp_path):
     target = sharded(tmp_path / "run" / "step-9")
     sharded(tmp_path / "run" / "best-step-1")
@@ -174,14 +167,6 @@ def test_what_cannot_be_read_is_left_alone(tmp_path):
     with pytest.warns(UserWarning, match="step-2 could not be deleted: .*was changed after it was written"):
         assert rotate(target, 1) == [older]
     assert sorted(os.listdir(old)) == OURS
-
-
-def test_a_target_that_is_a_link_stands_for_what_it_points_to(tmp_path):
-    for number in (1, 2, 3):
-        sharded(tmp_path / "run" / f"step-{number}")
-    os.symlink("run/step-3", tmp_path / "latest")
-    assert rotate(tmp_path / "latest", 2) == [tmp_path / "run" / "step-1"]
-    assert (tmp_path / "latest" / "autopar.json").is_file()
 
 
 @pytest.mark.parametrize("others", [[], ["notes.md"]])
@@ -315,13 +300,6 @@ def test_the_order_of_saves_counts(tmp_path: Path) -> None:
     saved(tmp_path / "step-300")  # went back
     assert latest(tmp_path) == latest(tmp_path / "step-") == tmp_path / "step-300"
     assert latest(os.fspath(tmp_path / "step-400")) == tmp_path / "step-400"  # it is one itself
-
-
-def test_checkpoints_that_were_not_counted_go_by_their_numbers(tmp_path: Path) -> None:
-    sharded(tmp_path / "9")
-    sharded(tmp_path / "10")
-    sharded(tmp_path / "final")
-    assert latest(tmp_path) == tmp_path / "10"
 
 
 def test_several_series_are_told_apart_by_the_user(tmp_path: Path) -> None:

@@ -1,16 +1,14 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from autopar.errors import CheckpointError
-from autopar.storage import files
 from autopar.storage import safetensors_io as safetensors_stream
 from autopar.storage.files import OutputFile
 from autopar.storage.lazy_tensor import InMemory
@@ -56,11 +54,6 @@ def test_reading_returns_what_was_written(tmp_path):
             assert read.dtype == tensor.dtype and read.shape == tensor.shape
             assert torch.equal(read.contiguous().view(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
             reader.verify(name, checksums[name])
-
-
-def test_the_library_reads_a_file_without_tensors(tmp_path):
-    write(tmp_path / "file", {})
-    assert load_file(tmp_path / "file") == {}
 
 
 def test_one_flipped_bit_is_noticed(tmp_path):
@@ -148,37 +141,6 @@ def test_malformed_files_are_named(tmp_path, content):
 
 
 CONTENT = random.Random(0).randbytes(1000)
-
-
-def write_sizes(path, sizes):
-    file = OutputFile(path)
-    at = 0
-    for size in sizes:
-        file.append(CONTENT[at : at + size])
-        at += size
-    file.sync()
-    file.close()
-    assert path.read_bytes() == CONTENT[:at]
-
-
-@pytest.mark.parametrize("sizes", [[], [0], [1000], [1, 0, 37, 600, 8, 354], [100] * 10, [1] * 40])
-def test_the_disk_gets_all_but_the_end_early_once_each_in_whole_pieces(tmp_path, monkeypatch, sizes):
-    begun: list[tuple[int, int]] = []
-
-    def begin(handle, offset, count, advice):
-        assert advice == os.POSIX_FADV_DONTNEED
-        assert os.fstat(handle).st_size >= offset + count
-        begun.append((offset, count))
-
-    monkeypatch.setattr(files, "_PIECE", 16)
-    monkeypatch.setattr(files, "_EARLY", 64)
-    monkeypatch.setattr(os, "posix_fadvise", begin)
-    write_sizes(tmp_path / "file", sizes)
-    reached = 0
-    for offset, count in begun:
-        assert offset == reached and offset % 16 == count % 16 == 0 and count >= 48
-        reached += count
-    assert sum(sizes) - reached < 64 + 16
 
 
 def test_a_system_that_takes_part_of_what_it_is_given(tmp_path, monkeypatch):

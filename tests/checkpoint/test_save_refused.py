@@ -67,6 +67,8 @@ def _wrong_saves(folder: Path, mpu: MPU, model: Any) -> list[tuple[dict[str, obj
         ({"directory": x, "merge_checkpoints": True, "format": "gguf"},
          "format='gguf' must be one of 'safetensors', 'bin'"),
         ({"directory": x, "format": "bin"}, "needs merge_checkpoints=True"),
+        ({"directory": x, "async_save": "yes"}, "async_save='yes' must be True or False"),
+        ({"directory": x, "async_save": True, "extra": {"f": print}}, "extra.f"),
         ({"directory": x, "timeout": 0}, "timeout=0 must be"),
         ({"directory": x, "timeout": True}, "timeout=True must be"),
         ({"directory": x, "timeout": "1"}, "timeout='1' must be"),

@@ -130,17 +130,6 @@ def test_a_generation_config_that_transformers_refuses_does_not_stop_a_save(tmp_
     assert json.loads((tmp_path / "ckpt" / "config.json").read_text())["model_type"] == "gpt2"
 
 
-@pooled(world_size=2)
-def test_under_another_default_device(tmp_path):
-    model = tiny(MPU(tensor_parallel_size=2))
-    with torch.device("meta"):
-        model.save_parallelized(tmp_path / "ckpt")
-        model.save_parallelized(tmp_path / "merged", merge_checkpoints=True)
-        before = local(model)
-        model.from_parallelized(tmp_path / "ckpt")
-    assert same(local(model), before)
-
-
 @pooled(world_size=1)
 def test_inside_inference_mode(tmp_path):
     model = tiny(MPU())
