@@ -11,8 +11,8 @@ import hashlib
 import os
 import threading
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Self
 
 import xxhash
 
@@ -21,11 +21,14 @@ from autopar.errors import CheckpointError
 _opening = threading.Lock()
 
 
-class Closing(AbstractContextManager["Closing"]):
+class Closing:
     """A context manager that closes itself."""
 
     def close(self) -> None:
         """Close it."""
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

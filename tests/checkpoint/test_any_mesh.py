@@ -35,10 +35,6 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def gpt2_large_vocabulary() -> Any:
-    return gpt2(vocab_size=50257, n_embd=8, n_head=4, n_layer=1)
-
-
 def llama_two_kv_heads() -> Any:
     """At tp 3 and 4 several ranks hold the same KV head."""
     return llama(num_key_value_heads=2)
@@ -68,7 +64,7 @@ def mixtral() -> Any:
     return randomise(MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=4)))
 
 
-MODELS = [gpt2, gpt2_large_vocabulary, llama_two_kv_heads, llama_nine_heads, phi3, bert, mixtral]
+MODELS = [gpt2, llama_two_kv_heads, llama_nine_heads, phi3, bert, mixtral]
 
 
 def check(folder: Path, build: Callable[[], Any], tps: tuple[int, ...]) -> None:

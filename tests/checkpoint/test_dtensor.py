@@ -143,18 +143,6 @@ def test_names_of_tied_tensors(tmp_path):
         assert_same(plain_state(plain), plain_state(gpt2()))
 
 
-@pooled(world_size=2)
-def test_async_save_takes_a_snapshot(tmp_path):
-    model, other = parallel(gpt2(), 2), parallel(gpt2(seed=1), 2)
-    saving = dcp.async_save(to_dtensor_state_dict(model), checkpoint_id=tmp_path / "a")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    saving.result()
-    dcp.load(to_dtensor_state_dict(other), checkpoint_id=tmp_path / "a")
-    assert_holds(other, plain_state(gpt2()))
-
-
 @pytest.mark.tier("test")
 @pooled(world_size=3)
 def test_every_kind_of_tensor(tmp_path):

@@ -60,8 +60,10 @@ def check(folder: Path, build: Callable[[], Any], tp: int) -> None:
         plain.save_pretrained(folder / "plain")
         build().save_pretrained(folder / "split", max_shard_size=6000)
     model = parallel(build(), tp)
+    config = dict(vars(model.config))
     model.save_parallelized(folder / "ckpt")
     model.save_parallelized(folder / "merged", merge_checkpoints=True)
+    assert dict(vars(model.config)) == config, "saving must not touch the user's config"
     model.save_parallelized(folder / "merged_split", merge_checkpoints=True, max_shard_size=6000)
     if dist.get_rank() == 0:
         merge_checkpoint(folder / "ckpt", folder / "offline")

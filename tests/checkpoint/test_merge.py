@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from autopar.checkpoint import Manifest, merge_checkpoint
 from autopar.checkpoint.format import parse_size
 from autopar.checkpoint.offline import reshard_checkpoint
-from autopar.checkpoint.shards import Shards
 from autopar.errors import CheckpointError
 from autopar.storage.lazy_tensor import LazyTensor
 from autopar.storage.safetensors_io import SafetensorsReader
@@ -55,23 +54,6 @@ def test_what_lies_in_which_file(tmp_path):
     written = json.loads((tmp_path / "autopar.json").read_text())
     assert written.pop("xxh3")
     assert manifest.to_json() == written
-
-
-def test_a_lower_rank_has_the_last_word_where_several_hold_a_unit(tmp_path):
-    save_alone(tmp_path, 4)
-    layout = Manifest.read(tmp_path).tensors["qkv.bias"].layout
-    with Shards(tmp_path) as shards:
-        own = [layout.shard(shards.lazy("qkv.bias").read(), t) + 100 * t for t in range(4)]
-        for t in range(4):
-            name = f"model-tp{t}-pp0.safetensors"
-            entry = shards._open(shards.manifest.parts["model"], name).entries["qkv.bias"]
-            with open(tmp_path / name, "r+b") as file:
-                file.seek(entry.start)
-                file.write(own[t].numpy().tobytes())
-        whole = shards.lazy("qkv.bias").read()
-    for t, owner in enumerate((0, 0, 2, 2)):  # ranks 0 and 1 share a KV head, 2 and 3 the other
-        kv = layout.shard(whole, t)[-2 * WIDTH :]
-        assert torch.equal(kv, own[owner][-2 * WIDTH :])
 
 
 @pytest.mark.parametrize("format", ["safetensors", "bin"])

@@ -100,13 +100,6 @@ def test_after_going_back_the_order_of_saves_counts(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["step-250", "step-300"]
 
 
-def test_counted_ones_are_newer_than_those_that_were_not(tmp_path):
-    for number in (700, 800):
-        sharded(tmp_path / f"step-{number}")
-    assert rotate(saved(tmp_path / "step-100"), 2) == [tmp_path / "step-700"]
-    assert rotate(saved(tmp_path / "step-200"), 2) == [tmp_path / "step-800"]
-
-
 def test_everything_else_is_left_alone(tmp_path):
     target = sharded(tmp_path / "run" / "step-9")
     sharded(tmp_path / "run" / "best-step-1")

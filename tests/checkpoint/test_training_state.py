@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2LMHeadModel, get_linear_schedule_with_warmup
 
 import autopar
-from autopar.checkpoint import Manifest
 from autopar.errors import CheckpointError, ConfigError
 from tests.checkpoint.test_plain_data import same
 from tests.pool import pooled
@@ -90,22 +89,6 @@ def bit_exact(folder: Path, tp: int, build: Callable[[], Any], make: Any = None)
 @pooled(world_size=4)
 def test_resumed_on_the_same_mesh_it_is_bit_for_bit_the_same_run_with_dropout(tmp_path):
     bit_exact(tmp_path / "2x2", 2, lambda **more: gpt2(**{**DROPOUT, **more}))
-
-
-@pooled(world_size=4)
-def test_without_its_random_states_dropout_would_be_another(tmp_path):
-    """The test above could not fail otherwise."""
-    run = Run(2, lambda: gpt2(**DROPOUT), seed=1)
-    run.step(0)
-    run.model.save_parallelized(tmp_path / "ckpt")
-    run.save(tmp_path / "all")
-    assert "random_states" not in Manifest.read(tmp_path / "ckpt").training
-    assert len(Manifest.read(tmp_path / "all").training["random_states"]) == 4
-    expected = run.step(1)
-    resumed = Run(2, lambda: gpt2(**DROPOUT), seed=1)
-    resumed.model.from_parallelized(tmp_path / "ckpt")
-    torch.manual_seed(5)
-    assert resumed.step(1) != expected
 
 
 def extra_of_the_user() -> dict[str, Any]:
