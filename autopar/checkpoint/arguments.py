@@ -45,7 +45,6 @@ class SaveRequest:
     format: str
     keep_last: int | None
     async_save: bool
-    repo_id: str | None = None
 
     @classmethod
     def of(
@@ -56,18 +55,9 @@ class SaveRequest:
         format: str,
         keep_last: int | None,
         async_save: object,
-        hub: Mapping[str, Any] | None = None,
     ) -> SaveRequest:
         """Check the arguments. Raises CheckpointError for those that make no sense."""
         path = absolute(directory())
-        if hub is not None and (merge_checkpoints is not True or async_save is not False):
-            raise CheckpointError(
-                "push_to_hub=True needs merge_checkpoints=True and async_save=False: what is uploaded is one whole "
-                "Hugging Face checkpoint"
-            )
-        repo_id = None if hub is None else hub.get("repo_id") or os.path.basename(path)
-        if repo_id is not None and not isinstance(repo_id, str):
-            raise CheckpointError(f"repo_id={repo_id!r} must be a name such as 'user/model'")
         for name, value in (("merge_checkpoints", merge_checkpoints), ("async_save", async_save)):
             if type(value) is not bool:
                 raise CheckpointError(f"{name}={value!r} must be True or False")
@@ -82,16 +72,7 @@ class SaveRequest:
         if keep_last is not None:
             check_keep_last(Path(path), keep_last)
         size = parse_size(max_shard_size)
-        return cls(path, bool(merge_checkpoints), size, format, keep_last, bool(async_save), repo_id)
-
-
-def hub_options(others: Mapping[str, Any]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """Split keywords into those of an upload, None without ``push_to_hub=True``, and the rest."""
-    if others.get("push_to_hub") is not True:
-        return None, dict(others)
-    names = ("push_to_hub", "repo_id", *HUB_OPTIONS)
-    hub = {key: value for key, value in others.items() if key in names and key != "push_to_hub"}
-    return hub, {key: value for key, value in others.items() if key not in names}
+        return cls(path, bool(merge_checkpoints), size, format, keep_last, bool(async_save))
 
 
 def absolute(directory: object) -> str:

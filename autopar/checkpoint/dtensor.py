@@ -259,7 +259,7 @@ def to_dtensor_training_state(
     taken = take(optimizer, model, state.plan, rank)
     own = [name for name in taken.tensors if name.endswith(f"@tp{rank}")]
     if own or taken.metadata["other"]:
-        what = f"statistics of this rank's shard ({own[0]})" if own else "state that belongs to no parameter"
+        what = f"statistics of this rank's shard of {own[0]}" if own else "state that belongs to no parameter"
         raise CheckpointError(f"{type(optimizer).__name__} keeps {what}.\n{_INSTEAD}")
     entries: dict[str, Any] = {}
     for name, tensor in taken.tensors.items():

@@ -166,26 +166,20 @@ def _check_model(shards: Shards, state: State, tensors: Mapping[str, torch.Tenso
     """Raise CheckpointError unless the checkpoint holds exactly the model's tensors, whole shapes and kinds."""
     manifest, folder, plan = shards.manifest, shards.folder, state.plan
     saved = manifest.tensors
-    missing = [name for name in plan.tensors if name not in saved]
-    unexpected = [name for name in saved if name not in plan.tensors]
-    if missing or unexpected:
-        base, quantized = manifest.base, ""
-        if bool(base.forms) != bool(state.quantized):  # one of the two alone is quantized
-            here = "is not quantized" if base.forms else f"is ({len(state.quantized)} weights)"
-            before = f"was saved on {base}" if base.forms else "holds weights of a model that was not quantized"
-            quantized = f"\n  The checkpoint {before}; the model {here}."
-        raise CheckpointError(
-            f"{folder} does not hold this model's tensors: {len(missing)} missing, {len(unexpected)} unexpected\n"
-            + (f"  Missing in the checkpoint: {listed(missing)}.{nearest(missing[0], unexpected)}\n" if missing else "")
-            + (f"  Unexpected: {listed(unexpected)}.\n" if unexpected else "")
-            + f"  It holds a {manifest.model_type!r} model, this one is {plan.model_type!r}."
-            + quantized
-        )
     forms = {name: tensor.quantized for name, tensor in state.quantized.items()}
     if manifest.base.forms != forms:
         there = {**dict.fromkeys(forms, "plain"), **manifest.base.forms}
         name = next(name for name, form in there.items() if forms.get(name) != form)
         raise CheckpointError(f"{name} is {there[name]} in {folder} and {forms.get(name, 'plain')} in the model")
+    missing = [name for name in plan.tensors if name not in saved]
+    unexpected = [name for name in saved if name not in plan.tensors]
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{folder} does not hold this model's tensors: {len(missing)} missing, {len(unexpected)} unexpected\n"
+            + (f"  Missing in the checkpoint: {listed(missing)}.{nearest(missing[0], unexpected)}\n" if missing else "")
+            + (f"  Unexpected: {listed(unexpected)}.\n" if unexpected else "")
+            + f"  It holds a {manifest.model_type!r} model, this one is {plan.model_type!r}."
+        )
     for name, mine in plan.tensors.items():
         theirs = saved[name]
         if theirs.shape != mine.shape:

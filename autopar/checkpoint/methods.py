@@ -80,10 +80,7 @@ def save_parallelized(
             ``PeftModel.save_pretrained`` writes: ``adapter_model.safetensors`` and ``adapter_config.json``. Other
             files in the folder stay there. Goes together with ``timeout`` only.
         tokenizer: tokenizer or processor whose files go into the folder, so that a pipeline reads it as it is.
-        others: ``push_to_hub=True`` with ``merge_checkpoints=True`` uploads the files of the folder afterwards, once;
-            ``repo_id`` (by default the folder's name), ``private``, ``token``, ``commit_message``, ``revision`` ... are
-            then those of transformers. Other arguments of ``save_pretrained`` and of OSLO, as long as they ask for
-            what happens anyway.
+        others: Other arguments of ``save_pretrained`` and of OSLO, as long as they ask for what happens anyway.
 
     Raises:
         CheckpointError: the same on every rank, with everything as it was before, if an argument is wrong, a rank
@@ -91,26 +88,20 @@ def save_parallelized(
     """
     # Imported here, and where something is loaded or pushed: initialize loads none of it.
     from autopar.checkpoint.adapters import alone, save_adapters
-    from autopar.checkpoint.arguments import absolute, directory_of, hub_options
-    from autopar.checkpoint.hf_weights import upload
+    from autopar.checkpoint.arguments import directory_of
     from autopar.checkpoint.save import save
 
     how: dict[str, Any] = {"merge_checkpoints": merge_checkpoints, "max_shard_size": max_shard_size, "format": format}
     how |= {"keep_last": keep_last, "async_save": async_save}
     training = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "extra": extra, "tokenizer": tokenizer}
-    hub, others = hub_options(others)
 
     def folder() -> object:
         return directory_of(save_parallelized, directory, others)
 
     if adapter_only:
-        given = {**how, **training, "hub": hub}
-        save_adapters(self, lambda: alone(folder, given), timeout)
+        save_adapters(self, lambda: alone(folder, {**how, **training}), timeout)
         return
-    save(self, {"directory": folder, **how, "hub": hub}, timeout, **training)
-    if hub is not None:
-        target = absolute(folder())
-        upload(self, target, hub.pop("repo_id", None) or os.path.basename(target), hub)
+    save(self, {"directory": folder, **how}, timeout, **training)
 
 
 def wait_for_save(self: nn.Module) -> None:

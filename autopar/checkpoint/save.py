@@ -31,7 +31,7 @@ from autopar.checkpoint.staging import Staging, fsync_files
 from autopar.checkpoint.state import State, config_writer, local_tensors, state_of
 from autopar.distributed.agree import Ranks, all_ranks, barrier, rank_zero
 from autopar.distributed.digest import sum_of_bits
-from autopar.errors import CheckpointError, listed
+from autopar.errors import CheckpointError
 from autopar.foreign.c10d import in_fake_world
 from autopar.foreign.tensors import local_part
 from autopar.plan.plan import TensorPlan
@@ -243,10 +243,7 @@ def _manifest(state: State, save_id: str, reports: list[dict[str, Any]], along: 
         for part, entry in report["files"].items():
             record = FileRecord.from_json(entry)
             files.setdefault(part, {})[shard_name(part, record.tp, record.pp, record.dp)] = record
-    missing = [name for name in state.plan.tensors if name not in dtypes]
-    if missing:
-        raise CheckpointError(f"no stage holds {listed(missing)}")
-    model = {name: replace(tensor, dtype=dtypes[name]) for name, tensor in state.plan.tensors.items()}
+    model = {name: replace(tensor, dtype=dtypes.get(name, tensor.dtype)) for name, tensor in state.plan.tensors.items()}
     parts = {"model": Part("model", model, files["model"])}
     training = dict(reports[0]["training"])
     for part in ("base", "optimizer", "extra"):

@@ -235,8 +235,8 @@ class _EmptyOnMeta(TorchFunctionMode):
             replace_storage(tensor, real)
         else:
             torch.utils.swap_tensors(tensor, real)
-        for init in recorded:
-            init.function(tensor, *init.args, **init.kwargs)
+        for function, args, kwargs in recorded:
+            function(tensor, *args, **kwargs)
 
     def record(self, function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Record a call of ``torch.nn.init`` where there is no memory; run it elsewhere."""
@@ -246,7 +246,7 @@ class _EmptyOnMeta(TorchFunctionMode):
             return function(tensor, *args, **kwargs)
         storage = tensor.untyped_storage()
         self._alive.append(storage)
-        self.inits.setdefault(storage_id(storage), []).append(Init(function, args, kwargs))
+        self.inits.setdefault(storage_id(storage), []).append((function, args, kwargs))
         return tensor
 
 

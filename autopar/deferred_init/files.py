@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,12 +40,8 @@ from autopar.swap import replace_storage
 _SOURCES = "_autopar_sources"
 
 
-class Init(NamedTuple):
-    """One call of ``torch.nn.init``: ``function(tensor, *args, **kwargs)``."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+Init = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""One call of ``torch.nn.init``: ``function(tensor, *args, **kwargs)``."""
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ from transformers import (
 import autopar
 from autopar.deferred_init import materialize
 from autopar.deferred_init.context import lazy_init
-from autopar.deferred_init.materialize import reading_threads
-from autopar.deferred_init.random_init import InitSteps
+from autopar.deferred_init.materialize import InitSteps, reading_threads
 from autopar.errors import CheckpointError
 from autopar.storage.files import RangeFile
 from tests.checkpoint.loading import same, saved, shared, tp

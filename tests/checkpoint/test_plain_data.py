@@ -41,48 +41,16 @@ def same(one: Any, other: Any) -> bool:
 
 
 VALUES = [
-    None,
-    True,
-    False,
-    0,
-    -(2**70),
-    0.1,
-    -0.0,
-    1e-308,
-    math.inf,
-    -math.inf,
-    math.nan,
-    "",
-    "text \n é \U0001f600",
-    [],
-    [1, [2.0, None]],
-    (),
-    (0.9, (0.999, "x")),
-    {},
-    {"a": 1, "$": 2},
-    {"$": "tuple", "items": [1]},
-    {1: "int", "1": "str", 1.5: "float", None: "none", False: "bool", math.inf: "inf"},
-    OrderedDict(b=1, a=2),
-    Counter({3: 2, "x": 1}),
-    {1, 2, 3},
-    frozenset({"a", (1, 2)}),
-    torch.Size([2, 3]),
-    torch.bfloat16,
-    np.float32(0.1),
-    np.int64(-7),
-    np.bool_(True),
-    np.complex128(1 + 2j),
-    np.arange(6, dtype=">i4").reshape(2, 3),
-    np.zeros((0, 4)),
-    np.array(3.5),
-    np.asfortranarray(np.arange(6.0).reshape(2, 3)),
-    torch.tensor(0.1),
-    torch.arange(6).reshape(2, 3).t(),
-    torch.empty(0, 3, dtype=torch.bfloat16),
-    torch.tensor([True, False]),
+    None, True, False, 0, -(2**70), 0.1, -0.0, 1e-308, math.inf, -math.inf, math.nan, "", "text \n é \U0001f600", [],
+    [1, [2.0, None]], (), (0.9, (0.999, "x")), {}, {"a": 1, "$": 2}, {"$": "tuple", "items": [1]},
+    {1: "int", "1": "str", 1.5: "float", None: "none", False: "bool", math.inf: "inf"}, OrderedDict(b=1, a=2),
+    Counter({3: 2, "x": 1}), {1, 2, 3}, frozenset({"a", (1, 2)}), torch.Size([2, 3]), torch.bfloat16, np.float32(0.1),
+    np.int64(-7), np.bool_(True), np.complex128(1 + 2j), np.arange(6, dtype=">i4").reshape(2, 3), np.zeros((0, 4)),
+    np.array(3.5), np.asfortranarray(np.arange(6.0).reshape(2, 3)), torch.tensor(0.1),
+    torch.arange(6).reshape(2, 3).t(), torch.empty(0, 3, dtype=torch.bfloat16), torch.tensor([True, False]),
     torch.tensor([1 + 2j]),
     {"deep": [({"t": torch.ones(2)}, torch.zeros(1, dtype=torch.float8_e4m3fn).to(torch.half))]},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("value", VALUES, ids=[f"{n}-{type(v).__name__}" for n, v in enumerate(VALUES)])
@@ -124,29 +92,11 @@ class Text(str):
 
 
 REFUSED = [
-    lambda x: x,
-    len,
-    object(),
-    Number.ONE,
-    Text("x"),
-    b"bytes",
-    1j,
-    range(3),
-    defaultdict(int),
-    nn.Linear(1, 1),
-    torch.device("cpu"),
-    np.array(["text"]),
-    np.array([object()]),
-    np.datetime64("2020-01-01"),
-    np.random.default_rng(0),
-    torch.ones(2).to_sparse(),
-    torch.ones(2, device="meta"),
-    torch.empty(1, dtype=torch.float8_e8m0fnu),
-    2 ** (10**5),
-    "\udc80",
-    {"\udc80": 1},
-    optim.lr_scheduler.LambdaLR,
-]
+    lambda x: x, len, object(), Number.ONE, Text("x"), b"bytes", 1j, range(3), defaultdict(int), nn.Linear(1, 1),
+    torch.device("cpu"), np.array(["text"]), np.array([object()]), np.datetime64("2020-01-01"),
+    np.random.default_rng(0), torch.ones(2).to_sparse(), torch.ones(2, device="meta"),
+    torch.empty(1, dtype=torch.float8_e8m0fnu), 2 ** (10**5), "\udc80", {"\udc80": 1}, optim.lr_scheduler.LambdaLR,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("value", REFUSED, ids=lambda value: type(value).__name__)

@@ -261,17 +261,6 @@ def test_two_rotations_at_once(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["step-3"]
 
 
-def test_only_complete_checkpoints_count(tmp_path):
-    for name in ("model.safetensors", "pytorch_model.bin"):  # could be anybody's
-        assert not is_checkpoint(merged(tmp_path / name, name))
-    (tmp_path / "step-1").mkdir()
-    (tmp_path / "step-0").write_text("a file")
-    assert not any(is_checkpoint(tmp_path / name) for name in ("step-0", "step-1", "absent"))
-    sharded(tmp_path / "step-2")
-    sharded(tmp_path / "step-3")
-    assert rotate(tmp_path / "step-3", 2) == []
-
-
 # -- the checkpoint to go on from --------------------------------------------------------------------------------------
 
 

@@ -40,14 +40,10 @@ def test_a_plain_model_and_a_merge(tmp_path: Path) -> None:
     model = autopar.initialize(quantized("nf4"), {"tp": 2})
     model.save_parallelized(str(folder))
     plain: Any = autopar.initialize(type(model)(model.config), {"tp": 2})
-    with raises_everywhere(
-        CheckpointError, "The checkpoint was saved on", "(bitsandbytes nf4); the model is not quantized."
-    ):
+    with raises_everywhere(CheckpointError, "is bitsandbytes nf4 in", "and plain in the model"):
         plain.from_parallelized(str(folder))
     plain.save_parallelized(str(tmp_path / "plain"))
-    with raises_everywhere(
-        CheckpointError, "holds weights of a model that was not quantized; the model is (14 weights)."
-    ):
+    with raises_everywhere(CheckpointError, "is plain in", "and bitsandbytes nf4 in the model"):
         model.from_parallelized(str(tmp_path / "plain"))
     base = Manifest.read(folder).base
     assert len(base.forms) == 14 and {*base.forms.values()} == {"bitsandbytes nf4"}
