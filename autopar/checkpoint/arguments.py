@@ -82,19 +82,13 @@ def absolute(directory: object) -> str:
     return os.path.abspath(os.fsdecode(directory))
 
 
-def check_timeout(timeout: object) -> float:
-    """Return the seconds. Raises CheckpointError unless it is a positive number."""
-    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
+def seconds(timeout: object, default: float | None = None) -> float:
+    """Return a time-out in seconds. Raises CheckpointError unless it is a positive number or there is a default."""
+    if isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0:
+        return float(timeout)
+    if default is None:
         raise CheckpointError(f"timeout={timeout!r} must be a number of seconds above 0")
-    return float(timeout)
-
-
-def timeout_or_default(timeout: object) -> float:
-    """Return the time-out of the barrier; 20 s if ``timeout`` is wrong, which all ranks then report after it."""
-    try:
-        return check_timeout(timeout)
-    except CheckpointError:
-        return 20.0
+    return default
 
 
 def check_same_call(calls: list[dict[str, Any]]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autopar.checkpoint import random_states
-from autopar.checkpoint.arguments import absolute, check_same_call, check_timeout, timeout_or_default
+from autopar.checkpoint.arguments import absolute, check_same_call, seconds
 from autopar.checkpoint.extra import fill_shards, saved_shards
 from autopar.checkpoint.format import WEIGHTS
 from autopar.checkpoint.optimizer_state import Targets, prepare
@@ -39,11 +39,11 @@ def load(
     given = {name: value for name, value in training.items() if value is not None}
     state = state_of(model)
     mpu = state.mpu
-    barrier(mpu, "from_parallelized", timeout_or_default(timeout))
+    barrier(mpu, "from_parallelized", seconds(timeout, 20.0))  # what is wrong with it, all ranks say afterwards
     prepared: list[Loader] = []
 
     def check() -> dict[str, Any]:
-        check_timeout(timeout)
+        seconds(timeout)
         if torch.is_inference_mode_enabled():
             raise CheckpointError("from_parallelized inside torch.inference_mode makes state that cannot be trained")
         for name, value in given.items():

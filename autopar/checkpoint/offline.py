@@ -6,6 +6,7 @@ One process, one tensor in memory at a time.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import re
@@ -323,7 +324,7 @@ def reshard_checkpoint(
 
 
 def stages_by_size(sizes: Mapping[str, int], pp: int) -> dict[str, int]:
-    """Assign each tensor to a stage's file: blocks stay together, in order, about equally many bytes in each stage.
+    """Assign each tensor to a stage's file: in order, about equally many bytes in each stage.
 
     Loading reads any tensor from any file, so this decides only which files a rank opens.
 
@@ -331,19 +332,10 @@ def stages_by_size(sizes: Mapping[str, int], pp: int) -> dict[str, int]:
         sizes: tensor name -> bytes, in state-dict order.
         pp: number of stages.
     """
-    blocks: dict[str, int] = {}
-    block_of = {}
-    for name, size in sizes.items():
-        found = re.match(r"(.*?\.\d+)\.", name)
-        block_of[name] = found[1] if found else name
-        blocks[block_of[name]] = blocks.get(block_of[name], 0) + size
-    total = sum(blocks.values())
-    stage, reached = {}, 0
-    for block, size in blocks.items():
-        middle = reached + size / 2
-        stage[block] = min(pp - 1, int(pp * middle / total)) if total else 0
-        reached += size
-    return {name: stage[block] for name, block in block_of.items()}
+    ends = itertools.accumulate(sizes.values())
+    total = max(1, sum(sizes.values()))
+    middles = ((name, end - size / 2) for (name, size), end in zip(sizes.items(), ends, strict=True))
+    return {name: min(pp - 1, int(pp * middle / total)) for name, middle in middles}
 
 
 def _reshard(tensor: TensorPlan, tp: int) -> TensorPlan:

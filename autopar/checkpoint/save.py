@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.adapters import check_merged
 from autopar.checkpoint import random_states
-from autopar.checkpoint.arguments import SaveRequest, check_same_call, check_timeout, timeout_or_default
+from autopar.checkpoint.arguments import SaveRequest, check_same_call, seconds
 from autopar.checkpoint.extra import Extra, check_extra, check_replicas
 from autopar.checkpoint.format import FileRecord, Manifest, Part, QuantizedBase, shard_name, versions
 from autopar.checkpoint.offline import write_merged
@@ -105,11 +105,11 @@ def prepare_alike(
     """
     state = state_of(model)
     state.background.wait()
-    barrier(state.mpu, "save_parallelized", timeout_or_default(timeout))
+    barrier(state.mpu, "save_parallelized", seconds(timeout, 20.0))  # what is wrong with it, all ranks say afterwards
     prepared: list[tuple[Made, Snapshot]] = []
 
     def check() -> dict[str, Any]:
-        check_timeout(timeout)
+        seconds(timeout)
         call, writer, local = prepare()
         prepared.append((writer, local))
         checked = getattr(getattr(vars(model).get("_autopar"), "config", None), "consistency_check", True)
