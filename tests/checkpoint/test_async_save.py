@@ -266,18 +266,3 @@ def assert_whole(folder: Path, seed: int) -> None:
             if name in shards.manifest.parameters:
                 due = moment(name, "exp_avg", seed, entry)
                 assert torch.equal(shards.lazy(f"{name}::exp_avg", "optimizer").read(), due), name
-
-
-@pooled(world_size=2)
-def test_deparallelize_after_a_failed_save(tmp_path):
-    model = parallel(gpt2(), 2)
-    with full_disk(1):
-        model.save_parallelized(tmp_path / "ckpt", async_save=True)
-        while model._autopar_checkpoint.background._thread.is_alive():
-            time.sleep(0.01)
-    with raises_everywhere(CheckpointError, "the save in the background failed"):
-        autopar.deparallelize(model)
-    autopar.deparallelize(model)  # it is said once, and nothing had changed
-    for one, two in zip(model.parameters(), gpt2().parameters(), strict=True):
-        assert torch.equal(one, two)
-    parallel(model, 2).save_parallelized(tmp_path / "ckpt")

@@ -146,25 +146,12 @@ def test_states_of_schedulers():
 
 
 DAMAGED = [
-    {"$": "pickle"},
-    {"$": None},
-    {"$": ["tuple"]},
-    {"$": "float", "value": "1e5"},
-    {"$": "float"},
-    {"$": "tuple"},
-    {"$": "tuple", "items": {}},
-    {"$": "set", "items": [[1]]},
-    {"$": "Size", "items": ["a"]},
-    {"$": "dict", "items": [[1]]},
-    {"$": "dict", "items": [[[1], 2]]},
-    {"$": "dict", "items": [[{"$": "tuple", "items": []}, 2]]},
-    {"$": "Counter", "items": 3},
-    {"$": "dtype", "name": "load"},
-    {"$": "dtype", "name": None},
-    {"$": "tensor"},
-    {"$": "tensor", "name": "missing"},
-    {"$": "tensor", "name": ["x"]},
-    {"$": "tensor", "dtype": "float32", "shape": [2], "data": "AAAA"},
+    {"$": "pickle"}, {"$": None}, {"$": ["tuple"]}, {"$": "float", "value": "1e5"}, {"$": "float"}, {"$": "tuple"},
+    {"$": "tuple", "items": {}}, {"$": "set", "items": [[1]]}, {"$": "Size", "items": ["a"]},
+    {"$": "dict", "items": [[1]]}, {"$": "dict", "items": [[[1], 2]]},
+    {"$": "dict", "items": [[{"$": "tuple", "items": []}, 2]]}, {"$": "Counter", "items": 3},
+    {"$": "dtype", "name": "load"}, {"$": "dtype", "name": None}, {"$": "tensor"}, {"$": "tensor", "name": "missing"},
+    {"$": "tensor", "name": ["x"]}, {"$": "tensor", "dtype": "float32", "shape": [2], "data": "AAAA"},
     {"$": "tensor", "dtype": "qint8", "shape": [3], "data": "AAAA"},
     {"$": "tensor", "dtype": "load", "shape": [3], "data": "AAAA"},
     {"$": "tensor", "dtype": "uint8", "shape": [-3], "data": "AAAA"},
@@ -178,11 +165,8 @@ DAMAGED = [
     {"$": "array", "dtype": "<f8", "shape": [0, 2**61, 2**61], "data": ""},
     {"$": "array", "dtype": "|V3", "shape": [1], "data": "AAAA"},
     {"$": "scalar", "dtype": "|u1", "shape": [3], "data": "AAAA"},
-    {"$": "array", "dtype": 5, "shape": [3], "data": "AAAA"},
-    {1: 2},
-    ...,
-    (1, 2),
-]
+    {"$": "array", "dtype": 5, "shape": [3], "data": "AAAA"}, {1: 2}, ..., (1, 2),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("data", DAMAGED, ids=range(len(DAMAGED)))
