@@ -114,10 +114,6 @@ def _canonical(
                 f"{where} holds {key} of shape {list(value.shape)}; this rank's shard of it has {list(due.shape)}\n"
                 "  A ShardedDict holds dense tensors that are sharded as the model's are; others go into extra= itself."
             )
-        try:
-            dtype_of(dtype_name(value.dtype))
-        except ValueError as error:
-            raise CheckpointError(f"{where} holds {key}: {error}") from error
         one = found.setdefault(name, value)
         if one is not value and not (one.dtype == value.dtype and torch.equal(one, value)):
             raise CheckpointError(f"{where} holds two tensors for {name}, which is tied in the model; give one of them")

@@ -85,15 +85,11 @@ class Loader:
         self.shards = Shards(folder, self.parts)
         self.restoration: tuple[Targets, Callable[[], None]] | None = None
         self.weights: TrainingWeights | None = None
-        try:
-            self.tensors = local_tensors(model, fsdp=True)
-            _check_model(self.shards, self.state, self.tensors)
-            read_base(model, self.state, self.shards, check=True)
-            self.sharded = saved_shards(self.shards.manifest, self.state.plan)
-            self._check_training()
-        except BaseException:
-            self.shards.close()
-            raise
+        self.tensors = local_tensors(model, fsdp=True)
+        _check_model(self.shards, self.state, self.tensors)
+        read_base(model, self.state, self.shards, check=True)
+        self.sharded = saved_shards(self.shards.manifest, self.state.plan)
+        self._check_training()
 
     def _check_training(self) -> None:
         saved, folder = self.shards.manifest.training, self.shards.folder

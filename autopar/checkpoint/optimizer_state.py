@@ -190,10 +190,7 @@ def prepare(
                 device = parameter.device if step is None or step.host is None else step.host  # maybe the CPU's memory
                 if key in _ON_HOST and not (options.get("capturable") or options.get("fused")):
                     device = torch.device("cpu")
-                try:
-                    dtype = dtype_of(source.dtype)
-                except ValueError as error:
-                    raise CheckpointError(f"{source.name} is damaged in the checkpoint: {error}") from error
+                dtype = dtype_of(source.dtype)
                 if entry.kind == "like":
                     dtype = dtype_here(name, parameter, dtype)
                 if entry.kind == "like" and isinstance(parameter, DTensor):

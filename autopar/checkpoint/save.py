@@ -178,12 +178,10 @@ class Writer:
         for part, tensors in local.tensors.items():
             if not tensors and (mpu.dp_cp.rank != 0 or part in ("base", "extra")):
                 continue
-            if not folder.is_dir() and mpu.rank == 0:
-                raise CheckpointError(f"{folder} was removed by another program while this save was writing into it")
             if not folder.is_dir():
                 raise CheckpointError(
-                    f"{folder.parent} is not the same folder on all ranks: rank {mpu.rank} does not see rank 0's files "
-                    "there\n  Save to a file system that all nodes share."
+                    f"{folder} was removed by another program, or rank {mpu.rank} does not see rank 0's files\n"
+                    "  Save to a file system that all nodes share."
                 )
             dp = mpu.copies.rank if part == "optimizer" and local.by_replica else None
             record = write_shard(folder, save_id, part, (mpu.shards.rank, mpu.pp.rank, dp), tensors)

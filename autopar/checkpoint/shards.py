@@ -60,13 +60,9 @@ class Shards(Closing):
                 f"{folder} is incomplete: {len(files) - len(missing)} of {len(files)} shards found, "
                 f"{missing[0]} is missing{more}.\n  Copy the file from the node that wrote it, or save again."
             )
-        try:
-            for part, name, record in files:
-                if (folder / name).stat().st_size != record.bytes:
-                    self._open(part, name)
-        except BaseException:
-            self.close()
-            raise
+        for part, name, record in files:
+            if (folder / name).stat().st_size != record.bytes:
+                self._open(part, name)
 
     def _open(self, part: Part, name: str) -> SafetensorsReader:
         if name in self._readers:
@@ -100,7 +96,6 @@ class Shards(Closing):
                 wrong = f"{path} holds {key} as {dtype_name(entry.dtype)} {list(entry.shape)}, "
                 wrong += f"{MANIFEST} says {plan.dtype} {list(due)}"
         if wrong:
-            reader.close()
             raise CheckpointError(wrong)
         self._readers[name] = reader
         return reader

@@ -186,7 +186,6 @@ class SafetensorsReader(Closing):
         try:
             self.metadata, self.entries = self._read_header()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-            self._file.close()
             said = f"its header lacks or does not know {error}" if isinstance(error, KeyError) else str(error)
             raise CheckpointError(f"{path} is no whole safetensors file: {said}") from error
 

@@ -257,8 +257,6 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
          optimizer, by_two, {**tensors, "ghost::exp_avg": tensors[name]}),
         ("shape", rf"{name} has shape \[3, 36\] in the checkpoint, .* has \[32, 36\]",
          optimizer, by_two, {**tensors, name: TensorPlan(name, (3, 36), "float32")}),
-        ("dtype", rf"{name} is damaged in the checkpoint: 'qint8'",
-         optimizer, by_two, {**tensors, name: TensorPlan(name, (32, 36), "qint8")}),
         *((f"facts {number}", "is damaged", optimizer, wrong, saved)
           for number, wrong in enumerate((None, [], {}, smuggled, twice))),
     ]  # fmt: skip
