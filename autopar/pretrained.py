@@ -20,7 +20,6 @@ from autopar.config import ParallelConfig
 from autopar.deferred_init.context import adapter_first, in_lazy_init, lazy_init, on_cpu
 from autopar.deferred_init.files import differs, explained, point_to
 from autopar.distributed.agree import same_on_every_rank
-from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import AutoparError, CheckpointError, ConfigError, clip
 from autopar.foreign.transformers import from_config
 from autopar.policy.schema import Policy
@@ -79,8 +78,7 @@ def from_pretrained(
         strict: make it an error if the checkpoint lacks a tensor or holds one that the model does not know.
         verify: compare the checksums of a folder that ``save_parallelized`` wrote, those of its config included; the
             ranks share the work.
-        kwargs: for transformers: ``revision``, ``subfolder``, ``trust_remote_code``, ``num_labels`` ...; its
-            ``disable_mmap``: False leaves weights on a CPU in maps of the files; by default they are read.
+        kwargs: for transformers: ``revision``, ``subfolder``, ``trust_remote_code``, ``num_labels`` ...
 
     Returns:
         The parallelized model, in evaluation mode; with ``optimizer`` also that; with ``output_loading_info=True`` also
@@ -97,7 +95,10 @@ def from_pretrained(
     def load() -> tuple[Any, dict[str, Any], torch.optim.Optimizer | None]:
         given = _checked(model_class, path, config, model_config, dtype, optimizer, kwargs)
         model, info = _load(model_class, path, config, given, strict, verify, optimizer is not None)
-        return model, info, None if optimizer is None else _made(optimizer, model)
+        made = None if optimizer is None else optimizer(model)
+        if made is not None and not isinstance(made, torch.optim.Optimizer):
+            raise ConfigError(f"optimizer= returned {clip(repr(made), 60)}: it must return a torch.optim.Optimizer")
+        return model, info, made
 
     model, info, made = same_on_every_rank(
         load, lambda loaded: {"class": type(loaded[0]).__name__, "path": str(path), "dtype": str(loaded[0].dtype)}
@@ -129,24 +130,10 @@ def _load(
     return model, info
 
 
-def _made(optimizer: Callable[[Any], torch.optim.Optimizer], model: Any) -> torch.optim.Optimizer:
-    made = optimizer(model)
-    if not isinstance(made, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer= returned {clip(repr(made), 60)}: it must return a torch.optim.Optimizer")
-    return made
-
-
 def _checked(
     model_class: Any, path: Any, config: Any, model_config: Any, dtype: Any, optimizer: Any, kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the keyword arguments for transformers."""
-    if isinstance(model_class, type) and not callable(getattr(model_class, "from_pretrained", None)):
-        name = model_class.__name__
-        raise ConfigError(
-            f"from_pretrained: {name} is no class of transformers.\n"
-            "  Build a module of your own, pass it to autopar.initialize(model, config, policy=...), and call\n"
-            "  model.from_parallelized(folder) for a folder that save_parallelized wrote."
-        )
     if str(getattr(model_class, "__module__", "")).partition(".")[0] == "peft":
         raise ConfigError(adapter_first(str(path)))
     if in_lazy_init():
@@ -154,14 +141,13 @@ def _checked(
     if not callable(getattr(model_class, "from_pretrained", None)):
         raise ConfigError(
             f"the first argument must be a model class of transformers, not {clip(repr(model_class), 60)}:\n"
-            "  autopar.from_pretrained(AutoModelForCausalLM, folder_or_name, config)"
+            "  autopar.from_pretrained(AutoModelForCausalLM, folder_or_name, config). Other modules are passed to\n"
+            "  autopar.initialize(model, config, policy=...); model.from_parallelized(folder) loads their shards."
         )
     if not isinstance(path, (str, os.PathLike)):
         raise ConfigError(f"path={path!r} must be a folder or a name on the hub")
-    if isinstance(config, PreTrainedConfig):
-        raise ConfigError(f"config= is for autopar's; a {type(config).__name__} of transformers goes to model_config=")
-    if model_config is not None and not isinstance(model_config, PreTrainedConfig):
-        raise ConfigError(f"model_config must be a config of transformers, not {model_config!r}")
+    if isinstance(config, PreTrainedConfig) or not isinstance(model_config, PreTrainedConfig | None):
+        raise ConfigError("config= must be autopar's config, and model_config= a config of transformers")
     if optimizer is not None and (isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)):
         raise ConfigError(
             f"optimizer= must be a function of the model, not {clip(repr(optimizer), 60)}: parameters are made here\n"
@@ -172,35 +158,32 @@ def _checked(
             raise ConfigError(f"from_pretrained does not take {name}: {_REFUSED[name]}.")
     given = dict(kwargs)
     older = given.pop("torch_dtype", None)  # its name before transformers 5
-    given["dtype"] = _checked_dtype(older if older is not None and dtype in (None, "auto") else dtype)
-    return given if model_config is None else given | {"config": model_config}
-
-
-def _checked_dtype(dtype: Any) -> str | torch.dtype:
-    if dtype is None or dtype == "auto":
-        return "auto"
-    chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
-        raise ConfigError(f"dtype={dtype!r} must be 'auto' or a floating-point dtype, such as torch.bfloat16")
-    return chosen
+    wanted: Any = older if older is not None and dtype in (None, "auto") else dtype or "auto"
+    chosen = wanted
+    if wanted != "auto":
+        chosen = getattr(torch, wanted, None) if isinstance(wanted, str) else wanted
+        if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
+            raise ConfigError(f"dtype={wanted!r} must be 'auto' or a floating-point dtype, such as torch.bfloat16")
+    return {**given, "dtype": chosen} | ({} if model_config is None else {"config": model_config})
 
 
 def _from_shards(
     model_class: Any, folder: Path, config: Any, verify: bool, given: dict[str, Any], trained: bool
 ) -> PreTrainedModel:
     """Build a lazy model whose values are in the shards of a checkpoint of ours; ``trained``: with an optimizer."""
-    shards = Shards(folder, mapped=given.get("disable_mmap") is False)
+    shards = Shards(folder)
     if count := len(shards.manifest.base.forms):
         raise ConfigError(
             f"{folder} holds {count} quantized weights in shards, or adapters of them: load such a base, and call "
             "from_parallelized\n  of the parallel model; or run `autopar merge SRC DST` and load DST."
         )
-    world, rank = _place()
+    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if dist.is_initialized():
+        world, rank = dist.get_world_size(), dist.get_rank()
     parsed = ParallelConfig.parse(config, world)
     if verify:
         shards.verify_along()
-        tp, pp = parsed.tensor_parallel_size, parsed.pipeline_parallel_size
-        shards.verify_share(("model",), MeshSizes(tp, pp, world // (tp * pp)), rank)
+        shards.verify_share(("model",), rank, world)
     options = {
         name: value
         for name, value in given.items()
@@ -239,10 +222,3 @@ def _built(model_class: Any, folder: Path, dtype: str | torch.dtype, options: di
     else:
         model = from_config(model_class, hf_config, **options)
     return model
-
-
-def _place() -> tuple[int, int]:
-    """World size and rank."""
-    if dist.is_initialized():
-        return dist.get_world_size(), dist.get_rank()
-    return int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))

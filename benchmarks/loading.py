@@ -7,7 +7,6 @@ Variants, each in fresh processes, which touch every parameter after loading (``
 (``with a forward``):
 
 * ``autopar``: ``autopar.from_pretrained``, which reads each rank's own byte ranges;
-* ``mapped``: the same with ``disable_mmap=False``, which leaves them in maps, as transformers does;
 * ``initialize``: transformers' ``from_pretrained`` followed by ``autopar.initialize``;
 * ``shards``: ``autopar.from_pretrained`` of the same weights, saved as shards by the same number of ranks, verified;
 * ``parallelized``: ``model.from_parallelized`` of those, into a model that was built lazily, so with random weights;
@@ -31,7 +30,7 @@ from benchmarks.process_memory import bytes_read, high_water, status
 from benchmarks.ranks import run_ranks
 from benchmarks.variants import first_line
 
-VARIANTS = ("autopar", "mapped", "shards", "parallelized", "initialize", "transformers")
+VARIANTS = ("autopar", "shards", "parallelized", "initialize", "transformers")
 MIB = 1 << 20
 
 
@@ -82,9 +81,8 @@ def load(variant: str, folder: str, world: int) -> Any:
     import autopar
 
     sizes = {"model_parallelism": {"tensor_parallel_size": world}}
-    if variant in ("autopar", "mapped"):
-        given = {"dtype": torch.float32, "disable_mmap": variant == "autopar"}
-        return autopar.from_pretrained(AutoModelForCausalLM, folder, sizes, **given)
+    if variant == "autopar":
+        return autopar.from_pretrained(AutoModelForCausalLM, folder, sizes, dtype=torch.float32)
     if variant == "shards":
         return autopar.from_pretrained(AutoModelForCausalLM, f"{folder}/parallelized", sizes, dtype=torch.float32)
     if variant == "parallelized":

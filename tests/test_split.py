@@ -65,19 +65,9 @@ def test_sizes_that_the_model_cannot_run_with_are_refused(tmp_path):
         MODELS[kind]().save_pretrained(hf)
         split_checkpoint(hf, split, tp=2)
         reshard_checkpoint(split, tmp_path / "largest", tp=fits, pp=2, force=True)
-        blocks = 4 if kind == "t5" else 2
-        for sizes, message in (
-            (
-                {"tp": fits + 1},
-                f"{fits} heads cannot be sharded over {fits + 1} ranks.\n(.|\n)*fits this model: {fits}",
-            ),
-            (
-                {"tp": 2, "pp": blocks + 1},
-                f"{blocks} blocks cannot be split into {blocks + 1} stages.\n.*model: {blocks}",
-            ),
-        ):
-            with pytest.raises(AutoparError, match=message):
-                split_checkpoint(hf, tmp_path / "other", **sizes)
+        message = f"{fits} heads cannot be sharded over {fits + 1} ranks.\n(.|\n)*fits this model: {fits}"
+        with pytest.raises(AutoparError, match=message):
+            split_checkpoint(hf, tmp_path / "other", tp=fits + 1)
     assert not (tmp_path / "other").exists()
 
 
@@ -154,7 +144,7 @@ def test_command_line(tmp_path):
     assert result.exit_code == 0, result.output
     assert "resharded 28 tensors" in result.stdout and "model-tp3-pp1.safetensors" in result.stdout
     result = run("reshard", tmp_path / "split", tmp_path / "other", "--tp", 0)
-    assert "error: --tp 0 must be between 1 and 4096" in result.stderr
+    assert "error: --tp 0 and --pp 1 must be at least 1" in result.stderr
     result = run("reshard", tmp_path / "split", tmp_path / "other", "--tp", 2)
     assert result.exit_code == 1 and "--force" in result.stderr
     result = run("split", tmp_path / "hf", tmp_path / "five", "--tp", 5)

@@ -88,19 +88,15 @@ def alone(directory: Callable[[], object], others: Mapping[str, Any]) -> object:
 
 
 _OF_PEFT = ("selected_adapters", "save_embedding_layers", "safe_serialization")
-_NOT_OF_PEFT = {
-    "state_dict": "the adapters are gathered from all ranks",
-    "path_initial_model_for_weight_conversion": "the conversion needs whole weights on a rank",
-    "push_to_hub": "upload the folder on rank 0 afterwards, with huggingface_hub.upload_folder",
-}
+_NOT_OF_PEFT = ("state_dict", "path_initial_model_for_weight_conversion", "push_to_hub")
 
 
 def options_of_peft(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a call of ``PeftModel.save_pretrained``. Raises CheckpointError for what cannot be had."""
     given = {**arguments, **arguments.get("kwargs", {})}
-    for name, why in _NOT_OF_PEFT.items():
+    for name in _NOT_OF_PEFT:
         if given.get(name):
-            raise CheckpointError(f"PeftModel.save_pretrained({name}=...) of a parallelized model: {why}; leave it out")
+            raise CheckpointError(f"PeftModel.save_pretrained of a parallelized model does not support {name}=")
     return {name: given[name] for name in _OF_PEFT if name in given}
 
 

@@ -18,51 +18,19 @@ from autopar.checkpoint.rotation import check_keep_last
 from autopar.errors import CheckpointError, nearest
 
 HUB_OPTIONS = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
-_HUB = "it goes together with push_to_hub=True and merge_checkpoints=True"
-_RANKS = "leave it out: every rank calls it, writes what it holds, and rank 0 writes the config"
-_SELF = "it fills this model in place, on its devices and in its dtypes; autopar.from_pretrained makes a new one"
-
-# Name -> values that ask for what happens anyway, and what to do instead of others.
-_SAVING: dict[str, tuple[tuple[Any, ...], str]] = {
-    "save_config": ((None, True), "the config is always saved, since nothing can be loaded without it"),
-    "state_dict": ((None,), "the tensors of the model are saved; load others with model.load_state_dict before"),
-    "save_function": (
-        (None,),
-        "files are safetensors; merge_checkpoints=True, format='bin' writes what torch.save does",
-    ),
-    "mapping": ((None,), "what is sharded and how is the policy's: autopar.initialize(model, config, policy=...)"),
-    "is_main_process": ((None,), _RANKS),
-    "save_on_each_node": ((None, False), _RANKS + "; all nodes share one folder"),
-    "safe_serialization": ((None, True), "use merge_checkpoints=True, format='bin'; shards are always safetensors"),
-    "push_to_hub": ((None, False), _HUB),
-    "repo_id": ((None,), _HUB),
-    **dict.fromkeys(HUB_OPTIONS, ((None,), _HUB)),
-    "variant": ((None,), "rename the files afterwards; transformers' names are written"),
-    "save_peft_format": ((None, True), "adapters are saved as part of the model, under its own names"),
-    "save_original_format": ((None, True), "merged files always have the names of the hub"),
-    "distributed_checkpoint": ((None, False), "give autopar.checkpoint.to_dtensor_state_dict(model) to torch's savers"),
-    "scheduler": ((), "its name here is lr_scheduler"),
-    "processing_class": ((), "its name here is tokenizer"),
-    "step": ((), "put it into extra={'step': ...}"),
-    "epoch": ((), "put it into extra={'epoch': ...}"),
-}
-_LOADING: dict[str, tuple[tuple[Any, ...], str]] = {
-    "device_map": ((None,), _SELF),
-    "map_location": ((None,), _SELF),
-    "dtype": ((None,), _SELF),
-    "torch_dtype": ((None,), _SELF),
-    "config": ((None,), _SELF),
-    "mapping": ((None,), "what is sharded and how is the policy's: autopar.initialize(model, config, policy=...)"),
-    "strict": (
-        (None, True),
-        "the checkpoint must hold exactly the model's tensors; autopar.from_pretrained is for others",
-    ),
-    "weights_only": ((None, True), "nothing in such a folder is ever unpickled"),
-    "merge_checkpoints": (
-        (None, False),
-        "merged folders are read by autopar.from_pretrained and plain from_pretrained",
-    ),
-    "scheduler": ((), "its name here is lr_scheduler"),
+# Keywords of OSLO's and transformers' savers and loaders -> the value that asks for what happens anyway, besides None.
+_FOREIGN: dict[str, dict[str, bool | None]] = {
+    "save_parallelized": {
+        **dict.fromkeys(("state_dict", "save_function", "mapping", "is_main_process", "variant", "repo_id")),
+        **dict.fromkeys(HUB_OPTIONS),
+        **dict.fromkeys(("save_config", "safe_serialization", "save_peft_format", "save_original_format"), True),
+        **dict.fromkeys(("save_on_each_node", "push_to_hub", "distributed_checkpoint"), False),
+    },
+    "from_parallelized": {
+        **dict.fromkeys(("device_map", "map_location", "dtype", "torch_dtype", "config", "mapping")),
+        **dict.fromkeys(("strict", "weights_only"), True),
+        "merge_checkpoints": False,
+    },
 }
 _ALIASES = {"save_parallelized": ("save_directory",), "from_parallelized": ("save_directory", "path")}
 
@@ -77,7 +45,6 @@ class SaveRequest:
     format: str
     keep_last: int | None
     async_save: bool
-    repo_id: str | None = None
 
     @classmethod
     def of(
@@ -88,18 +55,9 @@ class SaveRequest:
         format: str,
         keep_last: int | None,
         async_save: object,
-        hub: Mapping[str, Any] | None = None,
     ) -> SaveRequest:
         """Check the arguments. Raises CheckpointError for those that make no sense."""
         path = absolute(directory())
-        if hub is not None and (merge_checkpoints is not True or async_save is not False):
-            raise CheckpointError(
-                "push_to_hub=True needs merge_checkpoints=True and async_save=False: what is uploaded is one whole "
-                "Hugging Face checkpoint"
-            )
-        repo_id = None if hub is None else hub.get("repo_id") or os.path.basename(path)
-        if repo_id is not None and not isinstance(repo_id, str):
-            raise CheckpointError(f"repo_id={repo_id!r} must be a name such as 'user/model'")
         for name, value in (("merge_checkpoints", merge_checkpoints), ("async_save", async_save)):
             if type(value) is not bool:
                 raise CheckpointError(f"{name}={value!r} must be True or False")
@@ -114,16 +72,7 @@ class SaveRequest:
         if keep_last is not None:
             check_keep_last(Path(path), keep_last)
         size = parse_size(max_shard_size)
-        return cls(path, bool(merge_checkpoints), size, format, keep_last, bool(async_save), repo_id)
-
-
-def hub_options(others: Mapping[str, Any]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """Split keywords into those of an upload, None without ``push_to_hub=True``, and the rest."""
-    if others.get("push_to_hub") is not True:
-        return None, dict(others)
-    names = ("push_to_hub", "repo_id", *HUB_OPTIONS)
-    hub = {key: value for key, value in others.items() if key in names and key != "push_to_hub"}
-    return hub, {key: value for key, value in others.items() if key not in names}
+        return cls(path, bool(merge_checkpoints), size, format, keep_last, bool(async_save))
 
 
 def absolute(directory: object) -> str:
@@ -133,19 +82,13 @@ def absolute(directory: object) -> str:
     return os.path.abspath(os.fsdecode(directory))
 
 
-def check_timeout(timeout: object) -> float:
-    """Return the seconds. Raises CheckpointError unless it is a positive number."""
-    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
+def seconds(timeout: object, default: float | None = None) -> float:
+    """Return a time-out in seconds. Raises CheckpointError unless it is a positive number or there is a default."""
+    if isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0:
+        return float(timeout)
+    if default is None:
         raise CheckpointError(f"timeout={timeout!r} must be a number of seconds above 0")
-    return float(timeout)
-
-
-def timeout_or_default(timeout: object) -> float:
-    """Return the time-out of the barrier; 20 s if ``timeout`` is wrong, which all ranks then report after it."""
-    try:
-        return check_timeout(timeout)
-    except CheckpointError:
-        return 20.0
+    return default
 
 
 def check_same_call(calls: list[dict[str, Any]]) -> None:
@@ -170,18 +113,16 @@ def directory_of(method: Callable[..., Any], directory: object, others: Mapping[
         CheckpointError: a keyword means something else here, or nothing; or the folder is named twice.
     """
     name = method.__name__
-    aliases, foreign = _ALIASES[name], _SAVING if name == "save_parallelized" else _LOADING
+    aliases, foreign = _ALIASES[name], _FOREIGN[name]
     for key, value in others.items():
         if key in aliases:
             continue
         if key not in foreign:
             known = [known for known in inspect.signature(method).parameters if known not in ("self", "others")]
             raise CheckpointError(f"{name} has no argument {key!r}.{nearest(key, [*known, *aliases])}")
-        accepted, advice = foreign[key]
-        if not any(value is same for same in accepted):
-            shown = value if isinstance(value, bool | int | float | str | None) else type(value)
-            text = f"<{shown.__name__}>" if isinstance(shown, type) else repr(shown)
-            raise CheckpointError(f"{name} does not take {key}={text}: {advice}")
+        if value is not None and value is not foreign[key]:
+            shown = repr(value) if isinstance(value, bool | int | float | str) else f"<{type(value).__name__}>"
+            raise CheckpointError(f"{name} does not take {key}={shown}; it always works as with {key}={foreign[key]}")
     named = {key: others.get(key) for key in aliases if others.get(key) is not None}
     named = ({} if directory is None else {"directory": directory}) | named
     if len(named) > 1:

@@ -133,8 +133,7 @@ class _RangesShard(torch.Tensor):
         pass
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        ranges = disjoint_ranges(self._layout, self._rank)
-        return f"{type(self).__name__}(dim {self._layout.dim}: {ranges}, {self._local!r})"
+        return f"{type(self).__name__}({self._layout}, {self._rank}, {self._local!r})"
 
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
@@ -241,15 +240,10 @@ def to_dtensor_training_state(
     if not isinstance(optimizer, Optimizer):
         raise CheckpointError(f"optimizer={optimizer!r} must be a torch.optim.Optimizer")
     step = step_of(optimizer)
-    if step is not None and (step.masters is not None or step.scale is not None):
+    if step is not None and (step.masters is not None or step.scale is not None or step.host is not None):
         raise CheckpointError(
-            "to_dtensor_state_dict: with precision.dtype bf16 or fp16 training goes on from fp32 weights and a loss "
-            f"scale, for which torch's names have no place.\n{_INSTEAD}"
-        )
-    if step is not None and step.host is not None:
-        raise CheckpointError(
-            "to_dtensor_state_dict: with zero.optimizer_offload the state lies in the CPU's memory, of which torch "
-            f"makes copies.\n{_INSTEAD}"
+            "to_dtensor_training_state does not support precision.dtype bf16 or fp16 (fp32 weights, a loss scale) or "
+            f"zero.optimizer_offload.\n{_INSTEAD}"
         )
     groups = named_groups(optimizer, model, state.plan)
     made: dict[torch.Tensor, dict[str, Any]] = {}  # nothing is communicated, no hook runs
@@ -263,22 +257,19 @@ def to_dtensor_training_state(
     optimizer.state.update(made)
     mesh, rank = state.mpu.shards_mesh, state.mpu.shards.rank
     taken = take(optimizer, model, state.plan, rank)
-    if taken.metadata["other"]:
-        raise CheckpointError(f"{type(optimizer).__name__} keeps state that belongs to no parameter.\n{_INSTEAD}")
+    own = [name for name in taken.tensors if name.endswith(f"@tp{rank}")]
+    if own or taken.metadata["other"]:
+        what = f"statistics of this rank's shard of {own[0]}" if own else "state that belongs to no parameter"
+        raise CheckpointError(f"{type(optimizer).__name__} keeps {what}.\n{_INSTEAD}")
     entries: dict[str, Any] = {}
     for name, tensor in taken.tensors.items():
         of, _, key = name.partition("::")
-        if key.endswith(f"@tp{rank}"):
-            raise CheckpointError(
-                f"{type(optimizer).__name__} keeps statistics of this rank's shard of {of} "
-                f"({key.partition('@')[0]}), which no other sharding has.\n{_INSTEAD}"
-            )
         due = taken.plans[name]  # a number may lie on the host
         entries[f"state.{of}.{key}"] = as_dtensor(tensor, due.shape, due.layout, mesh, rank) if tensor.ndim else tensor
     for group, named in zip(optimizer.param_groups, groups, strict=True):
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         for name, parameter in named:
             plain = {k: v for k, v in optimizer.state.get(parameter, {}).items() if not isinstance(v, torch.Tensor)}
-            options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
             entries |= {f"state.{name}.{key}": value for key, value in plain.items()}
             entries |= {f"param_groups.{name}.{key}": value for key, value in options.items()}
     return {"model": dict(weights), "optim": OptimizerDTensors(entries, model, optimizer)}
@@ -325,7 +316,7 @@ def _finish(model: nn.Module, optimizer: Optimizer, entries: Mapping[str, Any]) 
         for name, parameter in named:
             for key in group:
                 entry = f"param_groups.{name}.{key}"
-                if entry in entries and not _same(found.setdefault(key, entries[entry]), entries[entry]):
+                if entry in entries and bool(found.setdefault(key, entries[entry]) != entries[entry]):
                     raise CheckpointError(
                         f"{listed([other for other, _ in named])} are one group of this optimizer, and were saved with "
                         f"different options: {key} is {found[key]!r} and {entries[entry]!r}\n"
@@ -341,9 +332,3 @@ def _finish(model: nn.Module, optimizer: Optimizer, entries: Mapping[str, Any]) 
             group[key] = new_option(group.get(key), value)
     for parameter, key, value in values:
         optimizer.state[parameter][key] = value
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    return bool(one == other)

@@ -68,11 +68,6 @@ class Extra:
             if isinstance(value, ShardedDict):
                 where, rest[key] = inside("extra", key), {}
                 shards[where] = _canonical(value, where, plan, local)
-            elif isinstance(value, Mapping) and any(isinstance(each, DTensor) for each in value.values()):
-                raise CheckpointError(
-                    f"{inside('extra', key)} is a {type(value).__name__} with shards (DTensors)\n"
-                    f"  Mark it: extra={{{key!r}: autopar.checkpoint.ShardedDict(...)}}."
-                )
         return cls(*encode(rest, "extra"), shards)
 
     def tensors(self, plan: Plan) -> Iterator[tuple[str, torch.Tensor, TensorPlan]]:
@@ -91,7 +86,10 @@ class Extra:
         for name, tensor, saved in self.tensors(plan):
             digest = int(sum_of_bits(local_part(tensor))) if values else 0
             shards.setdefault(saved.name.partition("::")[2], {})[name] = saved.dtype, digest
-        rest = {place: (clip(text, 40), checksum(text.encode())) for place, text in _leaves(self.value, "extra")}
+        rest = {}
+        for key, value in self.value.items():
+            text = json.dumps(value, sort_keys=True)
+            rest[inside("extra", key)] = clip(text, 40), checksum(text.encode())
         for place, tensor in self.loose.items():
             kind = f"a tensor {list(tensor.shape)} of {dtype_name(tensor.dtype)}"
             rest[place] = kind, f"{kind} {int(sum_of_bits(tensor)) if values else 0}"
@@ -116,37 +114,32 @@ def _canonical(
                 f"{where} holds {key} of shape {list(value.shape)}; this rank's shard of it has {list(due.shape)}\n"
                 "  A ShardedDict holds dense tensors that are sharded as the model's are; others go into extra= itself."
             )
-        try:
-            dtype_of(dtype_name(value.dtype))
-        except ValueError as error:
-            raise CheckpointError(f"{where} holds {key}: {error}") from error
         one = found.setdefault(name, value)
         if one is not value and not (one.dtype == value.dtype and torch.equal(one, value)):
             raise CheckpointError(f"{where} holds two tensors for {name}, which is tied in the model; give one of them")
     return found
 
 
-def _leaves(value: Json, where: str) -> Iterator[tuple[str, str]]:
-    """Yield the place and the text of everything that is not a dictionary with content."""
-    if isinstance(value, dict) and value and "$" not in value:
-        for key, one in value.items():
-            yield from _leaves(one, inside(where, key))
-    else:
-        yield where, json.dumps(value, sort_keys=True)
-
-
 # -- over ranks --------------------------------------------------------------------------------------------------------
 
 
-def unlike(
-    digests: Sequence[Mapping[str, tuple[str, int]]], plan: Plan, places: Sequence[tuple[int, int, int]], fsdp: bool
-) -> dict[str, tuple[int, int]]:
-    """Return the tensors whose digests differ on ranks that hold the same shard, with two such ranks.
+def check_replicas(
+    digests: Sequence[Mapping[str, tuple[str, int]]],
+    plan: Plan,
+    places: Sequence[tuple[int, int, int]],
+    fsdp: bool,
+    where: str = "",
+) -> None:
+    """Check that ranks which hold the same shards have the same digests. Dtypes that differ are another error's.
 
     Args:
         digests: name -> dtype and digest, of each rank of the world in order.
         places: of each of these ranks (:meth:`MPU.places`).
         fsdp: the replicas hold different rows.
+        where: the place of the tensors in ``extra``; empty for the model's own.
+
+    Raises:
+        CheckpointError: names the tensors, and two ranks that disagree.
     """
     first: dict[Any, tuple[int, int]] = {}
     different: dict[str, tuple[int, int]] = {}
@@ -159,7 +152,15 @@ def unlike(
             other, expected = first.setdefault(shard, (rank, digest))
             if digest != expected:
                 different.setdefault(name, (other, rank))
-    return different
+    if different:
+        name, (one, other) = next(iter(different.items()))
+        raise CheckpointError(
+            f"{name}{where and f' in {where}'} differs between rank {one} and rank {other}, which must hold the same "
+            f"({len(different)} tensors: {listed(list(different), 3)})\n"
+            "  One of them skipped an optimizer step, or stepped with its own gradients or random numbers.\n"
+            "  Nothing was written. Continue from the last checkpoint. With consistency_check: {enable: false}\n"
+            f"  the values of rank {one} are saved."
+        )
 
 
 def check_extra(ranks: Sequence[Mapping[str, Any]], state: State, fsdp: bool) -> None:
@@ -204,55 +205,47 @@ def check_extra(ranks: Sequence[Mapping[str, Any]], state: State, fsdp: bool) ->
                     f"{where} holds {name} on rank {have} and {what} on rank {lacks[0]}, which has this weight, too\n"
                     "  Give the same weights on all ranks that have them."
                 )
-        drifted = unlike(theirs, state.plan, state.mpu.places(), fsdp)
-        if drifted:
-            name, (one, other) = next(iter(drifted.items()))
-            raise CheckpointError(
-                f"{name} in {where} differs between rank {one} and rank {other}, which must hold the same "
-                f"({len(drifted)} tensors: {listed(list(drifted), 3)})\n  Update it alike on all ranks that hold the "
-                "same weights. Nothing was written."
-            )
+        check_replicas(theirs, state.plan, state.mpu.places(), fsdp, where)
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
-class SavedShards:
-    """The dictionaries of shards in a checkpoint, for the mesh that loads it. Making it checks them, and reads nothing.
-
-    Attributes:
-        saved: their tensors, by the names that they have in the checkpoint.
+def saved_shards(manifest: Manifest, plan: Plan) -> dict[str, str]:
+    """Return the tensors of dictionaries of shards in a checkpoint: their names there -> canonical names.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
     """
+    found = {}
+    for saved, tensor in manifest.parts["extra"].tensors.items() if "extra" in manifest.parts else ():
+        name = saved.partition("::")[0]
+        if name in plan.tensors:
+            found[saved] = name
+            if tensor.shape != plan.tensors[name].shape:
+                raise CheckpointError(f"extra is damaged in the checkpoint: {saved} has shape {list(tensor.shape)}")
+    return found
 
-    def __init__(self, manifest: Manifest, model: nn.Module, state: State, local: Mapping[str, torch.Tensor]) -> None:
-        self._state, self._local = state, local
-        tensors = manifest.parts["extra"].tensors if "extra" in manifest.parts else {}
-        plans = state.plan.tensors
-        self.saved = {name: tensor for name, tensor in tensors.items() if name.partition("::")[0] in plans}
-        for name, tensor in self.saved.items():
-            if tensor.shape != plans[name.partition("::")[0]].shape:
-                raise CheckpointError(f"extra is damaged in the checkpoint: {name} has shape {list(tensor.shape)}")
-        self._names: dict[str, str] = {}  # a tied weight has the name that named_parameters gives it
-        for name in model.state_dict(keep_vars=True) if self.saved else ():
-            self._names.setdefault(state.plan.names.get(name, name), name)
 
-    def fill(self, value: dict[str, Any], shards: Shards) -> None:
-        """Read this rank's shards into the dictionaries of ``value`` that were left empty for them."""
-        for key in value if isinstance(value, dict) else ():
-            end = f"::{inside('extra', key)}"
-            theirs = {saved.removesuffix(end): saved for saved in self.saved if saved.endswith(end)}
-            if theirs:
-                value[key] = ShardedDict()
-            for name, saved in theirs.items():
-                if name not in self._names:
-                    continue
-                local, dtype = self._local[name].detach(), dtype_of(self.saved[saved].dtype)
-                if isinstance(local, DTensor):
-                    out: torch.Tensor = torch.empty_like(local, dtype=dtype)
-                else:
-                    out = torch.empty(local.shape, dtype=dtype, device="cpu")
-                shards.read_shard(saved, "extra", self._state.plan.tensors[name].layout, self._state.mpu, out)
-                value[key][self._names[name]] = out
+def fill_shards(value: Any, shards: Shards, model: nn.Module, state: State, local: Mapping[str, torch.Tensor]) -> None:
+    """Read this rank's shards into the dictionaries of ``value`` that were left empty for them.
+
+    Args:
+        local: this rank's tensors of the model, by canonical names.
+    """
+    names: dict[str, str] = {}  # a tied weight has the name that named_parameters gives it
+    for name in model.state_dict(keep_vars=True):
+        names.setdefault(state.plan.names.get(name, name), name)
+    saved = saved_shards(shards.manifest, state.plan)
+    for key in value if isinstance(value, dict) else ():
+        theirs = {tensor: name for tensor, name in saved.items() if tensor == f"{name}::{inside('extra', key)}"}
+        if theirs:
+            value[key] = ShardedDict()
+        for tensor, name in theirs.items():
+            if name not in names:
+                continue
+            dtype, like = dtype_of(shards.manifest.parts["extra"].tensors[tensor].dtype), local[name].detach()
+            device = like.device if isinstance(like, DTensor) else torch.device("cpu")
+            out = torch.empty_like(like, dtype=dtype, device=device)
+            shards.read_shard(tensor, "extra", state.plan.tensors[name].layout, state.mpu, out)
+            value[key][names[name]] = out

@@ -41,11 +41,10 @@ PARTS = (*WEIGHTS, "optimizer", "extra")
 _END = re.compile(rf',\n "{NAME}": "([0-9a-f]{{16}})"\n}}\n'.encode())
 _HEX = re.compile(r"[0-9a-f]{16}")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-# Attributes of a manifest that are plain data; rotation reads the first three from the beginning of the file.
+# Attributes of a manifest that are plain data; rotation reads the first two from the beginning of the file.
 _PLAIN: dict[str, type] = {
     "save_id": str,
     "order": int,
-    "follows": int,
     "model_type": str,
     "policy": str,
     "hf_prefix": str,
@@ -221,19 +220,17 @@ class QuantizedBase:
     Attributes:
         name: where the model came from, as transformers notes it; ``""`` if it does not say.
         forms: name -> the form in which a weight is stored.
-        digests: name -> digest of its numbers, as hexadecimal digits.
         notes: name -> what the head of a file says of it, where that is not in tensors.
     """
 
     name: str = ""
     forms: Mapping[str, str] = field(default_factory=dict)
-    digests: Mapping[str, str] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> QuantizedBase:
         """Read the dict of the attributes. Raises ``ValueError``, ``KeyError``, ``TypeError`` or ``AttributeError``."""
-        tables = ({str(k): str(v) for k, v in data[key].items()} for key in ("forms", "digests", "notes"))
+        tables = ({str(k): str(v) for k, v in data[key].items()} for key in ("forms", "notes"))
         return cls(str(data["name"]), *tables)
 
     def __str__(self) -> str:
@@ -258,7 +255,6 @@ class Manifest:
         training: what is not in tensors of the optimizer, the scheduler, the user's data, the random states; JSON.
         versions: of the packages that wrote it.
         order: counts the saves of a series (``step-100``, ``step-200``); 0 if it is not known.
-        follows: the ``order`` of the save that this one goes on from; 0 if it is not known.
         cp: context-parallel size of the mesh.
         tp: tensor-parallel size of the mesh, if experts were sharded over more ranks; else 0.
         base: the quantized weights, which are left out unless there is a part ``base``.
@@ -275,7 +271,6 @@ class Manifest:
     training: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     order: int = 0
-    follows: int = 0
     cp: int = 1
     tp: int = 0
     base: QuantizedBase = field(default_factory=QuantizedBase)
@@ -287,18 +282,6 @@ class Manifest:
     def experts(self) -> int:
         """How many times as many ranks held the experts as the other layers."""
         return self.sizes.tp // self.tp
-
-    def sizes_text(self) -> str:
-        """Return the sizes that the shards depend on, as users write them."""
-        experts = f"expert_parallel_size={self.sizes.tp}, " if self.experts > 1 else ""
-        return f"tensor_parallel_size={self.tp}, {experts}pipeline_parallel_size={self.sizes.pp}"
-
-    def writer(self, record: FileRecord) -> int:
-        """Return the global rank that wrote a file."""
-        replica, context = divmod(record.dp or 0, self.cp)
-        inner, tp = divmod(record.tp, self.tp)
-        replica += record.pp * (self.sizes.dp // self.cp)
-        return ((replica * self.experts + inner) * self.cp + context) * self.tp + tp
 
     @property
     def tensors(self) -> Mapping[str, TensorPlan]:
@@ -421,7 +404,7 @@ class Manifest:
             data = json.loads(text)
             version = data["format_version"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{path} is no manifest of a checkpoint: {_reason(error)}") from error
+            raise CheckpointError(f"{path} is no manifest of a checkpoint: {reason(error)}") from error
         if version != FORMAT_VERSION:
             raise CheckpointError(
                 f"{path} has format_version {version!r}; this version of autopar reads {FORMAT_VERSION}\n"
@@ -433,10 +416,11 @@ class Manifest:
         try:
             return cls.from_json(data)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise CheckpointError(f"{path} is damaged: {_reason(error)}") from error
+            raise CheckpointError(f"{path} is damaged: {reason(error)}") from error
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+    """Return why plain data is malformed, from the error that reading it raised."""
     return f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
 
 
@@ -444,24 +428,15 @@ def _why_missing(folder: Path) -> str:
     if (folder / REMOVED).is_file():
         return (
             f"{folder} was being deleted when its process ended: it has no {MANIFEST} any more.\n"
-            "  keep_last deletes old checkpoints, and the next save deletes the rest of this one. "
-            "autopar.latest finds the newest."
-        )
-    if (folder / "config.json").is_file():
-        return (
-            f"{folder} is no sharded checkpoint: it has config.json but no {MANIFEST}.\n"
-            "  It looks like a Hugging Face checkpoint: from_pretrained reads it as it is."
+            "  autopar.latest finds the newest checkpoint."
         )
     if folder.is_dir():
-        return f"{folder} is no checkpoint: it has no {MANIFEST}"
+        hint = "  It looks like a Hugging Face checkpoint: from_pretrained reads it."
+        return f"{folder} is no checkpoint: it has no {MANIFEST}" + f".\n{hint}" * (folder / "config.json").is_file()
     whole = [path for path in leftovers(folder) if (path / MANIFEST).is_file()]
     if whole:
         return (
             f"{folder} does not exist, but a save that was interrupted left {whole[0].name} beside it.\n"
             f"  It is a whole checkpoint: rename {whole[0]} to {folder.name}."
         )
-    hint = ""
-    if folder.parent.is_dir():
-        siblings = [path.name for path in folder.parent.iterdir() if (path / MANIFEST).is_file()]
-        hint = nearest(folder.name, siblings)
-    return f"{folder} does not exist.{hint}"
+    return f"{folder} does not exist.{nearest(folder.name, [path.name for path in folder.parent.glob('*')])}"

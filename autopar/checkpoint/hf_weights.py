@@ -164,35 +164,17 @@ class MergedModel(PushToHubMixin):
     def save_pretrained(self, target: str, **_: Any) -> None:
         """Put the files of the folder, not those of folders in it, into another."""
         for path in Path(self.folder).iterdir():
-            if path.is_file() and path.name != "README.md":  # transformers writes its own, which a link would share
+            if path.is_file():
                 try:
                     os.link(path, Path(target) / path.name)
                 except OSError:  # another file system
                     shutil.copy2(path, target)
 
 
-def upload(model: nn.Module, folder: str, repo_id: str, options: Mapping[str, Any]) -> str:
-    """Upload a merged folder once, from rank 0; every rank calls it, and returns the address of the commit.
-
-    Args:
-        model: parallelized.
-        options: of ``PushToHubMixin.push_to_hub``.
-
-    Raises:
-        CheckpointError: the same on every rank, with what the hub said.
-    """
-
-    def send() -> str:
-        tags = options.get("tags") or []
-        tags = [*(getattr(model, "model_tags", None) or []), *([tags] if isinstance(tags, str) else tags)]
-        given: dict[str, Any] = {**options, "tags": list(dict.fromkeys(tags)) or None}
-        return str(MergedModel(folder).push_to_hub(repo_id, **given))
-
-    return rank_zero(state_of(model).mpu, send)
-
-
 def push_merged(model: Any, repo_id: object, max_shard_size: int | str, options: Mapping[str, Any]) -> str:
     """Merge into a temporary folder of rank 0 (``TMPDIR``, which all nodes must share), and upload it. Collective.
+
+    Returns the address of the commit, on every rank.
 
     Raises:
         CheckpointError: the same on every rank; nothing is uploaded if a rank could not write, or was called
@@ -216,7 +198,10 @@ def push_merged(model: Any, repo_id: object, max_shard_size: int | str, options:
     try:
         folder = os.path.join(rank_zero(mpu, start), "merged")
         model.save_parallelized(folder, merge_checkpoints=True, max_shard_size=max_shard_size)
-        return upload(model, folder, str(repo_id), options)
+        tags = options.get("tags") or []
+        tags = [*(getattr(model, "model_tags", None) or []), *([tags] if isinstance(tags, str) else tags)]
+        given: dict[str, Any] = {**options, "tags": list(dict.fromkeys(tags)) or None}
+        return rank_zero(mpu, lambda: str(MergedModel(folder).push_to_hub(str(repo_id), **given)))
     finally:
         for path in made:
             shutil.rmtree(path, ignore_errors=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,12 @@ import torch
 from torch import nn
 
 from autopar.checkpoint import random_states
-from autopar.checkpoint.arguments import absolute, check_same_call, check_timeout, timeout_or_default
-from autopar.checkpoint.extra import SavedShards
+from autopar.checkpoint.arguments import absolute, check_same_call, seconds
+from autopar.checkpoint.extra import fill_shards, saved_shards
 from autopar.checkpoint.format import WEIGHTS
-from autopar.checkpoint.optimizer_state import Restoration, prepare
+from autopar.checkpoint.optimizer_state import Targets, prepare
 from autopar.checkpoint.optimizer_weights import TrainingWeights, keeps_state, parameters_by_name
-from autopar.checkpoint.quantized_base import add_up, digests_here, name_of, read_base, warn_of_another
-from autopar.checkpoint.rotation import place_in_series
+from autopar.checkpoint.quantized_base import read_base
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.staging import MANIFEST
 from autopar.checkpoint.state import State, local_tensors, state_of
@@ -27,56 +25,38 @@ from autopar.errors import CheckpointError, listed, nearest
 from autopar.storage.json_values import decode
 from autopar.storage.safetensors_io import dtype_name, dtype_of
 
-
-@dataclass(frozen=True)
-class TrainingObjects:
-    """Objects to load besides the model.
-
-    Attributes:
-        optimizer, lr_scheduler: filled in place.
-        extra: a dict that receives the user's own data.
-    """
-
-    optimizer: torch.optim.Optimizer | None = None
-    lr_scheduler: Any = None
-    extra: MutableMapping[str, Any] | None = None
-
-    def check(self) -> None:
-        """Raise CheckpointError if an argument is not what it should be."""
-        if self.optimizer is not None and not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise CheckpointError(f"optimizer={self.optimizer!r} must be a torch.optim.Optimizer")
-        if self.lr_scheduler is not None and not hasattr(self.lr_scheduler, "load_state_dict"):
-            raise CheckpointError(f"lr_scheduler={self.lr_scheduler!r} has no load_state_dict")
-        if self.extra is not None and not isinstance(self.extra, MutableMapping):
-            raise CheckpointError("extra= must be a dict here: it receives what was saved with extra=")
-
-    def given(self) -> dict[str, bool]:
-        """Tell which were given."""
-        return {name: getattr(self, name) is not None for name in ("optimizer", "lr_scheduler", "extra")}
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "optimizer": (lambda value: isinstance(value, torch.optim.Optimizer), "must be a torch.optim.Optimizer"),
+    "lr_scheduler": (lambda value: hasattr(value, "load_state_dict"), "has no load_state_dict"),
+    "extra": (lambda value: isinstance(value, MutableMapping), "must be a dict: it receives what was saved"),
+}
 
 
 def load(
-    model: nn.Module, directory: Callable[[], object], timeout: float, training: TrainingObjects, verify: bool
+    model: nn.Module, directory: Callable[[], object], timeout: float, training: Mapping[str, Any], verify: bool
 ) -> None:
     """See :func:`autopar.checkpoint.methods.from_parallelized`. ``directory`` raises for a wrong call."""
+    given = {name: value for name, value in training.items() if value is not None}
     state = state_of(model)
     mpu = state.mpu
-    barrier(mpu, "from_parallelized", timeout_or_default(timeout))
+    barrier(mpu, "from_parallelized", seconds(timeout, 20.0))  # what is wrong with it, all ranks say afterwards
     prepared: list[Loader] = []
 
     def check() -> dict[str, Any]:
-        check_timeout(timeout)
+        seconds(timeout)
         if torch.is_inference_mode_enabled():
             raise CheckpointError("from_parallelized inside torch.inference_mode makes state that cannot be trained")
-        training.check()
-        loader = Loader(model, Path(absolute(directory())), training)
+        for name, value in given.items():
+            if not _KINDS[name][0](value):
+                raise CheckpointError(f"{name}={value!r} {_KINDS[name][1]}")
+        loader = Loader(model, Path(absolute(directory())), given)
         prepared.append(loader)
         return {
             "function": "from_parallelized",
             "directory": str(loader.shards.folder),
             "the id of the checkpoint": loader.shards.manifest.save_id,
             "verify": bool(verify),
-            **training.given(),
+            **{name: name in given for name in training},
         }
 
     try:
@@ -84,51 +64,45 @@ def load(
         (loader,) = prepared
         all_ranks(mpu, lambda: loader.verify() if verify else None)
         all_ranks(mpu, loader.fill, lambda: "The model is partly loaded.")
-        state.resumed_from.clear()
-        state.resumed_from.update(place_in_series(loader.shards.folder, loader.shards.manifest.order))
         _warn_of_dtypes(loader)
-        _compare_base(model, loader)
     finally:
         for loader in prepared:
             loader.shards.close()
 
 
 class Loader:
-    """One rank's part in one call. Making it checks everything that can be checked without reading tensors."""
+    """One rank's part in one call. Making it checks everything that can be checked without reading tensors.
 
-    def __init__(self, model: nn.Module, folder: Path, training: TrainingObjects) -> None:
+    Args:
+        training: the objects to load besides the model, of ``optimizer``, ``lr_scheduler`` and ``extra``.
+    """
+
+    def __init__(self, model: nn.Module, folder: Path, training: Mapping[str, Any]) -> None:
         self.model, self.state = model, state_of(model)
         self.training = training
-        self.shards = Shards(folder, self._parts())
-        self.restoration: Restoration | None = None
+        used = {"optimizer": "optimizer" in training, "extra": training.keys() & {"lr_scheduler", "extra"}}
+        self.parts = [*WEIGHTS, *(part for part, wanted in used.items() if wanted)]
+        self.shards = Shards(folder, self.parts)
+        self.restoration: tuple[Targets, Callable[[], None]] | None = None
         self.weights: TrainingWeights | None = None
-        try:
-            self.tensors = local_tensors(model, fsdp=True)
-            _check_model(self.shards, self.state, self.tensors)
-            read_base(model, self.state, self.shards, check=True)
-            self.own = SavedShards(self.shards.manifest, model, self.state, self.tensors)
-            self._check_training()
-        except BaseException:
-            self.shards.close()
-            raise
-
-    def _parts(self) -> list[str]:
-        given = self.training.given()
-        chosen = {"optimizer": given["optimizer"], "extra": given["lr_scheduler"] or given["extra"]}
-        return [*WEIGHTS, *(part for part, used in chosen.items() if used)]
+        self.tensors = local_tensors(model, fsdp=True)
+        _check_model(self.shards, self.state, self.tensors)
+        read_base(model, self.state, self.shards, check=True)
+        self.sharded = saved_shards(self.shards.manifest, self.state.plan)
+        self._check_training()
 
     def _check_training(self) -> None:
         saved, folder = self.shards.manifest.training, self.shards.folder
-        for name, given in self.training.given().items():
-            if given and name not in saved:
-                has = ", ".join(key for key in self.training.given() if key in saved) or "none of it"
+        for name in self.training:
+            if name not in saved:
+                has = ", ".join(key for key in _KINDS if key in saved) or "none of it"
                 raise CheckpointError(f"{folder} was saved without {name}=; of the training state it holds {has}")
-        if self.training.lr_scheduler is not None:
-            scheduler, now = saved["lr_scheduler"], type(self.training.lr_scheduler).__name__
+        if "lr_scheduler" in self.training:
+            scheduler, now = saved["lr_scheduler"], type(self.training["lr_scheduler"]).__name__
             then = scheduler.get("class") if isinstance(scheduler, Mapping) else None
             if then != now:
                 raise CheckpointError(f"{folder} holds the state of a {then}, lr_scheduler= is a {now}")
-        optimizer, plan = self.training.optimizer, self.state.plan
+        optimizer, plan = self.training.get("optimizer"), self.state.plan
         if optimizer is not None:
             self.weights = TrainingWeights(optimizer, plan, self.shards.manifest)
             parameters = parameters_by_name(self.model, plan)
@@ -145,36 +119,36 @@ class Loader:
 
     def verify(self) -> None:
         """Read the shards assigned to this rank and compare their checksums."""
-        mpu = self.state.mpu
-        self.shards.verify_share(self._parts(), mpu.saved_sizes, mpu.rank)
+        self.shards.verify_share(self.parts, self.state.mpu.rank, self.state.mpu.world_size)
 
     def fill(self) -> None:
         """Read this rank's ranges into their places."""
         # What could still fail comes first.
         saved, training, mpu = self.shards.manifest.training, self.training, self.state.mpu
         extra = self.shards.manifest.parts.get("extra")
-        chosen = [name for name in ("lr_scheduler", "extra") if getattr(training, name) is not None]
-        loose = [name for name in extra.tensors if name not in self.own.saved] if extra and chosen else []
+        chosen = [name for name in ("lr_scheduler", "extra") if name in training]
+        loose = [name for name in extra.tensors if name not in self.sharded] if extra and chosen else []
         tensors = {name: self.shards.lazy(name, "extra").read() for name in loose}
         plain = {name: decode(saved[name], tensors, name) for name in chosen}  # the scheduler's with its class
         if "extra" in plain:
-            self.own.fill(plain["extra"], self.shards)
+            fill_shards(plain["extra"], self.shards, self.model, self.state, self.tensors)
         for name, tensor in self.tensors.items():
             self._fill(tensor, name, tensor.dtype)
         read_base(self.model, self.state, self.shards)
         if self.restoration is not None and self.weights is not None:
             for name, weight in self.weights.wanted().items():
                 self._fill(weight, name, weight.dtype)
-            for name, target in self.restoration.targets.items():
-                self.shards.read_shard(name, "optimizer", target.layout, self.state.mpu, target.tensor)
-            self.restoration.finish()
+            targets, finish = self.restoration
+            for name, (tensor, layout) in targets.items():
+                self.shards.read_shard(name, "optimizer", layout, self.state.mpu, tensor)
+            finish()
             self.weights.finish()
-        if training.lr_scheduler is not None:
-            training.lr_scheduler.load_state_dict(plain["lr_scheduler"]["state"])
-        if training.extra is not None:
-            training.extra.update(plain["extra"])
+        if "lr_scheduler" in training:
+            training["lr_scheduler"].load_state_dict(plain["lr_scheduler"]["state"])
+        if "extra" in training:
+            training["extra"].update(plain["extra"])
         states = saved.get("random_states")
-        if states is not None and (training.optimizer is not None or training.lr_scheduler is not None):
+        if states is not None and training.keys() & {"optimizer", "lr_scheduler"}:
             chosen_state = random_states.choose(states, mpu.tp.rank, mpu.pp.rank, mpu.dp.rank, mpu.cp.rank)
             mpu.random_tracker = random_states.restore(chosen_state, mpu.random_tracker)
 
@@ -188,26 +162,20 @@ def _check_model(shards: Shards, state: State, tensors: Mapping[str, torch.Tenso
     """Raise CheckpointError unless the checkpoint holds exactly the model's tensors, whole shapes and kinds."""
     manifest, folder, plan = shards.manifest, shards.folder, state.plan
     saved = manifest.tensors
+    forms = {name: tensor.quantized for name, tensor in state.quantized.items()}
+    if manifest.base.forms != forms:
+        there = {**dict.fromkeys(forms, "plain"), **manifest.base.forms}
+        name = next(name for name, form in there.items() if forms.get(name) != form)
+        raise CheckpointError(f"{name} is {there[name]} in {folder} and {forms.get(name, 'plain')} in the model")
     missing = [name for name in plan.tensors if name not in saved]
     unexpected = [name for name in saved if name not in plan.tensors]
     if missing or unexpected:
-        base, quantized = manifest.base, ""
-        if bool(base.forms) != bool(state.quantized):  # one of the two alone is quantized
-            here = "is not quantized" if base.forms else f"is ({len(state.quantized)} weights)"
-            before = f"was saved on {base}" if base.forms else "holds weights of a model that was not quantized"
-            quantized = f"\n  The checkpoint {before}; the model {here}."
         raise CheckpointError(
             f"{folder} does not hold this model's tensors: {len(missing)} missing, {len(unexpected)} unexpected\n"
             + (f"  Missing in the checkpoint: {listed(missing)}.{nearest(missing[0], unexpected)}\n" if missing else "")
             + (f"  Unexpected: {listed(unexpected)}.\n" if unexpected else "")
             + f"  It holds a {manifest.model_type!r} model, this one is {plan.model_type!r}."
-            + quantized
         )
-    forms = {name: tensor.quantized for name, tensor in state.quantized.items()}
-    if "base" in manifest.parts and dict(manifest.base.forms) != forms:
-        there = {**dict.fromkeys(forms, "plain"), **manifest.base.forms}
-        name = next(name for name, form in there.items() if forms.get(name) != form)
-        raise CheckpointError(f"{name} is {there[name]} in {folder} and {forms.get(name, 'plain')} in the model")
     for name, mine in plan.tensors.items():
         theirs = saved[name]
         if theirs.shape != mine.shape:
@@ -220,16 +188,6 @@ def _check_model(shards: Shards, state: State, tensors: Mapping[str, torch.Tenso
             raise CheckpointError(
                 f"{name} is {saved[name].dtype} in {folder} and {dtype_name(tensor.dtype)} in the model"
             )
-
-
-def _compare_base(model: nn.Module, loader: Loader) -> None:
-    """Warn if quantized weights, which a checkpoint leaves out, are not those of the run that saved it. Collective."""
-    state, saved = loader.state, loader.shards.manifest.base
-    if not saved.digests or "base" in loader.shards.manifest.parts:
-        return
-    ranks = all_ranks(state.mpu, lambda: digests_here(model, state))
-    if ranks:  # rank 0
-        warn_of_another(saved, add_up(name_of(model, state), state, ranks), loader.shards.folder)
 
 
 def _warn_of_dtypes(loader: Loader) -> None:

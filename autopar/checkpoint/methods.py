@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from autopar.adapters import is_peft_model
 from autopar.checkpoint.state import STATE, State, parameters_elsewhere, state_of
 from autopar.checkpoint.state_dict import (
+    MODEL_SHARD,
     USE_INSTEAD,
     ModelShard,
     attach_hooks,
@@ -72,51 +73,35 @@ def save_parallelized(
             :class:`~autopar.checkpoint.ShardedDict` in it (an EMA) is saved like the optimizer's state, and each rank
             gets its own shards back, on any mesh.
         keep_last: afterwards remove checkpoints of the same series (``step-100``, ``step-200``), so that this many
-            remain, the ones saved last: those that the run left behind when it went back to an earlier one go first,
-            then the oldest. Files in their folders that no save has written stay there.
+            remain, the ones saved last. Files in their folders that no save has written stay there.
         async_save: copy to host memory, return, and write in the background. An error is raised by the next call,
             which then does nothing else, or by ``model.wait_for_save()``: call it at the end of the script.
         adapter_only: of a ``PeftModel``, write its adapters and nothing else, in the files that
             ``PeftModel.save_pretrained`` writes: ``adapter_model.safetensors`` and ``adapter_config.json``. Other
             files in the folder stay there. Goes together with ``timeout`` only.
         tokenizer: tokenizer or processor whose files go into the folder, so that a pipeline reads it as it is.
-        others: ``push_to_hub=True`` with ``merge_checkpoints=True`` uploads the files of the folder afterwards, once;
-            ``repo_id`` (by default the folder's name), ``private``, ``token``, ``commit_message``, ``revision`` ... are
-            then those of transformers. Other arguments of ``save_pretrained`` and of OSLO, as long as they ask for
-            what happens anyway.
+        others: Other arguments of ``save_pretrained`` and of OSLO, as long as they ask for what happens anyway.
 
     Raises:
         CheckpointError: the same on every rank, with everything as it was before, if an argument is wrong, a rank
             did not call, died or could not write, or the model is no longer the one that was parallelized.
     """
+    # Imported here, and where something is loaded or pushed: initialize loads none of it.
+    from autopar.checkpoint.adapters import alone, save_adapters
+    from autopar.checkpoint.arguments import directory_of
+    from autopar.checkpoint.save import save
+
     how: dict[str, Any] = {"merge_checkpoints": merge_checkpoints, "max_shard_size": max_shard_size, "format": format}
     how |= {"keep_last": keep_last, "async_save": async_save}
     training = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "extra": extra, "tokenizer": tokenizer}
-    _save(self, directory, how, training, timeout, others, adapter_only=adapter_only)
-
-
-def _save(
-    model: nn.Module, directory: Any, how: Any, training: Any, timeout: float, others: Any, *, adapter_only: bool
-) -> None:
-    # Imported here, and where something is loaded or pushed: initialize loads none of it.
-    from autopar.checkpoint.adapters import alone, save_adapters
-    from autopar.checkpoint.arguments import absolute, directory_of, hub_options
-    from autopar.checkpoint.hf_weights import upload
-    from autopar.checkpoint.save import save
-
-    hub, others = hub_options(others)
 
     def folder() -> object:
         return directory_of(save_parallelized, directory, others)
 
     if adapter_only:
-        given = {**how, **training, "hub": hub}
-        save_adapters(model, lambda: alone(folder, given), timeout)
+        save_adapters(self, lambda: alone(folder, {**how, **training}), timeout)
         return
-    save(model, {"directory": folder, **how, "hub": hub}, timeout, **training)
-    if hub is not None:
-        target = absolute(folder())
-        upload(model, target, hub.pop("repo_id", None) or os.path.basename(target), hub)
+    save(self, {"directory": folder, **how}, timeout, **training)
 
 
 def wait_for_save(self: nn.Module) -> None:
@@ -159,16 +144,11 @@ def from_parallelized(
             damaged, mixed or of another model, or a rank did not call or died.
     """
     from autopar.checkpoint.arguments import directory_of
-    from autopar.checkpoint.load import TrainingObjects, load
+    from autopar.checkpoint.load import load
 
     state_of(self).background.wait()
-    load(
-        self,
-        lambda: directory_of(from_parallelized, directory, others),
-        timeout,
-        TrainingObjects(optimizer, lr_scheduler, extra),
-        verify,
-    )
+    training = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "extra": extra}
+    load(self, lambda: directory_of(from_parallelized, directory, others), timeout, training, verify)
     return self
 
 
@@ -253,23 +233,25 @@ def _refused(name: str, text: str) -> Callable[..., Any]:
 
 def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
     """Count the parameters of the whole model, as before ``initialize``; no communication."""
-    shard = shard_of(self)
-    if shard is None:
-        count: int = type(self).num_parameters(self, only_trainable, exclude_embeddings)
-        return count
-    return _counted(self, shard, only_trainable, exclude_embeddings)
+    kind: Any = type(self)
+    if shard_of(self) is None:
+        return int(kind.num_parameters(self, only_trainable, exclude_embeddings))
+    return _counted(self, only_trainable, exclude_embeddings)
 
 
 def _nb_trainable_of_peft(self: Any) -> tuple[int, int]:
     """Count what is trained and all of it, of the whole model, as ``PeftModel`` prints it; no communication."""
-    shard = shard_of(self)
-    if shard is None:
-        counts: tuple[int, int] = type(self).get_nb_trainable_parameters(self)
-        return counts
-    return _counted(self, shard, True, False), _counted(self, shard, False, False)
+    kind: Any = type(self)
+    counts: tuple[int, int] = (
+        kind.get_nb_trainable_parameters(self)
+        if shard_of(self) is None
+        else (_counted(self, True, False), _counted(self, False, False))
+    )
+    return counts
 
 
-def _counted(self: Any, shard: ModelShard, only_trainable: bool, exclude_embeddings: bool) -> int:
+def _counted(self: Any, only_trainable: bool, exclude_embeddings: bool) -> int:
+    shard: ModelShard = vars(self)[MODEL_SHARD]
     found: dict[str, nn.Parameter] = dict(self.named_parameters(remove_duplicate=False))
     paths = {id(module): path for path, module in self.named_modules()}
     for module, order in parameters_elsewhere(self):
@@ -287,12 +269,6 @@ def _counted(self: Any, shard: ModelShard, only_trainable: bool, exclude_embeddi
             shape = parameter.shape if due is None else due.shape
             counted.setdefault(id(parameter), math.prod(shape))
     return sum(counted.values())
-
-
-def _get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
-    """Return the bytes of the parameters (and buffers) that this rank holds, not those of the whole model."""
-    count: int = type(self).get_memory_footprint(self, return_buffers)
-    return count
 
 
 def _save_pretrained_of_peft(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
@@ -331,7 +307,6 @@ def _push_to_hub(self: Any, repo_id: str, *, max_shard_size: int | str = "50GB",
 
 _WHOLE_MODEL_METHODS: dict[str, Callable[..., Any]] = {
     "num_parameters": _num_parameters,
-    "get_memory_footprint": _get_memory_footprint,
     "push_to_hub": _push_to_hub,
     **{name: _refused(name, text) for name, text in _REFUSED.items() if hasattr(PreTrainedModel, name)},
 }

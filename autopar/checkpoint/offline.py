@@ -6,6 +6,7 @@ One process, one tensor in memory at a time.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import re
@@ -26,7 +27,6 @@ from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import CheckpointError
 from autopar.layout import Layout
 from autopar.plan.plan import Piece, TensorPlan
-from autopar.policy.schema import Policy
 from autopar.storage.files import file_checksum
 from autopar.storage.lazy_tensor import LazyTensor, open_piece
 from autopar.storage.safetensors_io import SafetensorsWriter, dtype_of, nbytes
@@ -98,8 +98,9 @@ def merge_checkpoint(
             raise CheckpointError(f"{folder} is incomplete: config.json is missing")
         if verify:
             shards.verify_along()
+            shards.verify_share(WEIGHTS)
         with output_folder("merge", folder, destination, force) as staging:
-            files = write_merged(shards, staging.temp, size, format, progress, chosen, verify)
+            files = write_merged(shards, staging.temp, size, format, progress, chosen)
             copy_small_files(folder, staging.temp, chosen if has_config else None)
     return {
         "destination": os.path.abspath(destination),
@@ -124,11 +125,10 @@ def write_merged(
     format: str,
     progress: bool | None,
     dtype: torch.dtype | None = None,
-    verify: bool = True,
 ) -> dict[str, int]:
     """Write the weights of ``shards`` into ``folder``, whole and under the names that ``save_pretrained`` uses.
 
-    Returns file name -> bytes. Raises CheckpointError if a checksum is wrong, ``OSError`` if a file cannot be written.
+    Returns file name -> bytes. Raises ``OSError`` if a file cannot be written.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
@@ -142,10 +142,7 @@ def write_merged(
         saved, get_storage_size=lambda one: nbytes(*one[:2]), filename_pattern=pattern, max_shard_size=max_shard_size
     )
     files: dict[str, int] = {}
-    with (
-        shards.verified_meanwhile(WEIGHTS, verify),
-        progress_bar("merging", split.metadata["total_size"], progress) as bar,
-    ):
+    with progress_bar("merging", split.metadata["total_size"], progress) as bar:
         held = {file: {name: saved[name] for name in names} for file, names in split.filename_to_tensors.items()}
         # modules of the user's own, which from_pretrained does not ask for
         for file, tensors in (held | ({_OUTSIDE: outside} if outside else {})).items():
@@ -304,12 +301,12 @@ def reshard_checkpoint(
             part: {name: nbytes(dtype_of(t.dtype), t.shape) for name, t in parts[part].tensors.items()}
             for part in parts
         }
+        shards.verify_share(parts)
         stages = stages_by_size(bytes_of["model"], pp)
         total = sum(sum(sizes.values()) for sizes in bytes_of.values())
         written: dict[str, Part] = {}
         with (
             output_folder("reshard", folder, destination, force) as staging,
-            shards.verified_meanwhile(parts),
             progress_bar("resharding", total, progress) as bar,
         ):
             for name, part in parts.items():
@@ -327,7 +324,7 @@ def reshard_checkpoint(
 
 
 def stages_by_size(sizes: Mapping[str, int], pp: int) -> dict[str, int]:
-    """Assign each tensor to a stage's file: blocks stay together, in order, about equally many bytes in each stage.
+    """Assign each tensor to a stage's file: in order, about equally many bytes in each stage.
 
     Loading reads any tensor from any file, so this decides only which files a rank opens.
 
@@ -335,19 +332,10 @@ def stages_by_size(sizes: Mapping[str, int], pp: int) -> dict[str, int]:
         sizes: tensor name -> bytes, in state-dict order.
         pp: number of stages.
     """
-    blocks: dict[str, int] = {}
-    block_of = {}
-    for name, size in sizes.items():
-        found = re.match(r"(.*?\.\d+)\.", name)
-        block_of[name] = found[1] if found else name
-        blocks[block_of[name]] = blocks.get(block_of[name], 0) + size
-    total = sum(blocks.values())
-    stage, reached = {}, 0
-    for block, size in blocks.items():
-        middle = reached + size / 2
-        stage[block] = min(pp - 1, int(pp * middle / total)) if total else 0
-        reached += size
-    return {name: stage[block] for name, block in block_of.items()}
+    ends = itertools.accumulate(sizes.values())
+    total = max(1, sum(sizes.values()))
+    middles = ((name, end - size / 2) for (name, size), end in zip(sizes.items(), ends, strict=True))
+    return {name: min(pp - 1, int(pp * middle / total)) for name, middle in middles}
 
 
 def _reshard(tensor: TensorPlan, tp: int) -> TensorPlan:
@@ -377,12 +365,9 @@ def write_part(
     needed = tp * pp + 256
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY != soft < needed:
-        if resource.RLIM_INFINITY != hard < needed:
-            raise CheckpointError(
-                f"{tp * pp} shard files are written side by side, this process may open {hard} files\n"
-                f"  Raise the limit (ulimit -n {needed}), or write fewer shards."
-            )
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard)
+        )
     with ExitStack() as stack:
         writers: dict[tuple[int, int], SafetensorsWriter] = {}
         for t, p in ((t, p) for p in range(pp) for t in range(tp)):
@@ -433,24 +418,5 @@ MOST = 4096  # files that are open at once are bounded by this
 
 def check_sizes(tp: int, pp: int) -> None:
     """Raise CheckpointError unless both sizes can be made."""
-    for name, size in (("--tp", tp), ("--pp", pp)):
-        if not 1 <= size <= MOST:
-            raise CheckpointError(f"{name} {size} must be between 1 and {MOST}")
-    if tp * pp > MOST:
-        raise CheckpointError(f"--tp {tp} x --pp {pp} = {tp * pp} files are more than {MOST}")
-
-
-def check_blocks(policy: Policy, names: Iterable[str], model_type: str, pp: int) -> None:
-    """Raise CheckpointError if there are more stages than blocks; says how many there are."""
-
-    def pattern_of(path: str) -> str:
-        return r"\.".join(r"\w+" if part == "*" else re.escape(part.removesuffix("?")) for part in path.split("."))
-
-    places = [rf"(?:.*\.)?{pattern_of(tower.blocks_path)}\.(\w+)\." for tower in policy.towers if tower.blocks_path]
-    pattern = re.compile(f"({'|'.join(places)})" if places else "(?!)")
-    count = len({found[1] for name in names if (found := pattern.match(name))})
-    if 1 < count < pp:  # a single one may be called several times
-        raise CheckpointError(
-            f"--pp {pp} does not fit this {model_type} model: {count} blocks cannot be split into {pp} stages.\n"
-            f"  Largest number of stages that fits this model: {count}."
-        )
+    if min(tp, pp) < 1 or tp * pp > MOST:
+        raise CheckpointError(f"--tp {tp} and --pp {pp} must be at least 1, and make at most {MOST} files")

@@ -30,6 +30,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from autopar.checkpoint.format import reason
 from autopar.checkpoint.optimizer_weights import (
     as_stepped,
     master_name,
@@ -69,37 +70,8 @@ class OptimizerState:
     metadata: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Target:
-    """A tensor for the caller to fill: this rank's shard by ``layout``, or all of it if that is None."""
-
-    tensor: torch.Tensor
-    layout: Layout | None
-
-
-@dataclass(frozen=True)
-class Restoration:
-    """A state that fits and waits for its tensors. Nothing has changed yet.
-
-    Attributes:
-        targets: saved name -> what to fill.
-    """
-
-    targets: dict[str, Target]
-    _optimizer: Optimizer
-    _options: list[dict[str, Any]]
-    _state: list[tuple[nn.Parameter, dict[str, Any]]]
-    _other: dict[Any, Any]
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Give the optimizer its state and options, once ``targets`` are filled. State that it had is dropped."""
-        self._optimizer.state.clear()
-        self._optimizer.state.update({parameter: dict(state) for parameter, state in self._state})
-        self._optimizer.state.update(self._other)
-        for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
-            for key, value in options.items():
-                group[key] = new_option(group.get(key), value)
+Targets = dict[str, tuple[torch.Tensor, Layout | None]]
+"""Saved name -> the tensor to fill with this rank's shard by a layout, or with all if that is None."""
 
 
 def take(optimizer: Optimizer, model: nn.Module, plan: Plan, tp_rank: int) -> OptimizerState:
@@ -176,7 +148,7 @@ def prepare(
     saved: Mapping[str, TensorPlan],
     owns: Callable[[str], bool] = lambda name: True,
     dtype_here: Callable[[str, torch.Tensor, torch.dtype], torch.dtype] = lambda name, parameter, dtype: dtype,
-) -> Restoration:
+) -> tuple[Targets, Callable[[], None]]:
     """Check that a saved state fits this optimizer, and allocate its tensors. Changes nothing.
 
     Args:
@@ -186,6 +158,9 @@ def prepare(
         saved: every optimizer tensor of the checkpoint, of all ranks.
         owns: whether this rank keeps the state of a parameter, by canonical name (ZeRO-1).
         dtype_here: of a state that has the shape of a parameter, from the one that was saved.
+
+    Returns:
+        What to fill, and what then gives the optimizer its state and options; state that it had is dropped.
 
     Raises:
         CheckpointError: the metadata is damaged, or the state is not that of this optimizer (what differs).
@@ -199,7 +174,7 @@ def prepare(
         )
     before.check_groups(groups, set(parameters_by_name(model, plan)), plan, title)
     before.check_names(saved)
-    targets: dict[str, Target] = {}
+    targets: Targets = {}
     step = step_of(optimizer)
     state: list[tuple[nn.Parameter, dict[str, Any]]] = []
     for group, options in zip(groups, before.options, strict=True):
@@ -215,20 +190,27 @@ def prepare(
                 device = parameter.device if step is None or step.host is None else step.host  # maybe the CPU's memory
                 if key in _ON_HOST and not (options.get("capturable") or options.get("fused")):
                     device = torch.device("cpu")
-                try:
-                    dtype = dtype_of(source.dtype)
-                except ValueError as error:
-                    raise CheckpointError(f"{source.name} is damaged in the checkpoint: {error}") from error
+                dtype = dtype_of(source.dtype)
                 if entry.kind == "like":
                     dtype = dtype_here(name, parameter, dtype)
                 if entry.kind == "like" and isinstance(parameter, DTensor):
                     mine[key] = torch.empty_like(parameter.detach(), dtype=dtype)
                 else:
                     mine[key] = torch.empty(shape, dtype=dtype, device=device)
-                targets[source.name] = Target(mine[key], layout)
+                targets[source.name] = mine[key], layout
             if mine:
                 state.append((parameter, _folded(mine)))
-    return Restoration(targets, optimizer, before.options, state, before.other)
+
+    @torch.no_grad()
+    def finish() -> None:
+        optimizer.state.clear()
+        optimizer.state.update({parameter: dict(mine) for parameter, mine in state})
+        optimizer.state.update(before.other)
+        for group, options in zip(optimizer.param_groups, before.options, strict=True):
+            for key, value in options.items():
+                group[key] = new_option(group.get(key), value)
+
+    return targets, finish
 
 
 # -- reading an optimizer ----------------------------------------------------------------------------------------------
@@ -366,13 +348,12 @@ class StateEntry:
             )
         if self.kind == "like":
             return due.local_shape(tp_rank), due.layout
-        if self.kind == "own" and not _same_shards(self.layout, due.layout):
+        own = self.layout is not None and due.layout is not None and _ranges(self.layout) == _ranges(due.layout)
+        if self.kind == "own" and not own:
             raise CheckpointError(
                 f"{what} was saved with tensor_parallel_size={saved_tp}, the model runs with "
-                f"tensor_parallel_size={tp}"
-                + (" and shards the parameter differently" if saved_tp == tp else "")
-                + "\n  It is statistics of each rank's shard of the parameter and does not become that of other "
-                "shards.\n"
+                f"tensor_parallel_size={tp}\n"
+                "  It is statistics of each rank's shard of the parameter and does not become that of other shards.\n"
                 f"  Use tensor_parallel_size={saved_tp} and the policy of the checkpoint, or load without optimizer."
             )
         if self.kind == "whole" and _is_sharded(due) and not (source.shape == () and key in COUNTERS):
@@ -393,10 +374,6 @@ def _ranges(layout: Layout) -> list[Any]:
 def _is_sharded(due: TensorPlan) -> bool:
     """Tell whether several ranks hold different parts of a tensor."""
     return due.layout is not None and len(set(_ranges(due.layout)[1:])) > 1
-
-
-def _same_shards(one: Layout | None, other: Layout | None) -> bool:
-    return one is not None and other is not None and _ranges(one) == _ranges(other)
 
 
 @dataclass(frozen=True)
@@ -445,8 +422,9 @@ class OptimizerMetadata:
             if any("params" in options for options in parsed.options):
                 raise ValueError("'params' is no option")
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError, CheckpointError) as error:
-            why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            raise CheckpointError(f"the state of the optimizer in the checkpoint is damaged: {why}") from error
+            raise CheckpointError(
+                f"the state of the optimizer in the checkpoint is damaged: {reason(error)}"
+            ) from error
         return parsed
 
     def check_groups(
@@ -470,11 +448,9 @@ class OptimizerMetadata:
         now = {name: index for index, group in enumerate(groups) for name, _ in group}
         for name, index in now.items():
             if then.get(name) != index:
-                where = f"{name} is in parameter group {index} of this {title}"
-                if name in then:
-                    raise CheckpointError(f"{where}; it was saved in group {then[name]}{same}")
+                saved = f"in group {then[name]}" if name in then else f"in none.{nearest(name, then)}"
                 raise CheckpointError(
-                    f"{where} and in none of the {len(self.members)} that were saved.{nearest(name, then)}"
+                    f"{name} is in parameter group {index} of this {title}; it was saved {saved}{same}"
                 )
         missing = [name for name in then if name not in now and (name in here or name not in plan.tensors)]
         if missing:
@@ -495,7 +471,7 @@ class OptimizerMetadata:
         missing, unexpected = sorted(due - set(saved)), [name for name in saved if name not in due]
         if missing or unexpected:
             raise CheckpointError(
-                f"the state of the optimizer in the checkpoint is damaged: {len(missing)} of {len(due)} tensors are "
+                f"the optimizer in the checkpoint is damaged: {len(missing)} of {len(due)} tensors are "
                 f"missing, {len(unexpected)} unexpected"
                 + (f"\n  Missing: {listed(missing)}." if missing else "")
                 + (f"\n  Unexpected: {listed(unexpected)}." if unexpected else "")
@@ -509,36 +485,28 @@ def merge_metadata(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         CheckpointError: they contradict each other: another class, other options, or another state of one parameter.
     """
     first = ranks[0]
-    groups = [{"options": group["options"], "params": dict.fromkeys(group["params"])} for group in first["groups"]]
+    members = [dict.fromkeys(group["params"]) for group in first["groups"]]
     state: dict[str, Any] = dict(first["state"])
+
+    def compare(what: str, one: Any, other: Any, rank: int) -> None:
+        if one != other:
+            raise CheckpointError(
+                f"ranks have different optimizers: {what} is {one!r} on the first and {other!r} on number {rank}"
+            )
+
     for rank, other in enumerate(ranks[1:], 1):
         for key in ("class", "tp", "other"):
-            if other[key] != first[key]:
-                raise CheckpointError(
-                    f"ranks have different optimizers: {key} is {first[key]!r} on the first and {other[key]!r} on "
-                    f"number {rank}"
-                )
-        if len(other["groups"]) != len(groups):
-            raise CheckpointError(
-                f"ranks have different optimizers: the first has {len(groups)} parameter groups, number {rank} has "
-                f"{len(other['groups'])}\n  A stage without parameters in a group needs an empty group in its place."
-            )
-        for index, (mine, theirs) in enumerate(zip(groups, other["groups"], strict=True)):
-            one, two = mine["options"], theirs["options"]
-            for key in {**one, **two}:
-                if key not in one or key not in two or one[key] != two[key]:
-                    raise CheckpointError(
-                        f"ranks have different optimizers: {key} of parameter group {index} is {one.get(key)!r} on the "
-                        f"first, {two.get(key)!r} on number {rank}"
-                    )
-            mine["params"].update(dict.fromkeys(theirs["params"]))
+            compare(key, first[key], other[key], rank)
+        # A stage without parameters in a group has an empty group in its place.
+        compare("the number of parameter groups", len(members), len(other["groups"]), rank)
+        for index, (mine, theirs) in enumerate(zip(first["groups"], other["groups"], strict=True)):
+            for key in {**mine["options"], **theirs["options"]}:
+                one, two = (group["options"].get(key, "missing") for group in (mine, theirs))
+                compare(f"{key} of parameter group {index}", one, two, rank)
+            members[index].update(dict.fromkeys(theirs["params"]))
         for name, entries in other["state"].items():
-            if state.setdefault(name, entries) != entries:
-                keys = [key for key in {**state[name], **entries} if state[name].get(key) != entries.get(key)]
-                raise CheckpointError(
-                    f"ranks have different states of {name}: {keys[0]!r} is {state[name].get(keys[0])} on one and "
-                    f"{entries.get(keys[0])} on number {rank}"
-                )
+            for key in {**state.setdefault(name, entries), **entries}:
+                compare(f"state {key!r} of {name}", state[name].get(key), entries.get(key), rank)
     masters = [*dict.fromkeys(name for rank in ranks for name in rank["masters"])]
-    groups = [{**group, "params": list(group["params"])} for group in groups]
+    groups = [{**group, "params": [*names]} for group, names in zip(first["groups"], members, strict=True)]
     return {**first, "masters": masters, "groups": groups, "state": state}

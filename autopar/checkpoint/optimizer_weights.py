@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from autopar.checkpoint.format import Manifest
+from autopar.checkpoint.format import Manifest, reason
 from autopar.errors import CheckpointError
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.safetensors_io import dtype_name, dtype_of
@@ -98,8 +98,9 @@ class TrainingWeights:
                         f"{name} is {tensor.dtype} {list(tensor.shape)}, {parameter} has {list(due.shape)}"
                     )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            raise CheckpointError(f"the state of the optimizer in the checkpoint is damaged: {why}") from error
+            raise CheckpointError(
+                f"the state of the optimizer in the checkpoint is damaged: {reason(error)}"
+            ) from error
         scale = None if self._step is None else self._step.scale
         self._scale = None if scale is None else manifest.training.get(LOSS_SCALE)
         if scale is not None and self._scale is not None:

@@ -1,65 +1,33 @@
-"""The quantized weights of a checkpoint: what stands for them, or digests, to be compared with the model at hand.
+"""The quantized weights of a checkpoint: the tensors that stand for them.
 
 They are left out where adapters stand before them. Else they are a separate part: bytes and scales as their library
 has them in files, viewed with a dim for the outputs and one for the inputs. A rank reads its part of each.
-
-A digest is a sum over the numbers of the whole weight, so it is the same on every mesh.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
-from autopar.checkpoint.format import QuantizedBase
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.state import State
-from autopar.distributed.digest import sum_of_elements
 from autopar.errors import CheckpointError
 from autopar.layout import Layout
 from autopar.plan.plan import Piece, TensorPlan
 from autopar.quantized.layers import stored_weights
 from autopar.quantized.stored import StoredWeight
-from autopar.storage.files import RangeFile
 from autopar.storage.lazy_tensor import Box, LazyTensor, read_shard, reshaped
 from autopar.storage.safetensors_io import dtype_name
 
 _LARGE = ("absmax", "SCB", "qdata", "scale", "zero_point", "weight")  # ends of names of what has several entries
 
 
-def add_up(
-    name: str, state: State, ranks: Sequence[Mapping[str, int]], notes: Mapping[str, str] | None = None
-) -> QuantizedBase:
-    """Return what a manifest says of the quantized weights of the model ``name``, from the digests of all ranks."""
-    digests = {name: f"{sum(rank.get(name, 0) for rank in ranks) % 2**64:016x}" for name in state.quantized}
-    forms = {name: tensor.quantized for name, tensor in state.quantized.items()}
-    return QuantizedBase(name, forms, digests, notes or {})
-
-
 def name_of(model: nn.Module, state: State) -> str:
     """Return where the model came from, as transformers notes it."""
     return str(getattr(getattr(model.get_submodule(state.hf_path), "config", None), "_name_or_path", ""))
-
-
-@torch.no_grad()
-def digests_here(model: nn.Module, state: State) -> dict[str, int]:
-    """Digest what this rank holds of the quantized weights; of several ranks with the same, only the first does."""
-    found, rank = {}, state.mpu.shards.rank
-    for path, stored in stored_weights(model).items() if state.quantized else ():
-        name = f"{path}.weight"
-        layout = state.quantized[name].layout
-        first = state.writes(name) and state.holders_of(name).rank == 0
-        if first and layout is None and state.mpu.tp.rank == 0:
-            found[name] = sum_of_elements(stored.dequantized())
-        elif first and layout is not None:
-            weight = stored.dequantized()
-            parts = [weight.narrow(layout.dim, start, stop - start) for start, stop in layout.owned_local(rank)]
-            found[name] = sum(sum_of_elements(part) for part in parts)
-    return found
 
 
 def base_tensors(
@@ -118,21 +86,6 @@ def read_base(model: nn.Module, state: State, shards: Shards, *, check: bool = F
             raise CheckpointError(f"{shards.folder} does not hold {weight.name} as {stored.format}: {error}") from error
 
 
-def warn_of_another(saved: QuantizedBase, here: QuantizedBase, folder: object) -> None:
-    """Warn if the model at hand has other quantized weights than the one that was saved."""
-    names = [*dict.fromkeys([*saved.digests, *here.digests])]
-    other = [name for name in names if saved.digests.get(name) != here.digests.get(name)]
-    if other:
-        warnings.warn(
-            f"{folder} was saved on another base model: {len(other)} of {len(names)} quantized weights differ, "
-            f"{other[0]} first\n"
-            f"  It was {saved}; this one is {here}.\n"
-            "  Adapters fit the base that they were trained on. The same files, quantized by the same config and "
-            "dtype, give the same weights.",
-            stacklevel=5,
-        )
-
-
 # -- weights that lie in files as several tensors ----------------------------------------------------------------------
 
 
@@ -144,12 +97,8 @@ class Packed(LazyTensor):
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, parts: Mapping[str, LazyTensor]) -> None:
-        super().__init__(shape, dtype)
+        super().__init__(shape, dtype, parts.values())
         self.parts = parts
-
-    def files(self) -> Iterator[RangeFile]:
-        for part in self.parts.values():
-            yield from part.files()
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
         raise CheckpointError("quantized numbers alone are no weight")

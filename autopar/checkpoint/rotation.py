@@ -1,8 +1,7 @@
 """Keep the last n checkpoints of a series: folders side by side whose names differ only in the number at their end.
 
 The newest one is told by the order of the saves, which each manifest counts: times change when folders are copied and
-differ between nodes, and the numbers in the names begin again at a lower one when a run goes back. A manifest also
-says which save it goes on from. A checkpoint saved between those two was left behind when the run went back.
+differ between nodes, and the numbers in the names begin again at a lower one when a run goes back.
 """
 
 from __future__ import annotations
@@ -12,16 +11,14 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from autopar.checkpoint.format import Manifest
 from autopar.checkpoint.staging import ABANDONED, HIDDEN, MANIFEST, REMOVED, fsync
 from autopar.errors import CheckpointError, listed
 
 _NUMBERED = re.compile(r"(.*?)([0-9]+)", re.DOTALL)
-_HEAD = re.compile(rb'\n "order": (\d{1,18}),\n "follows": (\d{1,18}),\n')
+_ORDER = re.compile(rb'\n "order": (\d{1,18}),\n')
 
 
 def series(path: str | os.PathLike[str]) -> tuple[str, int] | None:
@@ -58,39 +55,16 @@ def is_checkpoint(folder: Path) -> bool:
     return not folder.is_symlink() and (folder / MANIFEST).is_file()
 
 
-class Member(NamedTuple):
-    """One checkpoint of a series."""
-
-    path: Path
-    number: int
-    order: int
-    follows: int
-
-
-def series_of(target: str | os.PathLike[str]) -> str | None:
-    """Return the path without the number at its end, which a series has in common; None if there is no number."""
-    path = os.path.realpath(target)
-    return None if series(path) is None else path.rstrip("0123456789")
-
-
-def place_in_series(target: str | os.PathLike[str], order: int) -> Mapping[str, int]:
-    """Return the series of a checkpoint -> its order; nothing if either is unknown."""
-    found = series_of(target)
-    return {found: order} if found is not None and order else {}
-
-
 def next_order(target: Path) -> int:
     """Return the order of a checkpoint that is about to be saved as ``target``; 0 if its name ends in no number."""
     found = series(target)
-    return 0 if found is None else 1 + max((member.order for member in members(target.parent, found[0])), default=0)
+    return 0 if found is None else 1 + max((order for order, _, _ in members(target.parent, found[0])), default=0)
 
 
 def rotate(target: Path, keep_last: int) -> list[Path]:
     """Delete checkpoints of the target's series, so that ``keep_last`` remain: what was saved last.
 
-    First go those that the run left behind when it went back (``from_parallelized`` of step-200 after step-400 was
-    saved: step-300 and step-400), then those that were saved first. Call it when ``target`` is whole: it counts and
-    always stays.
+    Those that were saved first go first. Call it when ``target`` is whole: it counts and always stays.
 
     Only what a save has written is deleted. Other files in the folder stay where they are, with a warning. So does
     everything else in the parent folder: other series, folders that hold no checkpoint, symbolic links and what they
@@ -119,19 +93,8 @@ def rotate(target: Path, keep_last: int) -> list[Path]:
             shutil.rmtree(path, ignore_errors=True)
         elif (path / REMOVED).is_file() and not kind:
             _try_to_remove(path)
-    present = members(target.parent, stem)
-    by_order = {member.order: member for member in present}
-    here = next((member for member in present if member.path == target), None)
-    left: set[Member] = set()  # what was saved after one that the target's run resumed from, and before it was resumed
-    while here is not None and here.follows:
-        left |= {member for member in present if here.follows < member.order < here.order}
-        here = by_order.get(here.follows)
-    others = sorted(
-        (member for member in present if member.path != target),
-        key=lambda member: (member not in left, member.order, member.number, member.path.name),
-    )
-    removed = [member.path for member in others[: max(0, len(others) + 1 - keep_last)]]
-    return [path for path in removed if _try_to_remove(path)]
+    others = [path for _, _, path in sorted(members(target.parent, stem)) if path != target]
+    return [path for path in others[: max(0, len(others) + 1 - keep_last)] if _try_to_remove(path)]
 
 
 def _folders(parent: Path, stem: str) -> list[tuple[Path, str]]:
@@ -150,17 +113,16 @@ def _folders(parent: Path, stem: str) -> list[tuple[Path, str]]:
     return [(path, kind) for _, path, kind in sorted(found)]
 
 
-def members(parent: Path, stem: str) -> list[Member]:
-    """List the checkpoints of a series, lowest number first."""
+def members(parent: Path, stem: str) -> list[tuple[int, int, Path]]:
+    """List the checkpoints of a series, lowest number first: order of the save, number, path."""
     found = []
     for path in (path for path, kind in _folders(parent, stem) if not kind and is_checkpoint(path)):
         try:
             with open(path / MANIFEST, "rb") as file:
-                head = _HEAD.search(file.read(512))
+                order = _ORDER.search(file.read(512))
         except OSError:
             continue  # another process deletes it
-        order, follows = (int(head[1]), int(head[2])) if head else (0, 0)
-        found.append(Member(path, int(path.name.removeprefix(stem)), order, follows if follows < order else 0))
+        found.append((int(order[1]) if order else 0, int(path.name.removeprefix(stem)), path))
     return found
 
 
@@ -232,4 +194,4 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
             f'  Say which: autopar.latest("{parent / min(stems)}")'
         )
     found = [member for stem in stems for member in members(parent, stem)]
-    return max(found, key=lambda member: (member.order, member.number)).path if found else None
+    return max(found)[2] if found else None

@@ -6,7 +6,7 @@ One rank writes a weight that several ranks hold. So all of them are compared fi
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,23 +18,23 @@ from torch.distributed.tensor import DTensor
 
 from autopar.adapters import check_merged
 from autopar.checkpoint import random_states
-from autopar.checkpoint.arguments import SaveRequest, check_same_call, check_timeout, timeout_or_default
-from autopar.checkpoint.extra import Extra, check_extra, unlike
-from autopar.checkpoint.format import FileRecord, Manifest, Part, shard_name, versions
+from autopar.checkpoint.arguments import SaveRequest, check_same_call, seconds
+from autopar.checkpoint.extra import Extra, check_extra, check_replicas
+from autopar.checkpoint.format import FileRecord, Manifest, Part, QuantizedBase, shard_name, versions
 from autopar.checkpoint.offline import write_merged
 from autopar.checkpoint.optimizer_state import OptimizerMetadata, OptimizerState, merge_metadata, take
 from autopar.checkpoint.optimizer_weights import LOSS_SCALE, parameters_by_name, step_of
-from autopar.checkpoint.quantized_base import add_up, base_tensors, digests_here, name_of
-from autopar.checkpoint.rotation import next_order, place_in_series, rotate, series_of
+from autopar.checkpoint.quantized_base import base_tensors, name_of
+from autopar.checkpoint.rotation import next_order, rotate
 from autopar.checkpoint.shards import Shards, record_of, shard_writer
 from autopar.checkpoint.staging import Staging, fsync_files
 from autopar.checkpoint.state import State, config_writer, local_tensors, state_of
 from autopar.distributed.agree import Ranks, all_ranks, barrier, rank_zero
 from autopar.distributed.digest import sum_of_bits
-from autopar.errors import CheckpointError, listed
+from autopar.errors import CheckpointError
 from autopar.foreign.c10d import in_fake_world
 from autopar.foreign.tensors import local_part
-from autopar.plan.plan import Plan, TensorPlan
+from autopar.plan.plan import TensorPlan
 from autopar.storage.files import file_checksum
 from autopar.storage.json_values import encode
 from autopar.storage.safetensors_io import dtype_name
@@ -74,7 +74,6 @@ def save(
         local = snapshot(model, optimizer, lr_scheduler, extra)
         model_id = f"{state.plan.model_type} {len(state.plan.tensors)} tensors, mesh {tuple(mpu.sizes)}"
         call = {"model": model_id, "saved with": given, **asdict(request)}
-        local = replace(local, report={**local.report, "base": digests_here(model, state)})
         return call, Writer(model, state, request, tokenizer), local
 
     def on_all(make: Callable[[], Snapshot]) -> Snapshot:
@@ -106,15 +105,19 @@ def prepare_alike(
     """
     state = state_of(model)
     state.background.wait()
-    barrier(state.mpu, "save_parallelized", timeout_or_default(timeout))
+    barrier(state.mpu, "save_parallelized", seconds(timeout, 20.0))  # what is wrong with it, all ranks say afterwards
     prepared: list[tuple[Made, Snapshot]] = []
 
     def check() -> dict[str, Any]:
-        check_timeout(timeout)
+        seconds(timeout)
         call, writer, local = prepare()
         prepared.append((writer, local))
         checked = getattr(getattr(vars(model).get("_autopar"), "config", None), "consistency_check", True)
-        digests = digest_parameters(model, state.plan) if checked else {}
+        digests: dict[str, tuple[str, int]] = {}  # canonical name -> dtype and number
+        for name, parameter in model.named_parameters() if checked else ():
+            if name in state.plan.names and not parameter.is_meta:
+                shard = local_part(parameter.detach())
+                digests[state.plan.names[name]] = str(shard.dtype), int(sum_of_bits(shard))
         own = None if local.extra is None else local.extra.digests(state.plan, checked)
         return {"call": {"function": "save_parallelized", **call}, "digests": digests, "extra": own}
 
@@ -175,12 +178,10 @@ class Writer:
         for part, tensors in local.tensors.items():
             if not tensors and (mpu.dp_cp.rank != 0 or part in ("base", "extra")):
                 continue
-            if not folder.is_dir() and mpu.rank == 0:
-                raise CheckpointError(f"{folder} was removed by another program while this save was writing into it")
             if not folder.is_dir():
                 raise CheckpointError(
-                    f"{folder.parent} is not the same folder on all ranks: rank {mpu.rank} does not see rank 0's files "
-                    "there\n  Save to a file system that all nodes share."
+                    f"{folder} was removed by another program, or rank {mpu.rank} does not see rank 0's files\n"
+                    "  Save to a file system that all nodes share."
                 )
             dp = mpu.copies.rank if part == "optimizer" and local.by_replica else None
             record = write_shard(folder, save_id, part, (mpu.shards.rank, mpu.pp.rank, dp), tensors)
@@ -198,21 +199,18 @@ class Writer:
         written = (path for path in temp.iterdir() if path.is_file() and path.name not in known)
         along = {path.name: file_checksum(path) for path in written}
         order = next_order(self.staging.target)
-        resumed_from = self.state.resumed_from.get(series_of(self.staging.target) or "", 0)
         manifest = _manifest(self.state, save_id, reports, along)
         notes = {name: note for report in reports for name, note in report["base notes"].items()}
-        base = add_up(self.base_name, self.state, [report["base"] for report in reports], notes)
-        follows = resumed_from if resumed_from < order else 0
-        replace(manifest, order=order, follows=follows, base=base).write(folder)
+        forms = {name: tensor.quantized for name, tensor in self.state.quantized.items()}
+        base = QuantizedBase(self.base_name, forms, notes)
+        replace(manifest, order=order, base=base).write(folder)
         if self.request.merge:
             with Shards(folder) as shards:
                 size, format = self.request.max_shard_size, self.request.format
-                write_merged(shards, temp, size, format, progress=False, verify=False)  # written a moment ago
+                write_merged(shards, temp, size, format, progress=False)
             shutil.rmtree(folder)
         fsync_files(temp)
         self.staging.commit()
-        if not self.request.merge:
-            self.state.resumed_from.update(place_in_series(self.staging.target, order))
         if self.request.keep_last is not None:
             rotate(self.staging.target, self.request.keep_last)
 
@@ -243,10 +241,7 @@ def _manifest(state: State, save_id: str, reports: list[dict[str, Any]], along: 
         for part, entry in report["files"].items():
             record = FileRecord.from_json(entry)
             files.setdefault(part, {})[shard_name(part, record.tp, record.pp, record.dp)] = record
-    missing = [name for name in state.plan.tensors if name not in dtypes]
-    if missing:
-        raise CheckpointError(f"no stage holds {listed(missing)}")
-    model = {name: replace(tensor, dtype=dtypes[name]) for name, tensor in state.plan.tensors.items()}
+    model = {name: replace(tensor, dtype=dtypes.get(name, tensor.dtype)) for name, tensor in state.plan.tensors.items()}
     parts = {"model": Part("model", model, files["model"])}
     training = dict(reports[0]["training"])
     for part in ("base", "optimizer", "extra"):
@@ -424,44 +419,3 @@ def _written(
         if here and state.writes(parameter):
             result[name] = tensor
     return result
-
-
-# -- weights that several ranks hold ----------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def digest_parameters(model: nn.Module, plan: Plan) -> dict[str, tuple[str, int]]:
-    """Digest the parameters of this rank: canonical name -> dtype and number. No communication."""
-    canonical = plan.names
-    found: dict[str, tuple[str, int]] = {}
-    for name, parameter in model.named_parameters():
-        if name in canonical and not parameter.is_meta:
-            local = local_part(parameter)
-            found[canonical[name]] = str(local.dtype), int(sum_of_bits(local))
-    return found
-
-
-def check_replicas(
-    digests: Sequence[Mapping[str, tuple[str, int]]], plan: Plan, places: Sequence[tuple[int, int, int]], fsdp: bool
-) -> None:
-    """Check that ranks which hold the same weights have the same digests. Dtypes that differ are another error's.
-
-    Args:
-        digests: what :func:`digest_parameters` gave on each rank of the world, in order.
-        places: of each of these ranks (:meth:`MPU.places`).
-        fsdp: the replicas hold different rows.
-
-    Raises:
-        CheckpointError: names the tensors, and two ranks that disagree.
-    """
-    different = unlike(digests, plan, places, fsdp)
-    if different:
-        name, (one, other) = next(iter(different.items()))
-        raise CheckpointError(
-            f"{name} differs between rank {one} and rank {other}, which must hold the same: the ranks have drifted "
-            f"apart ({len(different)} of {len(plan.tensors)} tensors: {listed(list(different), 3)})\n"
-            "  One of them skipped an optimizer step, stepped with gradients or random numbers of its own, or wrote\n"
-            "  into its weights. Nothing was written. Go on from the last checkpoint; with\n"
-            "  consistency_check: {enable: false} the weights of rank "
-            f"{one} would be saved."
-        )

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from threading import Event
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from autopar.checkpoint.format import PARTS, WEIGHTS, FileRecord, Manifest, Part, shard_name
 from autopar.checkpoint.staging import MANIFEST, progress_bar
-from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import CheckpointError
 from autopar.layout import Layout, replica_rows
 from autopar.storage.files import Closing, file_checksum
@@ -31,7 +26,6 @@ class StoredShard(NamedTuple):
 
     part: str
     name: str
-    tp: int
     file: str
     bytes: int
 
@@ -42,7 +36,6 @@ class Shards(Closing):
     Args:
         folder: of the checkpoint.
         parts: which of its parts are going to be used; presence and size of all their files are checked at once.
-        access: whether lazy tensors may lie in maps of the files.
 
     Attributes:
         manifest: the checkpoint's.
@@ -51,9 +44,8 @@ class Shards(Closing):
         CheckpointError: for a file that is missing, truncated, swapped, of another save, or holds something else.
     """
 
-    def __init__(self, folder: Path, parts: Iterable[str] = WEIGHTS, mapped: bool = False) -> None:
+    def __init__(self, folder: Path, parts: Iterable[str] = WEIGHTS) -> None:
         self.folder = folder
-        self._mapped = mapped
         self.manifest = Manifest.read(folder)
         self._readers: dict[str, SafetensorsReader] = {}
         files = [
@@ -61,22 +53,16 @@ class Shards(Closing):
             for part in (self.manifest.parts[name] for name in parts if name in self.manifest.parts)
             for name, record in part.files.items()
         ]
-        missing = [(name, record) for _, name, record in files if not (folder / name).is_file()]
+        missing = [name for _, name, _ in files if not (folder / name).is_file()]
         if missing:
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             raise CheckpointError(
                 f"{folder} is incomplete: {len(files) - len(missing)} of {len(files)} shards found, "
-                f"{missing[0][0]} is missing{more}.\n"
-                f"  It was saved with {self.manifest.sizes_text()} ({folder / MANIFEST}).\n"
-                f"  Copy the file from the node that ran rank {self.manifest.writer(missing[0][1])}, or save again."
+                f"{missing[0]} is missing{more}.\n  Copy the file from the node that wrote it, or save again."
             )
-        try:
-            for part, name, record in files:
-                if (folder / name).stat().st_size != record.bytes:
-                    self._open(part, name)
-        except BaseException:
-            self.close()
-            raise
+        for part, name, record in files:
+            if (folder / name).stat().st_size != record.bytes:
+                self._open(part, name)
 
     def _open(self, part: Part, name: str) -> SafetensorsReader:
         if name in self._readers:
@@ -85,7 +71,7 @@ class Shards(Closing):
         actual = path.stat().st_size if path.is_file() else 0
         truncated = f"{path} is truncated or overwritten: it has {actual} bytes, it was saved with {record.bytes}"
         try:
-            reader = SafetensorsReader(path, self._mapped)
+            reader = SafetensorsReader(path)
         except CheckpointError as error:
             if actual != record.bytes:
                 raise CheckpointError(truncated) from error
@@ -110,7 +96,6 @@ class Shards(Closing):
                 wrong = f"{path} holds {key} as {dtype_name(entry.dtype)} {list(entry.shape)}, "
                 wrong += f"{MANIFEST} says {plan.dtype} {list(due)}"
         if wrong:
-            reader.close()
             raise CheckpointError(wrong)
         self._readers[name] = reader
         return reader
@@ -122,21 +107,17 @@ class Shards(Closing):
                 for name in record.checksums:
                     plan = part.tensors[name]
                     size = nbytes(getattr(torch, plan.dtype), plan.local_shape(record.tp))
-                    yield StoredShard(part.name, name, record.tp, file, size)
+                    yield StoredShard(part.name, name, file, size)
 
     def verify(self, shard: StoredShard) -> None:
         """Raise CheckpointError if the bytes of that shard are not those that were saved."""
         part = self.manifest.parts[shard.part]
         self._open(part, shard.file).verify(shard.name, part.files[shard.file].checksums[shard.name])
 
-    def verify_share(self, parts: Iterable[str], now: MeshSizes, rank: int) -> None:
-        """Verify what ``rank`` of the mesh ``now`` has to: all ranks together read every byte once."""
-        for shard in assign_verification(list(self.stored(parts)), self.manifest.sizes, now, rank):
+    def verify_share(self, parts: Iterable[str], rank: int = 0, world: int = 1) -> None:
+        """Verify what ``rank`` of ``world`` has to: ranks take turns, the largest shards first."""
+        for shard in sorted(self.stored(parts), key=lambda one: (-one.bytes, one.file, one.name))[rank::world]:
             self.verify(shard)
-
-    def check_file(self, name: str) -> None:
-        """Raise CheckpointError if that file's header is not what the manifest describes."""
-        self._open(next(part for part in self.manifest.parts.values() if name in part.files), name)
 
     def verify_along(self, names: Iterable[str] | None = None) -> None:
         """Raise CheckpointError if a small file of the save is missing or is not the one that was saved."""
@@ -195,56 +176,10 @@ class Shards(Closing):
         rows = replica_rows(out.shape[0], axis.rank, axis.size)
         lazy.read_into(local, (rows, *whole_box(lazy.shape[1:])))
 
-    @contextmanager
-    def verified_meanwhile(self, parts: Iterable[str], verify: bool = True) -> Iterator[None]:
-        """Verify all shards in a thread while the body works; raises at its end if a checksum is wrong."""
-        stored = sorted(self.stored(parts), key=lambda shard: shard.file) if verify else []
-        for file in dict.fromkeys(shard.file for shard in stored):
-            self.check_file(file)
-        stop = Event()
-
-        def run() -> None:
-            for shard in stored:
-                if stop.is_set():
-                    return
-                self.verify(shard)
-
-        with ThreadPoolExecutor(1, "autopar verify") as pool:
-            done = pool.submit(run)
-            try:
-                yield
-            except BaseException:
-                stop.set()
-                raise
-            done.result()
-
     def close(self) -> None:
         """Close the files."""
         for reader in self._readers.values():
             reader.close()
-
-
-def assign_verification(
-    stored: Sequence[StoredShard], saved: MeshSizes, now: MeshSizes, rank: int
-) -> list[StoredShard]:
-    """Return the shards that ``rank`` verifies: all ranks together verify every stored byte once.
-
-    On the same tensor-parallel size a shard goes to a rank that is going to read it, on any size all ranks verify about
-    equally many bytes: ranks take turns, the largest shards first. Pure: every rank computes the same assignment.
-
-    Args:
-        stored: the shards of the checkpoint, which was saved on the mesh ``saved``.
-        now: the mesh that loads it.
-    """
-    turns = Counter[int]()
-    own = []
-    for shard in sorted(stored, key=lambda one: (-one.bytes, one.file, one.name)):
-        first, step = (shard.tp, now.tp) if saved.tp == now.tp else (0, 1)  # tp varies fastest
-        readers = range(first, now.tp * now.pp * now.dp, step)
-        if readers[turns[first] % len(readers)] == rank:
-            own.append(shard)
-        turns[first] += 1
-    return own
 
 
 def shard_writer(
@@ -257,7 +192,7 @@ def shard_writer(
     """Make the shard file of rank ``(tp, pp, dp)``, to be filled."""
     path = folder / shard_name(part, *place)
     metadata = {"format": "pt", "autopar_save_id": save_id, "autopar_file": path.name}
-    return SafetensorsWriter(path, specs, metadata, align=64)
+    return SafetensorsWriter(path, specs, metadata)
 
 
 def record_of(writer: SafetensorsWriter, place: tuple[int, int, int | None]) -> FileRecord:
@@ -284,7 +219,7 @@ def check_checkpoint(directory: str | os.PathLike[str], *, progress: bool | None
     folder = Path(directory)
     problems: list[str] = []
 
-    def passes(check: Callable[[Any], None], what: Any) -> bool:
+    def passes(check: Callable[[Any], object], what: Any) -> bool:
         try:
             check(what)
         except CheckpointError as error:
@@ -298,7 +233,8 @@ def check_checkpoint(directory: str | os.PathLike[str], *, progress: bool | None
         problems += [f"{folder / name} is missing" for name in manifest.files if name not in present]
         for name in manifest.along:
             passes(shards.verify_along, [name])
-        intact = {name for name in present if passes(shards.check_file, name)}
+        parts = {name: part for part in manifest.parts.values() for name in part.files}
+        intact = {name for name in present if passes(lambda file: shards._open(parts[file], file), name)}
         stored = [shard for shard in shards.stored(PARTS) if shard.file in present]
         total = sum(shard.bytes for shard in stored)
         with progress_bar("checking", total, progress) as bar:

@@ -118,7 +118,6 @@ class State:
         holders: tensor name -> the stages that hold it; empty without a pipeline.
         quantized: the weights that are left out, or saved as what they are made of (:attr:`adapted`).
         background: the save that is being written while training goes on.
-        resumed_from: series of checkpoints -> the order of the one that the model was last loaded from or saved as.
     """
 
     plan: Plan
@@ -127,7 +126,6 @@ class State:
     holders: Mapping[str, Sequence[int]] = field(default_factory=dict)
     quantized: Mapping[str, TensorPlan] = field(default_factory=dict)
     background: Background = field(default_factory=Background, compare=False)
-    resumed_from: dict[str, int] = field(default_factory=dict, compare=False)
 
     @property
     def hf_prefix(self) -> str:
@@ -272,15 +270,6 @@ def config_writer(model: nn.Module) -> Callable[[Path], None]:
     config.dtype = str(hf_model.dtype).removeprefix("torch.")
     config.architectures = [plain.__name__]
     generation = copy.deepcopy(hf_model.generation_config) if hf_model.can_generate() else None
-    if generation is not None:
-        try:
-            generation.validate(strict=True)
-        except ValueError as error:
-            warnings.warn(
-                f"generation_config.json is not saved, because transformers refuses it: {str(error).splitlines()[0]}",
-                stacklevel=2,
-            )
-            generation = None
 
     def write(folder: Path) -> None:
         if hf_model.is_remote_code():
@@ -288,7 +277,11 @@ def config_writer(model: nn.Module) -> Callable[[Path], None]:
 
             custom_object_save(hf_model, folder, config=config)
         config.save_pretrained(folder)
-        if generation is not None:
-            generation.save_pretrained(folder)
+        try:
+            if generation is not None:
+                generation.save_pretrained(folder)
+        except ValueError as error:
+            reason = str(error).splitlines()[0]
+            warnings.warn(f"generation_config.json is not saved: transformers refuses it: {reason}", stacklevel=2)
 
     return write

@@ -12,10 +12,10 @@ checks come before anything is changed, and nothing is communicated.
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,33 +64,32 @@ class _Shared:
         return self
 
 
+@dataclass(eq=False)
 class ModelShard(_Shared):
-    """This rank's part of a model; an attribute of the root model, and of every Hugging Face model inside it.
+    """This rank's part of a module; an attribute of the root model, and of every Hugging Face model inside it.
 
-    Args:
-        plan, mpu: of the root model.
-        path: of the model in the root model; ``""`` if it is the root.
+    Attributes:
+        plan: of the root model, without quantized weights.
+        whole: of the root model.
         name: of the root model's class.
+        tensors: name in the root model's state dict -> plan of the tensor.
+        prefix: of the module's names in the root model's state dict.
+        is_block: the module is part of a Hugging Face model, and may be all of another stage.
+        warned: the user was warned that an optimizer's state is a part.
     """
 
-    def __init__(self, plan: Plan, mpu: MPU, path: str, name: str) -> None:
-        self.plan, self.mpu, self.name = plan.saved(), mpu, name
-        self.whole = plan
-        self.warned = False  # that an optimizer's state is a part
-        self.is_block = False  # of a model, all of which may be on another stage
-        self.prefix = f"{path}." if path else ""
-        self._canonical = {alias: t for t in self.plan.tensors.values() for alias in (t.name, *t.aliases)}
-
-    def inside(self, path: str) -> ModelShard:
-        """Return that of a module of the root model, which may be all of another stage."""
-        found = copy.copy(vars(self))
-        part = ModelShard.__new__(ModelShard)
-        vars(part).update(found, prefix=f"{path}.", is_block=True)
-        return part
+    plan: Plan
+    whole: Plan
+    mpu: MPU
+    name: str
+    tensors: Mapping[str, TensorPlan]
+    prefix: str
+    is_block: bool
+    warned: bool = False
 
     def planned(self, name: str) -> TensorPlan | None:
         """Return the plan of a tensor, by its name in this model's state dict."""
-        return self._canonical.get(self.prefix + name)
+        return self.tensors.get(self.prefix + name)
 
     def is_part(self, model: nn.Module) -> bool:
         """Tell whether ``model`` holds less than all weights on this rank."""
@@ -197,16 +196,19 @@ class MarkPartial(_Shared):
 
 
 class ShardOnLoad(_Shared):
-    """Pre-hook of ``load_state_dict`` on a root model and on the Hugging Face models inside it."""
+    """Pre-hook of ``load_state_dict`` on a module of a parallelized model; on a block only if it is loaded by itself.
+
+    Args:
+        shard: of the module.
+    """
+
+    def __init__(self, shard: ModelShard) -> None:
+        self._shard = shard
 
     def __call__(self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-        shard = shard_of(model)
-        if shard is not None:
-            self._take(shard, model, state, prefix, metadata)
-
-    def _take(
-        self, shard: ModelShard, model: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
-    ) -> None:
+        shard = self._shard
+        if (shard.is_block and prefix) or not shard.is_part(model):
+            return
         entries = [
             (key.removeprefix(prefix), due, value)
             for key, value in state.items()
@@ -234,23 +236,6 @@ class ShardOnLoad(_Shared):
                 rows, form = local.detach()[start:stop].to(mine.to_local().device), (mine.shape, mine.stride())
                 local = DTensor.from_local(rows, mesh, mine.placements, run_check=False, shape=form[0], stride=form[1])
             state[prefix + name] = local
-
-
-class ShardPartOnLoad(ShardOnLoad):
-    """Pre-hook of ``load_state_dict`` on a module inside of a model: of a block that is loaded by itself.
-
-    Args:
-        shard: of the root model.
-        path: of the module in it.
-    """
-
-    def __init__(self, shard: ModelShard, path: str) -> None:
-        self._shard, self._path = shard, path
-
-    def __call__(self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-        root = self._shard
-        if not prefix and (root.plan.shards > 1 or root.mpu.pp.size > 1 or _over_replicas(model)):
-            self._take(root.inside(self._path), model, state, prefix, metadata)
 
 
 def _own_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -289,7 +274,6 @@ def _check(
         raise CheckpointError(
             f"load_state_dict: {len(neither) or len(whole)} tensors {what} ({describe_ranks(ranks)}):\n  "
             + "\n  ".join(found[:5])
-            + ("\n  ..." if len(found) > 5 else "")
         )
     own = dict(_own_tensors(model))
     if entries and not shard.is_block and not any(name in own for name, _, _ in entries):
@@ -302,15 +286,16 @@ def _check(
 
 def attach_hooks(model: nn.Module, plan: Plan, mpu: MPU) -> Iterator[nn.Module]:
     """Put hooks on a model that warn of taking a rank's part for all; yield its root and the models inside it."""
-    mark, take, root = MarkPartial(), ShardOnLoad(), ModelShard(plan, mpu, "", type(model).__name__)
+    mark, saved, name = MarkPartial(), plan.saved(), type(model).__name__
+    tensors = {alias: t for t in saved.tensors.values() for alias in (t.name, *t.aliases)}
     for path, module in model.named_modules():
-        if module is not model and not isinstance(module, PreTrainedModel):
-            module.register_load_state_dict_pre_hook(ShardPartOnLoad(root, path))
-            continue
-        module.__dict__[MODEL_SHARD] = ModelShard(plan, mpu, path, type(model).__name__)
-        add_state_dict_hook(module, mark)
-        module.register_load_state_dict_pre_hook(take)
-        yield module
+        is_block = module is not model and not isinstance(module, PreTrainedModel)
+        shard = ModelShard(saved, plan, mpu, name, tensors, path and f"{path}.", is_block)
+        module.register_load_state_dict_pre_hook(ShardOnLoad(shard))
+        if not is_block:
+            module.__dict__[MODEL_SHARD] = shard
+            add_state_dict_hook(module, mark)
+            yield module
 
 
 def detach_hooks(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as hf_init
 from transformers.integrations.peft import PeftAdapterMixin
 
-from autopar.deferred_init.files import Init, by_parameter, set_source, sources_of
+from autopar.deferred_init.files import Init, by_parameter, load_lazily, set_source, sources_of
 from autopar.errors import ConfigError
 from autopar.foreign.tensors import function_modes, own_buffers, own_parameters, storage_id
 from autopar.storage.lazy_tensor import InMemory
@@ -57,20 +57,31 @@ def lazy_init() -> Iterator[None]:
             ``device_map``, and for the files of an adapter.
         CheckpointError: from a ``from_pretrained`` inside, for files that are missing or damaged.
     """
-    patches, models = _Patches(), _Models()
     made: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()  # some are temporary
-    empty = _EmptyOnMeta(models)
-    _patch_torch(patches, made, empty)
-    _patch_transformers(patches, models, empty)
-    try:
+    empty = _EmptyOnMeta()
+    with ExitStack() as patches:
+        _patch_torch(patches, made, empty)
+        _patch_transformers(patches, empty)
         with on_cpu(), empty:
             yield
-    finally:
-        patches.undo()
     _move_to_meta(list(made.values()), empty)
 
 
-def _patch_torch(patches: _Patches, made: MutableMapping[int, nn.Module], empty: _EmptyOnMeta) -> None:
+def _patch(patches: ExitStack, owner: Any, name: str, body: Callable[..., Any]) -> None:
+    """Patch a function of a class or a module for this thread: ``body`` gets the plain one, then the arguments."""
+    found, thread = owner.__dict__[name], threading.get_ident()
+    plain = found.__func__ if isinstance(found, staticmethod) else found
+
+    @functools.wraps(plain)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        mine = threading.get_ident() == thread
+        return body(plain, *args, **kwargs) if mine else plain(*args, **kwargs)
+
+    patches.callback(setattr, owner, name, found)
+    setattr(owner, name, staticmethod(patched) if isinstance(found, staticmethod) else patched)
+
+
+def _patch_torch(patches: ExitStack, made: MutableMapping[int, nn.Module], empty: _EmptyOnMeta) -> None:
     def register(plain: Callable[..., None], module: nn.Module, *args: Any, **kwargs: Any) -> None:
         plain(module, *args, **kwargs)
         made[id(module)] = module
@@ -80,30 +91,30 @@ def _patch_torch(patches: _Patches, made: MutableMapping[int, nn.Module], empty:
             empty.materialize(parameter)  # the new parameters are computed from it
         return plain(module, tensor_name, *args, **kwargs)
 
-    patches.set(nn.Module, "register_parameter", register)
-    patches.set(nn.Module, "register_buffer", register)
-    patches.set(parametrize, "register_parametrization", register_parametrization)
+    _patch(patches, nn.Module, "register_parameter", register)
+    _patch(patches, nn.Module, "register_buffer", register)
+    _patch(patches, parametrize, "register_parametrization", register_parametrization)
     for module_name in hf_init.TORCH_MODULES_TO_PATCH:
         for name in hf_init.TORCH_INIT_FUNCTIONS:
             if hasattr(module := sys.modules.get(module_name), name):
-                patches.set(module, name, empty.record)
+                _patch(patches, module, name, empty.record)
 
 
-def _patch_transformers(patches: _Patches, models: _Models, empty: _EmptyOnMeta) -> None:
+def _patch_transformers(patches: ExitStack, empty: _EmptyOnMeta) -> None:
     def begin(plain: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
-        models.begin(model)
+        empty.begun[id(model)] = model
         plain(model, *args, **kwargs)
 
     def init_weights(plain: Any, model: Any) -> None:
         model.tie_weights(recompute_mapping=False)  # what transformers does on the meta device
-        models.end(model)
+        empty.begun.pop(id(model), None)
+        if not empty.begun:
+            empty.built.add(model)
 
     def load(plain: Any, model: Any, state_dict: Any, files: Any, config: Any, *rest: Any, **kwargs: Any) -> Any:
-        models.loaded.add(model)
+        empty.loaded.add(model)
         if state_dict is not None:
             return plain(model, state_dict, files, config, *rest, **kwargs)
-        from autopar.deferred_init.files import load_lazily
-
         with empty.off():
             return load_lazily(plain, model, files, config, *rest, **kwargs)
 
@@ -117,11 +128,11 @@ def _patch_transformers(patches: _Patches, models: _Models, empty: _EmptyOnMeta)
 
     for owner in (PeftAdapterMixin, getattr(sys.modules.get("peft"), "PeftModel", None)):
         if owner is not None:
-            patches.set(owner, "load_adapter", load_adapter)
-    patches.set(PreTrainedModel, "__init__", begin)
-    patches.set(PreTrainedModel, "init_weights", init_weights)
-    patches.set(PreTrainedModel, "_load_pretrained_model", load)
-    patches.set(PreTrainedModel, "_finalize_model_loading", finalize)
+            _patch(patches, owner, "load_adapter", load_adapter)
+    _patch(patches, PreTrainedModel, "__init__", begin)
+    _patch(patches, PreTrainedModel, "init_weights", init_weights)
+    _patch(patches, PreTrainedModel, "_load_pretrained_model", load)
+    _patch(patches, PreTrainedModel, "_finalize_model_loading", finalize)
 
 
 def adapter_first(path: str) -> str:
@@ -147,84 +158,26 @@ def on_cpu() -> AbstractContextManager[Any]:
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
-class _Models:
-    """The Hugging Face models that are built inside, from the first line of their constructor to ``post_init``.
-
-    Attributes:
-        loaded: those with values from files; their materialized weights are final.
-    """
-
-    def __init__(self) -> None:
-        self._begun: dict[int, nn.Module] = {}
-        self._built: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.loaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-    def begin(self, model: nn.Module) -> None:
-        """Record that a model's constructor starts."""
-        self._begun[id(model)] = model
-
-    def end(self, model: nn.Module) -> None:
-        """Record that a constructor is done; a model inside another is built when the outer one is."""
-        self._begun.pop(id(model), None)
-        if not self._begun:
-            self._built.add(model)
-
-    def refuse(self, values: Any) -> None:
-        """Raise ConfigError if a weight of a model that is built is among an operation's arguments.
-
-        A constructor may write anything: random initialization, or the files, overwrite it.
-        """
-        if self._begun or not self._built:
-            return
-        storages = {storage_key(tensor) for tensor in tensors_in(values)}
-        for model in self._built:
-            for name, parameter in model.named_parameters():
-                pending = parameter.is_meta or model not in self.loaded  # initialize gives it its value
-                if pending and storage_key(parameter) in storages:
-                    raise ConfigError(
-                        f"{name} of {type(model).__name__} has no value yet inside lazy_init: nothing can be written "
-                        "into it, or computed from it\n"
-                        "  Do that after autopar.initialize, or build the model without lazy_init."
-                    )
-
-
-class _Patches:
-    """Functions of classes and modules that are patched inside the ``with``, for this thread."""
-
-    def __init__(self) -> None:
-        self._replaced: list[tuple[Any, str, Any]] = []
-
-    def set(self, owner: Any, name: str, body: Callable[..., Any]) -> None:
-        """Patch a function: ``body`` gets the plain one, then the arguments."""
-        found, thread = owner.__dict__[name], threading.get_ident()
-        plain = found.__func__ if isinstance(found, staticmethod) else found
-
-        @functools.wraps(plain)
-        def patched(*args: Any, **kwargs: Any) -> Any:
-            mine = threading.get_ident() == thread
-            return body(plain, *args, **kwargs) if mine else plain(*args, **kwargs)
-
-        self._replaced.append((owner, name, found))
-        setattr(owner, name, staticmethod(patched) if isinstance(found, staticmethod) else patched)
-
-    def undo(self) -> None:
-        for owner, name, found in reversed(self._replaced):
-            setattr(owner, name, found)
-
-
 class _EmptyOnMeta(TorchFunctionMode):
     """Make uninitialized memory on the meta device.
 
     ``torch.empty`` gives a tensor on the meta device. Calls of ``torch.nn.init`` on it are recorded; any other write
     materializes it.
+
+    Attributes:
+        begun: the Hugging Face models whose constructor has started; one inside another is built with the outer one.
+        built: those whose constructor is done.
+        loaded: those with values from files; their materialized weights are final.
     """
 
-    def __init__(self, models: _Models) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._models = models
+        self.begun: dict[int, nn.Module] = {}
+        self.built: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.loaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._on = True
         self._made: dict[int, torch.Tensor] = {}  # by storage; kept alive, so that the number stays its own
-        self._inits: dict[int, list[Init]] = {}
+        self.inits: dict[int, list[Init]] = {}  # the recorded ``torch.nn.init`` calls, by storage
         self._alive: list[Any] = []  # the storages with inits
 
     @contextmanager
@@ -245,41 +198,55 @@ class _EmptyOnMeta(TorchFunctionMode):
             self._made[storage_id(made.untyped_storage())] = made
             return made
         if args and isinstance(args[0], torch.Tensor) and _writes(func):
-            self._models.refuse((args, kwargs))
+            self.refuse((args, kwargs))
             if args[0].is_meta:
                 self.materialize(args[0])
         return func(*args, **kwargs)
+
+    def refuse(self, values: Any) -> None:
+        """Raise ConfigError if a weight of a model that is built is among an operation's arguments.
+
+        A constructor may write anything: random initialization, or the files, overwrite it.
+        """
+        if self.begun or not self.built:
+            return
+        storages = {storage_key(tensor) for tensor in tensors_in(values)}
+        for model in self.built:
+            for name, parameter in model.named_parameters():
+                pending = parameter.is_meta or model not in self.loaded  # initialize gives it its value
+                if pending and storage_key(parameter) in storages:
+                    raise ConfigError(
+                        f"{name} of {type(model).__name__} has no value yet inside lazy_init: nothing can be written "
+                        "into it, or computed from it\n"
+                        "  Do that after autopar.initialize, or build the model without lazy_init."
+                    )
 
     def is_empty(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is on the meta device because of this mode."""
         return storage_id(tensor.untyped_storage()) in self._made
 
-    def inits(self, tensor: torch.Tensor) -> list[Init]:
-        """Return the recorded ``torch.nn.init`` calls of a tensor on the meta device."""
-        return self._inits.get(storage_id(tensor.untyped_storage()), [])
-
     def materialize(self, tensor: torch.Tensor) -> None:
         """Give a full tensor that this mode left empty its memory, and run the recorded calls."""
         if not self.is_empty(tensor) or tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes():
             return
-        recorded = self.inits(tensor)
+        recorded = self.inits.get(storage_id(tensor.untyped_storage()), ())
         real = torch.empty_like(tensor, device="cpu")
         if isinstance(tensor, nn.Parameter):
             replace_storage(tensor, real)
         else:
             torch.utils.swap_tensors(tensor, real)
-        for init in recorded:
-            init.function(tensor, *init.args, **init.kwargs)
+        for function, args, kwargs in recorded:
+            function(tensor, *args, **kwargs)
 
     def record(self, function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Record a call of ``torch.nn.init`` where there is no memory; run it elsewhere."""
         if self._on:
-            self._models.refuse(tensor)
+            self.refuse(tensor)
         if not tensor.is_meta:
             return function(tensor, *args, **kwargs)
         storage = tensor.untyped_storage()
         self._alive.append(storage)
-        self._inits.setdefault(storage_id(storage), []).append(Init(function, args, kwargs))
+        self.inits.setdefault(storage_id(storage), []).append((function, args, kwargs))
         return tensor
 
 
@@ -307,7 +274,9 @@ def _move_to_meta(modules: list[nn.Module], empty: _EmptyOnMeta) -> None:
                 replace_storage(parameter, torch.empty_like(parameter, device="meta"))
             elif (known := sources_of(module).get(name)) is not None and known.parameter is parameter:
                 continue  # it comes from files
-            set_source(module, name, values.get(id(parameter)), empty.inits(parameter))
+            set_source(
+                module, name, values.get(id(parameter)), empty.inits.get(storage_id(parameter.untyped_storage()), ())
+            )
         for name, buffer in own_buffers(module).items():
             if buffer is not None and buffer.is_meta:  # torch.empty, filled by its user
                 own_buffers(module)[name] = torch.empty_like(buffer, device="cpu")

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,12 +40,8 @@ from autopar.swap import replace_storage
 _SOURCES = "_autopar_sources"
 
 
-class Init(NamedTuple):
-    """One call of ``torch.nn.init``: ``function(tensor, *args, **kwargs)``."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+Init = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""One call of ``torch.nn.init``: ``function(tensor, *args, **kwargs)``."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +191,7 @@ def load_lazily(original: Callable[..., Any], model: Any, files: Any, config: An
         raise ConfigError("device_map cannot be used here: autopar gives every rank its own shard of the model")
     if own:
         config = dataclasses.replace(config, hf_quantizer=quantizer if packed else None, device_map=None)
-    tensors = open_files(files or [], config.pretrained_model_name_or_path or "", config.disable_mmap is False)
+    tensors = open_files(files or [], config.pretrained_model_name_or_path or "")
     sketches = {name: Sketch(lazy) for name, lazy in tensors.items()}
     with collected(config.weight_mapping if packed else None) as found:
         info, index = original(model, sketches, None, config, *rest, **kwargs)
@@ -206,14 +202,8 @@ def load_lazily(original: Callable[..., Any], model: Any, files: Any, config: An
             f"what {type(model).__name__} holds, the first is {name}:\n{reason}"
         )
     if info.mismatched_keys and not config.ignore_mismatched_sizes:
-        lines = [
-            f"  {name}: {list(found)} in the files, {list(due)} in the model"
-            for name, found, due in sorted(info.mismatched_keys)
-        ]
-        raise CheckpointError(
-            f"{config.pretrained_model_name_or_path}: {len(lines)} tensors do not have the shapes of "
-            f"{type(model).__name__}\n" + "\n".join(lines) + "\n  ignore_mismatched_sizes=True initializes them anew."
-        )
+        said = _other_shapes(config.pretrained_model_name_or_path, model, sorted(info.mismatched_keys))
+        raise CheckpointError(f"{said}\n  ignore_mismatched_sizes=True initializes them anew.")
     if packed:
         point_to_packed(model, quantizer, quantized, found, str(config.pretrained_model_name_or_path))
     _keep_sources(model, quantized)
@@ -290,7 +280,8 @@ def point_to(model: PreTrainedModel, shards: Shards, dtype: str | torch.dtype) -
     expected = model.state_dict(keep_vars=True)
     _check_fit(model, shards, expected, saved)
     _untie(model, shards, saved)
-    kept = _kept_in_float32(model, dtype)
+    plan = {} if isinstance(dtype, str) else dtype_plan(model, dtype)
+    kept = build_glob_alternation(list(plan))[0] if plan else None  # what transformers keeps in float32
     cast: dict[str, str] = {}
     for path, module in model.named_modules():
         for name, tensor in [*own_parameters(module).items(), *own_buffers(module).items()]:
@@ -298,7 +289,7 @@ def point_to(model: PreTrainedModel, shards: Shards, dtype: str | torch.dtype) -
             if tensor is None or full not in expected:
                 continue
             lazy = shards.lazy(saved[full])
-            wanted = lazy.dtype if dtype == "auto" else torch.float32 if kept(full) else tensor.dtype
+            wanted = lazy.dtype if dtype == "auto" else torch.float32 if kept and kept.search(full) else tensor.dtype
             if wanted != lazy.dtype:
                 cast[saved[full]] = f"{full} from {dtype_name(lazy.dtype)} to {dtype_name(wanted)}"
             if not isinstance(tensor, nn.Parameter):
@@ -323,16 +314,14 @@ def _check_fit(model: PreTrainedModel, shards: Shards, expected: Mapping[str, An
             "  For a model with another head run `autopar merge SRC DST` and load DST."
         )
     tensors = shards.manifest.tensors
-    wrong = [
-        f"  {name}: {list(tensors[saved[name]].shape)} in the files, {list(tensor.shape)} in the model"
-        for name, tensor in expected.items()
-        if tensors[saved[name]].shape != tuple(tensor.shape)
-    ]
-    if wrong:
-        raise CheckpointError(
-            f"{shards.folder}: {len(wrong)} tensors do not have the shapes of {type(model).__name__}\n"
-            + "\n".join(wrong)
-        )
+    pairs = [(name, tensors[saved[name]].shape, tuple(tensor.shape)) for name, tensor in expected.items()]
+    if wrong := [pair for pair in pairs if pair[1] != pair[2]]:
+        raise CheckpointError(_other_shapes(shards.folder, model, wrong))
+
+
+def _other_shapes(path: object, model: Any, wrong: Sequence[tuple[str, Any, Any]]) -> str:
+    lines = [f"\n  {name}: {list(found)} in the files, {list(due)} in the model" for name, found, due in wrong]
+    return f"{path}: {len(wrong)} tensors do not have the shapes of {type(model).__name__}{''.join(lines)}"
 
 
 def _untie(model: Any, shards: Shards, saved: Mapping[str, str]) -> None:
@@ -350,15 +339,6 @@ def _untie(model: Any, shards: Shards, saved: Mapping[str, str]) -> None:
     for target, source in list((getattr(model, "all_tied_weights_keys", None) or {}).items()):
         if saved[target] != saved[source] and model.get_parameter(target) is not model.get_parameter(source):
             _untied(model, target, source)
-
-
-def _kept_in_float32(model: Any, dtype: str | torch.dtype) -> Callable[[str], bool]:
-    """Return whether transformers keeps a tensor in float32 when a model is loaded in ``dtype``."""
-    plan = {} if isinstance(dtype, str) else dtype_plan(model, dtype)
-    if not plan:
-        return lambda name: False
-    pattern = build_glob_alternation(list(plan))[0]
-    return lambda name: pattern.search(name) is not None
 
 
 def differs(path: str, model: Any, info: Mapping[str, Any]) -> str:

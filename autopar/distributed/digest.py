@@ -85,12 +85,6 @@ def sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:
     return torch.stack(sums).tolist() if sums else []
 
 
-def sum_of_elements(tensor: torch.Tensor) -> int:
-    """Sum a tensor's elements, each one's bits as an integer: the sums of parts add up to the sum of the whole."""
-    view = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
-    return int(tensor.detach().contiguous().view(view).sum(dtype=torch.int64))
-
-
 def extremes(numbers: Sequence[int], group: Any) -> tuple[list[int], list[int]]:
     """Return the largest and the smallest of each number over a group: where they are equal, all ranks agree."""
     pair = torch.tensor([list(numbers), [-number for number in numbers]], device=device_of_numbers(group))

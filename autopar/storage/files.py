@@ -1,4 +1,4 @@
-"""Files: read by byte ranges or mapped, written from the beginning to the end; and their checksums.
+"""Files: read by byte ranges, written from the beginning to the end; and their checksums.
 
 The checksum of everything in a checkpoint is XXH3, 64 bits, as 16 hexadecimal digits. It runs at the speed of memory
 (measured: 20 GB/s on one core, CRC-32 4 GB/s), so that nobody has a reason to turn it off. It finds accidents, not
@@ -7,37 +7,18 @@ forgers. https://xxhash.com
 
 from __future__ import annotations
 
-import math
-import mmap
+import hashlib
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
-import torch
 import xxhash
 
 from autopar.errors import CheckpointError
 
 _opening = threading.Lock()
-
-
-class _Stamp(NamedTuple):
-    size: int
-    modified: int  # ns
-    changed: int  # ns; also when it gets another name, owner or mode
-    known: tuple[int, ...]  # what else changes then
-
-    @classmethod
-    def of(cls, handle: int) -> _Stamp:
-        found = os.fstat(handle)
-        known = (found.st_nlink, found.st_mode, found.st_uid, found.st_gid)
-        return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns, known)
-
-    def is_of(self, other: _Stamp) -> bool:
-        """Return whether nobody has written into the file between them; a copy may set back when it was modified."""
-        return self[:2] == other[:2] and (self.changed == other.changed or self.known != other.known)
 
 
 class Closing:
@@ -58,40 +39,12 @@ class RangeFile(Closing):
 
     Args:
         path: the file.
-        mapped: whether tensors may lie in a private map of it, instead of being read. As long as a page was not
-            written, it shows what the file holds, so a file that is overwritten in place changes the tensors. A write
-            into such a tensor copies the page, and never reaches the file.
     """
 
-    def __init__(self, path: Path, mapped: bool = False) -> None:
-        self.path, self.mapped = path, mapped
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._handle: int | None = None
-        self._map: mmap.mmap | None = None
-        self._stamp: _Stamp | None = None
-
-    def view(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor | None:
-        """Return the mapped memory from byte ``offset`` on as a contiguous tensor, which keeps the map alive.
-
-        None where the system has no map to give: no memory, or a file system without.
-
-        Raises:
-            CheckpointError: the file cannot be opened, or ends before.
-        """
-        needed = offset + math.prod(shape) * dtype.itemsize
-        try:
-            handle = self._opened()
-            size = os.fstat(handle).st_size
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be mapped: {error}; disable_mmap=True reads it") from error
-        if size < needed:
-            raise self._truncated(size, needed)
-        with _opening:
-            if self._map is None or len(self._map) < needed:
-                try:
-                    self._map = mmap.mmap(handle, size, access=mmap.ACCESS_COPY)
-                except (OSError, ValueError):
-                    return None
-            return torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape), offset=offset).view(tuple(shape))
+        self._first: tuple[int, int] | None = None  # bytes and time of the last change, when it was opened first
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fill ``target`` with the bytes from ``offset`` on. Raises CheckpointError if the file ends before."""
@@ -114,7 +67,9 @@ class RangeFile(Closing):
                 while done < length:  # one call reads at most 2 GiB
                     more = preadv(handle, [target[here + done : here + length]], there + done)
                     if more == 0:
-                        raise self._truncated(there + done, there + length)
+                        raise CheckpointError(
+                            f"{self.path} is truncated: it ends at byte {there + done}, {there + length} are needed"
+                        )
                     done += more
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
@@ -123,35 +78,36 @@ class RangeFile(Closing):
         with _opening:
             if self._handle is None:
                 self._handle = os.open(self.path, os.O_RDONLY)
-            if self._stamp is None:
-                self._stamp = _Stamp.of(self._handle)
+            if self._first is None:
+                self._first = self._state(self._handle)
         return self._handle
 
+    @staticmethod
+    def _state(handle: int) -> tuple[int, int]:
+        found = os.fstat(handle)
+        return found.st_size, found.st_mtime_ns
+
     def check_unchanged(self) -> None:
-        """Check that nothing has written into the file since it was opened first, or put another one in its place.
+        """Check that nothing has written into the file since it was opened first.
 
         Raises:
             CheckpointError: something has, or the file is gone.
         """
-        if self._stamp is None:
+        if self._first is None:
             return
         try:
-            now = _Stamp.of(self._opened())
+            now = self._state(self._opened())
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
-        if not now.is_of(self._stamp):
-            grown = f" (it had {self._stamp.size} bytes, now {now.size})" if now.size != self._stamp.size else ""
+        if now != self._first:
+            grown = f" (it had {self._first[0]} bytes, now {now[0]})" if now[0] != self._first[0] else ""
             raise CheckpointError(
                 f"{self.path} was written to while it was being loaded{grown}: the weights may be of both files.\n"
                 "  Load it again once nothing writes to it; write checkpoints to another file, and rename that."
             )
 
-    def _truncated(self, found: int, needed: int) -> CheckpointError:
-        return CheckpointError(f"{self.path} is truncated: it ends at byte {found}, {needed} are needed")
-
     def close(self) -> None:
-        """Close the file; a later read opens it again. Tensors keep the map that they lie in."""
-        self._map = None
+        """Close the file; a later read opens it again."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
@@ -209,20 +165,11 @@ class OutputFile:
 # -- checksums ---------------------------------------------------------------------------------------------------------
 
 NAME = "xxh3"
-_CHUNK = 1 << 22
 
 
 def checksum(data: bytes | memoryview) -> str:
     """Return the XXH3-64 of a buffer."""
     return xxhash.xxh3_64(data).hexdigest()
-
-
-def checksum_of(chunks: Iterable[bytes | memoryview]) -> str:
-    """Return the XXH3-64 of an iterable of chunks."""
-    state = xxhash.xxh3_64()
-    for chunk in chunks:
-        state.update(chunk)
-    return state.hexdigest()
 
 
 def small_file(path: Path) -> bytes:
@@ -239,6 +186,6 @@ def file_checksum(path: Path) -> str:
     """Return the XXH3-64 of a file. Raises CheckpointError if it cannot be read."""
     try:
         with open(path, "rb") as file:
-            return checksum_of(iter(lambda: file.read(_CHUNK), b""))
+            return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error

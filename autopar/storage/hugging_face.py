@@ -12,7 +12,7 @@ import json
 import math
 import os
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +50,11 @@ _ATEN = torch.ops.aten
 _CHUNK = 1 << 24  # bytes that are compared at a time
 
 
-def open_files(
-    files: Sequence[str | os.PathLike[str]], folder: str | os.PathLike[str] = "", mapped: bool = False
-) -> dict[str, LazyTensor]:
+def open_files(files: Sequence[str | os.PathLike[str]], folder: str | os.PathLike[str] = "") -> dict[str, LazyTensor]:
     """Open files: name -> lazy tensor; of each file only the header is read. A later file takes precedence.
 
     Args:
         folder: if it is a folder on this machine, no file may lie outside of it.
-        mapped: whether tensors may lie in maps of the safetensors files.
 
     Raises:
         CheckpointError: a file is missing, truncated, no checkpoint, or outside of ``folder``.
@@ -75,7 +72,7 @@ def open_files(
                 f"{path} is missing: the checkpoint has {len(files)} weight files, this is one of them"
             )
         if path.suffix == ".safetensors":
-            reader = SafetensorsReader(path, mapped)
+            reader = SafetensorsReader(path)
             tensors |= {name: reader.lazy(name) for name in reader.entries}
         elif zipfile.is_zipfile(path):
             size, data = path.stat().st_size, RangeFile(path)
@@ -139,14 +136,7 @@ def same_values(one: LazyTensor, other: LazyTensor) -> bool:
     stored = isinstance(one, Stored) and isinstance(other, Stored)
     if stored and (one.file.path, one.offset) == (other.file.path, other.offset):  # type: ignore[attr-defined]
         return True
-    if not one.shape:
-        return torch.equal(one.read(), other.read())
-    rows = max(1, _CHUNK // max(1, nbytes(one.dtype, one.shape[1:])))
-    for start in range(0, one.shape[0], rows):
-        box = ((start, min(start + rows, one.shape[0])), *((0, size) for size in one.shape[1:]))
-        if not torch.equal(one.read(box), other.read(box)):
-            return False
-    return True
+    return all(torch.equal(one.read(box), other.read(box)) for box in one.slabs(_CHUNK))
 
 
 # -- lazy tensors that transformers' own conversions can work on -------------------------------------------------------
@@ -160,14 +150,10 @@ class Computed(LazyTensor):
     """
 
     def __init__(self, func: Any, args: Any, kwargs: Any, which: int, like: torch.Tensor) -> None:
-        super().__init__(like.shape, like.dtype)
+        bases = [leaf.lazy for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Sketch)]
+        super().__init__(like.shape, like.dtype, bases)
         self._call = func, args, kwargs
         self._which = which
-
-    def files(self) -> Iterator[RangeFile]:
-        for leaf in tree_leaves(self._call[1:]):
-            if isinstance(leaf, Sketch):
-                yield from leaf.lazy.files()
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
         func, args, kwargs = self._call

@@ -1,9 +1,7 @@
 """Tensors that lie in files and are read in ranges.
 
 A rank that loads a model asks for its own ``[start, stop)`` ranges along each dim, and exactly those bytes are read,
-straight into their final place when dtype and device are the file's. If the file may be mapped
-(:class:`~autopar.storage.files.RangeFile`), :func:`map_shard` gives the mapped memory itself where a shard's bytes lie
-together.
+straight into their final place when dtype and device are the file's.
 
     LazyTensor
     ├── Stored       bytes of a contiguous tensor in a file
@@ -21,7 +19,7 @@ import ctypes
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -34,8 +32,6 @@ Box = tuple[Range, ...]
 """For each dim a range ``[start, stop)``."""
 
 _BOUNCE = 1 << 24  # bytes that are converted or moved to a GPU at a time
-_SHORT = 128  # bytes: shorter runs than that are read together with what lies between them
-_MAPPED = 1 << 16  # bytes: less than that is read, a map has whole pages
 
 
 class LazyTensor(ABC):
@@ -43,23 +39,22 @@ class LazyTensor(ABC):
 
     Attributes:
         shape, dtype: as it is stored.
+        bases: the lazy tensors that it is made of.
     """
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, bases: Iterable[LazyTensor] = ()) -> None:
         self.shape = tuple(shape)
         self.dtype = dtype
+        self.bases = tuple(bases)
 
     @abstractmethod
     def read_into(self, out: torch.Tensor, box: Box) -> None:
         """Write the elements of ``box`` into ``out``, which has the box's sizes; any dtype, device and strides."""
 
-    def mapped(self, box: Box) -> torch.Tensor | None:
-        """Return the elements of ``box`` as they lie in a mapped file; None if they have to be read."""
-        return None
-
-    @abstractmethod
     def files(self) -> Iterator[RangeFile]:
         """Iterate over the files that its bytes lie in, some of them several times."""
+        for base in self.bases:
+            yield from base.files()
 
     def slabs(self, limit: int) -> Iterator[Box]:
         """Iterate over boxes of about ``limit`` bytes each that make up the tensor, in the order of its elements."""
@@ -112,31 +107,14 @@ class Stored(LazyTensor):
             return
         inner = self._run_dim(box)  # a run is contiguous in the file and covers the dims from here on
         direct = out.device.type == "cpu" and out.dtype == self.dtype and not out.is_conj() and not out.is_neg()
-        if direct and _is_contiguous_from(out, inner) and not self._scattered(box, inner):
+        if direct and _is_contiguous_from(out, inner):
             self._read_runs(out, box, inner)
         else:
             self._read_over(out, box)
 
-    def mapped(self, box: Box) -> torch.Tensor | None:
-        sizes = [stop - start for start, stop in box]
-        inner = self._run_dim(box)
-        least = math.prod(sizes) * self.dtype.itemsize >= _MAPPED
-        if not (self.file.mapped and least and all(size == 1 for size in sizes[:inner])):
-            return None
-        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
-        first = sum(low * stride for (low, _), stride in zip(box, strides, strict=True))
-        offset = self.offset + first * self.dtype.itemsize
-        return None if offset % self.dtype.itemsize else self.file.view(offset, self.dtype, sizes)
-
     def _run_dim(self, box: Box) -> int:
         partial = [dim for dim, wanted in enumerate(box) if wanted != (0, self.shape[dim])]
         return partial[-1] if partial else 0
-
-    def _scattered(self, box: Box, inner: int) -> bool:
-        """Tell whether the runs are so short that reading what lies between them is cheaper."""
-        start, stop = box[inner] if box else (0, 1)
-        element = math.prod(self.shape[inner + 1 :]) * self.dtype.itemsize
-        return inner > 0 and (stop - start) * element < _SHORT and self.shape[inner] * element <= _BOUNCE
 
     def _read_runs(self, out: torch.Tensor, box: Box, inner: int) -> None:
         size = self.dtype.itemsize
@@ -151,18 +129,12 @@ class Stored(LazyTensor):
         self.file.read_runs(memory(out), places, length)
 
     def _read_over(self, out: torch.Tensor, box: Box) -> None:
-        """Read through a small buffer: another dtype, a GPU, other strides, or very short runs."""
-        inner = self._run_dim(box)
-        widened = self._scattered(box, inner)
-        wide = with_range(box, inner, (0, self.shape[inner])) if widened else box
-        for slab in _slabs(tuple(stop - start for start, stop in wide), self.dtype.itemsize, _BOUNCE):
-            part = tuple((start + low, start + high) for (start, _), (low, high) in zip(wide, slab, strict=True))
+        """Read through a small buffer: another dtype, a GPU, or other strides."""
+        for slab in _slabs(tuple(stop - start for start, stop in box), self.dtype.itemsize, _BOUNCE):
+            part = tuple((start + low, start + high) for (start, _), (low, high) in zip(box, slab, strict=True))
             buffer = torch.empty([high - low for low, high in slab], dtype=self.dtype, device="cpu")
             self._read_runs(buffer, part, self._run_dim(part))
-            where = [slice(low, high) for low, high in slab]
-            if widened:
-                buffer, where[inner] = buffer.narrow(inner, box[inner][0], out.shape[inner]), slice(None)
-            out[tuple(where)].copy_(buffer)
+            out[tuple(slice(low, high) for low, high in slab)].copy_(buffer)
 
 
 def _is_contiguous_from(out: torch.Tensor, inner: int) -> bool:
@@ -193,34 +165,19 @@ class Joined(LazyTensor):
     def __init__(self, parts: Sequence[LazyTensor], dim: int) -> None:
         shape = list(parts[0].shape)
         shape[dim] = sum(part.shape[dim] for part in parts)
-        super().__init__(shape, parts[0].dtype)
-        self.parts = tuple(parts)
+        super().__init__(shape, parts[0].dtype, parts)
         self.dim = dim
-
-    def files(self) -> Iterator[RangeFile]:
-        for part in self.parts:
-            yield from part.files()
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
         start, stop = box[self.dim]
         begin = 0
-        for part in self.parts:
+        for part in self.bases:
             end = begin + part.shape[self.dim]
             low, high = max(start, begin), min(stop, end)
             if low < high:
                 wanted = with_range(box, self.dim, (low - begin, high - begin))
                 part.read_into(out.narrow(self.dim, low - start, high - low), wanted)
             begin = end
-
-    def mapped(self, box: Box) -> torch.Tensor | None:
-        start, stop = box[self.dim]
-        begin = 0
-        for part in self.parts:
-            end = begin + part.shape[self.dim]
-            if begin <= start and stop <= end:
-                return part.mapped(with_range(box, self.dim, (start - begin, stop - begin)))
-            begin = end
-        return None
 
 
 class InMemory(LazyTensor):
@@ -230,26 +187,11 @@ class InMemory(LazyTensor):
         super().__init__(tensor.shape, tensor.dtype)
         self.tensor = tensor.detach()
 
-    def files(self) -> Iterator[RangeFile]:
-        yield from ()
-
     def read_into(self, out: torch.Tensor, box: Box) -> None:
         part = self.tensor
         for dim, (start, stop) in enumerate(box):
             part = part.narrow(dim, start, stop - start)
         out.copy_(part)
-
-
-def map_shard(lazy: LazyTensor, layout: Layout | None, rank: int) -> torch.Tensor | None:
-    """Return what ``rank`` holds of ``lazy`` by ``layout`` (None: all of it) as memory of a mapped file.
-
-    None where it has to be read: the file may not be mapped, or the shard's bytes do not lie together.
-    """
-    box = whole_box(lazy.shape)
-    if layout is None:
-        return lazy.mapped(box)
-    ranges = layout.ranges(rank)
-    return lazy.mapped(with_range(box, layout.dim, ranges[0])) if len(ranges) == 1 else None
 
 
 @torch.no_grad()
@@ -285,12 +227,9 @@ class View(LazyTensor):
     def __init__(
         self, base: LazyTensor, shape: Sequence[int], dims: Sequence[int | None], starts: Sequence[int]
     ) -> None:
-        super().__init__(shape, base.dtype)
+        super().__init__(shape, base.dtype, [base])
         self.base, self.dims, self.starts = base, tuple(dims), tuple(starts)
         self._kept = [dim for dim in self.dims if dim is not None]
-
-    def files(self) -> Iterator[RangeFile]:
-        return self.base.files()
 
     def slabs(self, limit: int) -> Iterator[Box]:
         """Yield one box if dims are in another order: a part of its rows lies in every row of ``base``."""
@@ -304,15 +243,10 @@ class View(LazyTensor):
         for dim in range(len(self.starts)):
             if dim not in self._kept:
                 part = part.unsqueeze(dim)
-        self.base.read_into(part, self._in_base(box))
-
-    def mapped(self, box: Box) -> torch.Tensor | None:
-        return self.base.mapped(self._in_base(box)) if self.dims == tuple(range(len(self.starts))) else None
-
-    def _in_base(self, box: Box) -> Box:
         ranges = {dim: wanted for dim, wanted in zip(self.dims, box, strict=True) if dim is not None}
         pairs = (ranges.get(dim, (0, 1)) for dim in range(len(self.starts)))
-        return tuple((start + low, start + high) for start, (low, high) in zip(self.starts, pairs, strict=True))
+        moved = ((start + low, start + high) for start, (low, high) in zip(self.starts, pairs, strict=True))
+        self.base.read_into(part, tuple(moved))
 
 
 def narrowed(base: LazyTensor, dim: int, start: int, stop: int) -> View:
@@ -336,11 +270,8 @@ class Converted(LazyTensor):
     """``base`` in another dtype."""
 
     def __init__(self, base: LazyTensor, dtype: torch.dtype) -> None:
-        super().__init__(base.shape, dtype)
+        super().__init__(base.shape, dtype, [base])
         self.base = base
-
-    def files(self) -> Iterator[RangeFile]:
-        return self.base.files()
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
         if out.dtype == self.dtype:

@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 
 from autopar.errors import CheckpointError
-from autopar.storage.files import Closing, OutputFile, RangeFile, checksum, checksum_of
+from autopar.storage.files import Closing, OutputFile, RangeFile, checksum
 from autopar.storage.lazy_tensor import LazyTensor, Stored, memory
 
 # The format's names in its own order; a file holds tensors from the last of these to the first, then by name.
@@ -79,7 +80,6 @@ class SafetensorsWriter:
         path: the file to make.
         tensors: name -> (dtype, shape) of everything that the file will hold.
         metadata: strings for the header.
-        align: the first tensor begins at a multiple of so many bytes; what safetensors writes has 8.
 
     Attributes:
         order: the names in the order in which they lie in the file.
@@ -92,7 +92,6 @@ class SafetensorsWriter:
         path: Path,
         tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
         metadata: Mapping[str, str],
-        align: int = 8,
     ) -> None:
         self.path = path
         self._tensors = dict(tensors)
@@ -112,7 +111,7 @@ class SafetensorsWriter:
             header[name] = {"dtype": _CODE_OF[dtype], "shape": list(shape), "data_offsets": [offset, stop]}
             offset = stop
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-(8 + len(text)) % align)
+        text += b" " * (-len(text) % 8)
         self._file = OutputFile(path)
         text = len(text).to_bytes(8, "little") + text
         self.header = checksum(text)
@@ -170,7 +169,6 @@ class SafetensorsReader(Closing):
 
     Args:
         path: the file.
-        access: whether lazy tensors may lie in a map of it.
 
     Attributes:
         metadata: the strings of the header.
@@ -181,14 +179,13 @@ class SafetensorsReader(Closing):
         CheckpointError: with the file's name, if the header is malformed or does not describe the file.
     """
 
-    def __init__(self, path: Path, mapped: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = RangeFile(path, mapped)
+        self._file = RangeFile(path)
         self.header = ""
         try:
             self.metadata, self.entries = self._read_header()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-            self._file.close()
             said = f"its header lacks or does not know {error}" if isinstance(error, KeyError) else str(error)
             raise CheckpointError(f"{path} is no whole safetensors file: {said}") from error
 
@@ -237,17 +234,16 @@ class SafetensorsReader(Closing):
 
     def verify(self, name: str, expected: str) -> None:
         """Raise CheckpointError if the bytes of ``name`` do not have that checksum; needs little memory."""
-        if checksum_of(self._chunks(self.entries[name])) != expected:
-            raise CheckpointError(
-                f"{self.path} is damaged: the bytes of {name} are not those that were saved (their checksum differs)"
-            )
-
-    def _chunks(self, entry: Entry) -> Iterator[memoryview]:
+        entry, state = self.entries[name], xxhash.xxh3_64()
         buffer = memoryview(bytearray(min(_CHUNK, entry.stop - entry.start)))
         for at in range(entry.start, entry.stop, _CHUNK):
             chunk = buffer[: min(_CHUNK, entry.stop - at)]
             self._file.read_into(chunk, at)
-            yield chunk
+            state.update(chunk)
+        if state.hexdigest() != expected:
+            raise CheckpointError(
+                f"{self.path} is damaged: the bytes of {name} are not those that were saved (their checksum differs)"
+            )
 
     def close(self) -> None:
         """Close the file; a later read opens it again."""

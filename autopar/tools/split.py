@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from autopar.checkpoint.format import Manifest, versions
-from autopar.checkpoint.offline import check_blocks, check_sizes, stages_by_size, write_manifest, write_part
+from autopar.checkpoint.offline import check_sizes, stages_by_size, write_manifest, write_part
 from autopar.checkpoint.staging import output_folder, parse_dtype, progress_bar
 from autopar.deferred_init.context import lazy_init
 from autopar.deferred_init.files import explained, sources_of
@@ -73,7 +73,6 @@ def split_checkpoint(
         )
     used = find_policy(model, given_policy(model, policy))
     plan = make_plan(model, used, tp)
-    check_blocks(used, plan.tensors, plan.model_type, pp)
     sources = _sources(model, plan)
     bytes_of = {name: nbytes(dtype_of(tensor.dtype), tensor.shape) for name, tensor in plan.tensors.items()}
     with output_folder("split", folder, destination, force) as staging:

@@ -139,12 +139,12 @@ def stored(taken: list[OptimizerState]) -> tuple[dict[str, Any], dict[str, Tenso
 
 def restore(target: Any, plan: Plan, rank: int, checkpoint: Any, **more: Any) -> None:
     facts, plans, whole = checkpoint
-    restoration = prepare(target[1], target[0], plan, rank, facts, plans, **more)
-    for name, wanted in restoration.targets.items():
-        source = whole[name] if wanted.layout is None else wanted.layout.shard(whole[name], rank)
-        assert wanted.tensor.shape == source.shape and wanted.tensor.dtype == source.dtype
-        wanted.tensor.copy_(source)
-    restoration.finish()
+    targets, finish = prepare(target[1], target[0], plan, rank, facts, plans, **more)
+    for name, (tensor, layout) in targets.items():
+        source = whole[name] if layout is None else layout.shard(whole[name], rank)
+        assert tensor.shape == source.shape and tensor.dtype == source.dtype
+        tensor.copy_(source)
+    finish()
 
 
 def same(one: Any, other: Any) -> bool:

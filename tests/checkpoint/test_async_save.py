@@ -147,22 +147,6 @@ def test_an_error_comes_at_the_next_call_once_and_on_every_rank(tmp_path):
 
 
 @pooled(world_size=2)
-def test_wrong_arguments_are_refused_at_the_call(tmp_path):
-    mpu = MPU(tensor_parallel_size=2)
-    model = tiny(mpu)
-    for arguments, message in (
-        ({"async_save": "yes"}, "async_save='yes' must be True or False"),
-        ({"async_save": True, "format": "bin"}, "needs merge_checkpoints=True"),
-        ({"async_save": True, "keep_last": 0}, "keep_last=0 must be"),
-        ({"async_save": True, "extra": {"f": print}}, "extra.f"),
-        ({"async_save": mpu.rank == 0}, "ranks were called differently: async_save is True on rank 0 and False"),
-    ):
-        with raises_everywhere(CheckpointError, message):
-            model.save_parallelized(tmp_path / "ckpt", **arguments)
-    assert os.listdir(tmp_path) == []
-
-
-@pooled(world_size=2)
 def test_a_rank_without_memory_for_the_copy_stops_all_of_them(tmp_path):
     mpu = MPU(tensor_parallel_size=2)
     model = tiny(mpu)
@@ -198,28 +182,6 @@ def test_several_in_a_row_merged_ones_too_and_the_last_ones_remain(tmp_path):
         model.from_parallelized(tmp_path / f"step-{number}")
         assert (model.norm.weight == number).all()
     assert set(load_file(tmp_path / "merged" / "model.safetensors")) == set(saved_state(model))
-
-
-@pooled(world_size=2)
-def test_after_going_back_the_new_checkpoints_are_kept(tmp_path):
-    """As a user does whose loss has diverged; a merged model that is saved in between is no step of the run."""
-    for async_save, anew in ((False, True), (True, False)):
-        run = tmp_path / f"run-{async_save}"
-        mpu = MPU(tensor_parallel_size=2)
-        model = tiny(mpu)
-        for number in (100, 200, 300, 400):
-            model.save_parallelized(run / f"step-{number}", async_save=async_save)
-        model.wait_for_save()
-        model = tiny(mpu, seed=1) if anew else model
-        model.from_parallelized(run / "step-200")
-        for number, kept in ((300, [200, 300]), (250, [250, 300]), (350, [250, 350])):
-            model.save_parallelized(run / f"step-{number}", keep_last=2, async_save=async_save)
-            model.save_parallelized(run / "merged", merge_checkpoints=True, async_save=async_save)
-            model.wait_for_save()
-            assert sorted(os.listdir(run)) == ["merged", *(f"step-{number}" for number in kept)], number
-            dist.barrier()
-        model.from_parallelized(run / "step-250")
-        mpu.destroy()
 
 
 @pooled(world_size=2)
@@ -304,18 +266,3 @@ def assert_whole(folder: Path, seed: int) -> None:
             if name in shards.manifest.parameters:
                 due = moment(name, "exp_avg", seed, entry)
                 assert torch.equal(shards.lazy(f"{name}::exp_avg", "optimizer").read(), due), name
-
-
-@pooled(world_size=2)
-def test_deparallelize_after_a_failed_save(tmp_path):
-    model = parallel(gpt2(), 2)
-    with full_disk(1):
-        model.save_parallelized(tmp_path / "ckpt", async_save=True)
-        while model._autopar_checkpoint.background._thread.is_alive():
-            time.sleep(0.01)
-    with raises_everywhere(CheckpointError, "the save in the background failed"):
-        autopar.deparallelize(model)
-    autopar.deparallelize(model)  # it is said once, and nothing had changed
-    for one, two in zip(model.parameters(), gpt2().parameters(), strict=True):
-        assert torch.equal(one, two)
-    parallel(model, 2).save_parallelized(tmp_path / "ckpt")

@@ -13,9 +13,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.checkpoint.dtensor import _RangesShard, disjoint_ranges, is_even_shard, to_dtensor_state_dict
+from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
 from autopar.layout import Block, Layout, aligned_shards, even_shards, replicated_shards
-from tests.checkpoint.tiny import TinyConfig, TinyModel, make_plan
+from tests.checkpoint.tiny import TinyConfig, TinyModel, make_plan, tiny
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
 
@@ -86,9 +87,8 @@ def test_two_ranks_to_any_number(tmp_path):
 
 
 @pytest.mark.tier("all")
-@pytest.mark.parametrize("tp", [4, 2], ids=["of which some hold the same heads", "in two replicas"])
-def test_four_ranks_write_everything_once_and_two_read_it(tmp_path, tp):
-    pooled(4)(save)(str(tmp_path), tp)
+def test_four_ranks_write_everything_once_and_two_read_it(tmp_path):
+    pooled(4)(save)(str(tmp_path), 4)  # some ranks hold the same heads
     assert_merges(tmp_path)
     for kind in MODELS:
         for name, stored in dcp.FileSystemReader(tmp_path / kind).read_metadata().state_dict_metadata.items():
@@ -123,7 +123,6 @@ def test_computing_with_another_cut_is_an_error_and_no_wrong_result(tmp_path):
         with pytest.raises(CheckpointError, match=r"only be saved and loaded with torch\.distributed\.checkpoint"):
             compute()
     assert fused.dtype == torch.float32
-    assert ("(0, 20)" if dist.get_rank() == 0 else "(20, 36)") in repr(fused._local_tensor)
     half = to_dtensor_state_dict(parallel(gpt2().to(torch.bfloat16), 2))
     assert half["transformer.h.0.attn.c_attn.weight"].dtype == torch.bfloat16
 
@@ -144,67 +143,14 @@ def test_names_of_tied_tensors(tmp_path):
         assert_same(plain_state(plain), plain_state(gpt2()))
 
 
-@pooled(world_size=2)
-def test_async_save_takes_a_snapshot(tmp_path):
-    model, other = parallel(gpt2(), 2), parallel(gpt2(seed=1), 2)
-    saving = dcp.async_save(to_dtensor_state_dict(model), checkpoint_id=tmp_path / "a")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    saving.result()
-    dcp.load(to_dtensor_state_dict(other), checkpoint_id=tmp_path / "a")
-    assert_holds(other, plain_state(gpt2()))
-
-
 @pytest.mark.tier("test")
 @pooled(world_size=3)
 def test_every_kind_of_tensor(tmp_path):
-    from autopar.distributed.mesh import MPU
-    from tests.checkpoint.tiny import tiny
-
     mpu = MPU(tensor_parallel_size=3)  # heads on two ranks, KV heads on several, half precision, booleans, 0-d
     dcp.save(to_dtensor_state_dict(tiny(mpu)), checkpoint_id=tmp_path / "tiny")
     other = tiny(mpu, seed=1)
     dcp.load(to_dtensor_state_dict(other), checkpoint_id=tmp_path / "tiny")
     assert_holds(other, {n: t for n, t in TinyModel(TinyConfig()).state_dict().items() if n != "head.weight"})
-
-
-@pooled(world_size=2)
-def test_stacked_experts_and_ranks_without_units(tmp_path):
-    """Fused along dim 1 of three; one unit on two ranks; query heads that touch a KV head which both ranks hold."""
-    from types import SimpleNamespace
-
-    from autopar.checkpoint.state import STATE, State
-    from autopar.distributed.mesh import MPU
-    from autopar.plan.plan import Plan, TensorPlan
-
-    mpu = MPU(tensor_parallel_size=2)
-    shares, one = even_shards(5, 2), ((0, 0), (0, 1))
-    layouts = {
-        "gate_up": Layout.of(1, [Block("ffn", 5, 1, shares)] * 2),
-        "late": Layout.of(0, [Block("heads", 1, 3, one)]),
-        "qkv": Layout.of(
-            0, [Block("heads", 2, 4, even_shards(2, 2)), *[Block("kv_heads", 1, 4, replicated_shards(1, 2))] * 2]
-        ),
-    }
-    assert layouts["qkv"].ranges(0) == ((0, 4), (8, 16)) and layouts["qkv"].ranges(1) == ((4, 16),)
-    torch.manual_seed(0)
-    whole = {"gate_up": torch.randn(3, 10, 4), "late": torch.randn(3, 2), "qkv": torch.randn(16)}
-
-    def model(fill: float | None) -> torch.nn.Module:
-        module = torch.nn.Module()
-        for name, layout in layouts.items():
-            shard = layout.shard(whole[name], mpu.tp.rank)
-            module.register_parameter(name, torch.nn.Parameter(shard if fill is None else torch.full_like(shard, fill)))
-        tensors = {n: TensorPlan(n, tuple(whole[n].shape), "float32", layout) for n, layout in layouts.items()}
-        module.__dict__[STATE] = State(Plan(2, "made", "made.yaml", tensors, {}), mpu, "")
-        module.config = SimpleNamespace(tie_word_embeddings=False)
-        return module
-
-    dcp.save(to_dtensor_state_dict(model(None)), checkpoint_id=tmp_path / "made")
-    other = model(0.0)
-    dcp.load(to_dtensor_state_dict(other), checkpoint_id=tmp_path / "made")
-    assert_holds(other, whole)
 
 
 @pooled(world_size=2)

@@ -60,8 +60,10 @@ def check(folder: Path, build: Callable[[], Any], tp: int) -> None:
         plain.save_pretrained(folder / "plain")
         build().save_pretrained(folder / "split", max_shard_size=6000)
     model = parallel(build(), tp)
+    config = dict(vars(model.config))
     model.save_parallelized(folder / "ckpt")
     model.save_parallelized(folder / "merged", merge_checkpoints=True)
+    assert dict(vars(model.config)) == config, "saving must not touch the user's config"
     model.save_parallelized(folder / "merged_split", merge_checkpoints=True, max_shard_size=6000)
     if dist.get_rank() == 0:
         merge_checkpoint(folder / "ckpt", folder / "offline")
@@ -81,13 +83,12 @@ def check(folder: Path, build: Callable[[], Any], tp: int) -> None:
 
 @pooled(world_size=2)
 def test_files_are_those_of_save_pretrained_at_tp_2(tmp_path):
-    for build in (gpt2, llama, bert, classifier, half, generating):
+    for build in (gpt2, bert, classifier, half, generating):
         check(tmp_path / build.__name__, build, 2)
 
 
 @pooled(world_size=4)
 def test_files_are_those_of_save_pretrained_at_tp_4_with_replicated_kv_heads(tmp_path):
-    check(tmp_path / "gpt2", gpt2, 4)
     check(tmp_path / "llama", llama, 4)
 
 
@@ -130,30 +131,6 @@ def test_train_save_merge_and_read_with_plain_transformers(tmp_path):
     whole = autopar.deparallelize(resumed)
     assert all(torch.equal(one, two) for one, two in zip(whole.parameters(), plain.parameters(), strict=True))
     assert not hasattr(whole, "save_parallelized")
-
-
-@pytest.mark.tier("test")
-@pooled(world_size=2)
-def test_an_optimizer_goes_on_after_loading(tmp_path):
-    """Parameters keep their identity through from_parallelized."""
-    model = gpt2()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model = parallel(model, 2)
-    model.save_parallelized(tmp_path / "ckpt")
-    before = model.transformer.h[0].mlp.c_fc.weight.detach().clone()
-    ids = torch.arange(8)[None]
-
-    def step() -> torch.Tensor:
-        model.zero_grad()
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        return model.transformer.h[0].mlp.c_fc.weight.detach().clone()
-
-    after = step()
-    assert not torch.equal(after, before)
-    model.from_parallelized(tmp_path / "ckpt")
-    assert torch.equal(model.transformer.h[0].mlp.c_fc.weight, before)
-    assert torch.equal(step(), after)
 
 
 class Scored(torch.nn.Module):

@@ -21,7 +21,7 @@ from tests.checkpoint.hybrid import OF_FOUR, OF_TWO, Mesh
 from tests.checkpoint.refusals import refusals
 from tests.checkpoint.tiny import rewrite_manifest
 from tests.pool import pooled
-from tests.small import gpt2, llama, parallel
+from tests.small import gpt2, parallel
 from tests.worlds import raises_everywhere
 
 
@@ -81,7 +81,7 @@ def test_an_average_of_this_ranks_shards_comes_back_on_any_mesh(tmp_path):
 @pytest.mark.tier("sweep")
 @pooled(world_size=4)
 def test_an_average_of_shards_over_meshes_of_four(tmp_path):
-    over_meshes(tmp_path, OF_FOUR)  # with DTensors of ZeRO 3
+    over_meshes(tmp_path, OF_FOUR[:4])  # with DTensors of ZeRO 3
 
 
 def _differing(model: Any) -> list[tuple[str, Any, tuple[str, ...]]]:
@@ -132,19 +132,6 @@ def test_what_differs_between_ranks_is_not_saved_as_rank_0_has_it(tmp_path):
     free.from_parallelized(tmp_path / "free", extra=found)
     assert found["rank"] == 0
     assert all(torch.equal(found["ema"][name] * 2, p) for name, p in free.named_parameters())
-
-
-@pooled(world_size=2)
-def test_whole_weights_that_are_equal_on_all_ranks_stay_whole(tmp_path):
-    plain = llama().state_dict()
-    extra = {"teacher": {name: tensor.clone() for name, tensor in plain.items()}, "norm": plain["model.norm.weight"]}
-    for size in (2, 1):
-        model = parallel(llama(), size)
-        if size == 2:
-            model.save_parallelized(tmp_path / "ckpt", extra=extra)
-        found: dict[str, Any] = {}
-        model.from_parallelized(tmp_path / "ckpt", extra=found)
-        assert all(torch.equal(found["teacher"][name], tensor) for name, tensor in plain.items())
 
 
 @pooled(world_size=1)

@@ -62,15 +62,6 @@ def test_exchange_is_really_used_here_or_reports_that_it_cannot(tmp_path):
     assert not folder._exchange(tmp_path / "one", tmp_path / "nowhere")
 
 
-def test_discard_leaves_the_target_alone(tmp_path):
-    make(tmp_path / "ckpt")
-    staging = Staging(tmp_path / "ckpt")
-    fill(staging, "new")
-    staging.discard()
-    assert os.listdir(tmp_path) == ["ckpt"]
-    assert (tmp_path / "ckpt" / "autopar.json").read_text() == "old"
-
-
 def test_leftovers_of_killed_saves_go_with_the_next_one_and_nothing_else_does(tmp_path):
     for name in (".ckpt.tmp-0123456789abcdef", ".ckpt.old-0123456789abcdef"):
         (tmp_path / name).mkdir()

@@ -155,20 +155,6 @@ def test_one_upload_of_the_whole_model(tmp_path: Path) -> None:
                 assert sent.calls[1]["commit_message"] == "new" and sent.calls[1]["repo_id"] == "user/mine"
                 assert_whole(here / "a")
                 assert (here / "a" / "README.md").read_text() == "tags: ['small']"
-            if "pipeline_parallel_size" in sizes:
-                continue
-            kept = here / "kept"
-            if first:
-                kept.mkdir()
-                (kept / "README.md").write_text("the user's")
-            dist.barrier()
-            sent = replaced(here / "b")
-            model.save_parallelized(kept, merge_checkpoints=True, push_to_hub=True, max_shard_size="20KB")
-            assert [call.get("repo_id") for call in sent.calls] == ([None, "user/kept"] if first else [])
-            if first:
-                assert_whole(here / "b")
-                assert_whole(kept)
-                assert (kept / "README.md").read_text() == "the user's"
         replaced(tmp_path / "never", fails=True)
         with raises_everywhere(CheckpointError, "ConnectionError: the hub is away"):
             model.push_to_hub("mine")

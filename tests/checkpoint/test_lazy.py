@@ -57,9 +57,7 @@ def boxes(shape):
             yield box
 
 
-@pytest.mark.parametrize("short", [0, 512])
-def test_boxes_of_a_stored_tensor(tmp_path, monkeypatch, short):
-    monkeypatch.setattr(lazy_module, "_SHORT", short)
+def test_boxes_of_a_stored_tensor(tmp_path):
     tensor = torch.randn(4, 6, 5)
     source = stored(tmp_path / "file", tensor)
     for box in boxes(tensor.shape):
@@ -122,12 +120,6 @@ def test_slabs_make_up_a_tensor_in_its_own_order(tmp_path, limit):
         slabs = [source.read(box).flatten() for box in source.slabs(limit)]
         assert torch.equal(torch.cat([*slabs, torch.zeros(0, dtype=source.dtype)]), source.read().flatten())
         assert all(slab.nbytes <= max(limit, source.dtype.itemsize) for slab in slabs)
-
-
-def test_a_tensor_that_is_transposed_is_one_slab(tmp_path):
-    """Each of its rows lies in every row of the stored one."""
-    source = permuted(stored(tmp_path / "file", torch.randn(4, 6)), (1, 0))
-    assert list(source.slabs(8)) == [((0, 6), (0, 4))]
 
 
 def test_scalars_and_empty(tmp_path):
@@ -200,7 +192,7 @@ def viewed_boxes(seed: int):
         yield whole, view.permute(order)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_boxes_also_transposed_ones(seed):
     read = 0
     for whole, view in viewed_boxes(seed):
@@ -214,7 +206,7 @@ def test_random_boxes_also_transposed_ones(seed):
     assert read > 30
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_any_strides_are_read_right_or_refused(seed):
     """Views that are no box: steps of two, windows that overlap, one element several times."""
     draw = random.Random(seed)

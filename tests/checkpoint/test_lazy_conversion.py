@@ -57,8 +57,7 @@ def lazily(folder: Path) -> tuple[torch.Tensor, Sketch]:
 
 def computed(lazy: Any) -> bool:
     """Whether any part of it is computed."""
-    bases = [*getattr(lazy, "parts", ()), *([lazy.base] if hasattr(lazy, "base") else [])]
-    return isinstance(lazy, Computed) or any(map(computed, bases))
+    return isinstance(lazy, Computed) or any(map(computed, lazy.bases))
 
 
 @pytest.mark.parametrize("name", [*VIEWS, *OTHERS])

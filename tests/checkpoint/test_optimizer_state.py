@@ -1,16 +1,18 @@
-"""The state of every torch optimizer, taken on each rank and restored onto any other sharing-out."""
+"""The state of every torch optimizer, taken on each rank, and restored onto any other sharding or refused."""
 
 from __future__ import annotations
 
 import copy
-from functools import partial
+import functools
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import optim
 
-from autopar.checkpoint.optimizer_state import prepare, take
+from autopar.checkpoint.optimizer_state import merge_metadata, prepare, take
 from autopar.errors import CheckpointError
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan, TensorPlan
@@ -32,6 +34,7 @@ from tests.checkpoint.optimizers import (
     stored,
     trained,
 )
+from tests.checkpoint.refusals import refusals
 from tests.small import gpt2
 
 
@@ -94,7 +97,7 @@ def test_factored_state_is_of_one_sharing_out(name: str):
             for block in entry.get("layout", {"blocks": []})["blocks"]:
                 block["shares"].reverse()
     model, optimizer = rank_of("gpt2", make, plan, 0)
-    with pytest.raises(CheckpointError, match="shards the parameter differently"):
+    with pytest.raises(CheckpointError, match="does not become that of other shards"):
         prepare(optimizer, model, plan, 0, shifted, checkpoint[1])
 
 
@@ -154,18 +157,6 @@ def test_an_optimizer_that_has_not_stepped():
     assert not mine[1].state
 
 
-def test_only_some_parameters_have_stepped():
-    plan = plan_of("gpt2", 2)
-    model, optimizer = rank_of("gpt2", OPTIMIZERS["AdamW"], plan, 0)
-    model.transformer.wpe.weight.grad = torch.ones_like(model.transformer.wpe.weight)
-    optimizer.step()
-    checkpoint = stored([take(optimizer, model, plan, 0)])
-    assert list(checkpoint[0]["state"]) == ["transformer.wpe.weight"]
-    mine = rank_of("gpt2", OPTIMIZERS["AdamW"], plan, 1)
-    restore(mine, plan, 1, checkpoint)
-    assert list(by_name(*mine, plan)) == ["transformer.wpe.weight"]
-
-
 def test_state_of_no_parameter_and_numbers_and_the_saved_dtype():
     model = gpt2(n_layer=1).bfloat16()
     plan = make_plan(model, find_policy(model), 1)
@@ -191,8 +182,8 @@ def test_counters_are_on_the_host_unless_they_are_captured():
     for captured in (False, True):
         for group in checkpoint[0]["groups"]:
             group["options"]["capturable"] = captured
-        wanted = prepare(optim.NAdam(far.parameters()), far, plan, 0, *checkpoint[:2]).targets
-        places = {(name.rpartition("::")[2], want.tensor.device.type) for name, want in wanted.items()}
+        wanted = prepare(optim.NAdam(far.parameters()), far, plan, 0, *checkpoint[:2])[0]
+        places = {(name.rpartition("::")[2], tensor.device.type) for name, (tensor, _) in wanted.items()}
         counters = "meta" if captured else "cpu"
         assert places == {("step", counters), ("mu_product", counters), ("exp_avg", "meta"), ("exp_avg_sq", "meta")}
 
@@ -216,41 +207,129 @@ def test_options_keep_their_types_and_a_tensor_stays_the_same_object():
     assert torch.equal(as_number.param_groups[0]["lr"], torch.tensor(0.5))
 
 
-def test_zero_gives_state_to_owned_parameters_only():
+def test_lbfgs_is_refused_by_name():
+    model = gpt2(n_layer=1)
+    optimizer = optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    with pytest.raises(CheckpointError, match=r"LBFGS keeps state 'old_dirs' of transformer.wte.weight as a list"):
+        take(optimizer, model, make_plan(model, find_policy(model), 1), 0)
+
+
+@functools.cache
+def adam(tp: int = 1) -> tuple[Any, Plan, Any]:
+    """A trained model with its optimizer, the plan, and what ``tp`` ranks have stored; nobody changes them."""
+    plan = plan_of("gpt2", tp)
+    plain = trained("gpt2", OPTIMIZERS["AdamW"])
+    return plain, plan, stored(saved_by_all("gpt2", OPTIMIZERS["AdamW"], plan, plain))
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
+    (model, optimizer), plan, (facts, saved, _) = adam()
+    _, _, (by_two, tensors, _) = adam(2)
+    first, second = ([*group["params"]] for group in optimizer.param_groups)
+    last = next(n for n, p in model.named_parameters() if p is second[-1])
+    fewer = optim.AdamW([{"params": first}, {"params": second[:-1]}])
+    of_fewer = stored([take(fewer, model, plan, 0)])[:2]
+    moved = optim.AdamW([{"params": [*first, second[-1]]}, {"params": second[:-1]}])
+    name = "transformer.wpe.weight::exp_avg"
+    less = {key: value for key, value in tensors.items() if key != name}
+    smuggled, twice = copy.deepcopy(facts), copy.deepcopy(facts)
+    smuggled["groups"][0]["options"]["params"] = []
+    twice["groups"][0]["params"] *= 2
+    rows: list[tuple[str, str, optim.Optimizer, Any, Any]] = [
+        ("class", "holds the state of torch.optim.adamw.AdamW, the optimizer is torch.optim.sgd.SGD",
+         optim.SGD(model.parameters()), facts, saved),
+        ("one group", "holds 2 parameter groups of the optimizer, this .*AdamW has 1",
+         optim.AdamW(model.parameters()), facts, saved),
+        ("moved", rf"^{last} is in parameter group 0 of .*; it was saved in group 1", moved, facts, saved),
+        ("fewer", rf"1 of the {len(first + second)} parameters .* are not in .*: {last}", fewer, facts, saved),
+        ("more", rf"^{last} is in parameter group 1 of .* it was saved in none", optimizer, *of_fewer),
+        ("missing", rf"1 of {len(tensors)} tensors are missing, 0 unexpected\n  Missing: {name}",
+         optimizer, by_two, less),
+        ("unexpected", "0 of .* missing, 1 unexpected\n  Unexpected: ghost::exp_avg",
+         optimizer, by_two, {**tensors, "ghost::exp_avg": tensors[name]}),
+        ("shape", rf"{name} has shape \[3, 36\] in the checkpoint, .* has \[32, 36\]",
+         optimizer, by_two, {**tensors, name: TensorPlan(name, (3, 36), "float32")}),
+        *((f"facts {number}", "is damaged", optimizer, wrong, saved)
+          for number, wrong in enumerate((None, [], {}, smuggled, twice))),
+    ]  # fmt: skip
+    before = {row: copy.deepcopy(given.state_dict()) for row, _, given, *_ in rows}
+
+    def kept() -> bool:
+        after = {row: given.state_dict() for row, _, given, *_ in rows}
+        return all(
+            before[row]["param_groups"] == after[row]["param_groups"]
+            and before[row]["state"].keys() == after[row]["state"].keys()
+            for row in before
+        )
+
+    with refusals(kept) as refuse:
+        for row, match, *given in rows:
+            refuse(row, re.compile(match), prepare, given[0], model, plan, 0, *given[1:])
+    shuffled = optim.AdamW([{"params": first[::-1]}, {"params": second}])
+    prepare(shuffled, model, plan, 0, facts, saved)
+
+
+def test_state_from_before_the_model_was_cut_is_refused():
     plan = plan_of("gpt2", 2)
-    plain = trained("gpt2", OPTIMIZERS["Adam"])
-    checkpoint = stored(saved_by_all("gpt2", OPTIMIZERS["Adam"], plan, plain))
-    mine = rank_of("gpt2", OPTIMIZERS["Adam"], plan, 1)
-    restore(mine, plan, 1, checkpoint, owns=lambda name: name.endswith("bias"))
-    assert all(name.endswith("bias") for name in by_name(*mine, plan)) and mine[1].state
+    model = gpt2(n_layer=1)
+    optimizer = optim.Adagrad(model.parameters())  # has state from the start
+    weight = model.transformer.wte.weight
+    weight.data = plan.tensors["transformer.wte.weight"].layout.shard(weight.data, 0)
+    with pytest.raises(
+        CheckpointError, match=r"'sum' of transformer.wte.weight of shape \[131, 36\].*holds \[66, 36\]"
+    ):
+        take(optimizer, model, plan, 0)
 
 
-def test_stages_are_merged_and_each_takes_its_part():
-    """Stage 0 holds the embedding and the blocks, stage 1 the norm and the head, which is tied to the embedding."""
-    plain = trained("gpt2", partial(optim.AdamW, lr=0.1))
-    plan = make_plan(plain[0], find_policy(plain[0]), 1)
-    stages = []
-    for stage in range(2):
-        model = MODELS["gpt2"]()
-        if stage == 0:
-            del model.transformer.ln_f, model.lm_head
-        else:
-            del model.transformer.h, model.transformer.wpe, model.transformer.wte
-        names = {n for n, _ in model.named_parameters()}
-        groups = [[], []]
-        for index, group in enumerate(plain[1].param_groups):
-            whole = {id(p): plan.canonical(n) for n, p in plain[0].named_parameters()}
-            held = [plan.canonical(n) for n in names]
-            groups[index] = [whole[id(p)] for p in group["params"] if whole[id(p)] in held]
-        held = {plan.canonical(n): p for n, p in model.named_parameters()}
-        options = [{k: v for k, v in g.items() if k != "params"} for g in plain[1].param_groups]
-        optimizer = optim.AdamW([{"params": [held[n] for n in g], **o} for g, o in zip(groups, options, strict=True)])
-        stages.append((model, optimizer))
-    whole = stored([take(plain[1], plain[0], plan, 0)])
-    for stage in stages:
-        restore(stage, plan, 0, whole)
-    taken = [take(optimizer, model, plan, 0) for model, optimizer in stages]
-    assert 0 < len(taken[1].tensors) < len(taken[0].tensors) < len(whole[1])
-    back = rank_of("gpt2", partial(optim.AdamW, lr=0.3), plan, 0)
-    restore(back, plan, 0, stored(taken))
-    assert_same(back, plain, plan)
+def test_damaged_facts_never_end_in_another_error():
+    (model, optimizer), plan, (facts, saved, _) = adam()
+
+    def places(value: Any) -> list[tuple[Any, Any]]:
+        children = (
+            list(value.items())
+            if isinstance(value, dict)
+            else list(enumerate(value))
+            if isinstance(value, list)
+            else []
+        )
+        return [(value, key) for key, _ in children] + [place for _, child in children for place in places(child)]
+
+    refusals = 0
+    for number in range(len(places(facts))):
+        for junk in (None, -1, "x", [], {"$": "tuple"}, [[1]], {"params": 1}):
+            broken = copy.deepcopy(facts)
+            holder, key = places(broken)[number]
+            holder[key] = junk
+            try:
+                prepare(optimizer, model, plan, 0, broken, saved)
+            except CheckpointError:
+                refusals += 1
+    assert refusals > number  # options may be anything
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda f: f.update({"class": "SGD"}), "class is 'torch.optim.adamw.AdamW' on the first and 'SGD' on number 1"),
+        (lambda f: f["groups"].pop(), "the number of parameter groups is 2 on the first and 1 on number 1"),
+        (lambda f: f["groups"][1]["options"].update(lr=7.0), "lr of parameter group 1 is 0.02 on the first and 7.0 on"),
+        (
+            lambda f: f["state"]["transformer.wpe.weight"].update(step={"kind": "value", "value": 3}),
+            "state 'step' of transformer.wpe.weight is {'kind': 'whole'} on the first and .*3",
+        ),
+    ],
+)
+def test_ranks_that_contradict_each_other(change: Callable[[Any], Any], match: str):
+    _, _, (facts, _, _) = adam()
+    other = copy.deepcopy(facts)
+    change(other)
+    with pytest.raises(CheckpointError, match=match):
+        merge_metadata([facts, other])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -83,14 +82,6 @@ def test_goes_on_exactly(streams: bool):
     assert [draw(new) for _ in range(3)] == expected
 
 
-def test_taking_changes_nothing():
-    tracker = seed(3, 1)
-    expected = draw(tracker)
-    tracker = seed(3, 1)
-    take(tracker)
-    assert draw(tracker) == expected
-
-
 def test_streams_that_were_not_saved_are_left_alone():
     tracker = seed(1, 0)
     expected = tracker.get_states()[MODEL_PARALLEL_STREAM]["cpu"]
@@ -121,12 +112,6 @@ def test_a_rank_that_was_there_has_its_own_state_again():
         assert choose(saved, one["tp"], one["pp"], one["dp"]) == one["state"]
 
 
-def test_stages_that_were_not_there():
-    saved = [entry(t, 0, 0, 7) for t in range(2)]
-    for tp in range(2):
-        assert choose(saved, tp, 3, 0) == saved[tp]["state"]
-
-
 def test_tensor_parallel_ranks_that_were_not_there_share_the_default_stream_and_nothing_else():
     saved = [entry(t, 0, 0, 7) for t in range(2)]
     drawn = [drawn_by(choose(saved, t, 0, 0)) for t in range(4)]
@@ -151,12 +136,6 @@ def test_replicas_that_were_not_there_draw_their_own_if_the_others_did():
     for number in range(len(drawn[0, 0]) - 2):  # every generator differs between replicas
         assert len({drawn[0, d][number] for d in range(4)}) == 4
     assert drawn[0, 3] == drawn_by(choose(copy.deepcopy(saved), 0, 0, 3))
-
-
-def test_the_restored_stream_goes_into_an_mpu():
-    mpu = SimpleNamespace(random_tracker=None)
-    mpu.random_tracker = restore(entry(0, 0, 0, 3)["state"], mpu.random_tracker)
-    assert list(mpu.random_tracker.get_states()) == [MODEL_PARALLEL_STREAM]
 
 
 def damaged() -> list[Any]:

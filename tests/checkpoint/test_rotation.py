@@ -20,22 +20,22 @@ from autopar.plan.plan import TensorPlan
 OURS = ["autopar.json", "config.json", "model-tp0-pp0.safetensors"]
 
 
-def sharded(folder: Path, order: int = 0, follows: int = 0) -> Path:
+def sharded(folder: Path, order: int = 0) -> Path:
     folder.mkdir(parents=True)
     for name in OURS[1:]:
         (folder / name).write_text(name)
     record = FileRecord(0, 0, None, len(OURS[2]), "0" * 16, {"weight": "0" * 16})
     part = Part("model", {"weight": TensorPlan("weight", (1,), "float32", saved_as="weight")}, {OURS[2]: record})
     Manifest("0" * 16, MeshSizes(1, 1, 1), "gpt2", "gpt2.yaml", "", {"model": part}, frozenset(["weight"]),
-             {"config.json": "0" * 16}, order=order, follows=follows).write(folder)  # fmt: skip
+             {"config.json": "0" * 16}, order=order).write(folder)  # fmt: skip
     return folder
 
 
-def saved(folder: Path, follows: Path | None = None) -> Path:
-    """As ``save_parallelized`` does it: counted, and after what the run went on from; replaces what is there."""
-    order, before = next_order(folder), 0 if follows is None else Manifest.read(follows).order
+def saved(folder: Path) -> Path:
+    """As ``save_parallelized`` does it: counted, and replaces what is there."""
+    order = next_order(folder)
     shutil.rmtree(folder, ignore_errors=True)
-    return sharded(folder, order, before)
+    return sharded(folder, order)
 
 
 def merged(folder: Path, weights: str = "model.safetensors") -> Path:
@@ -91,66 +91,13 @@ def test_one_save_after_the_other(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["epoch10", "epoch11", "epoch12"]
 
 
-def run_that_goes_back(folder: Path) -> Path:
-    """Saves step-100 to step-400, of which 300 and 400 are then left behind; returns step-200."""
+def test_after_going_back_the_order_of_saves_counts(tmp_path):
     for number in (100, 200, 300, 400):
-        saved(folder / f"step-{number}", follows=folder / f"step-{number - 100}" if number > 100 else None)
-    return folder / "step-200"
-
-
-def test_after_going_back_what_was_left_behind_goes_first(tmp_path):
-    new = saved(tmp_path / "step-300", follows=run_that_goes_back(tmp_path))
-    assert rotate(new, 3) == [tmp_path / "step-400"]
-    assert rotate(new, 2) == [tmp_path / "step-100"]
-    last = saved(tmp_path / "step-250", follows=new)  # a lower number than what was saved before
-    assert rotate(last, 2) == [tmp_path / "step-200"]
-    assert sorted(os.listdir(tmp_path)) == ["step-250", "step-300"]
-    assert rotate(last, 1) == [new]
-
-
-def test_going_back_is_remembered_by_a_later_run(tmp_path):
-    new = saved(tmp_path / "step-250", follows=run_that_goes_back(tmp_path))
-    last = saved(tmp_path / "step-350", follows=new)
-    assert rotate(last, 5) == [tmp_path / "step-300"]
-    assert rotate(last, 3) == [tmp_path / "step-400", tmp_path / "step-100"]
-    assert sorted(os.listdir(tmp_path)) == ["step-200", "step-250", "step-350"]
-
-
-def test_going_back_twice(tmp_path):
-    first = saved(tmp_path / "step-300", follows=run_that_goes_back(tmp_path))
-    second = saved(tmp_path / "step-150", follows=tmp_path / "step-100")
-    assert rotate(second, 2) == [tmp_path / "step-200", tmp_path / "step-400", first]
-    assert sorted(os.listdir(tmp_path)) == ["step-100", "step-150"]
-
-
-def test_a_run_that_loaded_nothing_goes_by_the_order_of_saves(tmp_path):
-    run_that_goes_back(tmp_path)
+        saved(tmp_path / f"step-{number}")
     for number in (300, 250):
         last = saved(tmp_path / f"step-{number}")
         rotate(last, 2)
     assert sorted(os.listdir(tmp_path)) == ["step-250", "step-300"]
-
-
-def test_counted_ones_are_newer_than_those_that_were_not(tmp_path):
-    for number in (700, 800):
-        sharded(tmp_path / f"step-{number}")
-    assert rotate(saved(tmp_path / "step-100"), 2) == [tmp_path / "step-700"]
-    assert rotate(saved(tmp_path / "step-200"), 2) == [tmp_path / "step-800"]
-
-
-def test_equal_orders_go_by_their_numbers(tmp_path):
-    """Two runs that save into one series at once."""
-    for number in (30, 10, 20):
-        sharded(tmp_path / f"step-{number}", order=7)
-    assert rotate(sharded(tmp_path / "step-5", order=7), 2) == [tmp_path / "step-10", tmp_path / "step-20"]
-
-
-def test_the_target_stays_even_with_the_lowest_number(tmp_path):
-    for number in (10, 20, 30):
-        sharded(tmp_path / f"step-{number}")
-    assert rotate(tmp_path / "step-10", 2) == [tmp_path / "step-20"]
-    assert rotate(tmp_path / "step-10", 1) == [tmp_path / "step-30"]
-    assert os.listdir(tmp_path) == ["step-10"]
 
 
 def test_everything_else_is_left_alone(tmp_path):
@@ -213,14 +160,6 @@ def test_what_cannot_be_read_is_left_alone(tmp_path):
     with pytest.warns(UserWarning, match="step-2 could not be deleted: .*was changed after it was written"):
         assert rotate(target, 1) == [older]
     assert sorted(os.listdir(old)) == OURS
-
-
-def test_a_target_that_is_a_link_stands_for_what_it_points_to(tmp_path):
-    for number in (1, 2, 3):
-        sharded(tmp_path / "run" / f"step-{number}")
-    os.symlink("run/step-3", tmp_path / "latest")
-    assert rotate(tmp_path / "latest", 2) == [tmp_path / "run" / "step-1"]
-    assert (tmp_path / "latest" / "autopar.json").is_file()
 
 
 @pytest.mark.parametrize("others", [[], ["notes.md"]])
@@ -322,17 +261,6 @@ def test_two_rotations_at_once(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["step-3"]
 
 
-def test_only_complete_checkpoints_count(tmp_path):
-    for name in ("model.safetensors", "pytorch_model.bin"):  # could be anybody's
-        assert not is_checkpoint(merged(tmp_path / name, name))
-    (tmp_path / "step-1").mkdir()
-    (tmp_path / "step-0").write_text("a file")
-    assert not any(is_checkpoint(tmp_path / name) for name in ("step-0", "step-1", "absent"))
-    sharded(tmp_path / "step-2")
-    sharded(tmp_path / "step-3")
-    assert rotate(tmp_path / "step-3", 2) == []
-
-
 # -- the checkpoint to go on from --------------------------------------------------------------------------------------
 
 
@@ -351,16 +279,9 @@ def test_the_order_of_saves_counts(tmp_path: Path) -> None:
     saved(tmp_path / "step-200")
     assert latest(tmp_path) == tmp_path / "step-200"
     saved(tmp_path / "step-400")
-    saved(tmp_path / "step-300", follows=tmp_path / "step-200")  # went back
+    saved(tmp_path / "step-300")  # went back
     assert latest(tmp_path) == latest(tmp_path / "step-") == tmp_path / "step-300"
     assert latest(os.fspath(tmp_path / "step-400")) == tmp_path / "step-400"  # it is one itself
-
-
-def test_checkpoints_that_were_not_counted_go_by_their_numbers(tmp_path: Path) -> None:
-    sharded(tmp_path / "9")
-    sharded(tmp_path / "10")
-    sharded(tmp_path / "final")
-    assert latest(tmp_path) == tmp_path / "10"
 
 
 def test_several_series_are_told_apart_by_the_user(tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
-"""Real ranks save, load and merge the hand-made model of tiny.py."""
+"""The hand-made model of tiny.py, saved and loaded, also in unusual ways."""
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from pathlib import Path
@@ -12,143 +11,26 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR
 
-from autopar.checkpoint import Manifest, attach, detach, merge_checkpoint
+from autopar.checkpoint import merge_checkpoint
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
 from tests.checkpoint.tiny import (
     TinyConfig,
     TinyModel,
     local,
-    make_plan,
     same,
-    save_alone,
     saved_state,
-    shard,
     tiny,
 )
 from tests.pool import pooled
-from tests.worlds import distributed
+from tests.small import gpt2, parallel
+from tests.worlds import distributed, raises_everywhere
 
 
 def plain(seed: int) -> dict[str, torch.Tensor]:
     return saved_state(TinyModel(TinyConfig(), seed))
-
-
-@pytest.mark.tier("test")
-@pooled(world_size=4)
-def test_save_load_merge_on_two_replicas(tmp_path):
-    mpu = MPU(tensor_parallel_size=2)
-    model, other = tiny(mpu, seed=0), tiny(mpu, seed=1)
-    before = local(model)
-    config = dict(vars(model.config))
-    model.save_parallelized(tmp_path / "runs" / "ckpt")
-    dist.barrier()
-    assert dict(vars(model.config)) == config, "saving must not touch the user's config"
-    assert sorted(os.listdir(tmp_path / "runs")) == ["ckpt"]
-    assert sorted(os.listdir(tmp_path / "runs" / "ckpt")) == [
-        "autopar.json",
-        "config.json",
-        "model-tp0-pp0.safetensors",
-        "model-tp1-pp0.safetensors",
-    ]
-    objects = {name: id(tensor) for name, tensor in other.named_parameters()}
-    pointers = {name: tensor.data_ptr() for name, tensor in other.state_dict().items()}
-    assert not same(local(other), before)
-    assert other.from_parallelized(tmp_path / "runs" / "ckpt") is other
-    assert same(local(other), before)
-    assert objects == {name: id(tensor) for name, tensor in other.named_parameters()}
-    assert pointers == {name: tensor.data_ptr() for name, tensor in other.state_dict().items()}
-    if mpu.rank == 0:
-        merge_checkpoint(tmp_path / "runs" / "ckpt", tmp_path / "offline")
-    model.save_parallelized(tmp_path / "online", merge_checkpoints=True)
-    one, two = (tmp_path / name / "model.safetensors" for name in ("offline", "online"))
-    assert one.read_bytes() == two.read_bytes()
-    assert load_file(two).keys() == plain(0).keys()
-    assert all(torch.equal(tensor, plain(0)[name]) for name, tensor in load_file(two).items())
-    assert sorted(os.listdir(tmp_path / "online")) == ["config.json", "model.safetensors"]
-    manifest = Manifest.read(tmp_path / "runs" / "ckpt")
-    assert tuple(manifest.sizes) == (2, 1, 2, 1)
-    assert set(manifest.versions) == {"autopar", "torch", "transformers", "python"}
-
-
-@pooled(world_size=3)
-def test_any_number_of_replicas_loads_and_saving_replaces(tmp_path):
-    if dist.get_rank() == 0:
-        save_alone(tmp_path / "ckpt", 1, seed=7)
-        save_alone(tmp_path / "three", 3, seed=7)
-    dist.barrier()
-    alone = tiny(MPU())
-    alone.from_parallelized(tmp_path / "ckpt")
-    assert same(saved_state(alone), plain(7))
-    model = tiny(MPU(tensor_parallel_size=3))
-    model.from_parallelized(str(tmp_path / "three"))
-    with torch.no_grad():
-        model.norm.weight.fill_(3)
-    first = Manifest.read(tmp_path / "three").save_id
-    dist.barrier()
-    model.save_parallelized(tmp_path / "three")
-    assert Manifest.read(tmp_path / "three").save_id != first
-    dist.barrier()
-    fresh = tiny(MPU(tensor_parallel_size=3))
-    fresh.from_parallelized(tmp_path / "three")
-    assert same(local(fresh), local(model))
-
-
-@pooled(world_size=2)
-def test_a_model_inside_a_users_module_and_inside_ddp(tmp_path):
-    mpu = MPU(tensor_parallel_size=2)
-
-    class Users(nn.Module):
-        def __init__(self, seed: int) -> None:
-            super().__init__()
-            self.inner = TinyModel(TinyConfig(), seed)
-            self.extra = nn.Linear(2, 2)
-
-    def build(seed: int) -> Users:
-        from autopar.plan.plan import Plan, TensorPlan
-
-        model = Users(seed)
-        extra = {
-            name: TensorPlan(name, tuple(p.shape), "float32")
-            for name in ("extra.weight", "extra.bias")
-            for p in [model.get_parameter(name)]
-        }
-        plan = Plan(2, "tiny", "tiny.yaml", {**make_plan(2, "inner.").tensors, **extra}, {})
-        shard(model, plan, mpu.tp.rank)
-        attach(model, plan, mpu, model.inner, "inner")
-        return model
-
-    model, other = build(0), build(1)
-    dist.broadcast(model.extra.weight.data, 0)
-    dist.broadcast(model.extra.bias.data, 0)
-    dp = dist.new_group([mpu.rank], use_local_synchronization=True)
-    engine = nn.parallel.DistributedDataParallel(model, process_group=dp)
-    engine.module.save_parallelized(tmp_path / "ckpt")
-    other.from_parallelized(tmp_path / "ckpt")
-    assert same(local(other), local(model))
-    assert "extra.weight" in Manifest.read(tmp_path / "ckpt").tensors
-    model.save_parallelized(tmp_path / "merged", merge_checkpoints=True)
-    merged = load_file(tmp_path / "merged" / "model.safetensors")
-    assert set(merged) == set(plain(0)), "the user's own weights are no part of the Hugging Face checkpoint"
-    assert Manifest.read(tmp_path / "ckpt").total_parameters() == TinyModel(TinyConfig()).num_parameters()
-
-
-@pooled(world_size=1)
-def test_a_deep_copy_saves_itself(tmp_path):
-    model = tiny(MPU())
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        twin.gate.zero_()
-    twin.save_parallelized(tmp_path / "twin")
-    model.save_parallelized(tmp_path / "model")
-    files = [load_file(tmp_path / name / "model-tp0-pp0.safetensors")["gate"] for name in ("twin", "model")]
-    assert not files[0].any() and torch.equal(files[1], model.gate)
-    assert twin.from_parallelized(tmp_path / "model") is twin
-    assert torch.equal(twin.gate, model.gate) and twin.gate is not model.gate
-    detach(model)
-    assert not hasattr(model, "save_parallelized") and not hasattr(model, "_autopar_checkpoint")
-    twin.save_parallelized(tmp_path / "twin")
 
 
 @distributed(world_size=1)
@@ -201,3 +83,83 @@ def test_the_tokenizers_files_come_along(tmp_path):
         merge_checkpoint(shards, tmp_path / "merged")
         for folder in (shards, whole, tmp_path / "merged"):
             assert (folder / "tokenizer.json").read_text() == "words"
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+@pooled(world_size=1)
+def test_an_optimizer_around_another_one_is_refused(tmp_path):
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.inner = inner
+            super().__init__(inner.param_groups[0]["params"], {})
+
+    model = tiny(MPU())
+    inner = torch.optim.AdamW(model.parameters())
+    one_step(model, inner)
+    for call in (model.save_parallelized, model.from_parallelized):
+        model.save_parallelized(tmp_path / "ckpt", optimizer=inner)
+        with pytest.raises(CheckpointError, match=r"Wrapper wraps a AdamW \(its attribute 'inner'\)"):
+            call(tmp_path / "ckpt", optimizer=Wrapper(inner))
+
+
+@pooled(world_size=1)
+def test_views_that_are_read_another_way_keep_their_values(tmp_path):
+    model = tiny(MPU())
+    value = torch.tensor([1 + 2j]).conj()
+    model.save_parallelized(tmp_path / "ckpt", extra={"conj": value, "neg": value.imag})
+    found: dict[str, torch.Tensor] = {}
+    model.from_parallelized(tmp_path / "ckpt", extra=found)
+    assert found["conj"].tolist() == [1 - 2j] and found["neg"].tolist() == [-2]
+
+
+@pooled(world_size=1)
+def test_another_scheduler_changes_nothing(tmp_path):
+    model = tiny(MPU())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.save_parallelized(tmp_path / "ckpt", lr_scheduler=LambdaLR(optimizer, lambda step: 1.0))
+    with torch.no_grad():
+        model.embed.weight.add_(1)
+    before = local(model)
+    other = CosineAnnealingLR(optimizer, 5)
+    for scheduler in (other, SequentialLR(optimizer, [other, other], [3])):
+        with pytest.raises(CheckpointError, match="holds the state of a LambdaLR, lr_scheduler= is a"):
+            model.from_parallelized(tmp_path / "ckpt", lr_scheduler=scheduler)
+        assert same(local(model), before)
+
+
+@pooled(world_size=2)
+def test_replicas_whose_optimizers_differ_are_refused_when_saving(tmp_path):
+    """What could not be loaded is not saved: the only optimizer that has stepped is not the one that writes."""
+    mpu = MPU()
+    model = tiny(mpu)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if mpu.rank == 1:
+        one_step(model, optimizer)
+    with raises_everywhere(CheckpointError):
+        model.save_parallelized(tmp_path / "ckpt", optimizer=optimizer)
+    assert not (tmp_path / "ckpt").exists()
+
+
+@pooled(world_size=1)
+def test_a_generation_config_that_transformers_refuses_does_not_stop_a_save(tmp_path):
+    model = parallel(gpt2(), 1)
+    model.generation_config.do_sample = False
+    model.generation_config.temperature = 0.3
+    with pytest.warns(UserWarning, match="generation_config.json is not saved"):
+        model.save_parallelized(tmp_path / "ckpt")
+    assert not (tmp_path / "ckpt" / "generation_config.json").exists()
+    assert json.loads((tmp_path / "ckpt" / "config.json").read_text())["model_type"] == "gpt2"
+
+
+@pooled(world_size=1)
+def test_inside_inference_mode(tmp_path):
+    model = tiny(MPU())
+    model.save_parallelized(tmp_path / "ckpt")
+    with torch.inference_mode(), pytest.raises(CheckpointError, match=r"inside torch.inference_mode"):
+        model.from_parallelized(tmp_path / "ckpt")

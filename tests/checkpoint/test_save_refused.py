@@ -1,11 +1,13 @@
-"""Real ranks fail to save, all of them, and the previous checkpoint stays."""
+"""Real ranks fail to save or to load, all of them; the previous checkpoint and the model stay."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,11 @@ from torch import nn
 
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
+from autopar.layout import Block, Layout
+from autopar.plan.plan import TensorPlan
 from autopar.storage.safetensors_io import SafetensorsWriter
 from tests.checkpoint.refusals import refusals
-from tests.checkpoint.tiny import local, same, tiny
+from tests.checkpoint.tiny import TinyConfig, TinyModel, local, make_plan, same, save_alone, tiny, with_layout
 from tests.pool import pooled
 from tests.worlds import spawn
 
@@ -48,14 +52,11 @@ def _wrong_saves(folder: Path, mpu: MPU, model: Any) -> list[tuple[dict[str, obj
         ({"save_directory": x, "directory": x}, f"save_parallelized got directory='{x}' and save_directory='{x}', which"
                                                 " are the same argument: pass one"),
         ({}, "directory=None must be a path"),
-        ({"save_directory": x, "save_function": torch.save}, "does not take save_function=<function>: files are "
-                                                             "safetensors; merge_checkpoints=True, format='bin'"),
-        ({"save_directory": x, "state_dict": model.state_dict()}, "take state_dict=<PartialStateDict>: the tensors"),
-        ({"directory": x, "is_main_process": mpu.rank == 0}, "is_main_process=True: leave it out: every rank calls it"),
-        ({"directory": x, "push_to_hub": True}, "push_to_hub=True needs merge_checkpoints=True and async_save=False"),
-        ({"directory": x, "token": "hf"}, "does not take token='hf': it goes together with push_to_hub=True"),
-        ({"directory": x, "safe_serialization": False}, "use merge_checkpoints=True, format='bin'"),
-        ({"directory": x, "scheduler": 3}, "does not take scheduler=3: its name here is lr_scheduler"),
+        ({"save_directory": x, "save_function": torch.save}, "does not take save_function=<function>; it always works"),
+        ({"save_directory": x, "state_dict": model.state_dict()}, "does not take state_dict=<PartialStateDict>"),
+        ({"directory": x, "push_to_hub": True}, "not take push_to_hub=True; it always works as with push_to_hub=False"),
+        ({"directory": x, "safe_serialization": False}, "does not take safe_serialization=False"),
+        ({"directory": x, "scheduler": 3}, "has no argument 'scheduler'. Did you mean 'lr_scheduler'?"),
         ({"directory": x, "max_shard_sise": 3}, "has no argument 'max_shard_sise'. Did you mean 'max_shard_size'?"),
         ({"directory": x, **({"optimiser": 3} if mpu.rank == 1 else {})}, "'optimiser'. Did you mean 'optimizer'?"),
         ({"directory": x, "tokenizer": 3}, "tokenizer= must have save_pretrained, which a int has not"),
@@ -67,6 +68,8 @@ def _wrong_saves(folder: Path, mpu: MPU, model: Any) -> list[tuple[dict[str, obj
         ({"directory": x, "merge_checkpoints": True, "format": "gguf"},
          "format='gguf' must be one of 'safetensors', 'bin'"),
         ({"directory": x, "format": "bin"}, "needs merge_checkpoints=True"),
+        ({"directory": x, "async_save": "yes"}, "async_save='yes' must be True or False"),
+        ({"directory": x, "async_save": True, "extra": {"f": print}}, "extra.f"),
         ({"directory": x, "timeout": 0}, "timeout=0 must be"),
         ({"directory": x, "timeout": True}, "timeout=True must be"),
         ({"directory": x, "timeout": "1"}, "timeout='1' must be"),
@@ -115,7 +118,7 @@ def test_wrong_arguments(tmp_path):
             ({"directory": x, "path": x}, "got directory="),
             (
                 {"path": x, "device_map": "auto"},
-                "from_parallelized does not take device_map='auto': it fills this model in",
+                "from_parallelized does not take device_map='auto'",
             ),
             ({"path": x, "verfy": False}, "has no argument 'verfy'. Did you mean 'verify'?"),
         ):
@@ -179,7 +182,7 @@ ROWS: list[tuple[str, Callable[[pytest.MonkeyPatch, Any], None], dict[str, bool]
     ("a full disk while merging", _full_disk, {"merge_checkpoints": True}, FULL),
     ("a config that cannot be saved", _config, {}, ("TypeError",)),
     ("a folder that is not shared", _not_shared, {}, ("rank 1 does not see rank 0's files",)),
-    ("a folder that was removed", _removed, {}, ("was removed by another program while this save was writing",)),
+    ("a folder that was removed", _removed, {}, ("was removed by another program",)),
 ]
 
 
@@ -242,3 +245,115 @@ def test_a_rank_killed_in_the_middle_of_a_save(tmp_path, victim, merge):
     assert not any((tmp_path / name / "autopar.json").exists() for name in left)
     spawn(__name__, "load_old", 2, 60, (str(folder),))
     assert os.listdir(tmp_path) == ["ckpt"]
+
+
+Tensors = Mapping[str, TensorPlan]
+
+
+SHARD = "model-tp1-pp0.safetensors"
+
+
+def _swap(folder: Path) -> None:
+    other = folder / SHARD.replace("tp1", "tp0")
+    content = other.read_bytes()
+    shutil.copy(folder / SHARD, other)
+    (folder / SHARD).write_bytes(content)
+
+
+def _mix(folder: Path) -> None:
+    new = folder.with_name("of another save")
+    save_alone(new, 2, 2, save_id="ff")
+    shutil.copy(new / SHARD, folder)
+
+
+def _flip(folder: Path) -> None:
+    data = bytearray((folder / SHARD).read_bytes())
+    data[-5] ^= 2
+    (folder / SHARD).write_bytes(data)
+
+
+DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [  # name of the folder, what is done to it, what is said
+    ("truncated", lambda f: os.truncate(f / SHARD, 700), f"{SHARD} is truncated or overwritten: it has 700 bytes"),
+    (
+        "missing",
+        lambda f: os.remove(f / SHARD),
+        f"missing is incomplete: 1 of 2 shards found, {SHARD} is missing",
+    ),
+    ("swapped", _swap, f"model-tp0-pp0.safetensors was saved as {SHARD}"),
+    ("mixed", _mix, f"{SHARD} belongs to another save"),
+    ("flipped", _flip, f"{SHARD} is damaged"),
+    ("garbage", lambda f: (f / "autopar.json").write_text("{"), "autopar.json is no manifest"),
+    ("chkpt", shutil.rmtree, "does not exist. Did you mean 'ckpt'?"),
+]
+
+
+def _other_shape(model: Any, tensors: Tensors) -> Tensors:
+    model.gate = nn.Parameter(torch.zeros(4 if model._autopar_checkpoint.mpu.tp.rank == 0 else 3, 2, dtype=torch.half))
+    return {**tensors, "gate": replace(tensors["gate"], shape=(7, 2))}
+
+
+def _other_name(model: Any, tensors: Tensors) -> Tensors:
+    model.gait, model.gate = model.gate, None
+    return {("gait" if n == "gate" else n): replace(t, name="gait") if n == "gate" else t for n, t in tensors.items()}
+
+
+def _other_type(model: Any, tensors: Tensors) -> Tensors:
+    model.step.data = model.step.data.float()
+    return tensors
+
+
+MODELS: list[tuple[Callable[[Any, Tensors], Tensors], tuple[str, ...]]] = [
+    (_other_shape, ("gate has shape [7, 3] in", "and [7, 2] in the model")),
+    (
+        _other_name,
+        ("1 missing, 1 unexpected", "Missing in the checkpoint: gait. Did you mean 'gate'?", "Unexpected: gate"),
+    ),
+    (_other_type, ("step is int64 in", "and float32 in the model")),
+]
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_checkpoints_that_do_not_fit_change_nothing(tmp_path):
+    mpu = MPU(tensor_parallel_size=2)
+    model = tiny(mpu)
+    before = local(model)
+    tiny(mpu, seed=1).save_parallelized(tmp_path / "ckpt")
+    if mpu.rank == 0:
+        for name, damage, _ in DAMAGES:
+            damage(Path(shutil.copytree(tmp_path / "ckpt", tmp_path / name)))
+    dist.barrier()
+    with refusals(lambda: same(local(model), before)) as refuse:
+        for name, _, message in DAMAGES:
+            refuse(name, message, model.from_parallelized, tmp_path / name)
+    if mpu.rank == 1:  # a node with its own disk
+        shutil.copytree(tmp_path / "ckpt", tmp_path / "mine")
+    dist.barrier()
+    model.from_parallelized(tmp_path / "ckpt")
+    assert same(local(model), local(tiny(mpu, seed=1)))
+    with refusals(lambda: same(local(model), before)) as refuse:
+        for change, messages in MODELS:
+            model, plan = tiny(mpu), make_plan(2)
+            plan = replace(plan, tensors=change(model, plan.tensors))
+            model._autopar_checkpoint = replace(model._autopar_checkpoint, plan=plan)
+            before = local(model)
+            refuse(change.__name__, messages, model.from_parallelized, tmp_path / "ckpt")
+
+
+@pooled(world_size=2)
+def test_a_model_that_is_shared_out_differently_takes_its_own_ranges(tmp_path):
+    """Even where the local shapes are the same and the units are others: interleaved instead of side by side."""
+    mpu = MPU(tensor_parallel_size=2)
+    tiny(mpu, seed=1).save_parallelized(tmp_path / "ckpt")
+    full = TinyModel(TinyConfig(), seed=1).proj.weight.data
+    uneven = Layout.of(1, [Block("heads", 6, 2, ((0, 2), (2, 6)))])
+    interleaved = Layout.of(1, [Block("heads", 2, 3, ((0, 1), (1, 2))), Block("heads", 2, 3, ((0, 1), (1, 2)))])
+    for layout in (uneven, interleaved):
+        model = tiny(mpu)
+        plan = with_layout(make_plan(2), "proj.weight", layout)
+        model.proj.weight.data = layout.shard(torch.zeros_like(full), mpu.tp.rank)
+        model._autopar_checkpoint = replace(model._autopar_checkpoint, plan=plan)
+        model.from_parallelized(tmp_path / "ckpt")
+        assert torch.equal(model.proj.weight, layout.shard(full, mpu.tp.rank))
+        assert torch.equal(model.gate, tiny(mpu, seed=1).gate)
+    assert full[:, :6].shape == model.proj.weight.shape and not torch.equal(full[:, :6], model.proj.weight)

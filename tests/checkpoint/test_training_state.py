@@ -15,11 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2LMHeadModel, get_linear_schedule_with_warmup
 
 import autopar
-from autopar.checkpoint import Manifest
 from autopar.errors import CheckpointError, ConfigError
 from tests.checkpoint.test_plain_data import same
 from tests.pool import pooled
-from tests.small import gpt2, llama, parallel
+from tests.small import gpt2, parallel
 from tests.worlds import raises_everywhere
 
 DROPOUT = {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
@@ -90,59 +89,6 @@ def bit_exact(folder: Path, tp: int, build: Callable[[], Any], make: Any = None)
 @pooled(world_size=4)
 def test_resumed_on_the_same_mesh_it_is_bit_for_bit_the_same_run_with_dropout(tmp_path):
     bit_exact(tmp_path / "2x2", 2, lambda **more: gpt2(**{**DROPOUT, **more}))
-    bit_exact(tmp_path / "4x1", 4, lambda **more: gpt2(**{**DROPOUT, **more}))
-    bit_exact(tmp_path / "1x4", 1, lambda **more: gpt2(**{**DROPOUT, **more}))
-
-
-@pooled(world_size=4)
-def test_without_its_random_states_dropout_would_be_another(tmp_path):
-    """The test above could not fail otherwise."""
-    run = Run(2, lambda: gpt2(**DROPOUT), seed=1)
-    run.step(0)
-    run.model.save_parallelized(tmp_path / "ckpt")
-    run.save(tmp_path / "all")
-    assert "random_states" not in Manifest.read(tmp_path / "ckpt").training
-    assert len(Manifest.read(tmp_path / "all").training["random_states"]) == 4
-    expected = run.step(1)
-    resumed = Run(2, lambda: gpt2(**DROPOUT), seed=1)
-    resumed.model.from_parallelized(tmp_path / "ckpt")
-    torch.manual_seed(5)
-    assert resumed.step(1) != expected
-
-
-@pytest.mark.tier("all")
-@pooled(world_size=4)
-def test_resumed_on_another_mesh_the_losses_go_on(tmp_path):
-    for build in (gpt2, llama):
-        for old in (2, 4, 1):
-            run = Run(old, build, seed=1)
-            for number in range(10):
-                run.step(number)
-            folder = tmp_path / f"{build.__name__}-{old}"
-            run.save(folder)
-            expected = [run.step(number) for number in range(10, 20)]
-            for new in {1, 2, 4} - {old}:
-                resumed = Run(new, build, seed=5)
-                resumed.load(folder)
-                losses = [resumed.step(number) for number in range(10, 20)]
-                worst = max(abs(one - other) for one, other in zip(losses, expected, strict=True))
-                assert worst < 1e-5, f"{build.__name__} from tp {old} to {new}: off by {worst:.2e}"
-            assert max(expected) - min(expected) > 1e-2
-
-
-@pytest.mark.tier("test")
-@pooled(world_size=2)
-def test_a_wrong_momentum_would_be_noticed(tmp_path):
-    """How far losses are off when the moments are not loaded: far more than 1e-5."""
-    run = Run(2, gpt2, seed=1)
-    for number in range(10):
-        run.step(number)
-    run.save(tmp_path / "ckpt")
-    expected = [run.step(number) for number in range(10, 20)]
-    resumed = Run(1, gpt2, seed=5)
-    resumed.model.from_parallelized(tmp_path / "ckpt", lr_scheduler=resumed.scheduler)
-    losses = [resumed.step(number) for number in range(10, 20)]
-    assert max(abs(one - other) for one, other in zip(losses, expected, strict=True)) > 1e-3
 
 
 def extra_of_the_user() -> dict[str, Any]:
@@ -195,7 +141,7 @@ def test_what_was_not_saved_cannot_be_loaded_and_nothing_changes(tmp_path):
     for what, message in (
         ({"optimizer": 3}, "optimizer=3 must be a torch.optim.Optimizer"),
         ({"lr_scheduler": 3}, "lr_scheduler=3 has no load_state_dict"),
-        ({"extra": 3}, "extra= must be a dict"),
+        ({"extra": 3}, "extra=3 must be a dict"),
         ({"optimizer": run.optimizer if run.model.mpu.rank else None}, "without optimizer="),
     ):
         with raises_everywhere(CheckpointError, message):
