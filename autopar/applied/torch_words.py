@@ -11,7 +11,6 @@ from torch.distributed import tensor as dtensor
 
 from autopar.applied.state import Parallelized
 from autopar.errors import AutoparError
-from autopar.tensor_parallel.parameter_marks import describe_stage, shards_named
 
 _DTENSOR = ("DTensor", "Sharding propagation failed", "sharding strategy")
 _COPIES, _UNUSED = "FSDP does not support deepcopy", "appears to not have been used in the graph"
@@ -22,16 +21,14 @@ _FILES = dtensor.__file__.rpartition("/")[0] + "/"
 
 def explained(model: nn.Module, state: Parallelized) -> Callable[[BaseException], str | None]:
     """Return a function that returns what to add to an error, or None. It holds model and state weakly."""
-    sizes, of, its = shards_named(model), weakref.ref(model), weakref.ref(state)
+    of, its = weakref.ref(model), weakref.ref(state)
 
     def explain(error: BaseException) -> str | None:
         model, state = of(), its()
         if model is None or state is None or isinstance(error, AutoparError):
             return None
         note = _of_dtensors(error, state.config.zero_stage) if state.config.fully_sharded else None
-        if note is None and state.stages.ranks > 1:
-            note = sizes(error) or _of_stages(error, describe_stage(model, state.stages, state.mpu))
-        return note or sizes(error)
+        return note or (_of_stages(error, _held(model, state)) if state.stages.ranks > 1 else None)
 
     return explain
 
@@ -65,6 +62,15 @@ def _comes_from(error: BaseException, files: str) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace is not None and trace.tb_frame.f_code.co_filename.startswith(files)
+
+
+def _held(model: nn.Module, state: Parallelized) -> str:
+    """Return which stages this rank holds, and how many of the parameters."""
+    here, values = len(list(model.parameters())), (value for m in model.modules() for value in vars(m).values())
+    gone = {value.weight_name for value in values if hasattr(value, "weight_name")}  # what stands for other stages'
+    own = state.stages.stages_on(state.mpu.pp.rank)
+    which = f"stage{'s' if len(own) > 1 else ''} {' and '.join(map(str, own))} of {state.stages.stages}"
+    return f"this rank holds {which}: {here} of {here + len(gone)} parameters"
 
 
 def _of_stages(error: BaseException, held: str) -> str | None:

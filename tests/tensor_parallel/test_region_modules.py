@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from autopar.errors import PolicyError
-from autopar.tensor_parallel.region_modules import with_inputs
 from tests.parity import check
 from tests.pool import pooled
 from tests.tensor_parallel.toys import Toy, ToyConfig, batches, checked_plan, filled, share, toy, toy_policy
@@ -329,7 +328,7 @@ def test_an_argument_that_is_exact_repeated_or_the_same_for_all() -> None:
     for other in (whole[:1], torch.zeros(6)):
         assert layer._shard_input(other, planned.layout) is other
     for other in (None, "text", 3):
-        _, given = with_inputs(type(layer), (planned,), (), {planned.name: other}, layer._shard_input)
+        _, given = layer._with_inputs((planned,), (), {planned.name: other})
         assert given == {planned.name: other}
 
 

@@ -383,6 +383,7 @@ def kept(model: Any, places: list[str], kind: str, *, every: bool) -> list[torch
         "before": lambda module, args, kwargs: keep([*args, *kwargs.values()]),
     }
     ours = {id(module) for module in model.model.modules()}
+    sharded = [each for layer in model.model.layers for each in (layer.mlp.act_fn, layer.mlp.down_proj)]
     handles = []
     if every:
         inner = ours - {id(model.model)}
@@ -392,9 +393,10 @@ def kept(model: Any, places: list[str], kind: str, *, every: bool) -> list[torch
     for module in map(model.model.get_submodule, places):
         handles += [
             module.register_forward_hook(hooks["made"]),
-            module.register_forward_hook(hooks["given"], with_kwargs=True),
             module.register_forward_pre_hook(hooks["before"], with_kwargs=True),
         ]
+        if module not in sharded:  # elsewhere a forward hook gets a copy of the input
+            handles.append(module.register_forward_hook(hooks["given"], with_kwargs=True))
     for batch in language_batches(131):
         tensors.clear()
         loss = model(**batch, use_cache=False).loss / 2
