@@ -53,17 +53,6 @@ def test_another_base_is_named(form: str, tmp_path: Path) -> None:
     assert f"It was {model.get_base_model().config._name_or_path.rpartition('/')[0]}" in said
 
 
-@pooled(world_size=2)
-@pytest.mark.tier("all")
-def test_kv_heads_that_several_ranks_hold_count_once(tmp_path: Path) -> None:
-    folder = str(tmp_path / "saved")
-    autopar.initialize(adapted("nf4", "qwen3"), {"tp": 2}).save_parallelized(folder)
-    model = autopar.initialize(adapted("nf4", "qwen3"), {})
-    assert model.get_base_model().model.layers[0].self_attn.k_proj.out_features == 64
-    said = messages(lambda: model.from_parallelized(folder))
-    assert said == [], said
-
-
 @contextlib.contextmanager
 def patched_shape(model: Any) -> Iterator[None]:
     """Let a model of the same names have one wider quantized layer."""
