@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from typing import Any
 
 import torch
@@ -59,15 +58,15 @@ def apply(model: nn.Module, plan: RowPlan, axis: Axis, method: str, *, gather_lo
         for place, path in enumerate(blocks):
             ends = (number, place == 0, place == len(blocks) - 1)
             swap(modules[path], BlockBoundary, _autopar_rows=state, _autopar_place=ends)
-    for path, own in plan.own.items():
-        swap(modules[path], OwnRows, _autopar_rows=state, _autopar_own=(path, own))
+    for path in plan.own:
+        swap(modules[path], OwnRows, _autopar_rows=state, _autopar_own=path)
     for module in callable_alone(model):
         module.register_forward_pre_hook(BeforeRows(state, module is model), with_kwargs=True)
         module.register_forward_hook(AfterRows(state), always_call=True)
     found = (hook for module in callable_alone(model) for _, _, hook in forward_hooks(module))
     for hook in (hook for hook in found if isinstance(hook, BeforeForward)):
         hook.whole_hooks = hook.whole_hooks or WholeHooks(hook.region.axis)
-        hook.whole_hooks.over_rows = state
+        hook.whole_hooks.refuse = state.refuse_hooks
     if plan.head is not None:
         modules[plan.head].register_forward_pre_hook(BeforeHead(state))
         modules[plan.head].register_forward_hook(AfterHead(state))
@@ -142,9 +141,6 @@ class AfterRows:
     def __call__(self, model: Any, args: Any, output: Any) -> Any:
         state = self.state
         state.running = max(state.running - 1, 0)
-        error = sys.exc_info()[1] if output is None else None
-        if state.cutting and state.running == 0 and isinstance(error, IndexError | RuntimeError | ValueError):
-            _explain(error, state)
         if state.cutting and isinstance(output, dict):
             output = _joined(output, state, outermost=state.running == 0)
         if state.cutting and state.running == 0:
@@ -152,18 +148,6 @@ class AfterRows:
         if state.running == 0:
             state.finish(failed=output is None)
         return output
-
-
-def _explain(error: Exception, state: RowState) -> None:
-    """Say beside an error of shapes that blocks had rows: inputs may lead where no rehearsal came."""
-    lengths = ", ".join(f"{layout.local_size(state.axis.rank)} of {layout.size}" for layout in state.layouts())
-    if not lengths:
-        return  # in front of the blocks
-    error.add_note(
-        f"context_parallel_size={state.axis.size}: the blocks had {lengths} rows of the sequence on this rank. "
-        "Inputs that the rehearsal of initialize\n  did not have (images, sound) may need all rows there: then use "
-        "tensor_parallel_size, or sequence_parallel."
-    )
 
 
 def _joined(output: Any, state: RowState, *, outermost: bool) -> Any:

@@ -9,8 +9,7 @@ blocks (:mod:`autopar.context_parallel.apply`). With ``n`` ranks of the axis:
   condition on the number of heads. Keys that no query sees are left out. Under plain causal attention a run of rows
   needs the keys up to its last row, and no more: with zigzag rows that is as much on every rank. No table of rows by
   rows is made: long runs are computed some queries at a time, and again in the backward pass, so that no more than the
-  mask of one piece exists. Under a mask that the model made (windows, documents, padding) a run needs the keys from the
-  first to the last one that it lets through.
+  mask of one piece exists.
 
 In both the mask is whole on each rank, made by the model's own code; none is ever replaced by a flag.
 """
@@ -128,7 +127,7 @@ def attention_over_rows(
     if not crosses:
         key, value = (gather_sum(x, state.axis, 2, layout) for x in (key, value))
         call = call._replace(key=key, value=value)
-    return _with_whole_keys(state, layout, name, call, crosses), None
+    return _with_whole_keys(layout, state.axis.rank, name, call, crosses), None
 
 
 def plain_attention(module: nn.Module) -> tuple[str, Callable[..., Any]]:
@@ -224,8 +223,8 @@ def _narrowed(module: nn.Module, layout: Layout, rank: int, groups: int) -> Iter
 # -- keys of all rows ---------------------------------------------------------------------------------------------
 
 
-def _with_whole_keys(state: RowState, rows: Layout, name: str, call: _Call, crosses: bool) -> torch.Tensor:
-    rank, mask = state.axis.rank, call.mask
+def _with_whole_keys(rows: Layout, rank: int, name: str, call: _Call, crosses: bool) -> torch.Tensor:
+    mask = call.mask
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 4):
         kind = f"{list(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise ConfigError(
@@ -246,9 +245,6 @@ def _with_whole_keys(state: RowState, rows: Layout, name: str, call: _Call, cros
     given |= biases
     if "is_causal" in given or name != "eager":
         given["is_causal"] = False
-    square = mask is not None and mask.shape[2:] == (rows.size, call.key.shape[2])
-    if square and not biases and not crosses and call.query.device.type == "cpu":  # looking at a mask makes a GPU wait
-        return _masked_attention(call._replace(given=given), rows.ranges(rank), state.seen_keys)
     return call._replace(mask=_of_rows(mask, rows, rank), given=given).made()
 
 
@@ -290,39 +286,6 @@ def _causal_attention(call: _Call, rows: Layout, rank: int) -> torch.Tensor:
         given = (queries, call.key[:, :, :stop], call.value[:, :, :stop], start, stop)
         found.append(checkpoint(attend, *given, use_reentrant=False) if again else attend(*given))
     return torch.cat(found, 1) if len(found) > 1 else found[0]
-
-
-def _masked_attention(
-    call: _Call, runs: tuple[tuple[int, int], ...], known: dict[tuple[int, int], tuple[torch.Tensor, int, int]]
-) -> torch.Tensor:
-    """Compute attention to the keys that each run of own rows sees in the mask of all rows.
-
-    Args:
-        known: filled with the keys that are seen, by mask and run: blocks share masks.
-    """
-    found, place, mask = [], 0, call.mask
-    for low, high in runs:
-        of_run, name = mask[:, :, low:high], (id(mask), low)
-        if name not in known:
-            known[name] = (mask, *seen_keys(of_run))
-        _, start, stop = known[name]
-        queries = call.query[:, :, place : place + high - low]
-        keys, values = call.key[:, :, start:stop], call.value[:, :, start:stop]
-        found.append(call._replace(query=queries, key=keys, value=values, mask=of_run[..., start:stop]).made())
-        place += high - low
-    return torch.cat(found, 1) if len(found) > 1 else found[0]
-
-
-def seen_keys(mask: torch.Tensor) -> tuple[int, int]:
-    """Return the first key that some row of ``[batch, heads, rows, keys]`` sees, and the one behind the last.
-
-    All keys, if a row sees none: what its softmax makes of that depends on all of them.
-    """
-    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
-    keys = seen.any(2).any(0).any(0).nonzero()  # [keys that are seen, 1]
-    if not keys.numel() or not bool(seen.any(-1).all()):
-        return 0, mask.shape[-1]
-    return int(keys[0]), int(keys[-1]) + 1
 
 
 def _pieces(runs: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int, int]]:

@@ -1,156 +1,73 @@
 """The boundaries of a list of blocks: the sequence is cut into rows before the first one, and joined behind the last.
 
 Everything before the first block is the model's own and sees the whole sequence: positions, masks, documents, and
-embeddings, which may be rows behind the scenes (:mod:`autopar.context_parallel.lazy_rows`). A block gets this rank's
+embeddings, which may be lazy tensors (:mod:`autopar.context_parallel.lazy_rows`). A block gets this rank's
 rows of the hidden states and of whatever else has a row for each position; masks stay whole. Modules that need all
 rows gather them, and keep their own of what they return.
 
-Modules before the blocks may compute this rank's rows only: embeddings, and rotary angles of positions. The dry run
-finds them: their operations treat rows apart, and what they return reaches the blocks through operations that do. They
-return lazy tensors.
+Embeddings before the blocks may look up this rank's rows only, and return lazy tensors. The dry run finds them: what
+they return reaches the blocks through operations that treat rows apart.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from autopar.context_parallel.handed_states import StatesOfRank, own_arguments, place_of, with_states
-from autopar.context_parallel.lazy_rows import LazyRows, MadeOf, lazy_rows, whole_tensors
+from autopar.context_parallel.handed_states import StatesOfRank, own_arguments, with_states
+from autopar.context_parallel.lazy_rows import LazyRows, lazy_rows, whole_tensors
 from autopar.context_parallel.rows import join
-from autopar.context_parallel.state import OwnModule, RowState, WholeModule
+from autopar.context_parallel.state import RowState, WholeModule
 from autopar.distributed.collectives import all_gather
 from autopar.errors import ConfigError
-from autopar.foreign.tensors import keystr, tree_flatten, tree_flatten_with_path, tree_map_with_path, tree_unflatten
+from autopar.foreign.tensors import keystr, tree_flatten_with_path, tree_map_with_path, tree_unflatten
 from autopar.foreign.transformers import recompute_function
 from autopar.layout import Layout
-from autopar.tensor_parallel.sequence_parallel import argument_names
+from autopar.tensor_parallel.sequence_parallel import argument_names, change_given, given_by_name
 from autopar.tensor_tracking import tensors_in
 
 
 def may_own_rows(module: nn.Module) -> bool:
-    """Check whether a module in front of the blocks may treat rows apart: an embedding, or a function of positions."""
-    if isinstance(module, nn.Embedding):
-        return module.max_norm is None and not module.scale_grad_by_freq
-    alone = next(module.children(), None) is None and next(module.parameters(), None) is None
-    return alone and next(module.buffers(), None) is not None
+    """Check whether a module in front of the blocks is an embedding that looks up each row by itself, and no more."""
+    plain = isinstance(module, nn.Embedding) and module.max_norm is None and not module.scale_grad_by_freq
+    return plain and len(argument_names(module)) == 1
 
 
 class OwnRows:
-    """Class before that of a module in front of the blocks: it computes this rank's rows.
+    """Class before that of an embedding in front of the blocks: it looks up this rank's rows of ids, ``[batch, rows]``.
 
     Attributes:
-        _autopar_own: its path, and where its arguments and outputs hold rows.
+        _autopar_own: its path.
     """
 
+    num_embeddings: int
     _autopar_rows: RowState
-    _autopar_own: tuple[str, OwnModule]
+    _autopar_own: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        state, (path, where) = self._autopar_rows, self._autopar_own
-        plain = functools.partial(super().forward, *args, **kwargs)  # type: ignore[misc]
-        rows = _rows_of((args, kwargs), where, state) if state.cutting else None
-        if rows is None:
-            return plain()
-        try:
-            mine, named = _cut((args, kwargs), where, rows, state)
-            out = super().forward(*mine, **named)  # type: ignore[misc]
-        except Exception:
-            if state.tracking is None:
-                raise
-            state.spoiled.add(path)
-            return plain()
-        made_of = [x for _, x in _tensors((args, kwargs))] + [*self.parameters(), *self.buffers()]  # type: ignore[attr-defined]
-        return _lazy(out, path, where, rows, state, plain, made_of)
+        state, path = self._autopar_rows, self._autopar_own
+        ids = args[0] if len(args) == 1 and not kwargs else None
+        rows = self._rows_of(ids) if isinstance(ids, torch.Tensor) and ids.ndim == 2 else None
+        if ids is None or rows is None:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        own = super().forward(state.mark(rows.shard(ids, state.axis.rank, 1)))  # type: ignore[misc]
+        return lazy_rows(own, 1, rows, state, frozenset((path,)))
 
-
-def _tensors(values: Any) -> list[tuple[str, torch.Tensor]]:
-    return [(place_of(path, x), x) for path, x in tree_flatten_with_path(values)[0] if isinstance(x, torch.Tensor)]
-
-
-def _call(values: Any) -> str:
-    """Return which arguments a call has, and the numbers among them: they may count rows."""
-    numbers = [f"{keystr(path)}={x}" for path, x in tree_flatten_with_path(values)[0] if isinstance(x, int)]
-    return ", ".join([*(name for name, _ in _tensors(values)), *numbers])
-
-
-def _rows_of(values: Any, where: OwnModule, state: RowState) -> Layout | None:
-    """Return the rows of the sequence in the arguments; None if they are too few, or what the rehearsal did not see.
-
-    An id that is not in the table raises in the module, which all ranks are to do.
-    """
-    lengths, call = set[int](), _call(values)
-    if state.tracking is None and call not in where.calls:
-        return None
-    if call not in where.calls:
-        where.calls.append(call)
-    tensors = _tensors(values)
-    for name, x in tensors:
-        if state.tracking is not None:
-            whole = state.tracking.prime * state.axis.size
-            dims = [dim for dim, size in enumerate(x.shape) if size == whole]
-            where.inputs[name] = max(where.inputs.get(name, -1), dims[0] if len(dims) == 1 else -1)
-        dim = where.inputs[name]
-        lengths |= {x.shape[dim]} if dim >= 0 else set()
-        if where.entries and len(tensors) == 1 and x.device.type == "cpu" and x.numel():
-            low, high = (int(bound) for bound in torch.aminmax(x))
-            if low < 0 or high >= where.entries:
-                return None
-    if len(lengths) != 1:
-        return None
-    (length,) = lengths
-    if state.tracking is not None and length != state.tracking.prime * state.axis.size:
-        return None
-    return state.rows_of(length)
-
-
-def _cut(values: Any, where: OwnModule, rows: Layout, state: RowState) -> Any:
-    def own(path: Any, x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
-        dim = where.inputs[place_of(path, x)]
-        held = x.opened(rows, dim) if isinstance(x, LazyRows) else None
-        if held is not None:
-            return held
-        whole = x.whole() if isinstance(x, LazyRows) else x
-        return whole if dim < 0 else state.mark(rows.shard(whole, state.axis.rank, dim))
-
-    return tree_map_with_path(own, values)
-
-
-def _lazy(
-    out: Any, path: str, where: OwnModule, rows: Layout, state: RowState, plain: Callable[[], Any], made_of: list[Any]
-) -> Any:
-    """Wrap each output, which holds this rank's rows; the first read of one computes all of them in full."""
-
-    @functools.cache
-    def every() -> list[Any]:
-        return tree_flatten(plain())[0]
-
-    def again(place: int) -> Any:
-        return every()[place]
-
-    leaves, structure = tree_flatten_with_path(out)
-    made, own = [], rows.local_size(state.axis.rank)
-    for place, (name, x) in enumerate(leaves):
-        key = place_of(name, x) if isinstance(x, torch.Tensor) else ""
-        if state.tracking is not None:
-            dims = [dim for dim, size in enumerate(x.shape) if size == own] if state.tracking.holds_rows(x) else []
-            where.outputs[key] = dims[0] if len(dims) == 1 else -1
-        dim = where.outputs.get(key, -1)
-        if dim < 0 or x.shape[dim] != own:
-            state.spoiled.add(path)
-            return plain()
-        how = MadeOf(functools.partial(again, place), made_of)
-        made.append(lazy_rows(x, dim, rows, state, frozenset((path,)), how))
-    return tree_unflatten(made, structure)
+    def _rows_of(self, ids: torch.Tensor) -> Layout | None:
+        """Return which rows of ``ids`` each rank has; None if all ranks look up all of them."""
+        state, length = self._autopar_rows, ids.shape[1]
+        if not state.cutting or (state.tracking is not None and length != state.tracking.prime * state.axis.size):
+            return None
+        if ids.is_cpu and ids.numel():
+            low, high = (int(bound) for bound in torch.aminmax(ids))
+            if low < 0 or high >= self.num_embeddings:
+                return None  # raises in the module, on every rank
+        return state.rows_of(length)
 
 
 class BlockBoundary:
@@ -170,7 +87,7 @@ class BlockBoundary:
         if not state.cutting:
             state.check_recomputed()
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        named = _named(self, args, kwargs)
+        named = given_by_name(self, args, kwargs)
         hidden = next((name for name, x in named if isinstance(x, torch.Tensor)), "")
         if (first and number in state.inside) and not state.plan.between and state.tracking is not None:
             raise state.tracking.mixed("the first block runs a second time", between=True)
@@ -185,8 +102,8 @@ class BlockBoundary:
         if recompute is not None and not isinstance(recompute, Recomputed):
             _know_rows_again(self, state)
         whole = first or state.plan.between
-        values = [self._enter(name, value, layout, whole=whole or name != hidden) for name, value in named]
-        args, kwargs = tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+        enter = lambda name, x: self._enter(name, x, layout, whole=whole or name != hidden)  # noqa: E731
+        args, kwargs = change_given(self, args, kwargs, enter)
         out = super().__call__(*args, **kwargs)  # type: ignore[misc]
         keeps = state.keeping and number == len(state.plan.lists) - 1  # behind the last block come rows, up to the head
         if (last and not keeps) or state.plan.between:
@@ -221,10 +138,7 @@ def _own_rows(x: torch.Tensor, layout: Layout, dim: int, state: RowState) -> tor
     if not isinstance(x, LazyRows):
         return state.narrow(x, layout, dim)
     own = x.opened(layout, dim)
-    if own is None:
-        return state.narrow(x.whole(), layout, dim)
-    gathered = state.tracking is not None or (own.requires_grad and torch.is_grad_enabled())
-    return own if gathered else state.narrowed(own, x)
+    return state.narrow(x.whole(), layout, dim) if own is None else own
 
 
 def _place(name: str, x: torch.Tensor) -> str:
@@ -300,13 +214,6 @@ def _check_number(name: str, number: int, state: RowState) -> None:
         )
 
 
-def _named(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The arguments by name, in the order in which they were given."""
-    names = argument_names(block)
-    given = [(names[place] if place < len(names) else f"argument {place}", x) for place, x in enumerate(args)]
-    return [*given, *kwargs.items()]
-
-
 def _know_rows_again(block: Any, state: RowState) -> None:
     """Let a block be recomputed with its rows, and layers in it that are recomputed by themselves."""
     for module in block.modules():
@@ -354,13 +261,12 @@ class NeedsAllRows:
                 args, kwargs = with_states(self, own, where.states, states)
                 return states.behind(super().__call__(*args, **kwargs))  # type: ignore[misc]
         args, kwargs = self._gather((args, kwargs), state, number, layout, where)
-        with _uncut(state), contextlib.nullcontext() if state.tracking is None else state.tracking.paused():
-            if where.heads is None or not where.heads.fits(self):  # type: ignore[arg-type]
+        state.cutting = False
+        try:
+            with contextlib.nullcontext() if state.tracking is None else state.tracking.paused():
                 out = super().__call__(*args, **kwargs)  # type: ignore[misc]
-            else:
-                args, kwargs = where.heads.slice_inputs(type(self), args, kwargs, state.axis)
-                with where.heads.of_rank(self, state.axis):  # type: ignore[arg-type]
-                    out = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            state.cutting = True
         return _own_part(out, state, layout, where)
 
     def _gather(self, values: Any, state: RowState, number: int, layout: Layout, where: WholeModule) -> Any:
@@ -403,15 +309,6 @@ def gather_all(x: torch.Tensor, state: RowState, layout: Layout, dim: int) -> to
     return state.unmark(all_gather(x, state.axis, layout, dim))
 
 
-@contextmanager
-def _uncut(state: RowState) -> Iterator[None]:
-    state.cutting = False
-    try:
-        yield
-    finally:
-        state.cutting = True
-
-
 def _own_part(out: Any, state: RowState, layout: Layout, where: WholeModule) -> Any:
     leaves, structure = tree_flatten_with_path(out)
     kept = []
@@ -422,7 +319,6 @@ def _own_part(out: Any, state: RowState, layout: Layout, where: WholeModule) -> 
                 dims = [d for d, size in enumerate(x.shape) if size and size % layout.size == 0]
                 if len(dims) > 1:
                     state.tracking.mark_table(x)
-                    where.table = True
                 if len(dims) == 1:
                     where.outputs[name], where.shapes[name] = dims[0], tuple(x.shape)
             dim = where.outputs.get(name)

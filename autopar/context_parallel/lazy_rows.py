@@ -1,8 +1,7 @@
 """Lazy tensors under context parallelism: embeddings before the blocks, and logits after them.
 
-:class:`LazyRows` holds this rank's rows of an embedding, and computes the full tensor on any other use. It may be added
-to others, scaled, normed and projected, which is done to the rows, and the block boundary opens it. Any other operation
-gets the full tensor, which each rank computes by itself, as it would without context parallelism.
+:class:`LazyRows` holds this rank's rows of embeddings. They may be added to others, scaled, normed and projected, which
+is done to the rows, and the block boundary opens them. Any other operation gets the full tensor, gathered.
 
 :class:`RowsOfLogits` holds this rank's rows of logits. A loss takes ``[batch, rows, vocab]`` apart by rows: it casts,
 scales, shifts, flattens, and computes a cross entropy for each. All of that is done to this rank's rows, whose losses,
@@ -12,7 +11,7 @@ one number a row, are gathered. The rows may be sharded by vocabulary too
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -26,13 +25,12 @@ from autopar.distributed.agree import meet
 from autopar.distributed.autograd_functions import keep_none, single_backward
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather, reduce_scatter
-from autopar.distributed.whole_on_read import WholeOnRead, name_of
+from autopar.distributed.whole_on_read import WholeOnRead, name_of, without_overrides
 from autopar.foreign.tensors import (
     tree_flatten,
     tree_leaves,
     tree_map_only,
     tree_unflatten,
-    version_of,
     wrapper_subclass,
 )
 from autopar.layout import Block, Layout
@@ -40,22 +38,25 @@ from autopar.tensor_parallel.logits_shards import BY_ELEMENT, asked_shape
 from autopar.tensor_parallel.loss import check_targets
 from autopar.tensor_parallel.sharded_logits import Gradients, LogitsPart
 
-__all__ = ["version_of"]
-
-
 _ADVICE = (
-    "Dropout, or what has changed since, left rows of it on each context-parallel rank. They are gathered when it is\n"
-    "  read, which takes all of the ranks: read it on all of them"
+    "Each context-parallel rank has some rows of it. They are gathered when it is read, which takes all of the ranks:\n"
+    "  read it on all of them"
+)
+
+
+_LOST = (
+    "context_parallel_size: an autograd function in front of the blocks took embeddings, of which each rank has some "
+    "rows: their\n  gradient would be lost. Give it the whole tensor: function.apply(embeddings[:])"
 )
 
 
 class LazyRows(WholeOnRead):
-    """A whole tensor in front of the blocks, of which this rank has some rows.
+    """Full embeddings in front of the blocks, of which this rank has some rows.
 
     Attributes:
         own: this rank's rows.
         rows_dim: that of rows.
-        sources: paths of the modules that made it, for a rehearsal.
+        sources: paths of the embeddings that it was made of, for a rehearsal.
     """
 
     own: torch.Tensor
@@ -63,10 +64,8 @@ class LazyRows(WholeOnRead):
     rows: Layout
     sources: frozenset[str]
     _state: RowState
-    _made_of: MadeOf | None
-    _version_of_own: int
     _plain: torch.Tensor | None
-    _version_of_plain: int
+    _node: Any  # its place in the graph, as it was made
 
     @property
     def is_whole(self) -> bool:
@@ -85,32 +84,27 @@ class LazyRows(WholeOnRead):
 
     def opened(self, rows: Layout, dim: int) -> torch.Tensor | None:
         """Return this rank's ``rows`` along ``dim``; None if they are others, or somebody has read the whole."""
+        self._check_node()
         if self._plain is not None or self.rows != rows or self.rows_dim != dim:
             return None
         self._state.opened |= self.sources
         return self.own
 
     def whole(self) -> torch.Tensor:
-        """Return the whole tensor: computed on this rank the first time, gathered if that would be another by now."""
+        """Return the full tensor, gathered. A collective of the axis the first time."""
         if self._plain is None:
-            self._state.spoiled |= self.sources
+            self._check_node()
+            state = self._state
+            state.spoiled |= self.sources
+            meet(state.axis, f"embeddings {list(self.shape)}", state.axis.read_timeout, _ADVICE)
             with torch.inference_mode(self.own.is_inference()), torch.set_grad_enabled(self.own.requires_grad):
-                self._plain = self._made()
-            if self.own.requires_grad and self.own.is_leaf and not self._plain.requires_grad:
-                self._plain.requires_grad_()
-            self._version_of_plain = version_of(self._plain)
+                self._plain = state.unmark(join(self.own, state.axis, self.rows_dim, self.rows))
         return self._plain
 
-    def _made(self) -> torch.Tensor:
-        if self._made_of is not None and self._made_of.unchanged() and version_of(self.own) == self._version_of_own:
-            return self._made_of.again()
-        axis = self._state.axis
-        meet(axis, f"a tensor of {list(self.shape)} in front of the blocks", axis.read_timeout, _ADVICE)
-        return join(self.own, self._state.axis, self.rows_dim, self.rows)
-
-    def unchanged(self) -> bool:
-        """Return whether nobody has written into the whole tensor."""
-        return self._plain is None or version_of(self._plain) == self._version_of_plain
+    def _check_node(self) -> None:
+        """Raise for what an autograd function returned: its rows know nothing of the gradient."""
+        if without_overrides(lambda: self.grad_fn, (), {}) is not self._node:
+            raise RuntimeError(_LOST)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -126,33 +120,18 @@ class LazyRows(WholeOnRead):
         lead = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, LazyRows)), None)
         if lead is None or lead.is_whole:
             return None
+        lead._check_node()
         if name == "requires_grad_":
             lead.own.requires_grad_(*args[1:], **kwargs)
             return lead
         return _of_own_rows(lead, func, name, args, kwargs)
 
 
-class MadeOf:
-    """How a tensor was made of others, and whether they are still the same."""
-
-    def __init__(self, again: Callable[[], torch.Tensor], tensors: Iterable[torch.Tensor]) -> None:
-        self.again = again
-        self._lazy = [x for x in tensors if isinstance(x, LazyRows)]
-        self._versions = [(x, version_of(x)) for x in tensors if not isinstance(x, LazyRows)]
-
-    def unchanged(self) -> bool:
-        """Return whether nobody has written into them."""
-        return all(x.unchanged() for x in self._lazy) and all(version_of(x) == seen for x, seen in self._versions)
-
-
-def lazy_rows(
-    own: torch.Tensor, dim: int, rows: Layout, state: RowState, sources: frozenset[str], made_of: MadeOf | None
-) -> LazyRows:
-    """Return the whole tensor of which ``own`` is this rank's rows along ``dim``, without memory."""
+def lazy_rows(own: torch.Tensor, dim: int, rows: Layout, state: RowState, sources: frozenset[str]) -> LazyRows:
+    """Return the full tensor of which ``own`` is this rank's rows along ``dim``, without memory."""
     made: LazyRows = _Closed.apply(own, [*own.shape[:dim], rows.size, *own.shape[dim + 1 :]])
     made.own, made.rows_dim, made.rows, made.sources = state.mark(own), dim, rows, sources
-    made._state, made._made_of, made._plain = state, made_of, None
-    made._version_of_own, made._version_of_plain = version_of(own), 0
+    made._state, made._plain, made._node = state, None, without_overrides(lambda: made.grad_fn, (), {})
     return made
 
 
@@ -167,10 +146,7 @@ class _Closed(torch.autograd.Function):
     @staticmethod
     @single_backward
     def backward(ctx: Any, grad: torch.Tensor) -> NoReturn:
-        raise RuntimeError(
-            "context_parallel_size: an autograd function in front of the blocks took embeddings, of which each rank "
-            "has some rows: their\n  gradient would be lost. Give it the whole tensor: function.apply(embeddings[:])"
-        )
+        raise RuntimeError(_LOST)
 
 
 def whole_tensors(value: Any) -> Any:
@@ -182,52 +158,26 @@ def whole_tensors(value: Any) -> Any:
 
 # -- operations on own rows ---------------------------------------------------------------------------------------
 
-_UNARY = frozenset(
-    (
-        *("float", "double", "half", "bfloat16", "to", "contiguous", "clone", "neg", "__neg__", "abs"),
-        *("pow", "__pow__", "square", "sqrt", "rsqrt", "exp", "sigmoid", "tanh"),
-    )
-)
-_BINARY = frozenset(
-    f"{left}{name}{right}"
-    for name, left, right in (
-        *((name, "", "") for name in ("add", "sub", "mul", "div", "true_divide", "subtract", "multiply", "divide")),
-        *((name, "__", "__") for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv")),
-    )
-)
-
 
 def _of_own_rows(lead: LazyRows, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what ``func`` makes, or None if it is not known to treat rows apart."""
     leaves, structure = tree_flatten((args, kwargs))
-    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-    if kwargs.get("out") is not None:
-        return None
     if name == "dropout":
-        return _dropout(lead, func, args, kwargs) if len(tensors) == 1 else None
-    if name in _BINARY:
+        return _dropout(lead, func, args, kwargs)
+    if name in BY_ELEMENT and "out" not in kwargs:
         parts = [_part(x, lead) if isinstance(x, torch.Tensor) else x for x in leaves]
         if any(isinstance(x, torch.Tensor) and part is None for part, x in zip(parts, leaves, strict=True)):
             return None
-    elif (name in _UNARY and len(tensors) == 1) or (leaves[0] is lead and _is_of_features(lead, name, args, kwargs)):
-        parts = [lead.own if x is lead else x for x in leaves]
+    elif leaves[0] is lead and _is_of_features(lead, name, args, kwargs):
+        parts = [lead.own, *leaves[1:]]
     else:
-        return None
-    if any(isinstance(x, LazyRows) for x in parts):
         return None
     mine, named = tree_unflatten(parts, structure)
     own = func(*mine, **named)
     if own is lead.own:  # as it was
         return lead
-    sources = frozenset[str]().union(*(x.sources for x in tensors if isinstance(x, LazyRows)))
-
-    def again() -> torch.Tensor:
-        whole, names = tree_map_only(LazyRows, lambda x: x.whole(), (args, kwargs))
-        made: torch.Tensor = func(*whole, **names)
-        return made
-
-    dim = own.ndim - (lead.ndim - lead.rows_dim)
-    return lazy_rows(own, dim, lead.rows, lead._state, sources, MadeOf(again, tensors))
+    sources = frozenset[str]().union(*(x.sources for x in leaves if isinstance(x, LazyRows)))
+    return lazy_rows(own, own.ndim - (lead.ndim - lead.rows_dim), lead.rows, lead._state, sources)
 
 
 def _is_of_features(lead: LazyRows, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -235,9 +185,6 @@ def _is_of_features(lead: LazyRows, name: str, args: tuple[Any, ...], kwargs: di
     if name in ("layer_norm", "rms_norm"):
         shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape", ())
         return lead.rows_dim < lead.ndim - len(shape)
-    if name == "mean":  # over the features, which stay a dim
-        given = dict(zip(("dim", "keepdim"), args[1:], strict=False)) | kwargs
-        return given.get("keepdim") is True and given.get("dim") in (-1, (-1,), [-1]) and lead.rows_dim < lead.ndim - 1
     return name == "linear" and lead.rows_dim < lead.ndim - 1
 
 
@@ -264,7 +211,7 @@ def _dropout(lead: LazyRows, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     region.draw_per_rank(True)
     own = func(lead.own, *args[1:], **kwargs)
     region.draw_alike()
-    return lazy_rows(own, lead.rows_dim, lead.rows, lead._state, lead.sources, None)
+    return lazy_rows(own, lead.rows_dim, lead.rows, lead._state, lead.sources)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 from autopar.context_parallel.handed_states import HandedStates, Links
-from autopar.context_parallel.heads import Heads
 from autopar.context_parallel.rows import rows_layout
 from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
@@ -28,8 +27,6 @@ class WholeModule:
     Attributes:
         inputs: path in ``(args, kwargs)`` -> dim of rows; ``folded``: how many times they lay in it in the rehearsal.
         outputs: path in what it returns -> dim of rows; ``shapes``: what it had in the rehearsal.
-        table: whether it returns something that has rows in several dims: a bias for each pair of rows.
-        heads: how it is sharded over the ranks by heads; None: each rank computes all of it.
         states: how it runs over own rows instead, and hands on its states; None: it does not.
     """
 
@@ -37,25 +34,7 @@ class WholeModule:
     folded: dict[str, int] = field(default_factory=dict)
     outputs: dict[str, int] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    table: bool = False
-    heads: Heads | None = None
     states: HandedStates | None = None
-
-
-@dataclass
-class OwnModule:
-    """A module in front of the blocks that computes own rows: where its arguments and outputs hold them.
-
-    Attributes:
-        entries: ids that its table has; 0 without a table.
-        calls: with which arguments it was called.
-        inputs: path in ``(args, kwargs)`` -> dim of rows, -1 for what has none; ``outputs``: of what it returns.
-    """
-
-    entries: int = 0
-    calls: list[str] = field(default_factory=list)
-    inputs: dict[str, int] = field(default_factory=dict)
-    outputs: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -67,7 +46,7 @@ class RowPlan:
         arguments: argument of a block, and path in it -> dim of rows.
         numbers: argument of a block -> whole numbers that it was given.
         whole: path of a module -> how it is run with all rows.
-        own: path of a module in front of the blocks -> how it computes own rows.
+        own: paths of embeddings in front of the blocks that look up own rows.
         crosses: path of a module that calls attention -> whether its keys are those of another sequence.
         head: path of the head that makes logits of rows; None without one.
         between: whether something between the blocks needs all rows: then each block is cut and joined by itself.
@@ -78,7 +57,7 @@ class RowPlan:
     arguments: dict[str, int] = field(default_factory=dict)
     numbers: dict[str, set[int]] = field(default_factory=dict)
     whole: dict[str, WholeModule] = field(default_factory=dict)
-    own: dict[str, OwnModule] = field(default_factory=dict)
+    own: frozenset[str] = frozenset()
     crosses: dict[str, bool] = field(default_factory=dict)
     head: str | None = None
     through: bool = True
@@ -115,12 +94,11 @@ class RowState:
         resuming: whether a block is recomputed that knows its rows.
         watch: of a rehearsal: answers instead of attention.
         tracking: of a rehearsal: marks rows.
-        opened, spoiled: modules whose rows came to a boundary, and those of which the whole was read in front of it.
+        opened, spoiled: embeddings whose rows came to a boundary, and those that were read in full in front of it.
         region: random draws that differ over the axis.
         links: the ranks beside this one, to which states are handed on.
         entered: lists of blocks that were run over rows; ``inside``: whose rows are not joined yet.
         batches: number of sequences that each list of blocks was given.
-        seen_keys: mask and first row of a run -> the mask, the first key that the run sees and the one behind the last.
     """
 
     def __init__(self, axis: Axis, method: str, plan: RowPlan) -> None:
@@ -136,7 +114,6 @@ class RowState:
         self.entered: set[int] = set()
         self.inside: set[int] = set()
         self.batches: dict[int, int] = {}
-        self.seen_keys: dict[tuple[int, int], tuple[torch.Tensor, int, int]] = {}
         self._layouts: dict[int, Layout] = {}
         self._known: dict[int, Layout] = {}
         self._narrowed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -174,7 +151,6 @@ class RowState:
     def release(self) -> None:
         """Release the references to activations."""
         self._layouts.clear()
-        self.seen_keys.clear()
         self.inside.clear()
         self._narrowed.clear()
 
@@ -254,7 +230,7 @@ class RowState:
         return self.method == "ulysses" or (self.method == "auto" and kv_heads % self.axis.size == 0)
 
     def narrow(self, x: torch.Tensor, layout: Layout, dim: int) -> torch.Tensor:
-        """Keep this rank's rows of ``x``; of what has no gradient once for all blocks."""
+        """Keep this rank's rows of ``x``; of what has no gradient, as rotary angles, once for all blocks."""
         if x.requires_grad and torch.is_grad_enabled():
             return self.mark(layout.shard(x, self.axis.rank, dim))
         known = self._narrowed.get(id(x))
@@ -263,17 +239,12 @@ class RowState:
             self._narrowed[id(known[1])] = (known[1], x)
         return known[1]
 
-    def narrowed(self, own: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return ``own``, and know that it is this rank's rows of ``x``."""
-        self._narrowed[id(own)] = (own, x)
-        return self.mark(own)
-
     def whole_of(self, x: torch.Tensor) -> torch.Tensor:
         """Return what ``x`` is this rank's rows of; ``x`` itself if that is not known."""
         known = self._narrowed.get(id(x))
         if known is None or known[0] is not x or known[1].numel() <= x.numel():
             return x
-        return known[1].whole() if hasattr(known[1], "whole") else known[1]
+        return known[1]
 
     def mark(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x``, which holds rows from here on."""

@@ -31,7 +31,8 @@ from autopar.checkpoint.staging import MANIFEST
 from autopar.errors import AutoparError, CheckpointError, ConfigError, in_one_line, listed
 from autopar.foreign.tensors import own_buffers, own_parameters, version_of
 from autopar.foreign.transformers import INITIALIZED, dtype_plan
-from autopar.quantized.layers import check_quantizer, dequantizes, empty_weight, prepare, stored_weight, stored_weights
+from autopar.quantized import torchao
+from autopar.quantized.layers import check_quantizer, dequantizes, stored_weight, stored_weights
 from autopar.storage.hugging_face import Sketch, damage, open_files, same_values
 from autopar.storage.lazy_tensor import LazyTensor
 from autopar.storage.safetensors_io import dtype_name
@@ -160,7 +161,7 @@ def point_to_packed(
         weight = plain.get(path)
         if weight is None:
             like = {key: torch.empty(part.shape, dtype=part.dtype, device="meta") for key, part in parts.items()}
-            weight = empty_weight(quantizer, name, like)
+            weight = torchao.empty_weight(quantizer, name, like)
         vars(weight).update({INITIALIZED: True})
         own_parameters(module)["weight"] = weight
         stored = stored_weight(module)
@@ -180,7 +181,7 @@ def load_lazily(original: Callable[..., Any], model: Any, files: Any, config: An
     """Run transformers' ``_load_pretrained_model`` with sketches of the tensors in the files."""
     quantizer = config.hf_quantizer
     if quantizer is not None and not quantizer.pre_quantized:
-        prepare(model, quantizer)
+        torchao.prepare(model, quantizer)
 
     pending = [path for path, stored in stored_weights(model).items() if stored.pending]
     quantized = {path: own_parameters(model.get_submodule(path))["weight"] for path in pending}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -20,16 +19,13 @@ from transformers import PreTrainedModel
 
 from autopar.context_parallel.apply import apply
 from autopar.context_parallel.block_boundary import may_own_rows
-from autopar.context_parallel.heads import Heads, heads_of
-from autopar.context_parallel.state import OwnModule, RowPlan, WholeModule
+from autopar.context_parallel.state import RowPlan, WholeModule
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
 from autopar.dry_run.handed_states import Call, calls_of, hand_on_states
 from autopar.dry_run.inputs import meta_copy
 from autopar.dry_run.row_tracking import Misfit, MixedRows, RowSearch, RowTracking, longest_of, prime_beside
-from autopar.dry_run.tensor_parallel import check_plan
-from autopar.errors import AutoparError, ConfigError, first_line
-from autopar.plan.make_plan import make_plan
+from autopar.errors import ConfigError, first_line
 from autopar.plan.stages import Blocks, dropped_blocks, lies_in
 from autopar.policy.match import Described
 from autopar.policy.schema import Policy
@@ -37,13 +33,12 @@ from autopar.tensor_parallel.sequence_parallel import argument_names
 from autopar.tensor_parallel.whole_hooks import refused_hook, users_hook
 
 
-def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int, *, by_heads: bool = True) -> RowPlan:
+def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int) -> RowPlan:
     """Return how ``model`` runs over rows on ``ranks`` ranks; names begin at ``model``. It is only read.
 
     Args:
         model: the Hugging Face model, not yet sharded.
         prefix: its path in the names of the policy.
-        by_heads: whether modules that need all rows may be sharded by heads; not if tensor parallelism does it.
 
     Raises:
         ConfigError: it does not, with what mixes rows.
@@ -66,10 +61,8 @@ def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int, *, by_h
     with kept():
         search = _Search(model, lists, ranks)
         search.run()
-        plan = search.sharded_by_heads(policy) if by_heads else search.plan
-        rows = search.prime * ranks
-        hand_on_states(model, search.copied, plan, search.calls, rows, ranks + 1)
-        return plan
+        hand_on_states(model, search.copied, search.plan, search.calls, search.prime * ranks, ranks + 1)
+        return search.plan
 
 
 def check_beside_sequence(model: nn.Module, plan: RowPlan, ranks: int) -> None:
@@ -139,28 +132,11 @@ class _Search(RowSearch):
             self.settle()
             self._runs_with_own()
 
-    def sharded_by_heads(self, policy: Policy) -> RowPlan:
-        """Return the plan in which modules with all rows compute some heads each, where the policy's rules shard them.
-
-        If a forward then does not fit any more, it is the plan as it was.
-        """
-        plan, modules = self.plan, modules_by_heads(self.model, policy, self.plan, self.ranks)
-        if not modules:
-            return plan
-        before = deepcopy(plan.whole)
-        for path, heads in modules.items():
-            plan.whole[path].heads = heads
-        if self.runs() and all(replace(where, heads=None) == before[path] for path, where in plan.whole.items()):
-            return plan
-        for where in plan.whole.values():
-            where.heads = None
-        return plan if self.runs() else replace(plan, whole=before)
-
     def _runs_with_own(self) -> bool:
-        """Try the plan with modules in front of the blocks that compute own rows; without, if that fails."""
+        """Try the plan with embeddings that look up own rows in front of the blocks; without them, if that fails."""
         before, whole = self.plan, {path: WholeModule() for path in self.plan.whole}
-        outside = ((path, m) for path, m in self.model.named_modules() if not self.block_of(path))
-        own = {path: OwnModule(getattr(m, "num_embeddings", 0)) for path, m in outside if may_own_rows(m)}
+        outside = ((path, module) for path, module in self.model.named_modules() if not self.block_of(path))
+        own = frozenset(path for path, module in outside if may_own_rows(module))
         self.plan = replace(before, whole=whole, own=own, arguments={}, numbers={}, crosses={})
         if own and self.runs():
             return True
@@ -224,8 +200,7 @@ class _Search(RowSearch):
             if isinstance(error, MixedRows):
                 reason, between = str(error), between or error.between
             raise Misfit(stack[-1] if stack else "", reason, between) from error
-        own = state.opened - state.spoiled
-        self.plan.own = {path: where for path, where in self.plan.own.items() if path in own}
+        self.plan.own = frozenset(state.opened - state.spoiled)
         if rows := [name for name, value in out.items() if tracking.holds_rows(value)]:
             raise Misfit("", f"{rows[0]} is made of rows")
         if missing := [each[0] for number, each in enumerate(self.plan.lists) if number not in state.entered]:
@@ -293,19 +268,3 @@ class _Experts:
         with self.tracking.paused():
             made = torch.empty_like(hidden_states)
         return self.tracking.mark_rows(made) if held else made
-
-
-def modules_by_heads(model: nn.Module, policy: Policy, plan: RowPlan, ranks: int) -> dict[str, Heads]:
-    """Return how modules that need all rows are sharded by heads, as tensor-parallel ranks would; none if not."""
-    if not plan.whole:
-        return {}
-    try:
-        sharded = make_plan(model, Described(model, "", model, policy), ranks)
-        if not check_plan(model, "", sharded):
-            return {}
-    except AutoparError:  # fewer heads than ranks
-        return {}
-    made = {path: heads_of(path, model.get_submodule(path), sharded) for path in plan.whole}
-    shared = {path: heads for path, heads in made.items() if heads is not None}
-    tables = any(where.table for where in plan.whole.values())
-    return {} if tables and len(shared) < len(made) else shared  # who reads a table has the heads of who made it

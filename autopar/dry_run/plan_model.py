@@ -118,12 +118,11 @@ class ModelPlans:
             ),
         )
 
-    def rows(self, cp: int, *, by_heads: bool = True) -> RowPlan:
+    def rows(self, cp: int) -> RowPlan:
         """Find what runs over rows of the sequence on ``cp`` ranks."""
         from autopar.dry_run.context_parallel import plan_rows
 
-        key = ("rows", cp, by_heads)
-        return self._once(key, lambda: plan_rows(self.inner, self.policy, self.prefix, cp, by_heads=by_heads))
+        return self._once(("rows", cp), lambda: plan_rows(self.inner, self.policy, self.prefix, cp))
 
     def sequence(self, tp: int, stages: StagePlan, *, experts: int = 1, routers: bool = True) -> SequencePlan:
         """Find what runs over rows of the sequence between sharded regions; ``routers``: see ``plan_sequence``."""
@@ -208,7 +207,7 @@ def plan_model(plans: ModelPlans, config: ParallelConfig, check: Callable[[Plan]
     stages = plans.stages(
         config.pipeline_parallel_size, pipeline.chunks, pipeline.layers_per_stage, folded=pipeline.folded
     )
-    rows = plans.rows(cp, by_heads=tp == 1) if cp > 1 else None
+    rows = plans.rows(cp) if cp > 1 else None
     sharded = config.sequence_parallel and tp > 1
     if rows is not None and sharded:
         from autopar.dry_run.context_parallel import check_beside_sequence

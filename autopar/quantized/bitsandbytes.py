@@ -25,7 +25,7 @@ from torch import nn
 from autopar.errors import ConfigError
 from autopar.foreign.tensors import own_parameters
 from autopar.layout import Layout
-from autopar.quantized.stored import InFile, Kind, Part, Piece, ToFile
+from autopar.quantized.stored import InFile, Kind, Part, Piece, StoredWeight, ToFile
 
 _BLOCK = 64  # numbers that share a scale
 _NESTED = " with quantized scales"
@@ -57,12 +57,10 @@ def config_of(**settings: Any) -> Any:
     return BitsAndBytesConfig(**settings)
 
 
-class FourBit:
+class FourBit(StoredWeight):
     """The weight of a ``Linear4bit``."""
 
-    hidden: tuple[str, ...] = ("quant_state",)
-    dtype: torch.dtype | None = None
-    whole_rows = None
+    hidden = ("quant_state",)
 
     def __init__(self, module: Any) -> None:
         self._module, self._weight = module, module.weight
@@ -85,14 +83,9 @@ class FourBit:
         nested = module.weight.compress_statistics if state is None else state.nested
         self.format = f"bitsandbytes {module.weight.quant_type}{_NESTED if nested else ''}"
         shape = module.weight.shape if state is None else state.shape
-        self.shape: tuple[int, int] = (shape[0], shape[1])
-        self.block: tuple[int, int] = (1, module.weight.blocksize)
+        self.shape, self.block = (shape[0], shape[1]), (1, module.weight.blocksize)
+        self.kind = _BY_FORM[self.format]
         self.pending = state is None
-
-    @property
-    def kind(self) -> Kind:
-        """Return the form without the weight."""
-        return _BY_FORM[self.format]
 
     @property
     def _state(self) -> Any:
@@ -150,20 +143,15 @@ class FourBit:
         rest = whole.as_dict(packed=True).items()
         return found | {f"weight.{name}": ToFile(tensor) for name, tensor in rest if f"weight.{name}" not in found}
 
-    def note(self, shape: tuple[int, int]) -> str:
-        """Return "": all of it is in tensors."""
-        return ""
-
     def take(self, tensors: dict[str, torch.Tensor], layout: Layout | None, rank: int) -> None:
         """Take the pieces of a shard; codes whose groups lie on several ranks become the numbers that they are."""
-        rows, columns = self.shape if layout is None else layout.local_shape(self.shape, rank)
         if layout is not None and "codes" in tensors:
             state, blocks = self._state, self.shape[1] // self._state.blocksize
             places = [torch.arange(count, device=tensors["codes"].device) for count in (self.shape[0], blocks)]
             held = Layout(0, layout.in_steps(self.block[layout.dim]).blocks)
             places[layout.dim] = held.shard(places[layout.dim], rank)
             tensors = tensors | {"scales": _numbers(tensors["codes"], tensors["groups"], state, places, blocks)}
-        self.put((rows, columns), tensors)
+        super().take(tensors, layout, rank)
 
     def beside(self) -> dict[str, torch.Tensor]:
         """Return the scales and, of quantized ones, their groups and mean."""
@@ -346,23 +334,16 @@ def find(module: nn.Module) -> FourBit | EightBit | None:
     return EightBit(module) if quantized and (weight.is_meta or weight.dtype == torch.int8) else None
 
 
-class EightBit:
+class EightBit(StoredWeight):
     """The weight of a ``Linear8bitLt``. The shard of a rank that has some of the inputs has four columns more, of 0."""
 
-    hidden: tuple[str, ...] = ("state",)
-    dtype: torch.dtype | None = None
+    hidden = ("state",)
     format = "bitsandbytes int8"
-    block: tuple[int, int] = (1, 1)
 
     def __init__(self, module: Any) -> None:
         self._module, self._weight = module, module.weight
-        self.shape: tuple[int, int] = (module.weight.shape[0], min(module.weight.shape[1], module.in_features))
-        self.pending = module.weight.is_meta
-
-    @property
-    def kind(self) -> Kind:
-        """Return the form without the weight."""
-        return KINDS["int8"]
+        self.shape = (module.weight.shape[0], min(module.weight.shape[1], module.in_features))
+        self.pending, self.kind = module.weight.is_meta, KINDS["int8"]
 
     @property
     def _scales(self) -> torch.Tensor:
@@ -386,15 +367,6 @@ class EightBit:
         numbers, scales = self.pieces().values()
         row_major = ToFile(torch.tensor(0, dtype=torch.uint8))
         return {"weight": ToFile(*numbers), "SCB": ToFile(*scales, flat=1), "weight_format": row_major}
-
-    def note(self, shape: tuple[int, int]) -> str:
-        """Return "": all of it is in tensors."""
-        return ""
-
-    def take(self, tensors: dict[str, torch.Tensor], layout: Layout | None, rank: int) -> None:
-        """Take the pieces of a shard."""
-        rows, columns = self.shape if layout is None else layout.local_shape(self.shape, rank)
-        self.put((rows, columns), tensors)
 
     def beside(self) -> dict[str, torch.Tensor]:
         """Return the scales."""
@@ -424,9 +396,6 @@ class EightBit:
         own_parameters(self._module)["weight"] = self._weight = weight
         self.pending = False
         self.put(shape, {"numbers": numbers[:, : shape[1]].contiguous(), "scales": scales})
-
-    def keep_form(self, keep: bool) -> None:
-        """Do nothing: it has one form."""
 
     def drop(self) -> None:
         """Free numbers and scales."""

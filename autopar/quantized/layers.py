@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,25 +79,6 @@ def stand_in(shape: tuple[int, int], dtype: torch.dtype, kind: Kind) -> StandIn:
 def block_of(model: nn.Module) -> int:
     """Return how many inputs of quantized weights lie on one rank together, inside of :func:`as_plain`."""
     return max((p.kind.block[1] for p in model.parameters() if isinstance(p, StandIn)), default=1)
-
-
-def prepare(model: nn.Module, quantizer: Any) -> None:
-    """Let a model without memory have the quantized weights, still pending, that ``from_pretrained`` would give it.
-
-    Args:
-        quantizer: transformers' object; libraries that replace layers have been there already.
-    """
-    torchao.prepare(model, quantizer)
-
-
-def empty_weight(quantizer: Any, name: str, parts: Mapping[str, torch.Tensor]) -> nn.Parameter:
-    """Return a weight that lies in a file, without memory, of a library that makes no layers of its own.
-
-    Args:
-        name: of the weight.
-        parts: its tensors, without memory, by the names that they have in the file.
-    """
-    return torchao.empty_weight(quantizer, name, parts)
 
 
 def without_memory(model: nn.Module) -> set[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -87,11 +87,11 @@ class Part(NamedTuple):
     largest: Callable[[torch.Tensor], torch.Tensor]
 
 
-class StoredWeight(Protocol):
+class StoredWeight:
     """The weight of one linear layer in the form of one library.
 
     Attributes:
-        format: its name, for messages.
+        format: its name, for messages; ``kind``: the form without the weight.
         shape: of the weight, ``(out, in)``.
         block: elements beside each other along each of the two that no rank may part.
         pending: it has no memory yet, and :meth:`fill` quantizes it.
@@ -102,24 +102,21 @@ class StoredWeight(Protocol):
     """
 
     format: str
+    kind: Kind
     shape: tuple[int, int]
-    block: tuple[int, int]
+    block: tuple[int, int] = (1, 1)
     pending: bool
-    hidden: tuple[str, ...]
-    dtype: torch.dtype | None
-
-    @property
-    def kind(self) -> Kind:
-        """Return the form without the weight."""
-
-    @property
-    def whole_rows(self) -> Callable[[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor] | None: ...
+    hidden: tuple[str, ...] = ()
+    dtype: torch.dtype | None = None
+    whole_rows: Any = None
 
     def pieces(self, layout: Layout | None = None) -> dict[str, Piece]:
         """Return the tensors that stand for the weight, by name, in a form that can be cut by ``layout``."""
+        raise NotImplementedError
 
     def beside(self) -> dict[str, torch.Tensor]:
         """Return the tensors that stand for the weight beside the parameter itself, as they are, by name."""
+        raise NotImplementedError
 
     def open(
         self, small: Mapping[str, torch.Tensor], shape: tuple[int, int], layout: Layout | None
@@ -129,30 +126,39 @@ class StoredWeight(Protocol):
         Args:
             small: those of a file that are the same for all shards, by the names that they have there.
         """
+        raise NotImplementedError
 
     def files(self, shape: tuple[int, int]) -> dict[str, ToFile]:
         """Return the tensors that stand for a part of a weight of this shape in files, by the names that they have."""
+        raise NotImplementedError
 
     def note(self, shape: tuple[int, int]) -> str:
-        """Return what the head of a file says of a weight of this shape; "" if nothing."""
+        """Return what the head of a file says of a weight of this shape; "" if all of it is in tensors."""
+        return ""
 
     def take(self, tensors: dict[str, torch.Tensor], layout: Layout | None, rank: int) -> None:
         """Take what ``rank`` has of the pieces of a whole weight."""
+        rows, columns = self.shape if layout is None else layout.local_shape(self.shape, rank)
+        self.put((rows, columns), tensors)
 
     def put(self, shape: tuple[int, int], tensors: dict[str, torch.Tensor]) -> None:
         """Take other ones, viewed likewise, in their place; the parameter stays the same object."""
+        raise NotImplementedError
 
     def fill(self, values: torch.Tensor, part: Part) -> None:
         """Quantize this rank's part of a weight that has no memory yet, to what a part of the whole one is."""
+        raise NotImplementedError
 
     def keep_form(self, keep: bool) -> None:
         """Keep evaluation from storing the weight in another form, or let it again."""
 
     def drop(self) -> None:
         """Free the memory of all of them."""
+        raise NotImplementedError
 
     def dequantized(self) -> torch.Tensor:
         """Return the weight, ``[out, in]``, that the layer multiplies with."""
+        raise NotImplementedError
 
 
 def shard(stored: StoredWeight, layout: Layout, rank: int) -> None:

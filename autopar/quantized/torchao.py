@@ -22,7 +22,7 @@ from torch import nn
 from autopar.errors import ConfigError
 from autopar.foreign.tensors import own_parameters
 from autopar.layout import Layout
-from autopar.quantized.stored import InFile, Kind, Part, Piece, ToFile
+from autopar.quantized.stored import InFile, Kind, Part, Piece, StoredWeight, ToFile
 
 LIBRARY = "torchao.utils"  # imported by whoever has made such a layer
 _FORMATS = {"Int8Tensor": "torchao int8", "Float8Tensor": "torchao float8"}
@@ -88,25 +88,19 @@ def empty_weight(quantizer: Any, name: str, parts: Mapping[str, torch.Tensor]) -
     return nn.Parameter(weights[name], requires_grad=False)
 
 
-class EightBitTensor:
+class EightBitTensor(StoredWeight):
     """An ``Int8Tensor`` or a ``Float8Tensor`` as the weight of a linear layer."""
-
-    hidden: tuple[str, ...] = ()
-    whole_rows = None
 
     def __init__(self, module: Any) -> None:
         self._module, self._weight = module, module.weight
-        self.dtype: torch.dtype | None = module.weight.dtype
+        self.dtype = module.weight.dtype
         self.format = _FORMATS[type(module.weight).__name__]
-        self.shape: tuple[int, int] = tuple(module.weight.qdata.shape)
-        self.block: tuple[int, int] = (max(self._step[0], 1), max(self._step[1], 1))
+        self.shape = tuple(module.weight.qdata.shape)
+        self.block = (max(self._step[0], 1), max(self._step[1], 1))
         self.pending = module.weight.is_meta
-
-    @property
-    def kind(self) -> Kind:
-        """Return the form without the weight."""
         widths = [x.element_size() for name, x in self._held().items() if name != "qdata"]
-        return Kind(self.format, self.block, False, functools.partial(_nbytes, step=self._step, beside=sum(widths)))
+        nbytes = functools.partial(_nbytes, step=self._step, beside=sum(widths))
+        self.kind = Kind(self.format, self.block, False, nbytes)
 
     @property
     def _step(self) -> tuple[int, int]:
@@ -141,11 +135,6 @@ class EightBitTensor:
         block = [size or every for size, every in zip(self._step, shape, strict=True)]
         whole = type(self._weight).__tensor_unflatten__(self._held(), settings | {"block_size": block}, None, None)
         return json.dumps(whole, cls=library.TensorSubclassAttributeJSONEncoder)
-
-    def take(self, tensors: dict[str, torch.Tensor], layout: Layout | None, rank: int) -> None:
-        """Take the pieces of a shard."""
-        rows, columns = self.shape if layout is None else layout.local_shape(self.shape, rank)
-        self.put((rows, columns), tensors)
 
     def _held(self) -> dict[str, torch.Tensor]:
         names, _ = self._weight.__tensor_flatten__()
@@ -190,9 +179,6 @@ class EightBitTensor:
         own_parameters(self._module)["weight"] = self._weight
         self.pending = False
         self.put(shape, self._held() | {"qdata": self._weight.qdata[: shape[0], : shape[1]].contiguous()})
-
-    def keep_form(self, keep: bool) -> None:
-        """Do nothing: it has one form."""
 
     def drop(self) -> None:
         """Free numbers and scales."""

@@ -76,36 +76,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ColumnParallelLinear": "autopar.tensor_parallel.layers",
-    "Group": "autopar.distributed.axis",
-    "MODEL_PARALLEL_STREAM": "autopar.distributed.rng_tracker",
-    "RandomStateTracker": "autopar.distributed.rng_tracker",
-    "RowParallelLinear": "autopar.tensor_parallel.layers",
-    "VocabParallelEmbedding": "autopar.tensor_parallel.layers",
-    "VocabUtility": "autopar.tensor_parallel.megatron",
-    "all_to_all": "autopar.tensor_parallel.megatron",
-    "axis_of": "autopar.distributed.axis",
-    "broadcast_data": "autopar.distributed.broadcast_data",
-    "checkpoint": "autopar.distributed.rng_tracker",
-    "copy_to_tensor_model_parallel_region": "autopar.tensor_parallel.megatron",
-    "full_state_dict": "autopar.tensor_parallel.parallelize",
-    "gather_from_sequence_parallel_region": "autopar.tensor_parallel.megatron",
-    "gather_from_tensor_model_parallel_region": "autopar.tensor_parallel.megatron",
-    "gather_split_1d_tensor": "autopar.tensor_parallel.megatron",
-    "get_cuda_rng_tracker": "autopar.distributed.rng_tracker",
-    "load_full_state_dict": "autopar.tensor_parallel.parallelize",
-    "manual_seed": "autopar.distributed.rng_tracker",
-    "model_parallel_cuda_manual_seed": "autopar.distributed.rng_tracker",
-    "reduce_from_tensor_model_parallel_region": "autopar.tensor_parallel.megatron",
-    "reduce_scatter_to_sequence_parallel_region": "autopar.tensor_parallel.megatron",
-    "scatter_to_sequence_parallel_region": "autopar.tensor_parallel.megatron",
-    "scatter_to_tensor_model_parallel_region": "autopar.tensor_parallel.megatron",
-    "split_tensor_along_last_dim": "autopar.tensor_parallel.megatron",
-    "split_tensor_into_1d_equal_chunks": "autopar.tensor_parallel.megatron",
-    "vocab_parallel_cross_entropy": "autopar.tensor_parallel.loss",
-    "vocab_range_from_global_vocab_size": "autopar.tensor_parallel.megatron",
-    "vocab_range_from_per_partition_vocab_size": "autopar.tensor_parallel.megatron",
+    "distributed.axis": "Group axis_of",
+    "distributed.broadcast_data": "broadcast_data",
+    "distributed.rng_tracker": "MODEL_PARALLEL_STREAM RandomStateTracker checkpoint get_cuda_rng_tracker manual_seed "
+    "model_parallel_cuda_manual_seed",
+    "tensor_parallel.layers": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding",
+    "tensor_parallel.loss": "vocab_parallel_cross_entropy",
+    "tensor_parallel.parallelize": "full_state_dict load_full_state_dict",
 }
+_MEGATRON = dict.fromkeys(__all__, "autopar.tensor_parallel.megatron")  # all other ones
 
 
 def _hint(name: str) -> str:
@@ -114,4 +93,5 @@ def _hint(name: str) -> str:
     return "" if name.startswith("_") else nearest(name, __all__, cutoff=0.7)
 
 
-__getattr__, __dir__ = lazy_names(__name__, _HOMES, _hint)
+_NAMES = {name: f"autopar.{home}" for home, names in _HOMES.items() for name in names.split()}
+__getattr__, __dir__ = lazy_names(__name__, _MEGATRON | _NAMES, _hint)

@@ -47,11 +47,11 @@ from autopar.guards.model_changes import ModuleTree
 from autopar.layout import Block, Layout
 from autopar.plan.plan import Plan
 from autopar.tensor_parallel.regions import Region
-from autopar.tensor_parallel.whole_hooks import WholeHooks
+from autopar.tensor_parallel.whole_hooks import WholeHooks, mapped
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_CHECKS: weakref.WeakValueDictionary[int, CompiledCheck] = weakref.WeakValueDictionary()
+_CHECKS: weakref.WeakValueDictionary[int, BeforeForward] = weakref.WeakValueDictionary()
 _KEYS = itertools.count()
 
 
@@ -66,30 +66,8 @@ def no_graph_of_its_own(function: _Function) -> _Function:
     return cast("_Function", functools.wraps(function)(call))
 
 
-class CompiledCheck:
-    """Base of what checks a forward and can do so as an operation of a graph; copies have keys of their own."""
-
-    key: int
-
-    def register(self) -> None:
-        """Let graphs find this object, by a number."""
-        self.key = next(_KEYS)
-        _CHECKS[self.key] = self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = copy.copy(self)
-        memo[id(self)] = copied
-        vars(copied).update(copy.deepcopy(vars(self), memo))
-        copied.register()
-        return copied
-
-    def run(self, arguments: Mapping[str, Any]) -> None:
-        """Check a forward with these arguments, by name. May be a collective."""
-        raise NotImplementedError
-
-
 def checked_arguments(
-    check: CompiledCheck, named: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    check: BeforeForward, named: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a forward as copies that exist once they have been checked; ``named``: the same ones."""
     found = list(leaves(named))
@@ -109,7 +87,8 @@ def checked_arguments(
 def _run(tensors: Sequence[torch.Tensor], key: int, names: str, others: str) -> list[torch.Tensor]:
     check = _CHECKS.get(key)
     if check is not None:  # a graph may outlive its model
-        check.run({**dict(zip(names.split("\n"), tensors, strict=True)), "other arguments": others})
+        arguments = {**dict(zip(names.split("\n"), tensors, strict=True)), "other arguments": others}
+        check.check_forward(check.model, arguments, compiled=True)
     return [tensor.clone() for tensor in tensors]
 
 
@@ -195,20 +174,12 @@ def _plain(name: str, entry: Any) -> bool:
 
 def gather_hidden_states(output: Any, region: Region) -> Any:
     """Return what a model returns with hidden states gathered; a collective of the axis if it holds rows."""
-    if isinstance(output, torch.Tensor):
-        ref, gather = region.row_tensors.get(id(output), (None, None))
-        return gather(output) if ref is not None and gather is not None and ref() is output else output
-    if isinstance(output, dict):
-        for name, value in list(output.items()):
-            changed = gather_hidden_states(value, region)
-            if changed is not value:
-                output[name] = changed
-        return output
-    if type(output) in (tuple, list):
-        entries = [gather_hidden_states(entry, region) for entry in output]
-        same = all(new is old for new, old in zip(entries, output, strict=True))
-        return output if same else type(output)(entries)
-    return output
+
+    def full(x: torch.Tensor) -> torch.Tensor:
+        ref, gather = region.row_tensors.get(id(x), (None, None))
+        return gather(x) if ref is not None and gather is not None and ref() is x else x
+
+    return mapped(full, output)
 
 
 _SHARDED = "_autopar_local"
@@ -226,15 +197,12 @@ def cache_layouts(model: nn.Module) -> Layouts:
         if not isinstance(number, int):
             continue
         layouts = [one for inside in module.modules() for one in vars(inside).get("autopar_layouts", {}).values()]
-        blocks = [block for one in layouts for block in one.blocks if _is_head(block.unit)]
+        every = (block for one in layouts for block in one.blocks)
+        blocks = [block for block in every if "heads" in block.unit and block.unit not in _NOT_CACHED]
         for block in sorted(blocks, key=lambda block: "kv" not in block.unit):
             heads = Layout.of(1, [Block(block.unit, block.count, 1, block.ranges)])
             found.setdefault(number, {}).setdefault((block.count, block.ranges), heads)
     return {number: tuple(layouts.values()) for number, layouts in found.items()}
-
-
-def _is_head(unit: str) -> bool:
-    return "heads" in unit and unit not in _NOT_CACHED
 
 
 class ShardCaches:
@@ -328,12 +296,7 @@ T = TypeVar("T")
 
 
 def attach(
-    model: nn.Module,
-    plan: Plan,
-    mpu: MPU,
-    region: Region,
-    failures: FailureLog,
-    check: ForwardCheck | None,
+    model: nn.Module, plan: Plan, mpu: MPU, region: Region, failures: FailureLog, check: ForwardCheck | None
 ) -> None:
     """Register hooks on ``model`` and its base model (which users call by itself, too).
 
@@ -383,22 +346,30 @@ def callable_alone(model: nn.Module) -> Iterator[nn.Module]:
     yield from (module for module in model.modules() if module is model or isinstance(module, PreTrainedModel))
 
 
-class BeforeForward(Hook, CompiledCheck):
-    """Forward pre-hook: check weights, modules, and consistency over tp and cp, before the outermost model runs."""
+class BeforeForward(Hook):
+    """Forward pre-hook: check weights, modules, and consistency over tp and cp, before the outermost model runs.
+
+    Attributes:
+        key: by which graphs find this object; copies have keys of their own.
+    """
 
     outermost = sharded = together = False
     model: nn.Module
 
     def __init__(
-        self,
-        region: Region,
-        check: ForwardCheck | None,
-        tree: ModuleTree | None,
-        names: tuple[str, ...],
+        self, region: Region, check: ForwardCheck | None, tree: ModuleTree | None, names: tuple[str, ...]
     ) -> None:
         self.region, self.check, self.tree, self.names = region, check, tree, names
         self.whole_hooks = WholeHooks(region.axis) if region.axis.size > 1 else None
-        self.register()
+        self.key = next(_KEYS)
+        _CHECKS[self.key] = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self)] = copy.copy(self)
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        copied.key = next(_KEYS)
+        _CHECKS[copied.key] = copied
+        return copied
 
     @no_graph_of_its_own
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -418,24 +389,18 @@ class BeforeForward(Hook, CompiledCheck):
             named = named_arguments(self.names, args, kwargs)
             hooks = self.whole_hooks
             if hooks is not None:
-                self.note_hooks(self._or_report(lambda: hooks.wrap(model)))
-            self._check(model, named, going_on=not silent and self.check is not None and goes_on(args, kwargs))
+                places = self._or_report(lambda: hooks.wrap(model))
+                if self.check is not None:
+                    self.check.hooks = places  # compared before any of them gathers
+            self.check_forward(model, named, going_on=not silent and self.check is not None and goes_on(args, kwargs))
             self.region.expect_logits(kwargs.get("labels") is not None)
         self.region.start()
         return changed
 
-    def note_hooks(self, places: str) -> None:
-        """Let the ranks compare where hooks are that gather, before they do."""
-        if self.check is not None:
-            self.check.hooks = places
-
-    def run(self, arguments: Mapping[str, Any]) -> None:
-        """Check a forward that is a graph."""
-        self._check(self.model, arguments, compiled=True)
-
-    def _check(
+    def check_forward(
         self, model: nn.Module, arguments: Mapping[str, Any], *, compiled: bool = False, going_on: bool = False
     ) -> None:
+        """Check a forward with these arguments, by name. A collective if values are compared."""
         if self.together:
             refuse_transforms(lambda: [*model.parameters(), arguments])
         if self._or_report(lambda: self.tree is not None and self.tree.check(model)):
@@ -443,8 +408,7 @@ class BeforeForward(Hook, CompiledCheck):
             if self.check is not None:
                 self.check.reset()
         if self.check is not None:
-            before = functools.partial(self.check.before_forward, model, compiled=compiled, going_on=going_on)
-            before(arguments)
+            self.check.before_forward(model, arguments, compiled=compiled, going_on=going_on)
 
     def _or_report(self, step: Callable[[], T]) -> T:
         """Do what this rank alone may refuse the forward for; then the others raise as well."""

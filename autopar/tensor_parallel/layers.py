@@ -313,7 +313,7 @@ class StoredProduct(ParallelLayer):
     def _multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         stored = stored_weight(self) if self.autopar.rule == "row" else None  # type: ignore[arg-type]
         if stored is not None and stored.whole_rows is not None:
-            x = stored.whole_rows(x, self._largest)
+            x = stored.whole_rows(x, part_on(self.tp).largest)
         own, kept = self._parameters, self._parameters["bias"]
         own["bias"] = bias
         try:
@@ -322,9 +322,6 @@ class StoredProduct(ParallelLayer):
             own["bias"] = kept
         # In 8 bit on a GPU it is a view out of bitsandbytes' autograd function, which nobody may sum in place.
         return y.clone() if stored is not None and stored.whole_rows is not None and y.requires_grad else y
-
-    def _largest(self, x: torch.Tensor) -> torch.Tensor:
-        return part_on(self.tp).largest(x)
 
 
 def part_on(axis: Axis, layout: Layout | None = None) -> Part:
@@ -347,8 +344,10 @@ class _Column(ParallelLayer):
         if not torch.is_grad_enabled() and not plan.gather_output and (plain := self._plain()) is not None:
             return self._multiply(x, *plain)  # nothing else is left of what follows
         bias = None if self.bias is None else self._parameter("bias")
-        if self.chunk is not None and self.region.keeps_logits_sharded(self.training, self._whole_bytes(x)):
-            return self._logits(x)
+        if self.chunk is not None:
+            nbytes = x.shape[:-1].numel() * self.autopar_layouts["weight"].size * x.itemsize
+            if self.region.keeps_logits_sharded(self.training, nbytes):
+                return self._logits(x)
         y = self._product(x, self._parameter("weight"), None if self.skip_bias_add else bias)  # [..., out/tp]
         if plan.gather_output:
             full = self.region.mark_replicated(gather(y, self.tp, self.autopar_layouts["weight"]))  # [..., out]
@@ -369,9 +368,6 @@ class _Column(ParallelLayer):
             return self._multiply(x, weight, bias)
         y = attach(self._multiply(x.flatten(0, -2), weight.detach(), bias), late)  # [tokens, out/tp]
         return y.view(*x.shape[:-1], y.shape[-1])
-
-    def _whole_bytes(self, x: torch.Tensor) -> int:
-        return x.shape[:-1].numel() * self.autopar_layouts["weight"].size * x.itemsize
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         """The whole logits, which are gathered when somebody reads them."""

@@ -144,32 +144,20 @@ class Shards(LogitsPart):
     def gradients(self) -> Gradients:
         """Return what cuts the whole gradient, and goes back through the head's product if that is not made yet."""
         if self.head is None:
-            return partial(_gradient_of_columns, self.layout, self.axis.rank, self.rows.dtype)
+            return partial(_columns_of, self.axis, self.layout, self.rows.dtype)
         return self._gradients_of_inputs
 
-    def gradients_again(self) -> Gradients:
-        """Return the same, differentiable in the gradient and in the factors."""
-        if self.head is None:
-            return partial(_columns_of, self.axis, self.layout, self.rows.dtype)
-        return self._gradients_of_inputs_again
+    gradients_again = gradients
 
-    def _gradients_of_inputs_again(self, grad: torch.Tensor, *saved: torch.Tensor) -> Sequence[torch.Tensor | None]:
-        with torch.enable_grad():
-            inputs = [x.view_as(x) for x in saved]  # or a tied weight would get its other gradients here
+    def _gradients_of_inputs(self, grad: torch.Tensor, *saved: torch.Tensor) -> Sequence[torch.Tensor | None]:
+        again = torch.is_grad_enabled()
+        with torch.enable_grad():  # of views, or a tied weight would get its other gradients here
+            inputs = [x.view_as(x) if again else x.detach().requires_grad_(x.requires_grad) for x in saved]
             local = self.of_inputs(inputs).local()
         (part,) = _columns_of(self.axis, self.layout, local.dtype, grad)
         wanted = [x for x in inputs if x.requires_grad]
-        found = iter(torch.autograd.grad(local, wanted, part, create_graph=torch.is_grad_enabled()))
+        found = iter(torch.autograd.grad(local, wanted, part, create_graph=again))
         return [next(found) if x.requires_grad else None for x in inputs]
-
-    def _gradients_of_inputs(self, grad: torch.Tensor, *inputs: torch.Tensor) -> Sequence[torch.Tensor | None]:
-        held = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
-        with torch.enable_grad():
-            local = self.of_inputs(held).local()
-        wanted = [x for x in held if x.requires_grad]
-        (part,) = _gradient_of_columns(self.layout, self.axis.rank, local.dtype, grad)
-        found = iter(torch.autograd.grad(local, wanted, part))
-        return [next(found) if x.requires_grad else None for x in held]
 
     def gathered(self) -> torch.Tensor:
         """Return the whole logits. A collective of the axis."""
@@ -192,22 +180,6 @@ class Shards(LogitsPart):
         loss = sharded_cross_entropy(self, target, ignore_index, label_smoothing, reduction)
         device = self.rows.device.type
         return loss if device != "meta" and torch.is_autocast_enabled(device) else loss.to(self.dtype)  # as torch's
-
-    def joined(self, parts: Sequence[LogitsPart], dim: int) -> Shards | None:
-        """Return the columns of what ``torch.cat`` makes of some tokens each, or None."""
-        made = [part.settled() for part in parts if isinstance(part, Shards)]
-        first, dims = made[0], len(self.shape)
-        same = all(x.axis is first.axis and x.layout == first.layout and len(x.shape) == dims for x in made)
-        if not same or dim % dims == dims - 1 or len({(x.dtype, x.rows.dtype) for x in made}) > 1:
-            return None
-        return replace(first, rows=torch.cat([x.rows for x in made], dim))
-
-
-def _gradient_of_columns(
-    layout: Layout, rank: int, dtype: torch.dtype, grad: torch.Tensor
-) -> Sequence[torch.Tensor | None]:
-    part = layout.shard(grad, rank, -1)  # [..., vocab/tp]
-    return [part.to(dtype)]
 
 
 def _columns_of(axis: Axis, layout: Layout, dtype: torch.dtype, grad: torch.Tensor) -> Sequence[torch.Tensor | None]:
@@ -277,10 +249,6 @@ def _cast(shards: Shards, dtype: torch.dtype) -> Shards | None:
     return replace(shards, dtype=dtype)
 
 
-def _same(shards: Shards) -> Shards:
-    return shards
-
-
 def _unary(function: Change) -> Callable[..., Shards | None]:
     return lambda shards, *args, **kwargs: None if args or kwargs else shards.change(function)
 
@@ -323,10 +291,6 @@ def _operand(shards: Shards, other: torch.Tensor) -> torch.Tensor | None:
     return other if shards.head is None else other.clone()  # it may change before it is used
 
 
-def _true_divide(x: Any, y: Any) -> torch.Tensor:
-    return torch.true_divide(x, y)
-
-
 _OPERATIONS: dict[str, Callable[..., Shards | None]] = {
     "view": _reshape,
     "reshape": _reshape,
@@ -337,17 +301,17 @@ _OPERATIONS: dict[str, Callable[..., Shards | None]] = {
     "half": lambda shards: _cast(shards, torch.float16),
     "bfloat16": lambda shards: _cast(shards, torch.bfloat16),
     "detach": Shards.detached,
-    "contiguous": _same,
-    "clone": _same,
+    "contiguous": lambda shards: shards,
+    "clone": lambda shards: shards,
     "tanh": _unary(torch.tanh),
     "neg": _unary(operator.neg),
     "__neg__": _unary(operator.neg),
     "mul": _binary(operator.mul),
     "__mul__": _binary(operator.mul),
     "__rmul__": _binary(operator.mul),
-    "div": _binary(_true_divide),
-    "true_divide": _binary(_true_divide),
-    "__truediv__": _binary(_true_divide),
+    "div": _binary(torch.true_divide),
+    "true_divide": _binary(torch.true_divide),
+    "__truediv__": _binary(torch.true_divide),
     "add": _binary(operator.add),
     "__add__": _binary(operator.add),
     "__radd__": _binary(operator.add),

@@ -30,25 +30,6 @@ from autopar.distributed.collectives import even_layout
 from autopar.errors import ConfigError
 from autopar.layout import Range, even_shards
 
-__all__ = [
-    "Group",
-    "VocabUtility",
-    "all_to_all",
-    "axis_of",
-    "copy_to_tensor_model_parallel_region",
-    "gather_from_sequence_parallel_region",
-    "gather_from_tensor_model_parallel_region",
-    "gather_split_1d_tensor",
-    "reduce_from_tensor_model_parallel_region",
-    "reduce_scatter_to_sequence_parallel_region",
-    "scatter_to_sequence_parallel_region",
-    "scatter_to_tensor_model_parallel_region",
-    "split_tensor_along_last_dim",
-    "split_tensor_into_1d_equal_chunks",
-    "vocab_range_from_global_vocab_size",
-    "vocab_range_from_per_partition_vocab_size",
-]
-
 
 def copy_to_tensor_model_parallel_region(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Copy into a sharded region (Megatron's f): ``[...]`` Replicate -> the same, whose Partial gradient is summed."""
@@ -61,11 +42,7 @@ def reduce_from_tensor_model_parallel_region(x: torch.Tensor, group: Group) -> t
 
 
 def scatter_to_tensor_model_parallel_region(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Keep this rank's shard: ``[..., n]`` Replicate -> ``[..., n/tp]`` Shard(-1).
-
-    Raises:
-        ConfigError: if ``n`` does not divide.
-    """
+    """Keep this rank's shard: ``[..., n]`` Replicate -> ``[..., n/tp]`` Shard(-1)."""
     return _scatter(x, group, -1, "last dim")
 
 
@@ -75,19 +52,12 @@ def gather_from_tensor_model_parallel_region(x: torch.Tensor, group: Group, *, s
     Args:
         size: ``n`` if it does not divide evenly and was sharded by :func:`autopar.layout.even_shards` (the logits of
             a vocabulary of 50257). Without it all ranks must bring the same width.
-
-    Raises:
-        ConfigError: if this rank's width is not that of its shard of ``size``.
     """
     return _gather(x, group, -1, size)
 
 
 def scatter_to_sequence_parallel_region(x: torch.Tensor, group: Group, *, dim: int = 0) -> torch.Tensor:
-    """Keep this rank's shard: ``[seq, ...]`` Replicate -> ``[seq/tp, ...]`` Shard(dim).
-
-    Raises:
-        ConfigError: if ``seq`` does not divide.
-    """
+    """Keep this rank's shard: ``[seq, ...]`` Replicate -> ``[seq/tp, ...]`` Shard(dim)."""
     return _scatter(x, group, dim, "sequence dim")
 
 
@@ -105,11 +75,7 @@ def gather_from_sequence_parallel_region(
 
 
 def reduce_scatter_to_sequence_parallel_region(x: torch.Tensor, group: Group, *, dim: int = 0) -> torch.Tensor:
-    """Reduce-scatter ``[seq, ...]`` Partial -> ``[seq/tp, ...]`` Shard(dim).
-
-    Raises:
-        ConfigError: if ``seq`` does not divide.
-    """
+    """Reduce-scatter ``[seq, ...]`` Partial -> ``[seq/tp, ...]`` Shard(dim)."""
     axis = axis_of(group)
     check_divides(x.shape[dim], axis, "sequence dim")
     return collectives.reduce_scatter(x, axis, dim)
@@ -128,10 +94,6 @@ def all_to_all(
     Args:
         output_split_sizes: rows that come from each rank; None for even parts.
         input_split_sizes: rows of ``x`` that go to each rank; None for even parts.
-
-    Raises:
-        ConfigError: if there are not as many splits as ranks, if the input splits are not all the rows, or if there are
-            none and the rows do not divide. Checked on each rank's own arguments.
     """
     axis = axis_of(group)
     for name, splits in (("output_split_sizes", output_split_sizes), ("input_split_sizes", input_split_sizes)):
@@ -166,39 +128,24 @@ def _gather(x: torch.Tensor, group: Group, dim: int, size: int | None = None) ->
 def split_tensor_along_last_dim(
     tensor: torch.Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Split ``[..., n] -> num_partitions x [..., n/num_partitions]``: views, or contiguous copies if asked for.
-
-    Raises:
-        ConfigError: if ``n`` does not divide.
-    """
+    """Split ``[..., n] -> num_partitions x [..., n/num_partitions]``: views, or contiguous copies if asked for."""
     if num_partitions < 1 or tensor.shape[-1] % num_partitions:
         raise ConfigError(f"last dim of size {tensor.shape[-1]} does not divide into {num_partitions} partitions")
-    chunks = tensor.split(tensor.shape[-1] // num_partitions or 1, dim=-1)
-    if tensor.shape[-1] == 0:
-        chunks = (tensor,) * num_partitions
+    chunks = tensor.tensor_split(num_partitions, dim=-1)
     return tuple(chunk.contiguous() for chunk in chunks) if contiguous_split_chunks else tuple(chunks)
 
 
 def split_tensor_into_1d_equal_chunks(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """Keep this rank's elements, ``[...]`` Replicate -> ``[numel/tp]`` Shard(0): a view where that is possible.
-
-    Raises:
-        ConfigError: if the number of elements does not divide.
-    """
+    """Keep this rank's elements, ``[...]`` Replicate -> ``[numel/tp]`` Shard(0): a view where that is possible."""
     axis = axis_of(group)
     each = check_divides(tensor.numel(), axis, "flat tensor")
     return tensor.reshape(-1).narrow(0, axis.rank * each, each)
 
 
 def gather_split_1d_tensor(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """All-gather :func:`split_tensor_into_1d_equal_chunks`: flat elements in rank order, ``[numel * tp]``.
-
-    Every rank brings the same number of elements.
-    """
-    axis = axis_of(group)
+    """All-gather :func:`split_tensor_into_1d_equal_chunks`: flat elements in rank order, ``[numel * tp]``."""
     with torch.no_grad():
-        flat = tensor.reshape(-1)
-        return collectives.gather(flat, axis, even_layout(flat.numel() * axis.size, axis.size), 0)
+        return _gather(tensor.reshape(-1), group, 0)
 
 
 def vocab_range_from_global_vocab_size(global_vocab_size: int, rank: int, world_size: int) -> Range:

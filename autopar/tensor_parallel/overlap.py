@@ -72,9 +72,9 @@ def enter(x: torch.Tensor, weight: torch.Tensor, gradient: WeightGradient, axis:
     """
     pending = _Pending()
     waiting = _Wait.apply(x, axis, pending)
-    tokens = _tokens(x.detach())
-    made = LateWeight.apply(weight, tokens, len(tokens), gradient, _as_it_is)
-    late = Late(gradient, lambda x: _tokens(copy(x, axis)), made, weight, x)
+    tokens = x.detach().flatten(0, -2)
+    made = LateWeight.apply(weight, tokens, len(tokens), gradient, lambda x: x)
+    late = Late(gradient, lambda x: copy(x, axis).flatten(0, -2), made, weight, x)
     return _Launch.apply(waiting, axis, pending), late
 
 
@@ -116,14 +116,6 @@ class _Launch(_Identity):
         grad = grad.clone(memory_format=torch.contiguous_format)  # autograd may hand it to two branches
         ctx.pending.wait = start_all_reduce(grad, ctx.axis)
         return grad, None, None
-
-
-def _tokens(x: torch.Tensor) -> torch.Tensor:
-    return x.flatten(0, -2)
-
-
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 def _weight_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -51,16 +51,6 @@ from autopar.tensor_parallel.regions import Region
 _OWNER = "printed sizes"
 
 
-def show_sizes(module: nn.Module) -> None:
-    """Let ``repr`` of a module with ``autopar_layouts`` say how its parameters and buffers are sharded."""
-    bind(module, _OWNER, extra_repr=_extra_repr)
-
-
-def hide_sizes(model: nn.Module) -> None:
-    """Undo :func:`show_sizes` for all modules of ``model``."""
-    unbind(model, _OWNER)
-
-
 def _extra_repr(self: Any) -> str:
     axis: Axis = self.tp
     layouts: dict[str, Layout] = self.autopar_layouts
@@ -124,7 +114,7 @@ def apply(
             if buffer is not None:
                 own_buffers(module)[name] = layout.shard(buffer, rank)
         resize(module, module_plan, rank)
-        show_sizes(module)
+        bind(module, _OWNER, extra_repr=_extra_repr)
     for path, module_plan in plan.modules.items():
         if module_plan.rule == "region":
             _keep_runnable(modules[path])
@@ -212,7 +202,7 @@ def undo(model: nn.Module, plan: Plan) -> None:
     """Give back the plain model with full weights on every rank: the inverse of :func:`apply`. A collective of tp."""
     if plan.shards == 1:
         return
-    hide_sizes(model)
+    unbind(model, _OWNER)
     modules = dict(model.named_modules())
     done: set[int] = set()
     for path, module_plan in plan.modules.items():
@@ -332,10 +322,12 @@ def parallel_class(plain: type[nn.Module], plan: ModulePlan, *, stored: bool = F
     Raises:
         PolicyError: the class computes something else than the layer that the rule is for.
     """
-    if plan.rule in ("column", "row") and stored:
-        return _stored_class(plain, ColumnParallelStored if plan.rule == "column" else RowParallelStored)
-    if plan.rule in ("column", "row") and issubclass(plain, Convolution):
-        return _conv_class(plain, ColumnParallelConv if plan.rule == "column" else RowParallelConv)
+    if plan.rule in ("column", "row") and (stored or issubclass(plain, Convolution)):
+        columns, rows = (ColumnParallelStored, RowParallelStored) if stored else (ColumnParallelConv, RowParallelConv)
+        parallel: Any = columns if plan.rule == "column" else rows
+        if not stored and plain.forward not in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward):
+            raise PolicyError(f"{plain.__name__} has a forward of its own; it cannot become {parallel.__name__}")
+        return mixed_class(parallel, plain, f"{parallel.__name__}Of{plain.__name__}")
     if plan.rule in ("column", "row", "embedding"):
         layer = _LAYERS[plan.rule, plan.by_hidden if plan.rule == "embedding" else issubclass(plain, Conv1D)]
         return _layer_class(plain, layer)  # type: ignore[arg-type]
@@ -347,16 +339,6 @@ def parallel_class(plain: type[nn.Module], plan: ModulePlan, *, stored: bool = F
     return region_class(plain, mixin, tuple(sorted(plan.summed | replicas)))  # type: ignore[arg-type]
 
 
-def _stored_class(plain: Any, parallel: Any) -> Any:
-    return mixed_class(parallel, plain, f"{parallel.__name__}Of{plain.__name__}")
-
-
-def _conv_class(plain: Any, parallel: Any) -> Any:
-    if plain.forward not in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward):
-        raise PolicyError(f"{plain.__name__} has a forward of its own; it cannot become {parallel.__name__}")
-    return mixed_class(parallel, plain, f"{parallel.__name__}Of{plain.__name__}")
-
-
 @functools.cache
 def _layer_class(plain: Any, parallel: Any) -> Any:
     """Put ``parallel`` before ``plain``, or, where that one calls ``super().forward``, between it and torch's class."""
@@ -365,11 +347,11 @@ def _layer_class(plain: Any, parallel: Any) -> Any:
         return parallel
     if plain.__setattr__ is not nn.Module.__setattr__ or "__call__" in vars(plain):
         raise PolicyError(f"{plain.__name__} changes how modules work; it cannot become {parallel.__name__}")
-    forward = inspect.getattr_static(plain, "forward")
+    forward, name = inspect.getattr_static(plain, "forward"), f"{parallel.__name__}Of{plain.__name__}"
     if "super" in getattr(getattr(forward, "__code__", None), "co_names", ("super",)):
-        return mixed_class(plain, parallel, f"{parallel.__name__}Of{plain.__name__}")
+        return mixed_class(plain, parallel, name)
     _check_same(plain, torch_class)
-    return mixed_class(parallel, plain, f"{parallel.__name__}Of{plain.__name__}")
+    return mixed_class(parallel, plain, name)
 
 
 def _check_same(plain: type[nn.Module], torch_class: type[nn.Module]) -> None:

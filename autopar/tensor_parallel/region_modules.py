@@ -51,7 +51,7 @@ class RegionModule:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plan = self.autopar
         if plan.inputs:
-            args, kwargs = with_inputs(type(self), plan.inputs, args, kwargs, self._shard_input)
+            args, kwargs = self._with_inputs(plan.inputs, args, kwargs)
         opens, closes = plan.rule == "region" and not plan.closes, plan.rule == "region" and not plan.opens
         if opens:  # readers of one tensor get the same copy where a layer closes the region
             args, kwargs = _map_floats(self.region.enter if plan.opens else self._enter, (args, kwargs))
@@ -95,38 +95,28 @@ class RegionModule:
         width = size // (layout.size if full else layout.local_size(self.tp.rank))
         return Layout.of(layout.dim, [replace(block, width=block.width * width) for block in layout.blocks])
 
+    def _with_inputs(
+        self, inputs: tuple[InputPlan, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments, with those tensors sharded that are planned to be."""
+        names, values, named = argument_names(type(self)), list(args), dict(kwargs)  # type: ignore[arg-type]
+        for planned in inputs:
+            place = names.index(planned.name)
+            if place < len(values) and isinstance(values[place], torch.Tensor):
+                values[place] = self._shard_input(values[place], planned.layout)
+            elif isinstance(named.get(planned.name), torch.Tensor):
+                named[planned.name] = self._shard_input(named[planned.name], planned.layout)
+        return tuple(values), named
+
     def _shard_input(self, x: torch.Tensor, layout: Layout) -> torch.Tensor:
-        sharded = shard_input(x, layout, lambda x, dim: scatter(x, self.tp, layout, dim))
-        return x if sharded is x else self.region.mark_sharded(sharded)
-
-
-def with_inputs(
-    kind: Any,
-    inputs: tuple[InputPlan, ...],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    shard: Callable[[torch.Tensor, Layout], torch.Tensor],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a module of class ``kind`` with those tensors sharded that are planned to be."""
-    names = argument_names(kind)
-    values, named = list(args), dict(kwargs)
-    for planned in inputs:
-        place = names.index(planned.name)
-        if place < len(values) and isinstance(values[place], torch.Tensor):
-            values[place] = shard(values[place], planned.layout)
-        elif isinstance(named.get(planned.name), torch.Tensor):
-            named[planned.name] = shard(named[planned.name], planned.layout)
-    return tuple(values), named
-
-
-def shard_input(x: torch.Tensor, layout: Layout, shard: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
-    """Return a rank's units of an argument, as often as they lie in the dim of ``layout``; ``shard(x, dim)`` cuts."""
-    dim = layout.dim % x.ndim
-    if x.shape[dim] % layout.size or x.shape[dim] == 1:
-        return x  # the same for all units
-    if x.shape[dim] == layout.size:
-        return shard(x, dim)
-    return shard(x.unflatten(dim, (-1, layout.size)), dim + 1).flatten(dim, dim + 1)  # [..., batch, heads, ...]
+        """Return this rank's units of an argument, as often as they lie in the dim of ``layout``."""
+        dim = layout.dim % x.ndim
+        if x.shape[dim] % layout.size or x.shape[dim] == 1:
+            return x  # the same for all units
+        if x.shape[dim] == layout.size:
+            return self.region.mark_sharded(scatter(x, self.tp, layout, dim))
+        parts = scatter(x.unflatten(dim, (-1, layout.size)), self.tp, layout, dim + 1)
+        return self.region.mark_sharded(parts.flatten(dim, dim + 1))  # [..., batch, heads, ...]
 
 
 def _map_floats(function: Callable[[torch.Tensor], Any], values: Any) -> Any:

@@ -26,7 +26,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.distributed.autograd_functions import is_watched
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy
 from autopar.distributed.rng import TorchGenerators, follow_streams, seed_torch, unfollow_streams
@@ -213,14 +212,12 @@ class Region:
         if self._entered is not None and self._entered.is_whole(x) and can_save_rows(x, weight):
             return self.enter(x), self._entered.late_weight(weight, gradient)
         small = x.numel() < _LEAST
-        if self.tracking is not None or small or not can_overlap(x, weight, self.axis) or self._is_copied(x):
+        copied = self._source is x and self._version == version_of(x) and self._copied is not None
+        if self.tracking is not None or small or copied or not can_overlap(x, weight, self.axis):
             return self.enter(x), None
-        copied, late = enter_overlapped(x, weight, gradient, self.axis)
-        self._source, self._version, self._copied = x, version_of(x), copied
-        return copied, late
-
-    def _is_copied(self, x: torch.Tensor) -> bool:
-        return self._source is x and self._version == version_of(x) and self._copied is not None
+        entered, late = enter_overlapped(x, weight, gradient, self.axis)
+        self._source, self._version, self._copied = x, version_of(x), entered
+        return entered, late
 
     def leave(self) -> None:
         """Leave the region: random draws are alike again. A compiled graph must not keep its activations."""
@@ -380,16 +377,10 @@ def can_overlap(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> bool:
     Shared memory does not: there this process sums itself.
     """
     return (
-        weight.requires_grad
+        can_save_rows(x, weight)
         and x.requires_grad
         and axis.size > 1
         and (axis.transport is None or not x.is_cpu)
-        and torch.is_grad_enabled()
-        and type(x) is torch.Tensor
-        and x.dtype == weight.dtype
         and (not x.is_meta or in_fake_world())
-        and not torch.compiler.is_compiling()
-        and (x.is_meta or not torch.is_autocast_enabled(x.device.type))
         and not torch.is_anomaly_enabled()  # would read the gradient before the sum is there
-        and not is_watched(x)  # what the layer returns was kept: it must not be written to
     )

@@ -81,9 +81,8 @@ _OF_MODELS = _OF_BLOCKS | {
 
 def _unknown(known: frozenset[str], module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return what a module gets under names that are not known, besides its first argument."""
-    names = argument_names(module)
-    given = [*zip(names, args, strict=False), *kwargs.items()]
-    return tree_leaves([value for name, value in given if name not in known and name != names[0]])
+    given, first = given_by_name(module, args, kwargs), argument_names(module)[0]
+    return tree_leaves([value for name, value in given if name not in known and name != first])
 
 
 def _has_tensor(values: list[Any]) -> bool:
@@ -188,7 +187,8 @@ class RowsBlock:
         if comes_whole:
             args, kwargs = change_first(self, args, kwargs, of.enter)
         if of.inputs:
-            args, kwargs = change_named(self, of.inputs, args, kwargs, of.take)
+            taken = lambda name, x: of.take(x) if name in of.inputs and isinstance(x, torch.Tensor) else x  # noqa: E731
+            args, kwargs = change_given(self, args, kwargs, taken)
         output = super().__call__(*args, **kwargs, autopar_rows=of.rows)  # type: ignore[misc]
         output = change_output(output, of.made)
         of.region.rows_are_out &= not leaves_whole
@@ -260,39 +260,30 @@ def _names_of(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in inspect.signature(inspect.unwrap(kind.forward)).parameters if name != "self")
 
 
+def given_by_name(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the arguments of a forward and their names, in the order in which they were given."""
+    names = argument_names(module)
+    given = [(names[place] if place < len(names) else f"argument {place}", x) for place, x in enumerate(args)]
+    return [*given, *kwargs.items()]
+
+
+def change_given(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[str, Any], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments of a forward, each of them changed: ``change(name, value)``."""
+    values = [change(name, value) for name, value in given_by_name(module, args, kwargs)]
+    return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+
+
 def change_first(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments of a forward of which the first one, hidden states, is changed, wherever it is given."""
-    if args:
-        first = args[0]
-    else:
-        name = argument_names(module)[0]
-        first = kwargs[name] if name in kwargs else next(x for x in kwargs.values() if isinstance(x, torch.Tensor))
+    given = dict(given_by_name(module, args, kwargs))
+    first = given.get(argument_names(module)[0])
+    first = next(x for x in given.values() if isinstance(x, torch.Tensor)) if first is None else first
     changed = change(first)
-    return (
-        tuple(changed if value is first else value for value in args),
-        {name: changed if value is first else value for name, value in kwargs.items()},
-    )
-
-
-def change_named(
-    module: Any,
-    names: tuple[str, ...],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    change: Callable[[torch.Tensor], torch.Tensor],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments of a forward of which the tensors called ``names`` are changed."""
-    known = argument_names(module)[: len(args)]
-    positional = [
-        change(value) if name in names and isinstance(value, torch.Tensor) else value
-        for name, value in zip(known, args, strict=False)
-    ]
-    return (*positional, *args[len(known) :]), {
-        name: change(value) if name in names and isinstance(value, torch.Tensor) else value
-        for name, value in kwargs.items()
-    }
+    return change_given(module, args, kwargs, lambda _, value: changed if value is first else value)
 
 
 def change_output(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -324,9 +315,10 @@ def apply(model: nn.Module, plan: SequencePlan, region: Region, kind: Callable[.
         swap(modules[path], Whole, rows_region=region)
     for blocks in plan.lists:
         of = kind(region, plan)
-        around = _model_around(modules, blocks[0])
-        if around is not None:
-            around.register_forward_pre_hook(Arguments(of, plan.seen), with_kwargs=True)
+        for path in around(blocks[0]):  # the Hugging Face model next around them
+            if isinstance(modules[path], PreTrainedModel):
+                modules[path].register_forward_pre_hook(Arguments(of, plan.seen), with_kwargs=True)
+                break
         for place, path in enumerate(blocks):
             ends = (place == 0, place == len(blocks) - 1)
             swap(modules[path], RowsBlock, rows_list=of, rows_ends=ends, rows_parameters=owned.get(path, ()))
@@ -338,11 +330,6 @@ def _held(modules: Mapping[str, nn.Module], names: Iterable[str]) -> Iterator[tu
         path, _, own = name.rpartition(".")
         if own_parameters(modules[path]).get(own) is not None:
             yield modules[path], own
-
-
-def _model_around(modules: Mapping[str, nn.Module], block: str) -> nn.Module | None:
-    """Return the Hugging Face model next around a block."""
-    return next((modules[path] for path in around(block) if isinstance(modules[path], PreTrainedModel)), None)
 
 
 def undo(model: nn.Module, plan: SequencePlan) -> None:

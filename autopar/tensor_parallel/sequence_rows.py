@@ -81,7 +81,7 @@ def _unflattened(x: torch.Tensor, length: int, change: Callable[[torch.Tensor], 
 
 
 def can_save_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether the gradient of ``weight`` can be computed from rows of ``x``, beside the layer."""
+    """Return whether the gradient of ``weight`` can be computed from ``x``, or rows of it, beside the layer."""
     return (
         weight.requires_grad
         and torch.is_grad_enabled()
@@ -89,7 +89,7 @@ def can_save_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and x.dtype == weight.dtype
         and not torch.compiler.is_compiling()
         and (x.is_meta or not torch.is_autocast_enabled(x.device.type))
-        and not is_watched(x)
+        and not is_watched(x)  # what the layer returns was kept: it must not be written to
     )
 
 

@@ -2,9 +2,9 @@
 
 A hook on a column-parallel layer would see this rank's features. An object takes the hook's place in torch's dict of
 hooks. It gathers what the hook reads, and shards what the hook returns; both are differentiable. Handles still remove
-the hook. The module then continues with a shard of what the hook got, so that the hook may keep that for the backward.
-In sequence parallelism a block with hooks inside computes with full sequences.
-Nothing is gathered where no hook is. All ranks have the same hooks: that is compared when a forward begins.
+the hook. The module then continues with a shard of what the hook got, so that the hook may keep that for the backward
+(the input that a forward hook gets is a copy). In sequence parallelism a block with hooks inside computes with full
+sequences. Nothing is gathered where no hook is. All ranks have the same hooks: that is compared when a forward begins.
 Under context parallelism a forward over local sequences is refused while user hooks are registered that are not local.
 """
 
@@ -14,8 +14,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from itertools import compress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,8 +33,6 @@ _KINDS = ("forward", "forward_pre", "backward", "backward_pre")
 _EVERYWHERE = {kind: hooks_of_all(kind)[0] for kind in _KINDS}  # torch's own dicts of the hooks on every module
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 _LOCAL = "_autopar_local_hooks"
-_HELD = "_autopar_full"  # attribute of a shard: the full tensor it was cut from, and its own version
-_FRONT = -1  # key among a module's forward pre-hooks, of which torch counts its own from 0
 
 
 def users_hook(module: nn.Module) -> Any:
@@ -57,93 +54,63 @@ def local_hooks(module: nn.Module) -> None:
         _unwrap(hooks_of(module, kind))
 
 
-class RefusesHooks(Protocol):
-    """A state of a model whose ranks share each sequence: it refuses user hooks."""
-
-    def refuse_hooks(self, hooks: list[tuple[str, Any]]) -> None:
-        """Refuse a forward over local sequences while ``hooks`` (path of a module, hook) are registered."""
-
-
 class WholeHooks:
     """Finds user hooks when a forward begins, and lets them see full tensors.
 
     Attributes:
-        over_rows: The state of context parallelism, which refuses user hooks; None where ranks do not share sequences.
+        refuse: With context parallelism, a function that is given the user hooks below the model, which are not local,
+            and the paths of their modules; else None.
     """
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
-        self.over_rows: RefusesHooks | None = None
+        self.refuse: Callable[[list[tuple[str, Any]]], None] | None = None
         self._known: dict[int, Shards] | None = None
         self._places: list[tuple[dict[int, Any], str, Shards]] = []  # torch's own dicts, by kind
-        self._dicts: list[dict[int, Any]] = []
-        # Modules whose inputs are shards, with torch's dicts of their forward pre-hooks and forward hooks.
-        self._fronts: list[tuple[Shards, dict[int, Any], dict[int, Any]]] = []
         self._blocks: list[tuple[str, Any, list[tuple[nn.Module, dict[int, Any]]]]] = []  # that compute with rows
-        self._below: list[tuple[str, nn.Module]] = []  # modules that compute with local sequences, by path
-        self._below_dicts: list[dict[int, Any]] = []
+        self._below: list[tuple[dict[int, Any], str, nn.Module]] = []  # that compute with local sequences
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WholeHooks:
         copied = memo[id(self)] = WholeHooks(self.axis)
-        copied.over_rows = copy.deepcopy(self.over_rows, memo)
+        copied.refuse = copy.deepcopy(self.refuse, memo)
         return copied
 
     def wrap(self, model: nn.Module) -> str:
         """Wrap the hooks that are new; return where all of them are, in words that are identical on all ranks."""
         if self._known is None:
-            self._find(model)
-        assert self._known is not None
-        for _, front, _ in self._fronts:
-            front.pop(_FRONT, None)
+            self._known = self._find(model)
         places = list[str]()
-        for hooks, kind, shards in compress(self._places, self._dicts):
-            if _LOCAL not in vars(shards.module):
+        for hooks, kind, shards in self._places:
+            if hooks and _LOCAL not in vars(shards.module):
                 self._wrap(hooks, hooks_with_kwargs(shards.module, kind), kind, {id(shards.module): shards})
                 places += [f"{kind} on {shards.path}" for hook in hooks.values() if isinstance(hook, _WholeHook)]
-        everywhere = [kind for kind, hooks in _EVERYWHERE.items() if hooks and _has_users(hooks)]
-        for kind in everywhere:
-            hooks, with_kwargs = hooks_of_all(kind)
-            self._wrap(hooks, with_kwargs, kind, self._known)
+        everywhere = [(kind, hooks) for kind, hooks in _EVERYWHERE.items() if hooks and _users_of(hooks)]
+        for kind, hooks in everywhere:
+            self._wrap(hooks, hooks_of_all(kind)[1], kind, self._known)
             places += [f"{kind} on all modules" for hook in hooks.values() if isinstance(hook, _WholeHook)]
-        after = "forward" in everywhere
-        for shards, front, hooks in self._fronts:
-            if (after or (hooks and _has_users(hooks))) and _LOCAL not in vars(shards.module):
-                front[_FRONT] = _Front(shards, self.axis)
         for path, block, inside in self._blocks:
-            here = (_has_users(hooks) for module, hooks in inside if hooks and _LOCAL not in vars(module))
+            here = (_users_of(hooks) for module, hooks in inside if hooks and _LOCAL not in vars(module))
             block.rows_hooked = bool(everywhere) or any(here)
             places += [f"inside of {path}"] * block.rows_hooked
-        if self.over_rows is not None:
-            refused = self._below_hooks()
-            self.over_rows.refuse_hooks(refused)
+        if self.refuse is not None:
+            found = [(path, hooks) for hooks, path, module in self._below if hooks and _LOCAL not in vars(module)]
+            found += [("all modules", hooks) for _, hooks in everywhere]
+            refused = [(path, hook) for path, hooks in found for hook in _users_of(hooks)]
+            self.refuse(refused)
             places += [f"over local sequences on {path}" for path, _ in refused]
         return ", ".join(places)
 
-    def _below_hooks(self) -> list[tuple[str, Any]]:
-        """Return the user hooks on modules below the model that are not local: paths of the modules, and the hooks."""
-        every = [("all modules", hook) for hooks in _EVERYWHERE.values() for hook in _users_of(hooks)]
-        found = zip(self._below, self._below_dicts, strict=True)
-        here = [(path, _users_of(hooks)) for (path, module), hooks in found if hooks and _LOCAL not in vars(module)]
-        return [*((path, hook) for path, hooks in here for hook in hooks), *every]
-
-    def _find(self, model: nn.Module) -> None:
+    def _find(self, model: nn.Module) -> dict[int, Shards]:
         sharded = {id(shards.module): shards for shards in _shards_of(model)} if self.axis.size > 1 else {}
-        self._known = sharded
-        self._fronts = [
-            (shards, hooks_of(shards.module, "forward_pre"), hooks_of(shards.module, "forward"))
-            for shards in sharded.values()
-            if shards.given is not None
-        ]
+        self._places = [(hooks_of(s.module, kind), kind, s) for s in sharded.values() for kind in _KINDS]
         self._blocks = [
             (path, block, [(module, hooks_of(module, kind)) for module in block.modules() for kind in _KINDS])
             for path, block in model.named_modules()
             if hasattr(block, "rows_hooked")
         ]
-        self._places = [(hooks_of(s.module, kind), kind, s) for s in sharded.values() for kind in _KINDS]
-        self._dicts = [hooks for hooks, _, _ in self._places]
-        below = [] if self.over_rows is None else [each for each in model.named_modules() if each[0]]
-        self._below = [each for each in below for _ in _KINDS]
-        self._below_dicts = [hooks_of(module, kind) for _, module in below for kind in _KINDS]
+        below = model.named_modules() if self.refuse is not None else ()
+        self._below = [(hooks_of(module, kind), path, module) for path, module in below if path for kind in _KINDS]
+        return sharded
 
     def _wrap(self, hooks: dict[int, Any], with_kwargs: set[int], kind: str, known: Mapping[int, Shards]) -> None:
         if self.axis.size == 1:
@@ -158,18 +125,10 @@ class WholeHooks:
         """Put the hooks themselves back in their places."""
         for hooks, _, _ in self._places:
             _unwrap(hooks)
-        for kind in _KINDS if self._places else ():
-            for hook in _EVERYWHERE[kind].values():
-                for key in self._known or () if isinstance(hook, _WholeHook) else ():
-                    hook.known.pop(key, None)
-        for _, front, _ in self._fronts:
-            front.pop(_FRONT, None)
-        self._known, self._places, self._dicts, self._fronts, self._blocks = None, [], [], [], []
-        self._below, self._below_dicts = [], []
-
-
-def _has_users(hooks: dict[int, Any]) -> bool:
-    return any(isinstance(hook, _WholeHook) or not is_of_library(hook) for hook in hooks.values())
+        for hook in (hook for hooks in _EVERYWHERE.values() for hook in hooks.values() if isinstance(hook, _WholeHook)):
+            for key in self._known or ():
+                hook.known.pop(key, None)
+        self._known, self._places, self._blocks, self._below = None, [], [], []
 
 
 def _users_of(hooks: dict[int, Any]) -> list[Any]:
@@ -208,7 +167,11 @@ class _WholeHook:
             seen = made.whole(output)
             result = self._run(module, *given.whole(inputs), seen)
             if given.is_written():
-                raise ConfigError(_lost(self.hook, shards.path))
+                raise ConfigError(
+                    f"the hook {described(self.hook)} on {shards.path} writes into what its module was given, of which "
+                    "it has a copy: the module's input is in parts.\n  Change it in a forward pre-hook, return what is "
+                    "changed, or use autopar.local_hooks(module)."
+                )
             return made.cut(seen if result is None and (made.is_written() or made.is_kept()) else result)
         if self.kind == "backward":
             into, out = values
@@ -228,34 +191,6 @@ class _WholeHook:
             return self.hook(*values)
         with inside_hook():
             return self.hook(*values)
-
-
-class _Front:
-    """The last forward pre-hook of a module with forward hooks: the full input that they get lies in the graph."""
-
-    def __init__(self, shards: Shards, axis: Axis) -> None:
-        self.shards, self.axis = shards, axis
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _no_front  # a copied model finds its hooks anew
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        """Let the module continue with a shard of the full input."""
-        seen = SeenShards(self.shards.given, self.shards, self.axis)
-        full = seen.whole(args)
-        return seen.held(full) if seen.is_kept() else None
-
-
-def _no_front(*_: Any) -> None:
-    """Change nothing."""
-
-
-def _lost(hook: Any, path: str) -> str:
-    return (
-        f"the hook {described(hook)} on {path} writes into what its module was given, of which it has a copy: the "
-        "module's input is in parts.\n  Change it in a forward pre-hook, return what is changed, or use "
-        "autopar.local_hooks(module)."
-    )
 
 
 def refused_hook(path: str, hook: Any, ranks: int) -> str:
@@ -342,9 +277,6 @@ class SeenShards:
         first = next(tensors_of(value), None)
         if first is None:
             return value
-        held, version = getattr(first, _HELD, (None, 0))
-        if held is not None and version_of(first) == version:
-            return mapped(lambda x: self._noted(held) if x is first else self._as_it_is(x), value)
         found = self._sharded(first)
         if found is None:
             return value
@@ -355,13 +287,6 @@ class SeenShards:
         """Return it with this rank's parts of tensors that have the shape of one that was gathered."""
         return mapped(lambda x: self._own(x, gradient), value)
 
-    def held(self, value: Any) -> Any:
-        """Return what :meth:`cut` does; the shard remembers its full tensor, which later hooks get."""
-        cut, full = self.cut(value), self._gathered[0][0]
-        first = next(tensors_of(cut))
-        setattr(first, _HELD, (full, version_of(first)))
-        return cut
-
     def is_written(self) -> bool:
         """Return whether the hook wrote into a copy."""
         return any(version_of(x) != version for x, version in self._gathered)
@@ -369,10 +294,6 @@ class SeenShards:
     def is_kept(self) -> bool:
         """Return whether a copy has a gradient, which the hook may ask for at any time before the backward."""
         return any(x.requires_grad for x, _ in self._gathered)
-
-    def _noted(self, x: torch.Tensor) -> torch.Tensor:
-        self._gathered.append((x, version_of(x)))
-        return x
 
     def _as_it_is(self, x: torch.Tensor) -> torch.Tensor:
         self._kept.append(x)
@@ -386,7 +307,8 @@ class SeenShards:
         else:
             full = collectives.all_gather(x, self.axis, layout, dim)
         self._cuts[full.shape] = dim, layout
-        return self._noted(full)
+        self._gathered.append((full, version_of(full)))
+        return full
 
     def _own(self, x: torch.Tensor, gradient: bool) -> torch.Tensor:
         found = None if any(x is kept for kept in self._kept) else self._cuts.get(x.shape)

@@ -29,11 +29,6 @@ def test_rows_of_the_sequence_and_recomputation(sequence: bool) -> None:
     same_training(with_lora(llama(), **DORA), {**config, "activation_checkpointing": {"enable": not sequence}})
 
 
-@pooled(world_size=3)
-def test_more_ranks_than_heads_of_keys() -> None:
-    same_training(with_lora(llama(num_key_value_heads=2), **DORA), {"tp": 3})
-
-
 @pooled(world_size=2)
 def test_saved_merged_and_made_later(tmp_path: Path) -> None:
     plain, model = with_lora(llama(), **DORA), autopar.initialize(with_lora(llama(), **DORA), {"tp": 2})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,17 +64,6 @@ def test_switching_merging_generating_and_back():
     for name, parameter in back.named_parameters():
         close(parameter, plain.get_parameter(name), name)
     _same_logits(back.merge_and_unload(), plain.merge_and_unload(), "after merge_and_unload")
-
-
-@pooled(world_size=2)
-def test_weights_are_loaded_into_an_adapter(tmp_path: Path):
-    plain, model = _pair()
-    model.save_pretrained(tmp_path)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data.zero_()
-    model.load_adapter(tmp_path, "default")
-    _same_logits(model, plain, "with the loaded adapter")
 
 
 @pytest.mark.tier("test")

@@ -203,7 +203,7 @@ def test_steps_with_replicas_and_sharded_states(stage: int) -> None:
         close(held.full_tensor() if stage == 3 else held.data, parameter.data, f"{name} after three steps")
 
 
-@pytest.mark.parametrize("planted", ["mask", "keys", "rows", "gradient", "mask of ulysses", "rows of ulysses"])
+@pytest.mark.parametrize("planted", ["mask", "rows", "gradient", "mask of ulysses", "rows of ulysses"])
 @pooled(world_size=2)
 def test_what_is_planted_is_seen(planted: str) -> None:
     """A dropped mask, rows in another order, a gradient that counts twice: each makes the comparison fail."""
@@ -214,11 +214,8 @@ def test_what_is_planted_is_seen(planted: str) -> None:
         setattr(owner, name, value)
 
     if planted == "mask":
-        plain_attention = attention._masked_attention
-        dropped = lambda call, *args: plain_attention(call._replace(mask=torch.ones_like(call.mask)), *args)  # noqa: E731
-        plant(attention, "_masked_attention", dropped)
-    elif planted == "keys":
-        plant(attention, "seen_keys", lambda mask: (0, mask.shape[-1] - 1))
+        of_rows = attention._of_rows
+        plant(attention, "_of_rows", lambda mask, *args: torch.ones_like(of_rows(mask, *args)))
     elif planted == "rows":
         plant(attention, "_pieces", _front)
     elif planted == "mask of ulysses":

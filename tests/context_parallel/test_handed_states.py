@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import gc
@@ -21,7 +20,6 @@ import autopar
 from autopar.context_parallel import handed_states
 from autopar.context_parallel.handed_states import HandedStates, States, StatesOfRank, own_arguments
 from autopar.context_parallel.rows import rows_layout
-from autopar.distributed import neighbours
 from autopar.dry_run.context_parallel import plan_rows
 from autopar.foreign.transformers import CACHES
 from autopar.policy.match import find_policy
@@ -101,12 +99,6 @@ def test_four_ranks_tensor_parallelism_and_stages(name: str) -> None:
     check_pipeline(one(name), language_batches(131, batch=4, seq=9), **config).mpu.destroy()
 
 
-@pooled(world_size=4)
-def test_a_schedule_that_splits_the_backward() -> None:
-    config = {**sizes(2, pipeline_parallel_size=2), "pipeline": {"num_microbatches": 2, "schedule": "zero-bubble"}}
-    check_pipeline(one("gated delta"), language_batches(131, batch=4, seq=9), **config).mpu.destroy()
-
-
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pooled(world_size=4)
 def test_steps_of_two_replicas(stage: int) -> None:
@@ -177,39 +169,6 @@ def test_forwards_between_forward_and_backward(reentrant: bool) -> None:
         close(model.get_parameter(name).grad, parameter.grad, name)
 
 
-@pytest.mark.parametrize("targets", [["out_proj"], ["in_proj_qkvz", "in_proj_ba"], ["q_proj", "o_proj"]])
-@pooled(world_size=2)
-def test_adapters_inside(targets: list[str]) -> None:
-    """Frozen weights: of the embedding's gradient nothing is wanted, of states some or nothing."""
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
-    torch.manual_seed(3)
-    plain = peft.get_peft_model(one("gated delta")(), config).train()
-    model = autopar.initialize(copy.deepcopy(plain), sizes(2)).train()
-    for batch in (padded_left(16), *nine()):
-        losses = [each(**batch).loss for each in (plain, model)]
-        close(losses[1], losses[0], "loss")
-        for loss in losses:
-            loss.backward()
-    autopar.average_gradients(model)
-    for name, parameter in plain.named_parameters():
-        if parameter.requires_grad:
-            close(model.get_parameter(name).grad, parameter.grad, name)
-
-
-@pooled(world_size=2)
-def test_gradients_of_some_weights_alone() -> None:
-    """``torch.autograd.grad`` of one weight asks all ranks for the gradients of states."""
-    plain, model = one("gated delta")(), autopar.initialize(one("gated delta")(), sizes(2))
-    for name in ("model.layers.0.linear_attn.in_proj_ba.weight", "model.layers.0.linear_attn.out_proj.weight"):
-        found = []
-        for each in (plain, model):
-            (gradient,) = torch.autograd.grad(each(**padded_left(16)).loss, [each.get_parameter(name)])
-            found.append(gradient)
-        dist.all_reduce(found[1])
-        close(found[1] / 2, found[0], name)
-
-
 @pooled(world_size=2)
 def test_the_gradient_of_a_gradient_is_refused() -> None:
     model = autopar.initialize(one("short convolution")(), sizes(2))
@@ -275,23 +234,6 @@ def test_a_forward_may_have_failed_on_one_rank_alone() -> None:
         hook.remove()
         losses = [each(input_ids=ids, labels=ids, use_cache=False).loss for each in (plain, model)]
         close(losses[1], losses[0], "loss")
-
-
-@pooled(world_size=2)
-def test_a_rank_may_have_run_forwards_by_itself() -> None:
-    """With a cache it is not cut, so a rank can run it alone where nothing is compared; or others may have failed."""
-    plain = one("short convolution")().eval()
-    model = autopar.initialize(copy.deepcopy(plain), {**sizes(2), "consistency_check": {"enable": False}}).eval()
-    ids = torch.arange(24).view(2, 12)
-    expected = plain(input_ids=ids, labels=ids, use_cache=False).loss
-    for number in range(3):
-        if dist.get_rank() == number % 2:
-            with torch.no_grad():
-                model(input_ids=ids, use_cache=True)
-            neighbours._BEGUN[model.mpu.cp.ranks] += 1
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        close(loss, expected, "loss")
 
 
 def test_documents_for_kernels_take_all_rows() -> None:

@@ -75,9 +75,9 @@ def saved_and_largest(n: int, method: str, make: Callable[[], Any] = small_llama
 def test_with_as_many_rows_a_rank_keeps_as_much_for_whatever_length() -> None:
     """Exactly so: 2 ranks keep attention's output once more than one does; 4 keep what 2 do, and more token ids."""
     (one, sizes), (two, sizes_of_two), (four, sizes_of_four) = (saved_and_largest(n, "ulysses") for n in (1, 2, 4))
-    for width, sequences in {VOCAB: BATCH, HEADS * HEAD_DIM: BATCH, HEAD_DIM: 1}.items():  # embeddings, angles
+    for width in (VOCAB, HEADS * HEAD_DIM):  # logits, embeddings
         largest = [each[width] for each in (sizes, sizes_of_two, sizes_of_four)]
-        assert largest == [sequences * ROWS * width] * 3, f"of no other rank's rows, {width} wide"
+        assert largest == [BATCH * ROWS * width] * 3, f"of no other rank's rows, {width} wide"
     outputs = LAYERS * BATCH * ROWS * HEADS * HEAD_DIM * 4
     assert 0 <= two - one - outputs <= 0.005 * one, (one, two)
     assert 0 <= four - two <= 0.005 * two, (two, four)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ import pytest
 
 import autopar
 from autopar.context_parallel import lazy_rows
-from benchmarks.context_parallel_policies import NOT_IN_STAGES, NOT_OVER_FOUR, holds, is_left_out, read_rows, summary
-from tests.context_parallel.meshes import LENGTHS, MESHES, compare, plain_of
+from benchmarks.context_parallel_policies import NOT_IN_STAGES, NOT_OVER_FOUR
+from tests.context_parallel.meshes import MESHES, compare
 from tests.pool import pooled
 from tests.random_models import Case
 from tests.refused_types import LATE_IN_CONTEXT, NOT_BY_ROWS, NOT_IN_CONTEXT
@@ -36,18 +35,6 @@ def test_it_equals_the_plain_model(mesh: str) -> None:
             continue
         assert verdict.verdict == "equal", f"{case}: {verdict.why}"
         assert (len(verdict.cut) > 0) == (MESHES[mesh].cp > 1)
-
-
-def test_micro_batches_are_packed_padded_and_without_labels_on_a_rank() -> None:
-    for case in (GPT2, LLAMA):
-        plain = plain_of(case, 2, (6, 3))
-        lengths = [batch["input_ids"].shape[1] for batch in plain.batches]
-        assert plain.names == (f"{lengths[0]} packed", f"{lengths[1]} padded left, a rank without labels")
-        assert set(lengths) <= set(LENGTHS) and len(set(lengths)) == 2
-        left = plain.batches[1]
-        assert left["attention_mask"][-1, :2].tolist() == [0, 0] and left["attention_mask"].sum() == 2 * lengths[1] - 2
-        assert (left["labels"] != -100).any() and (left["labels"][:, : lengths[1] // 2 + 1] == -100).all()
-        assert (plain.batches[0]["position_ids"] == 0).sum() == 4  # two documents in each of two sequences
 
 
 def _doubled(patch: pytest.MonkeyPatch) -> None:
@@ -83,33 +70,6 @@ def test_what_is_planted_is_seen(mesh: str, plant: Callable[[pytest.MonkeyPatch]
         plant(patch)
         verdict = compare(GPT2, MESHES[mesh], "gather")
     assert verdict.verdict == "wrong" and "off by" in verdict.why, verdict
-
-
-@pooled(world_size=4)
-def test_who_refuses_is_told_apart() -> None:
-    verdict = compare(Case("albert", "AlbertForMaskedLM"), MESHES["cp2xpp2"], "gather")
-    assert verdict.verdict == "refused" and NOT_IN_STAGES["albert"] in verdict.why
-
-
-def test_rows_are_read_again_and_counted(tmp_path: Path) -> None:
-    row = {"type": "gpt2", "head": "gpt2 GPT2LMHeadModel", "mesh": "cp4", "method": "gather", "cut": [16], "why": ""}
-    listed = [{**row, "verdict": "wrong", "why": "rank 1: logits: off by 1"}, {**row, "verdict": "equal"}]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(f"{json.dumps(each)}\n" for each in listed))
-    assert list(read_rows(path).values()) == listed[1:]
-    assert summary(listed[1:]) == ["cp4: 1 equal"]
-    assert summary(listed[:1]) == ["cp4: 1 wrong", "WRONG: gpt2 GPT2LMHeadModel, cp4, rank 1: logits: off by 1"]
-    assert is_left_out("beit", "cp4") and is_left_out("reformer", "sp4") and not is_left_out("gpt2", "sp4")
-
-
-def test_a_refusal_holds_where_it_is_known() -> None:
-    row = {"type": "albert", "mesh": "cp2xpp2", "verdict": "refused", "why": f"..., {NOT_IN_STAGES['albert']} (0, 0)"}
-    assert holds(row) and holds({**row, "type": "gpt2", "verdict": "equal"})
-    for change in ({"verdict": "equal"}, {"why": "something else"}, {"type": "gpt2"}, {"mesh": "cp2xtp2"}):
-        assert not holds({**row, **change}), change
-    assert holds({**row, "mesh": "cp2xsp2", "why": "beside sequence_parallel: it mixes rows"})
-    four = {"type": "rembert", "mesh": "cp4", "verdict": "refused", "why": f"...: {NOT_OVER_FOUR['rembert']}"}
-    assert holds(four) and not holds({**four, "type": "bert"}) and not holds({**four, "verdict": "equal"})
 
 
 # Model types whose policies are younger than the results of all meshes.

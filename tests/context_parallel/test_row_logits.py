@@ -155,17 +155,3 @@ def test_what_would_be_wrong_is_said_on_every_rank() -> None:
     first, second = (model(**batch).logits for _ in range(2))
     with pytest.raises(ConsistencyError, match=r"rank 0 reads .* of forward \d+ of model \d+; rank 1 reads"):
         (second if dist.get_rank() else first).argmax(-1)
-
-
-@pooled(world_size=2)
-def test_logits_are_gathered_in_every_forward_if_the_config_says_so() -> None:
-    (batch,) = language_batches(VOCAB, count=1)
-    plain, model = made(loss={"gather_logits": "always"})
-    assert type(model(**batch).logits) is torch.Tensor
-
-    def compute(each: Any) -> torch.Tensor:
-        out = each(**batch)
-        (found,) = torch.autograd.grad(out.loss, out.logits, retain_graph=True)
-        return out.loss + (out.logits * found).sum()
-
-    same(plain, model, compute, "a gradient of logits in the loss")

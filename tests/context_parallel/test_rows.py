@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.context_parallel.attention import _causal_rows, _of_rows, seen_keys
+from autopar.context_parallel.attention import _causal_rows, _of_rows
 from autopar.context_parallel.lazy_rows import _clipped
 from autopar.context_parallel.rows import heads_layout, keys_layout, rows_layout
 
@@ -69,17 +69,3 @@ def test_heads_go_with_their_key() -> None:
 def test_of_few_keys_each_rank_gets_those_of_its_heads(heads: int, kv_heads: int, needed: list[Any]) -> None:
     layout = keys_layout(heads_layout(heads, 1, 4), kv_heads)
     assert [layout.ranges(rank) for rank in range(4)] == [() if each is None else (each,) for each in needed]
-
-
-def test_keys_that_no_row_sees_are_left_out() -> None:
-    causal = torch.ones(12, 12, dtype=torch.bool).tril()
-    window = (causal & ~causal.tril(-4))[None, None]  # 4 keys each
-    additive = torch.zeros(1, 1, 12, 12).masked_fill(~window, torch.finfo(torch.float32).min)
-    for mask in (window, additive):
-        assert seen_keys(mask[:, :, 6:9]) == (3, 9)
-    assert seen_keys(additive[:, :, 6:9] / 2) == (0, 12), "large, but not what stands for nothing"
-    nothing = window.clone()
-    nothing[:, :, 7] = False  # a row of padding: its softmax depends on all keys
-    assert seen_keys(nothing[:, :, 6:9]) == (0, 12)
-    two = torch.cat([window, causal[None, None]])  # sequences of one batch
-    assert seen_keys(two[:, :, 6:9]) == (0, 9)

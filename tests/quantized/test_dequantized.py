@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AwqConfig,
-    CompressedTensorsConfig,
     FineGrainedFP8Config,
     GPTQConfig,
     Mxfp4Config,
@@ -23,10 +22,9 @@ from transformers import (
 
 import autopar
 from autopar.errors import ConfigError
-from tests.fetched_packages import with_package
 from tests.parity import close
 from tests.pool import pooled
-from tests.quantized.folders import say, write_compressed, write_fp8, write_mxfp4
+from tests.quantized.folders import say, write_fp8, write_mxfp4
 from tests.quantized.models import FAMILIES, batches, write
 from tests.quantized.test_loading import MESHES
 from tests.worlds import raises_everywhere
@@ -78,18 +76,6 @@ def test_fine_grained_fp8(family: str, tmp_path: Path) -> None:
 @pooled(world_size=2)
 def test_mxfp4(tmp_path: Path) -> None:
     check_plain(write_mxfp4(tmp_path), tmp_path, Mxfp4Config(dequantize=True))
-
-
-@with_package("compressed-tensors", world_size=2)
-@pytest.mark.parametrize("form", ["pack-quantized", "float-quantized"])
-def test_compressed_tensors(form: str, tmp_path: Path) -> None:
-    kind = write_compressed(tmp_path, form)
-    check_plain(kind, tmp_path, CompressedTensorsConfig(dequantize=True))
-    text = "has weights quantized by compressed-tensors, which autopar does not shard", "CompressedTensorsConfig(dequan"
-    with raises_everywhere(ConfigError, *text):
-        autopar.from_pretrained(AutoModelForCausalLM, tmp_path, {"tp": 2})
-    with raises_everywhere(ConfigError, "LlamaForCausalLM has weights quantized by compressed-tensors", text[1]):
-        autopar.initialize(kind.from_pretrained(tmp_path), {"tp": 2})
 
 
 @pooled(world_size=2)

@@ -11,17 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import autopar
-from autopar.errors import CheckpointError, ConfigError
+from autopar.errors import CheckpointError
 from autopar.quantized.layers import stored_weights
 from autopar.storage.files import RangeFile
 from tests.adapters.adapted import whole_of, with_lora
 from tests.parity import close
 from tests.pool import pooled
-from tests.quantized.models import FAMILIES, FORMS, batches, bitsandbytes, how, loaded, quantized
-from tests.quantized.test_loading import MESHES, same, written
+from tests.quantized.models import FAMILIES, FORMS, batches, bitsandbytes, how, quantized
+from tests.quantized.test_loading import MESHES, same
 from tests.quantized.test_training import gradients, train
 from tests.worlds import raises_everywhere
 
@@ -60,15 +60,6 @@ def test_shards_are_those_of_the_whole(form: str, family: str, tmp_path: Path) -
         same_numbers(model, whole)
         same(model, autopar.initialize(whole, config))
         assert model.is_quantized and not any(parameter.is_meta for parameter in model.parameters())
-
-
-@pooled(world_size=3)
-@pytest.mark.parametrize("form", ["nf4 nested", "int8"])
-def test_three_ranks(form: str, tmp_path: Path) -> None:
-    kind = saved(tmp_path, form)
-    model = autopar.from_pretrained(AutoModelForCausalLM, tmp_path, {"tp": 3})
-    same_numbers(model, kind.from_pretrained(tmp_path))
-    same(model, autopar.initialize(kind.from_pretrained(tmp_path), {"tp": 3}))
 
 
 @pooled(world_size=4)
@@ -133,24 +124,6 @@ def test_a_rank_reads_its_share_and_no_more(form: str, tmp_path: Path) -> None:
 
 @pooled(world_size=2)
 @pytest.mark.parametrize("form", ["nf4 nested", "int8"])
-def test_prepared_for_training_before(form: str, tmp_path: Path) -> None:
-    if dist.get_rank() == 0:
-        loaded(how(form), dtype=torch.bfloat16).save_pretrained(tmp_path)
-    dist.barrier()
-    due = autopar.initialize(prepared(LlamaForCausalLM.from_pretrained(tmp_path)), {"tp": 2})
-    with autopar.lazy_init():
-        model: Any = LlamaForCausalLM.from_pretrained(tmp_path)
-    model = autopar.initialize(prepared(model), {"tp": 2})
-    assert model.model.norm.weight.dtype == torch.float32
-    same(model, due)
-
-
-def prepared(model: Any) -> Any:
-    return peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-
-
-@pooled(world_size=2)
-@pytest.mark.parametrize("form", ["nf4 nested", "int8"])
 def test_copies(form: str, tmp_path: Path) -> None:
     kind = saved(tmp_path, form)
     ids = batches(1)[0]["input_ids"]
@@ -177,18 +150,6 @@ def test_copies(form: str, tmp_path: Path) -> None:
 def weights_of(model: Any) -> list[tuple[Any, Any]]:
     layers = [model.get_submodule(path) for path in stored_weights(model)]
     return [(layer.weight, layer) for layer in layers if hasattr(layer.weight, "module")]
-
-
-@pooled(world_size=2)
-def test_device_maps(tmp_path: Path) -> None:
-    kind = saved(tmp_path / "nf4", "nf4")
-    folder = written(tmp_path / "plain")
-    offloaded = BitsAndBytesConfig(load_in_4bit=True, llm_int8_enable_fp32_cpu_offload=True)
-    places = {"model": "cpu", "lm_head": "meta"}
-    with autopar.lazy_init():
-        assert next(kind.from_pretrained(tmp_path / "nf4", device_map="cpu").parameters()).is_meta
-        with raises_everywhere(ConfigError, "device_map cannot be used here: autopar gives every rank its own shard"):
-            kind.from_pretrained(folder, device_map=places, quantization_config=offloaded)
 
 
 @pooled(world_size=2)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import autopar
 from autopar.errors import ConfigError
@@ -54,31 +54,6 @@ def test_shards_are_quantized_to_the_same_bytes(form: str, tmp_path: Path) -> No
         ids = batches(1)[0]["input_ids"]
         if config.get("pp", 1) == 1:
             close(model.train()(ids).logits[:], due.train()(ids).logits[:], "logits")
-
-
-@pooled(world_size=2)
-def test_layers_with_biases(tmp_path: Path) -> None:
-    if dist.get_rank() == 0:
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 128}
-        plain = Qwen2ForCausalLM(Qwen2Config(**sizes, num_hidden_layers=1, vocab_size=131))
-        for bias in (p for name, p in plain.named_parameters() if name.endswith("bias")):
-            torch.nn.init.normal_(bias)
-        plain.save_pretrained(tmp_path)
-    dist.barrier()
-    kept: dict[str, Any] = {"quantization_config": how("nf4"), "dtype": torch.float32}
-    due = autopar.initialize(Qwen2ForCausalLM.from_pretrained(tmp_path, **kept), {"tp": 2})
-    same(autopar.from_pretrained(AutoModelForCausalLM, tmp_path, {"tp": 2}, **kept), due)
-
-
-@pooled(world_size=3)
-def test_three_ranks(tmp_path: Path) -> None:
-    folder = written(tmp_path, "qwen3")
-    settings = how("nf4 nested")
-    model = autopar.from_pretrained(
-        AutoModelForCausalLM, folder, {"tp": 3}, quantization_config=settings, dtype=torch.float32
-    )
-    same(model, autopar.initialize(quantized("nf4 nested", "qwen3"), {"tp": 3}))
 
 
 @pooled(world_size=2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +15,12 @@ import autopar
 from autopar.checkpoint.offline import merge_checkpoint
 from autopar.errors import CheckpointError, ConfigError
 from autopar.layout import Layout
-from autopar.plan.plan import held as count
 from autopar.quantized.layers import stored_weight, stored_weights
 from autopar.quantized.stored import join, shard
-from tests.adapters.adapted import whole_of
 from tests.fetched_packages import with_package
-from tests.integrations.runs import launched
 from tests.parity import close
-from tests.quantized import test_folders, test_loading, test_training, test_use
-from tests.quantized.models import FAMILIES, OF_TORCHAO, adapted, batches, how, loaded, quantized
+from tests.quantized import test_folders, test_loading, test_training
+from tests.quantized.models import FAMILIES, OF_TORCHAO, adapted, batches, loaded, quantized
 from tests.quantized.test_stored import units
 from tests.worlds import raises_everywhere
 
@@ -144,42 +139,6 @@ def test_losses_and_gradients(form: str) -> None:
 
 @with_package("torchao", world_size=2)
 @pytest.mark.parametrize("form", OF_TORCHAO)
-def test_five_steps(form: str) -> None:
-    plain: Any = adapted(form)
-    model: Any = autopar.initialize(copy.deepcopy(plain), {"tp": 2})
-    steps = [torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-3) for each in (plain, model)]
-    for batch in batches(5):
-        losses = [each(**batch).loss for each in (plain, model)]
-        close(losses[1].detach(), losses[0].detach(), "loss")
-        for loss, optimizer in zip(losses, steps, strict=True):
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    due = dict(plain.named_parameters())
-    for name, value in whole_of(model, trained).items():
-        close(value, due[name].detach(), name)
-    copied = copy.deepcopy(model)
-    close(copied(IDS).logits[:], plain(IDS).logits, "logits of a copy")
-
-
-@pytest.mark.tier("sweep")
-@with_package("torchao", world_size=3)
-def test_three_ranks() -> None:
-    for form in OF_TORCHAO:
-        test_training.check_training(form, "llama", {"tp": 3})
-        test_training.check_training(form, "qwen3", {"tp": 3})
-
-
-@pytest.mark.tier("sweep")
-@with_package("torchao", world_size=4)
-@pytest.mark.parametrize("form", OF_TORCHAO)
-def test_steps_on_meshes(form: str, tmp_path: Path) -> None:
-    test_training.test_steps_on_meshes_and_on_another_one.body(form, tmp_path)  # type: ignore[attr-defined]
-
-
-@with_package("torchao", world_size=2)
-@pytest.mark.parametrize("form", OF_TORCHAO)
 def test_weights_quantized_while_they_are_loaded(form: str, tmp_path: Path) -> None:
     for family in ("llama", "phi3"):
         folder = test_loading.written(tmp_path, family)
@@ -234,38 +193,6 @@ def test_folders_that_are_quantized_already(form: str, tmp_path: Path) -> None:
             same(model, autopar.initialize(kind.from_pretrained(folder), {}))
 
 
-@pytest.mark.tier("sweep")
-@with_package("torchao", world_size=2)
-@pytest.mark.parametrize("form", OF_TORCHAO)
-def test_what_else_is_done_with_it(form: str, tmp_path: Path) -> None:
-    test_use.test_blocks_are_compiled.body(form)  # type: ignore[attr-defined]
-    test_use.test_verify.body(form, tmp_path)  # type: ignore[attr-defined]
-    test_training.check_region(form)
-    for scales in SCALES:
-        settings = TorchAoConfig(config(form, scales), modules_to_not_convert=["none"])  # the head, too
-        plain, model = loaded(settings), autopar.initialize(loaded(settings).train(), {"tp": 2})
-        assert hasattr(model.lm_head.weight, "qdata") and model.num_parameters() == plain.num_parameters()
-        close(model(**batches(1)[0]).loss.detach(), plain(**batches(1)[0]).loss.detach(), "loss")
-        model = autopar.deparallelize(model)
-        same(model, plain)
-        assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
-    half = loaded(how(form), dtype=torch.bfloat16)
-    optimizer = torch.optim.AdamW(half.parameters(), lr=1e-3)
-    model, _ = autopar.initialize(half, {"tp": 2, "precision": {"dtype": "bf16"}}, optimizer=optimizer)
-    close(model(IDS).logits[:], loaded(how(form), dtype=torch.bfloat16)(IDS).logits, "logits", 0.02)
-    planned = autopar.plan_memory(quantized(form), {"tp": 2}, sequence=8).ranks
-    model = autopar.initialize(quantized(form), {"tp": 2})
-    assert planned[0, 0, model.mpu.tp.rank].weights == count(model)[1]
-    model.save_parallelized(str(tmp_path / "saved"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # of another base
-        autopar.initialize(quantized(form), {"pp": 2}).from_parallelized(str(tmp_path / "saved"))
-    assert "weight [160, 192] of [320, 192]" in repr(model.model.layers[0].mlp.up_proj)
-    held_here = [x for stored in stored_weights(model).values() for x in stored.beside().values()]
-    held_here += [p for p in model.parameters() if not hasattr(p, "qdata")]
-    assert f" parameters, {sum(x.nbytes for x in held_here) / 1e6:,.1f} MB" in autopar.summary(model)
-
-
 @with_package("torchao", world_size=2)
 @pytest.mark.parametrize("form", OF_TORCHAO)
 def test_ranks_begin_with_what_the_first_one_has(form: str) -> None:
@@ -276,28 +203,6 @@ def test_ranks_begin_with_what_the_first_one_has(form: str) -> None:
             tensors["qdata"].view(torch.uint8).add_(1)
             tensors["scale"].mul_(2)
         same(autopar.initialize(model, mesh), autopar.initialize(quantized(form), mesh))
-
-
-@with_package("torchao", world_size=2)
-@pytest.mark.parametrize("form", OF_TORCHAO)
-def test_the_trainer(form: str, tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    from transformers import TrainingArguments
-
-    from autopar.integrations.trainer.trainers import ParallelTrainer
-
-    rows = [{"input_ids": row, "labels": row} for row in torch.randint(1, 131, (8, 9))]
-    args: dict[str, Any] = {"max_steps": 2, "per_device_train_batch_size": 2, "report_to": [], "use_cpu": True}
-    args |= {"output_dir": str(tmp_path / "run"), "save_strategy": "no", "gradient_checkpointing": True}
-    with launched():
-        given: dict[str, Any] = {"args": TrainingArguments(**args), "train_dataset": rows}
-        trainer = ParallelTrainer(model=adapted(form), parallel_config={"tp": 2}, **given)
-        trainer.train()
-        trainer.save_model(str(tmp_path / "adapters"))
-    dist.barrier()
-    assert trainer.state.global_step == 2 and trainer.model.mpu.tp.size == 2
-    loaded_again = peft.PeftModel.from_pretrained(quantized(form), tmp_path / "adapters")
-    close(trainer.model.eval()(IDS).logits[:], loaded_again(IDS).logits, "logits")
 
 
 @with_package("torchao", world_size=2)

@@ -66,14 +66,6 @@ def test_merged_adapters() -> None:
     close(logits, plain.merge_and_unload()(IDS).logits, "logits of the merged model")
 
 
-@pytest.mark.tier("sweep")
-@pooled(world_size=2)
-@pytest.mark.parametrize("form", ["nf4"])
-def test_blocks_are_compiled(form: str) -> None:
-    model = autopar.initialize(adapted(form), {"tp": 2, "compile": {"enable": True, "backend": "eager"}})
-    close(model(IDS).logits[:], adapted(form)(IDS).logits, "logits")
-
-
 @pooled(world_size=2)
 def test_half_precision_and_all_parameters_in_the_optimizer() -> None:
     model: Any = adapted("nf4")
@@ -132,13 +124,6 @@ def test_verify_command(form: str) -> None:
     result = CliRunner().invoke(app, [*arguments, "--checks", "forward,backward,step"])
     assert result.exit_code == 0, result.output
     assert "worst gradient" in result.stdout and "all holds" in result.stdout
-
-
-@pytest.mark.tier("all")
-def test_verify_of_a_base_alone() -> None:
-    result = CliRunner().invoke(app, ["verify", "gpt2", "--tp", "2", "--quantization", "nf4"])
-    assert result.exit_code == 0, result.output
-    assert "merged checkpoint" in result.stdout and "merged from tp 3" in result.stdout and "all holds" in result.stdout
 
 
 def test_a_quantized_folder_is_not_split(tmp_path: Path) -> None:

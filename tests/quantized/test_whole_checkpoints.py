@@ -67,13 +67,6 @@ def test_any_mesh(form: str, tmp_path: Path) -> None:
     check(form, "llama", tmp_path, 2)
 
 
-@pytest.mark.tier("sweep")
-@pooled(world_size=4)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "mixtral", "gpt2"])
-def test_stages_of_ranks(family: str, tmp_path: Path) -> None:
-    check("nf4 nested", family, tmp_path, 4)
-
-
 @pooled(world_size=2)
 def test_after_an_evaluation_on_a_cpu_that_packs_weights(tmp_path: Path) -> None:
     if dist.get_rank() == 0:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
-from torch import nn
 from transformers import BartConfig, BartModel, PreTrainedModel
 
 import autopar
@@ -95,11 +93,3 @@ def test_experts_drop_out_alike_when_they_are_computed_again() -> None:
         gradients.append({name: parameter.grad for name, parameter in parallel.named_parameters()})
     for name, gradient in gradients[0].items():
         close(gradients[1][name], gradient, f"gradient of {name}")
-
-
-@pooled(world_size=2)
-def test_a_module_that_is_added_afterwards_is_refused_at_the_first_forward() -> None:
-    parallel = _parallel(build(Case("llama", "LlamaForCausalLM"), 6, 3))
-    parallel.model.layers[0].self_attn.o_proj.lora_A = nn.Linear(4, 4)
-    with pytest.raises(autopar.ConfigError, match="2 parameters of LlamaForCausalLM came after"):
-        parallel(torch.tensor([[1, 2, 3]]))

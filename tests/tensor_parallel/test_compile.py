@@ -16,7 +16,7 @@ from transformers import CompileConfig
 
 import autopar
 from autopar.errors import ConfigError, ConsistencyError
-from tests.compare import same_gradients, same_weights
+from tests.compare import same_gradients
 from tests.parity import check, close, language_batches, reseed
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
@@ -52,25 +52,6 @@ def test_compiled_blocks(kind: str) -> None:
     counters.clear()
     check(BUILD[kind], language_batches(131), 2, config={"compile": BLOCKS})
     assert graphs()[0] in (1, 2)  # equal blocks share theirs
-
-
-@pytest.mark.tier("sweep")
-@pooled(world_size=4)
-@pytest.mark.parametrize("kind", BUILD)
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {"activation_checkpointing": {"enable": True}},
-        {"loss": {"chunk": 5}},
-        pytest.param({"loss": {"gather_logits": "always"}}, marks=pytest.mark.tier("sweep")),
-        pytest.param({"model_parallelism": {"tensor_parallel_size": 4}}, marks=pytest.mark.tier("sweep")),
-    ],
-    ids=["checkpointing", "chunk", "gathered", "tp4"],
-)
-def test_compiled_blocks_with_other_options(kind: str, extra: dict[str, Any]) -> None:
-    torch._dynamo.reset()
-    tp = extra.get("model_parallelism", {}).get("tensor_parallel_size", 2)
-    check(BUILD[kind], language_batches(131), tp, config={"compile": {**BLOCKS, "fullgraph": False}, **extra})
 
 
 @pooled(world_size=2)
@@ -137,40 +118,12 @@ def test_checks_run_with_every_graph(where: str) -> None:
 
 
 @pytest.mark.tier("sweep")
-@pooled(world_size=2)
-def test_a_copy_has_checks_of_its_own() -> None:
-    (batch,) = language_batches(131, count=1)
-    model = parallel(llama(), 2)
-    twin = copy.deepcopy(model)
-    twin.score = nn.Linear(3, 3)
-    run, other = (torch.compile(called_by_a_function(each), backend="eager") for each in (model, twin))
-    close(run(**batch).loss, model(**batch).loss, "loss")
-    with pytest.raises(ConfigError, match="came after"):
-        other(**batch)
-
-
-@pytest.mark.tier("sweep")
-@pooled(world_size=2)
-def test_checks_over_context_run_with_every_graph() -> None:
-    """Without tensor parallelism there is no module tree to check, and still inputs to compare."""
-    (batch,) = language_batches(131, count=1)
-    model = autopar.initialize(llama(), {"model_parallelism": {"context_parallel_size": 2}})
-    run = compiled(called_by_a_function(model))
-    for _ in range(2):
-        run(**batch).loss.backward()
-    with pytest.raises(ConsistencyError, match="one context-parallel group got different inputs"):
-        run(**{**batch, "input_ids": (batch["input_ids"] + dist.get_rank()) % 131})
-    run(**batch)
-
-
-@pytest.mark.tier("sweep")
-@pytest.mark.parametrize("method", ["ulysses", "gather"])
 @pooled(world_size=2, timeout=400)
-def test_a_compiled_model_over_context(method: str) -> None:
+def test_a_compiled_model_over_context() -> None:
     """Graphs break at the boundaries, and at logits and embeddings of own rows; the numbers are the plain model's."""
     (batch,) = language_batches(131, count=1)
     plain = llama(num_hidden_layers=1)
-    sizes = {"context_parallel_size": 2, "context_parallel_method": method}
+    sizes = {"context_parallel_size": 2}
     model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": sizes})
     expected, actual = plain(**batch), compiled(model, "aot_eager")(**batch)
     close(actual.loss, expected.loss, "loss")
@@ -229,34 +182,6 @@ def test_dropout_draws_as_without_compiling(where: str) -> None:
     states = [torch.get_rng_state()] * 2
     dist.all_gather_object(states, torch.get_rng_state())
     assert torch.equal(*states)
-
-
-@pytest.mark.tier("sweep")
-@pooled(world_size=2)
-def test_training_of_compiled_blocks() -> None:
-    """Steps, evaluations between them, other lengths, no_grad; attention maps."""
-    plain, model = llama(attn_implementation="eager"), llama(attn_implementation="eager")
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-3) for each in (plain, model)]
-    model, optimizers[1] = autopar.initialize(
-        model,
-        {"model_parallelism": {"tensor_parallel_size": 2}, "compile": {"backend": "aot_eager"}},
-        optimizer=optimizers[1],
-    )
-    for step in range(2):
-        (batch,) = language_batches(131, count=1, seq=6 + step, seed=step)
-        for each, optimizer in zip((plain, model), optimizers, strict=True):
-            each.train()
-            each(**batch).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        with torch.no_grad():
-            (batch,) = language_batches(131, count=1, seq=20 - step, seed=step)
-            expected, actual = (each.eval()(**batch, output_attentions=True) for each in (plain, model))
-        close(actual.logits, expected.logits, f"logits after step {step}")
-        close(actual.attentions[1], expected.attentions[1], "attention maps")
-    same_weights(model, plain)
-    ids = torch.arange(5)[None]
-    assert torch.equal(model.generate(ids, max_new_tokens=6), plain.generate(ids, max_new_tokens=6))
 
 
 @pooled(world_size=2)

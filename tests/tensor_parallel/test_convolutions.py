@@ -80,33 +80,6 @@ def test_a_convolution_in_groups_is_no_column() -> None:
         checked_plan(model, toy_policy(FFN, CONFORMER_RULES))
 
 
-class Sum(nn.Module):
-    """Beside the sharded features stands a branch that every rank computes in full."""
-
-    def __init__(self, config: ToyConfig) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.ffn, config.hidden_size))
-        self.beside = nn.Linear(config.hidden_size, config.hidden_size)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.gelu(x @ self.weight.T) @ self.weight + self.beside(x)
-
-
-class Region(nn.Module):
-    def __init__(self, config: ToyConfig) -> None:
-        super().__init__()
-        self.inner = Sum(config)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
-
-
-@pooled(world_size=2)
-def test_a_module_whose_output_counts_once_in_a_region() -> None:
-    rules = {"inner": {"region": "ffn"}, "inner.weight": {"sharded": "ffn"}, "inner.beside": {"once": "ffn"}}
-    check(lambda: toy(Region), batches(), 2, policy=toy_policy(FFN, rules))
-
-
 class Stacked(nn.Module):
     """Three experts in one matrix, gate | up for each: ``[3 * 2 * ffn, hidden]``."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 import yaml
 from torch import nn
 
-from autopar.dry_run.plan_model import uncollected
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import PolicyError
 from autopar.plan.make_plan import make_plan
@@ -119,13 +117,6 @@ def test_a_model_that_does_not_run_without_data_is_not_rehearsed():
     assert not check_plan(model, "", make_plan(model, find_policy(model), 2))
 
 
-def test_hooks_of_the_user_have_no_part_in_it():
-    model, calls = gpt2(), []
-    model.transformer.register_forward_hook(lambda *_: calls.append(1))
-    assert check_plan(model, "", make_plan(model, find_policy(model), 2))
-    assert calls == []
-
-
 @pooled(world_size=2)
 def test_initialize_refuses_it_on_every_rank():
     policy = yaml.safe_load(LLAMA)
@@ -137,16 +128,3 @@ def test_initialize_refuses_it_on_every_rank():
         autopar.initialize(model, {"model_parallelism": {"tensor_parallel_size": 2}}, policy=policy)
     assert not hasattr(model, "mpu")
     assert autopar.initialize(model, {"model_parallelism": {"tensor_parallel_size": 2}}, policy=LLAMA) is model
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_the_garbage_collector_is_as_before_a_plan_was_made(enabled: bool) -> None:
-    before = gc.isenabled()
-    (gc.enable if enabled else gc.disable)()
-    try:
-        with pytest.raises(KeyError), uncollected():
-            assert not gc.isenabled()
-            raise KeyError
-        assert gc.isenabled() == enabled
-    finally:
-        (gc.enable if before else gc.disable)()

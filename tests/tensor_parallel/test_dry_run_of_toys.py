@@ -83,23 +83,6 @@ def test_a_parameter_whose_gradient_stays_partial() -> None:
     assert checked_plan(toy(Scaled), toy_policy(units, {**MLP_RULES, "scale": {"replicated": "ffn"}}))
 
 
-def test_a_parameter_that_is_read_where_nobody_sums_its_gradient() -> None:
-    class Deep(MLP):
-        def __init__(self, config: ToyConfig) -> None:
-            super().__init__(config)
-            self.outer = nn.ModuleDict({"inner": nn.ModuleDict({"norm": nn.LayerNorm(1)})})
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.down(self.up(x) * self.outer["inner"]["norm"].weight)
-
-    rules = {**MLP_RULES, "outer.inner.norm": {"replicated": "ffn"}}
-    message = (
-        "layers.0.outer.inner.norm.weight works on sharded activations outside the forward of "
-        "layers.0.outer.inner.norm, where its gradient is not summed"
-    )
-    refused(toy(Deep), toy_policy({"ffn": "ffn"}, rules), "outer.inner.norm", message)
-
-
 def test_a_gradient_that_must_not_be_summed() -> None:
     class Before(MLP):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -159,36 +142,6 @@ def test_what_layers_read() -> None:
         toy_policy(ffn, {**MLP_RULES, "up": {"column": "ffn", "inside": True}}),
         "up",
         "layers.0.up is a column inside a region, but its input is replicated",
-    )
-
-
-def test_gathered_and_regions_read_the_right_kind() -> None:
-    class Gathers(MLP):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.down(self.up(self.between(x)))
-
-    model = toy(lambda config: Gathers(config, nn.Softmax(-1)))
-    refused(
-        model,
-        toy_policy({"ffn": "ffn", "h": "hidden_size"}, {**MLP_RULES, "between": {"gathered": "h"}}),
-        "between",
-        "layers.0.between is gathered, but its input is replicated",
-    )
-
-    class Twice(Mixture):
-        def __init__(self, config: ToyConfig) -> None:
-            super().__init__(config)
-            self.up, self.down = (nn.Linear(config.hidden_size, config.hidden_size) for _ in range(2))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.down(self.experts(self.up(x), self.router(x)))
-
-    rules = {**MIXTURE_RULES, "up": {"column": "h"}, "down": {"row": "h"}}
-    refused(
-        toy(Twice),
-        toy_policy({"ffn": "ffn", "h": "hidden_size"}, rules),
-        "experts",
-        "layers.0.experts is a region, but its input is sharded already",
     )
 
 

@@ -24,7 +24,6 @@ from autopar.plan.plan import AttributePlan
 from autopar.plan.stages import make_stages
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
-from tests.adapters.adapted import with_lora
 from tests.pipeline_parallel.deep import deep
 from tests.small import gpt2, llama
 from tests.tensor_parallel.toys import MLP, MLP_RULES, ToyConfig, checked_plan, toy_policy
@@ -106,17 +105,6 @@ def different_ranks(model: Any, tp: int) -> list[int]:
     return dry_run.different_ranks(make_plan(model, read_user_policy(policy), tp))
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_adapters_leave_blocks_equal():
-    model = with_lora(llama(num_hidden_layers=5), target_modules="all-linear")
-    (group,) = equal_blocks(model)
-    assert len(group.paths) == 5 and group.differing == (("self_attn", "layer_idx"),)
-    layers = model.get_base_model().model.layers
-    layers[2].mlp.up_proj.scaling["default"] *= 2  # PEFT's set_scale
-    (group,) = equal_blocks(model)
-    assert [path.rpartition(".")[2] for path in group.paths] == ["0", "1", "3", "4"]
-
-
 def test_what_a_forward_reads_makes_a_difference():
     class Numbered(Counted):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -172,45 +160,6 @@ def test_another_rule_in_the_middle_is_found(layer: int):
         assert f"model.layers.{layer}" not in paths
 
 
-def test_other_arguments_are_computed():
-    """The fault is in what the model gives one of its blocks."""
-
-    class Gates(MLP):
-        def __init__(self, layer: int) -> None:
-            super().__init__(ToyConfig())
-
-        def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-            return self.down(self.up(x) if gate is None else self.up(x) * gate)
-
-    class Odd(Deep):
-        def one(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            return layer(x, x.mean(-1, keepdim=True)) if layer is self.layers[5] else layer(x)
-
-    checked_plan(Deep(Gates), RULES)
-    with pytest.raises(PolicyError, match=MIXED):
-        checked_plan(Odd(Gates), RULES)
-
-
-def test_a_block_that_writes_into_its_arguments_is_computed():
-    class Writes(Counted):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.add_(super().forward(x))
-
-    class Fills(Counted):
-        def forward(self, x: torch.Tensor, seen: list[int]) -> torch.Tensor:
-            seen.append(len(seen))
-            return super().forward(x)
-
-    class Given(Deep):
-        def one(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            return layer(x, [])
-
-    for model in (Deep(Writes), Given(Fills)):
-        Counted.computed.clear()
-        checked_plan(model, RULES)
-        assert sum(Counted.computed.values()) == 24
-
-
 def test_blocks_that_share_something_are_equal_to_none():
     shared = nn.Linear(6, 5)
 
@@ -250,25 +199,3 @@ def test_reads_and_stages_are_those_of_every_block(kind: str, monkeypatch: pytes
     monkeypatch.setattr(pipeline_parallel, "equal_blocks", lambda model: [])
     assert found() == replayed
     assert asked == [True]
-
-
-def test_a_tensor_that_a_stage_lacks_is_found_in_the_middle():
-    model = llama(num_hidden_layers=8)
-    policy = find_policy(model)
-    reads = find_reads(model, policy)
-    assert reads is not None
-    assert reads.dry_run is not None
-    plan = make_stages(model, policy, 4, reads=reads)
-    name = "model.layers.5.mlp.up_proj.weight"
-    (stage,) = plan.tensors[name]
-    elsewhere = replace(plan, tensors={**plan.tensors, name: (0,)})
-    assert reads.dry_run(plan) == {}
-    assert reads.dry_run(elsewhere) == {name: {stage}}
-
-
-def test_a_replay_that_fails_leaves_the_word_to_every_block(monkeypatch: pytest.MonkeyPatch):
-    def fails(*args: Any) -> Any:
-        raise RuntimeError("a replay of something else")
-
-    monkeypatch.setattr(dry_run.TrackedReplay, "make", fails)
-    checked_plan(Deep(Counted), RULES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +70,6 @@ def test_meshes_of_four(mesh: str) -> None:
     compare(mixtral, {**_FOUR[mesh], **ZERO_3}, even="cp" in mesh)
 
 
-@pooled(world_size=4)
-def test_an_optimizer_that_steps_many_at_once() -> None:
-    for kind in ("foreach", "fused"):
-        compare(mixtral, {"tp": 2, "ep": 4, **ZERO_3}, optimizer=partial(torch.optim.AdamW, **{kind: True}))
-
-
 @pytest.mark.parametrize("make", [qwen2, deepseek])
 @pooled(world_size=4)
 def test_experts_that_all_tokens_go_to_lie_on_all_replicas(make: Any) -> None:
@@ -84,17 +77,6 @@ def test_experts_that_all_tokens_go_to_lie_on_all_replicas(make: Any) -> None:
     shared = {name: p for name, p in model.named_parameters() if "shared_expert" in name}
     assert shared and all(p.device_mesh.size() == 4 for p in shared.values())
     assert all(p.device_mesh.size() == 2 for p in expert_parameters(model).values())
-
-
-@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
-@pooled(world_size=4)
-def test_each_implementation_of_experts(implementation: str) -> None:
-    def make() -> Any:
-        model = qwen3()
-        model.set_experts_implementation(implementation)
-        return model
-
-    compare(make, {"ep": 2, **ZERO_3}, optimizer=torch.optim.SGD)
 
 
 def made(config: dict[str, Any], model: Any = None) -> tuple[Any, Any]:
@@ -162,54 +144,6 @@ def test_checkpoints_of_any_mesh(saved: dict[str, int], tmp_path: Path) -> None:
         back.mpu.destroy()
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pooled(world_size=4)
-def test_half_precision(dtype: str) -> None:
-    """As with ZeRO-1: the same bits in forwards, fp32 weights that are stepped, and one verdict on overflows."""
-    precision = {"dtype": dtype, "initial_scale": 512, "hysteresis": 1}
-    runs = []
-    for stage in (1, 3):
-        model = qwen3(6)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        config = {"tp": 2, "ep": 4, "zero": {"stage": stage}, "precision": precision, "gradient_clipping": 1.0}
-        model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
-        mpu, losses, norms = model.mpu, [], []
-        for step in range(4):
-            ids = batches(step, mpu.dp.size)[mpu.dp.rank][0]
-            optimizer.zero_grad()
-            loss = model(input_ids=ids, labels=ids).loss
-            losses.append(loss.item())
-            optimizer.scale_loss(loss).backward()
-            if stage == 1:
-                autopar.average_gradients(model)
-            if dtype == "fp16" and step == 1 and dist.get_rank() == 2:
-                experts = next(iter(expert_parameters(model).values())).grad
-                (experts.to_local() if stage == 3 else experts).fill_(torch.inf)
-            optimizer.step()
-            assert optimizer.step_was_skipped == (dtype == "fp16" and step == 1)
-            norms.append(float(optimizer.gradient_norm))
-        runs.append((losses, norms))
-        mpu.destroy()
-    (one, norms_1), (three, norms_3) = runs
-    assert one[0] == three[0]
-    assert all(abs(a - b) < 5e-3 * abs(a) for a, b in zip(one, three, strict=True)), (one, three)
-    assert all(abs(a - b) <= 2e-2 * a for a, b in zip(norms_1, norms_3, strict=True) if a < 1e9), (norms_1, norms_3)
-
-
-@pytest.mark.parametrize("sizes", [{"ep": 2}, {"tp": 2, "ep": 4}])
-@pooled(world_size=4)
-def test_generate_goes_on_until_the_last_replica_has_ended(sizes: dict[str, int]) -> None:
-    plain = mixtral().eval()
-    model = autopar.initialize(copy.deepcopy(plain), {**sizes, **ZERO_3}).eval()
-    replica = model.mpu.dp.rank
-    ids = torch.randint(0, 31, (2, 4 + replica), generator=torch.Generator().manual_seed(replica))
-    for settings in ({"max_new_tokens": 2 + 3 * replica}, {"max_new_tokens": 6, "eos_token_id": 3 + replica}):
-        expected = plain.generate(ids, do_sample=False, pad_token_id=0, **settings)
-        found = model.generate(ids, do_sample=False, pad_token_id=0, **settings)
-        assert torch.equal(found, expected), settings
-    model.mpu.destroy()
-
-
 @pooled(world_size=4)
 def test_norms_of_any_order_and_of_one_parameter() -> None:
     plain = mixtral()
@@ -228,12 +162,6 @@ def test_norms_of_any_order_and_of_one_parameter() -> None:
         norm = torch.nn.utils.get_total_norm([parameter.grad])
         assert abs(norm - gradients[name].norm()) < 1e-6 * gradients[name].norm(), name
     model.mpu.destroy()
-
-
-@pytest.mark.tier("sweep")
-@pooled(world_size=2)
-def test_compiled_blocks() -> None:
-    compare(mixtral, {"ep": 2, "compile": {"enable": True, "backend": "aot_eager"}, **ZERO_3})
 
 
 @pooled(world_size=4)

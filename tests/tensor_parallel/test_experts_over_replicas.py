@@ -14,7 +14,7 @@ import autopar
 from autopar.errors import ConfigError
 from tests.data_parallel.whole_optimizers import MATRICES
 from tests.pool import pooled
-from tests.tensor_parallel.mixtures import batches, close, compare, mixtral, qwen3, reference, train, wholes
+from tests.tensor_parallel.mixtures import batches, close, compare, mixtral, qwen3, reference, wholes
 
 
 @pytest.mark.tier("test", only=("all_to_all",))
@@ -58,29 +58,6 @@ def test_meshes_of_four(mesh: str) -> None:
     compare(mixtral, _FOUR[mesh], even="pp" in mesh or "cp" in mesh)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pooled(world_size=4)
-def test_fully_sharded_stages_are_saved_and_resumed_on_other_meshes(stage: int, tmp_path: Path) -> None:
-    config = {"ep": 2, "pp": 2, "zero": {"stage": stage}, "pipeline": {"num_microbatches": 2}}
-    first, own, _ = compare(mixtral, config, even=True)
-    first.save_parallelized(tmp_path / "saved", optimizer=own)
-    resumed = []
-    for config in ({"tp": 2, "ep": 2}, {"tp": 2, "ep": 4, "zero": {"stage": 1}}):
-        model = mixtral()
-        its = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        model, its = autopar.initialize(model, config, optimizer=its)
-        model.from_parallelized(tmp_path / "saved", optimizer=its)
-        resumed.append((model, its))
-    data = batches(7, 2, even=True)
-    for model, optimizer in ((first, own), *resumed):
-        optimizer.zero_grad()
-        train(model, data[model.mpu.dp.rank])
-        optimizer.step()
-    due = wholes(first)
-    for model, _ in resumed:
-        assert all(close(weight, due[name]) for name, weight in wholes(model).items())
-
-
 @pytest.mark.tier("test", only=("Adafactor",))
 @pytest.mark.parametrize("name", ["Adafactor", "shampoo", "galore"])
 @pooled(world_size=2)
@@ -117,19 +94,6 @@ def test_statistics_of_whole_matrices_are_saved_and_resumed_on_any_mesh(name: st
             assert all(close(weight, due[key]) for key, weight in wholes(model).items()), (first, config)
 
 
-@pytest.mark.tier("test")
-@pooled(world_size=2)
-def test_samples_of_steps_are_equal_where_experts_do_not_divide_evenly() -> None:
-    """In the fifth step the sample has an expert's weight, and a larger one that both replicas hold."""
-    model = autopar.initialize(mixtral(5, hidden_size=128, num_hidden_layers=3), {"ep": 2})
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for step in range(5):
-        train(model, batches(step, 2)[model.mpu.dp.rank])
-        optimizer.step()
-        optimizer.zero_grad()
-    model.mpu.destroy()
-
-
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 @pooled(world_size=4)
 def test_each_implementation_of_experts(implementation: str) -> None:
@@ -139,13 +103,6 @@ def test_each_implementation_of_experts(implementation: str) -> None:
         return model
 
     compare(make, {"tp": 2, "ep": 4}, optimizer=torch.optim.SGD)
-
-
-@pytest.mark.parametrize("whole", ["owned", "duplicated"])
-@pooled(world_size=4)
-def test_an_optimizer_of_whole_matrices(whole: str) -> None:
-    config = {"tp": 2, "ep": 4, "optimizer": {"whole": whole}, "zero": {"stage": 1}}
-    compare(mixtral, config, optimizer=torch.optim.Adafactor)
 
 
 @pytest.mark.tier("test", only=("sizes0",))
@@ -218,22 +175,6 @@ def test_the_load_of_experts(config: dict[str, Any]) -> None:
     assert all(torch.equal(load[path], torch.cat(ids).bincount(minlength=6)) for path, ids in chosen.items())
     assert all(not tokens.any() for tokens in autopar.expert_load(model).values())
     model.mpu.destroy()
-
-
-@pooled(world_size=4)
-def test_a_copied_model_inside_ddp() -> None:
-    """Ranks that hold the same experts average those of the copy, too."""
-    plain = mixtral()
-    model = copy.deepcopy(autopar.initialize(copy.deepcopy(plain), {"ep": 2}))
-    wrapped = DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group())
-    data = batches(0, 4)
-    for own in data:
-        (plain(input_ids=own[0], labels=own[0]).loss / 4).backward()
-    own = data[model.mpu.dp.rank][0]
-    wrapped(input_ids=own, labels=own).loss.backward()
-    with autopar.whole(model):
-        gradients = {name: p.grad for name, p in plain.named_parameters()}
-        assert all(close(p.grad, gradients[name]) for name, p in model.named_parameters())
 
 
 def with_adapters(**fields: Any) -> Any:

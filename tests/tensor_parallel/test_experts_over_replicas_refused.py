@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from autopar.integrations.deepspeed import _check_mesh
 from tests.pool import pooled
 from tests.tensor_parallel.mixtures import batches, close, mixtral
 from tests.timeouts import hurry, say, wait_for
-from tests.worlds import distributed, spawn
+from tests.worlds import distributed
 
 
 @pooled(world_size=4)
@@ -154,25 +153,6 @@ def test_an_average_of_ones_own_over_all_replicas_is_told(sizes: dict[str, int])
 
 
 @pooled(world_size=2)
-def test_experts_that_are_copies_of_one_are_right() -> None:
-    """Also where they become so: a checkpoint of such a model is loaded."""
-    upcycled = mixtral(4)
-    with torch.no_grad():
-        for layer in upcycled.model.layers:
-            for weight in layer.mlp.experts.parameters():
-                weight.copy_(weight[:1].expand_as(weight))
-    model = autopar.initialize(mixtral(4), {"ep": 2})
-    ids = torch.ones(1, 4, dtype=torch.long)
-    model(input_ids=ids)
-    with torch.no_grad():
-        for mine, other in zip(model.parameters(), upcycled.parameters(), strict=True):
-            mine.copy_(other[: len(mine)])
-    for _ in range(5):
-        assert torch.allclose(model(input_ids=ids).logits, upcycled(input_ids=ids).logits)
-    model.mpu.destroy()
-
-
-@pooled(world_size=2)
 def test_fully_shard_over_all_replicas_is_refused() -> None:
     model = autopar.initialize(mixtral(), {"ep": 2})
     fully_shard(model, mesh=model.mpu.mesh["dp"])
@@ -244,19 +224,3 @@ def test_second_derivatives_go_through_experts_of_one_replica_alone() -> None:
     with pytest.raises(ConfigError, match="create_graph=True with experts that several replicas share"):
         penalized(model, ids)
     model.mpu.destroy()
-
-
-def _die_before_an_all_to_all(doomed: int) -> None:
-    model = autopar.initialize(mixtral(), {"ep": 4})
-    ids = torch.ones(1, 4, dtype=torch.long)
-    model(input_ids=ids)
-    if dist.get_rank() == doomed:
-        model.model.layers[1].mlp.experts.register_forward_pre_hook(lambda *_: os._exit(1))
-    with pytest.raises(PipelineError, match="an expert-parallel collective") as info:
-        model(input_ids=ids)
-    assert f"rank {doomed}" in str(info.value)
-
-
-@pytest.mark.tier("all")
-def test_a_rank_that_dies_between_replicas_is_named() -> None:
-    spawn(__name__, "_die_before_an_all_to_all", 4, 90.0, (2,), expect_dead=(2,))

@@ -11,7 +11,6 @@ from torch import nn
 
 import autopar
 from autopar.errors import ConfigError
-from autopar.foreign.tensors import local_part
 from autopar.plan.make_plan import make_plan
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
@@ -129,27 +128,6 @@ def test_adapters_lie_with_their_expert(sizes: dict[str, int]) -> None:
     held = [p.shape[0] for name, p in model.named_parameters() if ".experts." in name and "lora_A" in name]
     assert set(held) == {0, 3}
     model.mpu.destroy()
-
-
-@pytest.mark.tier("all")
-@pytest.mark.parametrize("sizes", [{"ep": 2}, {"tp": 2, "ep": 2}, {"ep": 2, "zero": {"stage": 3}}])
-@pooled(world_size=2)
-def test_planned_bytes_are_those_of_ranks(sizes: dict[str, Any]) -> None:
-    """Of code that calls all experts with all tokens: no other forward of a list runs without data."""
-    settings = {"sequence": 16, "gpus": 2, "policy": LISTED, "device": "cpu"}
-    planned = autopar.plan_memory(_MODELS["dense"](), sizes, **settings)
-    model = autopar.initialize(_MODELS["dense"](), sizes, policy=LISTED)
-    own = planned.ranks[0, model.mpu.dp.rank, model.mpu.tp.rank]
-    assert own.weights == sum(local_part(parameter).nbytes for parameter in model.parameters())
-    model.mpu.destroy()
-
-
-@pytest.mark.tier("all")
-@pytest.mark.parametrize("whole", ["owned", "duplicated"])
-@pooled(world_size=4)
-def test_an_optimizer_of_whole_matrices(whole: str) -> None:
-    config = {"tp": 2, "ep": 4, "optimizer": {"whole": whole}, "zero": {"stage": 1}}
-    matches("hit", config, optimizer=torch.optim.Adafactor)[0].mpu.destroy()
 
 
 @pytest.mark.tier("all")

@@ -17,12 +17,13 @@ import autopar
 from tests.pool import pooled
 from tests.tensor_parallel.mixtures import batches, close, compare, reference, train
 from tests.tensor_parallel.module_mixtures import LISTED, listed, switch
+from tests.tiers import mainly
 
 _MODELS: dict[str, Any] = {"switch": (switch, None), "listed": (lambda: listed(reachable=4), LISTED)}
 
 
 @pytest.mark.tier("all")
-@pytest.mark.parametrize("name", _MODELS)
+@pytest.mark.parametrize("name", mainly(*_MODELS, later="sweep"))
 @pooled(world_size=4)
 def test_checkpoints_of_any_mesh(name: str, tmp_path: Path) -> None:
     """Save ep 4 = tp 2 x dp 2, go on at other sizes, each beside the run that goes on without a break."""
@@ -91,28 +92,3 @@ def test_a_model_that_no_process_holds_whole(tmp_path: Path) -> None:
     due = dict(autopar.initialize(deferred, {}).named_parameters())
     with autopar.whole(drawn):
         assert all(torch.equal(p, due[n]) for n, p in drawn.named_parameters())
-
-
-@pytest.mark.tier("sweep")
-@pooled(world_size=4)
-def test_torchs_distributed_checkpoint(tmp_path: Path) -> None:
-    def made(config: dict[str, Any], seed: int) -> tuple[Any, Any]:
-        torch.manual_seed(seed)
-        model = switch(tie_word_embeddings=False)
-        with torch.no_grad():
-            model.lm_head.weight.add_(seed)
-        return autopar.initialize(model, config, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))
-
-    model, optimizer = made({"tp": 2, "ep": 4}, 0)
-    train(model, batches(0, 2)[model.mpu.dp.rank])
-    optimizer.step()
-    state = autopar.checkpoint.to_dtensor_training_state(model, optimizer)
-    torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "dcp")
-    for config in ({"ep": 2}, {"tp": 4}, {}):
-        other, its = made(config, 5)
-        state = autopar.checkpoint.to_dtensor_training_state(other, its)
-        torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path / "dcp")
-        with autopar.whole(model), autopar.whole(other):
-            assert all(map(torch.equal, model.parameters(), other.parameters())), config
-        other.mpu.destroy()
-    model.mpu.destroy()

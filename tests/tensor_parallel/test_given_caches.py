@@ -91,21 +91,6 @@ def test_a_cache_of_the_model_s_own_goes_on() -> None:
 
 
 @pooled(world_size=2)
-def test_a_plain_model_s_cache_and_generate() -> None:
-    ids, following = torch.arange(10).view(2, 5), torch.tensor([[3, 5], [4, 6]])
-    plain, model = llama().eval(), parallel(llama(), 2).eval()
-    with torch.no_grad():
-        cache = plain(ids, use_cache=True).past_key_values
-        expected = plain(following, past_key_values=copy.deepcopy(cache)).logits
-        close(model(following, past_key_values=copy.deepcopy(cache)).logits, expected, "logits")
-    whole, settings = torch.cat([ids, following], 1), {"max_new_tokens": 4, "pad_token_id": 0, "do_sample": False}
-    settings["attention_mask"] = torch.ones_like(whole)
-    for way in ({"past_key_values": cache}, {"cache_implementation": "static"}, {"num_beams": 2}):
-        texts = [each.generate(whole, **settings, **copy.deepcopy(way)) for each in (plain, model)]
-        assert torch.equal(*texts), way
-
-
-@pooled(world_size=2)
 def test_what_cannot_be_cut_is_refused() -> None:
     model, ids = parallel(llama(), 2), torch.arange(10).view(2, 5)
     with pytest.raises(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,17 +73,6 @@ ON_TWO: dict[str, Case] = {
 @pooled(world_size=2)
 def test_three_steps_on_every_mesh(name: str) -> None:
     trained("cpu", *ON_TWO[name], moved=False)
-
-
-@pooled(world_size=2)
-@pytest.mark.tier("all")
-def test_saved_and_loaded_on_another_mesh(tmp_path: Path) -> None:
-    plain = llama()
-    model = autopar.initialize(copy.deepcopy(plain), {"pp": 2, **CHUNK})
-    model.save_parallelized(tmp_path, timeout=60)
-    other = autopar.initialize(llama(seed=3), {"tp": 2}).from_parallelized(tmp_path, timeout=60)
-    autopar.deparallelize(other)
-    all_close(dict(other.state_dict()), dict(plain.state_dict()), "{}", 0.0)
 
 
 @pooled(world_size=1)

@@ -136,36 +136,6 @@ def test_what_sharding_does_not_mind_gives_the_plain_models_numbers(change: Call
 
 
 @pooled(world_size=2)
-def test_a_dropout_that_is_put_in_later_draws_apart_inside_a_region():
-    model = parallel(gpt2(n_head=2), 2).train()
-    model(IDS)
-    with torch.no_grad():
-        for block in model.transformer.h:
-            block.attn.c_attn.weight.fill_(0.01)
-            block.attn.c_attn.bias.fill_(0.1)
-    for block in model.transformer.h:
-        block.attn.attn_dropout = nn.Dropout(0.5)
-    model.config.attn_pdrop = 0.5
-    seen: list[torch.Tensor] = []
-    model.transformer.h[0].attn.c_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    torch.manual_seed(0)
-    model(IDS)
-    assert model._forward_pre_hooks and seen
-    before = model.transformer.h[0].attn.c_proj.region
-    assert before.may_draw
-
-
-@pooled(world_size=2)
-def test_a_copy_watches_its_own_modules():
-    model = parallel(llama(), 2)
-    twin = copy.deepcopy(model)
-    _new_head(twin)
-    model(IDS)
-    with raises_everywhere(ConfigError, "lm_head.weight"):
-        twin(IDS)
-
-
-@pooled(world_size=2)
 def test_a_module_that_only_one_rank_replaces_leaves_no_rank_waiting():
     model = parallel(llama(), 2)
     model(IDS)

@@ -97,19 +97,6 @@ def test_in_half_precision_the_sums_are_taken_in_full() -> None:
         assert torch.allclose(normed_y.float(), expected.float(), rtol=2**-6, atol=2**-6)
 
 
-class Gated(nn.Module):
-    """A state-space block's end: ``norm(x, gate)``."""
-
-    def __init__(self, config: ToyConfig) -> None:
-        super().__init__()
-        self.up, self.gate = (nn.Linear(config.hidden_size, config.ffn) for _ in range(2))
-        self.norm = Mean(config.ffn)
-        self.down = nn.Linear(config.ffn, config.hidden_size)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.norm(self.up(x), gate=self.gate(x)))
-
-
 class Keys(nn.Module):
     """Queries and keys normed over all their heads (OLMo 2), with fewer key heads than query heads."""
 
@@ -138,12 +125,6 @@ KEYS = toy_policy(
     },
     attributes={"repeats": "heads / kv"},
 )
-
-
-@pooled(world_size=2)
-def test_a_norm_with_a_gate() -> None:
-    rules = {**MLP_RULES, "gate": {"column": "ffn"}, "norm": {"norm_over": "ffn"}}
-    check(lambda: toy(Gated), batches(), 2, policy=toy_policy({"ffn": "ffn"}, rules))
 
 
 @pooled(world_size=4)
@@ -227,16 +208,3 @@ def test_a_reduction_that_is_not_known_is_refused_by_name(by: str, message: str)
     with pytest.raises(PolicyError) as info:
         checked_plan(model, NORMED)
     assert str(info.value) == f"policy dict:blocks.modules.between: {message}"
-
-
-def test_a_norm_that_reads_what_is_whole_is_refused() -> None:
-    class Before(MLP):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.down(self.up(self.between(x)))
-
-    model = toy(lambda config: Before(config, Mean(config.ffn)), hidden_size=5)
-    with pytest.raises(PolicyError) as info:
-        checked_plan(model, NORMED)
-    assert str(info.value) == (
-        "policy dict:blocks.modules.between: layers.0.between is norm_over, but its input is replicated"
-    )

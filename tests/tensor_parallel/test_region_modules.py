@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from autopar.errors import PolicyError
-from autopar.tensor_parallel.region_modules import with_inputs
 from tests.parity import check
 from tests.pool import pooled
 from tests.tensor_parallel.toys import Toy, ToyConfig, batches, checked_plan, filled, share, toy, toy_policy
@@ -189,31 +188,6 @@ def test_gathered_needs_a_count() -> None:
     )
 
 
-class TalkingKeys(nn.Module):
-    """Keys that are mixed with each other, of which two ranks may hold the same."""
-
-    def __init__(self, config: ToyConfig) -> None:
-        super().__init__()
-        self.repeats = config.heads // config.groups
-        self.q = nn.Linear(config.hidden_size, config.heads * 3)
-        self.k = nn.Linear(config.hidden_size, config.groups * 3)
-        self.talk = Talking(config.groups)
-        self.o = nn.Linear(config.heads * 3, config.hidden_size)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k = (part.unflatten(-1, (-1, 3)) for part in (self.q(x), self.k(x)))
-        return self.o((q * self.talk(k, 0.5).repeat_interleave(self.repeats, 2)).flatten(-2))
-
-
-@pooled(world_size=3)
-def test_a_module_that_works_on_all_keys_at_once_where_ranks_hold_the_same() -> None:
-    units = {"kv": {"count": "groups", "replicate": True}, "heads": {"count": "heads", "follows": "kv"}}
-    rules = {"q": {"column": "heads"}, "k": {"column": "kv"}, "talk": {"gathered": "kv", "dim": 2}}
-    policy = toy_policy(units, {**rules, "o": {"row": "heads"}}, attributes={"repeats": "heads / kv"})
-    check(lambda: toy(TalkingKeys), batches(), 3, policy=policy)
-    check(lambda: toy(TalkingKeys, heads=6, groups=3), batches(), 3, policy=policy)
-
-
 class Experts(nn.Module):
     """A mixture as bare parameters; every token goes to every expert, as the weights say."""
 
@@ -329,7 +303,7 @@ def test_an_argument_that_is_exact_repeated_or_the_same_for_all() -> None:
     for other in (whole[:1], torch.zeros(6)):
         assert layer._shard_input(other, planned.layout) is other
     for other in (None, "text", 3):
-        _, given = with_inputs(type(layer), (planned,), (), {planned.name: other}, layer._shard_input)
+        _, given = layer._with_inputs((planned,), (), {planned.name: other})
         assert given == {planned.name: other}
 
 

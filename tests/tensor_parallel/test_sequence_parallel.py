@@ -15,7 +15,6 @@ from transformers.models.dinov2.modeling_dinov2 import Dinov2DropPath
 import autopar
 from autopar.distributed.collectives import even_layout
 from autopar.tensor_parallel import sequence_parallel, sequence_rows
-from tests.adapters.adapted import same_training, with_lora
 from tests.data_parallel.test_zero import OPTIMIZERS, train
 from tests.parity import check, close, language_batches, randomise, whole
 from tests.pipeline_parallel.oracle import check_pipeline
@@ -61,8 +60,7 @@ def test_ragged_lengths_are_those_of_the_plain_model() -> None:
 
 @pooled(world_size=4)
 def test_lengths_on_four_ranks_also_fewer_tokens_than_ranks() -> None:
-    for length in (7, 16, 33):
-        check(llama, batches_of(length), 4, config=sizes(4)).mpu.destroy()
+    check(llama, batches_of(7), 4, config=sizes(4)).mpu.destroy()
     check(gpt2, batches_of(3), 4, config=sizes(4)).mpu.destroy()  # the first is whole, of the second each has one
     check(t5, batches_of(6), 4, config=sizes(4)).mpu.destroy()
 
@@ -72,13 +70,6 @@ def test_an_encoder_and_a_decoder_have_rows_of_their_own_lengths() -> None:
     batch = {**batches_of(7)[0], "decoder_input_ids": torch.arange(10).view(2, 5)}
     batch["labels"] = batch["decoder_input_ids"] + 1
     check(t5, [batch, *batches_of(16)], 2, config=sizes(2)).mpu.destroy()
-
-
-@pooled(world_size=2)
-def test_packed_documents_are_those_of_the_plain_model() -> None:
-    packed = {"input_ids": torch.arange(16).view(1, 16) + 5}
-    packed |= {"labels": packed["input_ids"], "position_ids": torch.tensor([[*range(7), *range(9)]])}
-    check(llama, [packed, packed], 2, config=sizes(2)).mpu.destroy()
 
 
 @pooled(world_size=2)
@@ -138,31 +129,11 @@ def test_experts_that_tokens_travel_to() -> None:
         check(with_routers, batches_of(7), 2, config=config).mpu.destroy()
 
 
-@pooled(world_size=2)
-def test_adapters_train_as_on_one_process() -> None:
-    for model in (
-        with_lora(llama(), target_modules="all-linear", lora_dropout=0.0),
-        with_lora(gpt2(), target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True),
-    ):
-        same_training(model, sizes(2)).mpu.destroy()
-
-
 @pooled(world_size=4)
 def test_pipeline_stages() -> None:
     for schedule, make in (("zero-bubble", lambda: gpt2(n_layer=4)), ("1f1b", t5)):
         config = {**sizes(2, pipeline_parallel_size=2), "pipeline": {"schedule": schedule, "num_microbatches": 2}}
         check_pipeline(make, batches_of(7), tp=2, pp=2, **config).mpu.destroy()
-
-
-@pooled(world_size=4)
-def test_generate_through_stages() -> None:
-    plain = gpt2(n_layer=4).eval()
-    model = autopar.initialize(copy.deepcopy(plain), sizes(2, pipeline_parallel_size=2))
-    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    mask = torch.ones_like(IDS)
-    expected = plain.generate(IDS, attention_mask=mask, **settings)
-    assert torch.equal(model.generate(IDS, attention_mask=mask, **settings), expected)
-    model.mpu.destroy()
 
 
 @pytest.mark.tier("test")
@@ -186,22 +157,6 @@ def test_fully_sharded() -> None:
         expected = dict(plain.named_parameters())[name].grad
         own = expected if layout is None else layout.shard(expected, model.mpu.tp.rank)
         close(gradient, own, f"gradient of {name}")
-    model.mpu.destroy()
-
-
-@pooled(world_size=2)
-def test_half_precision_follows_the_plain_model() -> None:
-    plain = llama().to(torch.bfloat16)
-    model = autopar.initialize(copy.deepcopy(plain), sizes(2))
-    batch = batches_of(16)[0]
-    losses = [m(**batch).loss for m in (plain, model)]
-    for loss in losses:
-        loss.backward()
-    close(losses[1].detach(), losses[0].detach(), "loss", 2e-2)
-    gradients = whole(model, lambda parameter: parameter.grad.float())
-    for name, parameter in plain.named_parameters():
-        error = (gradients[name] - parameter.grad.float()).norm() / parameter.grad.float().norm().clamp(min=1e-3)
-        assert error < 0.05, f"{name}: {error}"
     model.mpu.destroy()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import BartConfig, BartForConditionalGeneration
 
 import autopar
 from autopar.config import ParallelConfig
@@ -56,22 +55,6 @@ def test_blocks_that_mix_rows_are_refused_and_nothing_is_changed() -> None:
     assert not hasattr(model, "mpu")
 
 
-@pooled(world_size=2)
-def test_blocks_that_are_left_out_at_random_are_refused() -> None:
-    sizes = {"d_model": 24, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2}
-    sizes |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 37, "decoder_ffn_dim": 37, "vocab_size": 131}
-    model = BartForConditionalGeneration(BartConfig(**sizes, decoder_layerdrop=0.25))
-    with raises_everywhere(ConfigError, "layerdrop=0.25 leaves out blocks"):
-        autopar.initialize(model, SIZES)
-
-
-@pooled(world_size=2)
-def test_a_model_that_does_not_run_without_data_is_refused() -> None:
-    model = build(cases("led")[0], 6, 3)
-    with raises_everywhere(ConfigError, "it does not run without data, so nothing is known of its blocks"):
-        autopar.initialize(model, SIZES)
-
-
 def test_compiled_blocks_are_refused() -> None:
     with pytest.raises(ConfigError, match="sequence_parallel does not go with compile"):
         ParallelConfig.parse({**SIZES, "compile": {"enable": True}})
@@ -95,10 +78,3 @@ def test_without_its_first_block_a_forward_is_right_and_without_its_last_one_it_
 def _leave_out(block: nn.Module) -> None:
     kind = type(block)
     block.__class__ = type(kind.__name__, (kind,), {"__call__": lambda self, x, *args, **kwargs: x})
-
-
-@pooled(world_size=1)
-def test_one_rank_has_all_rows() -> None:
-    model = autopar.initialize(gpt2(), {"model_parallelism": {"sequence_parallel": True}})
-    close(model(torch.arange(7)[None]).logits, gpt2()(torch.arange(7)[None]).logits, "logits")
-    model.mpu.destroy()

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from transformers import MixtralConfig, MixtralForCausalLM
 
 import autopar
 from autopar.checkpoint import ShardedDict
@@ -98,15 +97,6 @@ def meta_step(model: Any, average: dict[str, torch.Tensor]) -> None:
     torch.func.functional_call(model, moved, (IDS,), {"labels": IDS}).loss.backward()
 
 
-def halved_in_hooks(model: Any, average: dict[str, torch.Tensor]) -> None:
-    handles = [p.register_hook(lambda grad: grad.clamp(-1, 1) * 0.5) for p in model.parameters()]
-    handles += [p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5)) for p in model.parameters()]
-    model(IDS, labels=IDS).loss.backward()
-    assert all(type(p.grad) in (torch.Tensor, Part) for p in model.parameters())
-    for handle in handles:
-        handle.remove()
-
-
 def pulled_to_the_start(model: Any, average: dict[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -116,13 +106,6 @@ def pulled_to_the_start(model: Any, average: dict[str, torch.Tensor]) -> None:
             p[p.abs() < 1e-3] = 0
 
 
-def looked_ahead(model: Any, average: dict[str, torch.Tensor]) -> None:
-    torch._foreach_lerp_(list(average.values()), [p.data for p in model.parameters()], 0.5)
-    with torch.no_grad():
-        torch._foreach_copy_(list(model.parameters()), list(average.values()))
-        torch._foreach_add_([p.grad for p in model.parameters()], [p.data for p in model.parameters()], alpha=0.1)
-
-
 def rows_by_themselves(model: Any, average: dict[str, torch.Tensor]) -> None:
     """Normalise rows, of which each rank has all of some."""
     with torch.no_grad():
@@ -130,12 +113,6 @@ def rows_by_themselves(model: Any, average: dict[str, torch.Tensor]) -> None:
         weight.div_(weight.norm(dim=1, keepdim=True))
         weight[:, 3] = 0
         nn.init.zeros_(model.model.norm.weight)
-
-
-def frozen(model: Any, average: dict[str, torch.Tensor]) -> None:
-    for p in model.model.layers[0].parameters():
-        p.requires_grad_(False)
-    model.zero_grad(set_to_none=False)
 
 
 def steps(model: Any, average: dict[str, torch.Tensor]) -> None:
@@ -153,13 +130,6 @@ def steps(model: Any, average: dict[str, torch.Tensor]) -> None:
             optimizer.zero_grad()
 
 
-def averaged_by_state_dict(model: Any, average: dict[str, torch.Tensor]) -> None:
-    soup = {name: torch.stack([average[name], tensor]).mean(0) for name, tensor in model.state_dict().items()}
-    model.load_state_dict(soup)
-    best = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}
-    model.load_state_dict(copy.deepcopy(best))
-
-
 def sizes_and_losses_by_element(model: Any, average: dict[str, torch.Tensor]) -> None:
     weight = model.lm_head.weight
     assert weight.size(1) == 24 and len(weight.size()) == 2
@@ -169,16 +139,13 @@ def sizes_and_losses_by_element(model: Any, average: dict[str, torch.Tensor]) ->
 
 
 SILENT = (
-    averaged_by_state_dict,
     sizes_and_losses_by_element,
     weights_are_averaged,
     own_update,
     meta_step,
     pulled_to_the_start,
-    looked_ahead,
     rows_by_themselves,
     steps,
-    frozen,
 )
 
 
@@ -311,24 +278,6 @@ def test_the_model_and_its_libraries_are_silent(tmp_path: Path) -> None:
 
 
 @pooled(world_size=2)
-def test_adapters_are_silent(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    from tests.adapters.adapted import with_lora
-
-    with silent():
-        model = autopar.initialize(with_lora(llama(), target_modules="all-linear").train(), {"tp": 2})
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-        for _ in range(2):
-            model(input_ids=IDS, labels=IDS).loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        model.save_parallelized(str(tmp_path / "adapted"), optimizer=optimizer)
-    with pytest.warns(autopar.ShardWarning, match="lora_"):
-        max(p.abs().max().item() for name, p in model.named_parameters() if "lora_" in name)
-
-
-@pooled(world_size=2)
 def test_the_weight_of_a_sharded_layer_can_be_replaced() -> None:
     model = parallel(llama(), 2)
     layer = model.lm_head
@@ -341,22 +290,3 @@ def test_the_weight_of_a_sharded_layer_can_be_replaced() -> None:
     assert layer.weight.shape == (rows, 24)
     with raises_everywhere(ConfigError, "lm_head of LlamaForCausalLM, a ColumnParallelLinear since"):
         model(torch.arange(6).view(1, 6))
-
-
-@pooled(world_size=2)
-def test_experts_over_replicas() -> None:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = MixtralForCausalLM(MixtralConfig(num_hidden_layers=1, vocab_size=31, num_local_experts=4, **sizes))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model, optimizer = autopar.initialize(model, {"ep": 2}, optimizer=optimizer)
-    ids = torch.arange(8).view(1, 8)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", autopar.ShardWarning)
-        model(input_ids=ids, labels=ids).loss.backward()
-        autopar.average_gradients(model)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        model.lm_head.weight.norm()  # whole on each rank
-    with pytest.warns(autopar.ShardWarning, match=r"experts\.down_proj sees the shard of expert-parallel rank"):
-        model.model.layers[0].mlp.experts.down_proj.norm()

@@ -85,11 +85,11 @@ FROM_SHARDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "tempered": lambda x, y: shifted(x / torch.tensor([[[2.0]], [[0.5]]]) - 1.0, y),
     "double": lambda x, y: shifted(x.to(torch.float64), y).float(),
     "module": lambda x, y: torch.nn.CrossEntropyLoss(ignore_index=5)(x.view(-1, VOCAB), y.view(-1)),
-    "joined": lambda x, y: F.cross_entropy(torch.cat([x[0], 2 * x[1]]), y.view(-1)),
     "a copy": lambda x, y: shifted(x.clone().contiguous(), y),
 }
 GATHERED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "squares": lambda x, y: x.square().mean(),
+    "joined": lambda x, y: F.cross_entropy(torch.cat([x[0], 2 * x[1]]), y.view(-1)),
     "both": lambda x, y: x.float().logsumexp(-1).mean() + shifted(x, y),
     "probabilities": lambda x, y: x.softmax(-1)[..., 7].sum(),
     "transposed": lambda x, y: F.cross_entropy(x.transpose(1, 2), y),

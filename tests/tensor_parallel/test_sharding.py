@@ -230,17 +230,6 @@ def test_a_star_stands_for_every_member_of_a_list() -> None:
     check(lambda: toy(Nested), batches(), 2, policy=toy_policy({"ffn": "ffn"}, rules))
 
 
-def test_a_star_where_no_list_is_and_a_missing_member() -> None:
-    for path, message in [
-        ("branches.*.b.up", "Nested has no module 'branches.*.b.up'"),
-        ("branches.*.a.act.*", "Nested has no module 'branches.*.a.act.*'"),
-        ("branches.0.a.between.*", "Nested has no module 'branches.0.a.between.*'"),
-    ]:
-        with pytest.raises(PolicyError, match="has no module") as info:
-            checked_plan(toy(Nested), toy_policy({"ffn": "ffn"}, {path: {"column": "ffn"}}))
-        assert str(info.value).startswith(f"policy dict:blocks.modules.{path}: {message}")
-
-
 @pooled(world_size=4)
 def test_what_is_made_of_too_few_units_stays_whole_on_every_rank() -> None:
     policy = toy_policy({"heads": {"count": "heads", "or_whole": True}}, ATTENTION_RULES, attributes={"heads": "heads"})

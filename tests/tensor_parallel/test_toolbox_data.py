@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections import UserDict
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -54,25 +52,6 @@ def test_the_first_rank_of_each_group_gives_its_data_to_its_group():
         data = batch_of(rank) if rank % 2 == 0 else other
         same(mpu.broadcast_data(["more", 7], data, torch.int64), {key: wanted[key] for key in ("more", 7)})
     assert mpu.broadcast_data([], batch_of(rank), torch.int64) == {}
-
-
-@pooled(world_size=8)
-def test_each_key_has_a_dtype_of_its_own():
-    mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
-    rank = dist.get_rank()
-    dtypes = {
-        "mask": torch.bool, "ids": torch.int64, "byte": torch.uint8, "half": torch.float16, "bf": torch.bfloat16,
-        "x": torch.float32, "y": torch.float64, "z": torch.complex64, "eighth": torch.float8_e4m3fn,
-    }  # fmt: skip
-    data, wanted = (
-        {key: (torch.arange(5.0).add(r).remainder(3)).to(dtype) for key, dtype in dtypes.items()}
-        for r in (rank, rank - rank % 4)
-    )
-    found = mpu.broadcast_data(list(dtypes), UserDict(data) if rank % 4 == 0 else None, dtypes)
-    same({key: x.float() for key, x in found.items() if key != "z"},
-         {key: x.float() for key, x in wanted.items() if key != "z"})  # fmt: skip
-    assert {key: x.dtype for key, x in found.items()} == dtypes
-    assert torch.equal(found["z"], wanted["z"])
 
 
 @pooled(world_size=8)

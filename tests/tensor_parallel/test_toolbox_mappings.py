@@ -130,23 +130,6 @@ def test_sequence_parallel_regions(transport):
 
 @both_transports
 @pooled(world_size=8)
-def test_sequence_parallel_regions_of_models_that_put_the_batch_first(transport):
-    mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2, cpu_transport=transport)
-    t = mpu.tp.rank
-    shared = torch.arange(48.0).view(2, 8, 3)
-    part, _ = run(lambda x: scatter_to_sequence_parallel_region(x, mpu, dim=1), shared)
-    same(part, shared[:, 2 * t : 2 * t + 2])
-    for summed in (True, False):
-        whole, grad = run(lambda x, s=summed: gather_from_sequence_parallel_region(x, s, mpu, dim=1), part, shared)
-        same(whole, shared)
-        same(grad, part * (4 if summed else 1))
-    part, grad = run(lambda x: reduce_scatter_to_sequence_parallel_region(x, mpu, dim=1), shared, part)
-    same(part, 4 * shared[:, 2 * t : 2 * t + 2])
-    same(grad, shared)
-
-
-@both_transports
-@pooled(world_size=8)
 def test_all_to_all_even_and_uneven(transport):
     mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2, cpu_transport=transport)
     rank, t = dist.get_rank(), dist.get_rank() % 4
@@ -234,22 +217,3 @@ def test_what_a_group_may_be(transport):
     if rank > 1:
         with pytest.raises(ConfigError, match=f"global rank {rank} is not a member"):
             copy_to_tensor_model_parallel_region(torch.ones(1), others)
-
-
-@pooled(world_size=1)
-def test_a_group_of_one_rank_changes_nothing():
-    mpu = MPU()
-    x = torch.arange(6.0).view(2, 3)
-    for function in (
-        copy_to_tensor_model_parallel_region,
-        reduce_from_tensor_model_parallel_region,
-        scatter_to_tensor_model_parallel_region,
-        gather_from_tensor_model_parallel_region,
-        scatter_to_sequence_parallel_region,
-        reduce_scatter_to_sequence_parallel_region,
-        lambda x, group: gather_from_sequence_parallel_region(x, group=group),
-        lambda x, group: all_to_all(group, x),
-    ):
-        y, grad = run(lambda x, f=function: f(x, mpu) * 1, x, x)
-        same(y, x)
-        same(grad, x)

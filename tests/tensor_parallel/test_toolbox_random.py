@@ -149,29 +149,6 @@ def test_seeds_of_the_two_streams():
         assert torch.equal(torch.rand(5), stream(1234 + 2718 + t, 5)[0])
 
 
-@pooled(world_size=8)
-def test_dropout_is_equal_on_replicated_and_different_on_sharded_activations():
-    mpu = MPU(tensor_parallel_size=4, pipeline_parallel_size=2)
-    torch.manual_seed(dist.get_rank())  # as different as the ranks of a careless script are
-    tracker = manual_seed(1234, mpu)
-
-    def masks():
-        mine = dropout(torch.ones(1000), 0.5) > 0
-        everyone = [torch.empty_like(mine) for _ in range(4)]
-        dist.all_gather(everyone, mine, group=mpu.get_tensor_parallel_group())
-        return everyone
-
-    for _ in range(2):
-        replicated = masks()
-        assert all(torch.equal(replicated[0], other) for other in replicated)
-        with tracker.fork():
-            sharded = masks()
-        for i in range(4):
-            for j in range(i):
-                assert 400 < (sharded[i] != sharded[j]).sum() < 600, "independent of each other"
-        assert not torch.equal(masks()[0], replicated[0])
-
-
 def layer(tracker, seen):
     """A block with dropout of both streams, the sharded one inside a fork; ``seen`` gets the masks."""
 
@@ -224,32 +201,6 @@ def test_activation_checkpointing_recomputes_the_same_masks():
     assert_same(again[9:], masks[:3])
 
 
-def test_checkpoint_inside_a_fork_and_inside_a_checkpoint():
-    def run(outer, inner):
-        tracker = tracker_of(**{"model-parallel-rng": 2, "other": 3})
-        x = torch.linspace(-1, 1, 64).requires_grad_()
-        weight = torch.linspace(1, 2, 64).requires_grad_()
-        forward = layer(tracker, [])
-
-        def both(x):
-            x = dropout(torch.sin(x), 0.5)
-            with tracker.fork("other"):
-                x = checkpoint(forward, tracker, x, weight) if inner else forward(x, weight)
-                return dropout(torch.sin(x), 0.5)
-
-        with tracker.fork("other"):
-            y = checkpoint(both, tracker, x) if outer else both(x)
-            drawn = torch.rand(2)
-        (y.sum() + drawn.sum()).backward()
-        with tracker.fork("other"):
-            last = torch.rand(2)
-        return [y.detach(), x.grad, weight.grad, drawn, last, torch.rand(2)]
-
-    wanted = run(False, False)
-    for outer, inner in ((True, False), (False, True), (True, True)):
-        assert_same(run(outer, inner), wanted)
-
-
 def test_backward_inside_a_fork_leaves_the_random_state_as_it_was_even_if_the_recomputation_fails():
     for fails in (False, True):
         tracker = tracker_of(a=2)
@@ -273,27 +224,3 @@ def test_backward_inside_a_fork_leaves_the_random_state_as_it_was_even_if_the_re
             assert torch.equal(torch.get_rng_state(), inside)
         assert torch.equal(torch.get_rng_state(), default)
         assert torch.equal(tracker.get_states()["a"]["cpu"], inside)
-
-
-def test_backward_twice_recomputes_the_same_masks_twice():
-    x = torch.ones(64, requires_grad=True)
-    y = checkpoint(lambda x: dropout(x.sin(), 0.5).exp(), None, x).sum()
-    y.backward(retain_graph=True)
-    first = x.grad.clone()
-    torch.rand(7)
-    y.backward()
-    assert torch.equal(x.grad, 2 * first)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_streams_of_the_gpu():
-    tracker = tracker_of(a=2)
-    wanted = [torch.rand(4, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)) for seed in (1, 2)]
-    with tracker.fork("a"):
-        assert torch.equal(torch.rand(4, device="cuda"), wanted[1])
-    assert torch.equal(torch.rand(4, device="cuda"), wanted[0])
-    x = torch.ones(64, device="cuda", requires_grad=True)
-    y = checkpoint(lambda x: dropout(x.sin(), 0.5).exp(), tracker, x)
-    torch.rand(7, device="cuda")
-    y.sum().backward()
-    assert torch.equal(x.grad != 0, y != 1)

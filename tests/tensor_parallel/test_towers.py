@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import yaml
 from torch import nn
 from transformers import GPT2Config, GPT2Model, PretrainedConfig, PreTrainedModel
 
@@ -175,45 +174,3 @@ def test_a_model_inside_without_a_policy_is_named() -> None:
         checked_plan(two(), {**INSIDE, "models": ["iner"]})
     with pytest.raises(PolicyError, match=r"no rule covers 16 parameters of Two: inner.wte.weight"):
         checked_plan(two(), {key: value for key, value in INSIDE.items() if key != "models"})
-
-
-class Central(Pair):
-    """Numbers of heads that the model itself reads, and a bias per head that it hands on."""
-
-    def __init__(self, config: ToyConfig) -> None:
-        super().__init__(config)
-        self.add = nn.ModuleDict({"bias": Adds(config)})
-
-    def forward(self, inputs_embeds: torch.Tensor) -> Any:
-        slopes = torch.arange(1.0, self.config.heads + 1, device=inputs_embeds.device)
-        inputs_embeds = self.add["bias"](inputs_embeds, slopes)
-        return super().forward(inputs_embeds)
-
-
-class Adds(Heads):
-    def forward(self, x: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
-        left, right = self.up(x).unflatten(-1, (self.heads, 4)).chunk(2, -1)
-        return self.down((left * slopes.unsqueeze(-1) * right.sigmoid()).flatten(-2))
-
-
-def central() -> Any:
-    return filled(Central(ToyConfig(heads=3, writer=ToyConfig(heads=5))))
-
-
-BESIDE = {
-    "prefix": {"add.bias.up": {"column": "heads"}, "add.bias.down": {"row": "heads"}},
-    "attributes": {"add.bias.heads": "heads", "factor": "heads"},
-    "inputs": {"add.bias.slopes": {"sharded": "heads", "dim": 0}},
-}
-
-
-@pooled(world_size=3)
-def test_attributes_and_inputs_beside_the_blocks() -> None:
-    policy = {**yaml.safe_load(TOWERS % ("layer", "layer")), **BESIDE}
-    for tower in policy["towers"].values():
-        del tower["extends"]
-        tower["blocks"].update(yaml.safe_load(LAYER)["blocks"])
-    model = check(central, batches(), 3, policy=policy)
-    assert (model.factor, model.add["bias"].heads) == (1, 1)
-    autopar.deparallelize(model)
-    assert (model.factor, model.add["bias"].heads) == (3, 3)
