@@ -66,6 +66,22 @@ def test_flags_of_one_rank(tmp_path):
 
 
 @pooled(world_size=2)
+def test_an_evaluation_and_a_save_from_a_log_of_one_rank(tmp_path):
+    """The trainer reads the flags directly after ``on_log``; a log of one rank outside of a step waits for no rank."""
+    seen = []
+    for everywhere in (False, True):
+        with launched():
+            trainer = trainer_of(tmp_path / str(everywhere), 2, logging_steps=2, max_steps=4)
+            callback = SetFlags("on_log", ["should_evaluate", "should_save"], everywhere)
+            trainer.add_callback(callback)
+            if dist.get_rank() == 0:
+                trainer.log({"own": 1.0})
+            trainer.train()
+        seen.append(callback.seen)
+    assert seen[0] == seen[1] and seen[0][:2] == [("evaluated", 2), ("saved", 2)], seen
+
+
+@pooled(world_size=2)
 def test_a_stop_after_an_evaluation_on_one_rank(tmp_path):
     """As one of ``EarlyStoppingCallback``, with a metric that each rank computes for itself."""
     with launched():
