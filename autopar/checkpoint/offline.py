@@ -249,8 +249,6 @@ def _copy_small(source: Path, folder: Path) -> None:
 
 # -- the shards of another mesh ----------------------------------------------------------------------------------------
 
-_OWN = re.compile(r"::.*@tp(\d+)$")
-
 
 def reshard_checkpoint(
     source: str | os.PathLike[str],
@@ -280,8 +278,7 @@ def reshard_checkpoint(
         ``{"destination": str, "files": {name: bytes}, "tensors": int, "parameters": int}``
 
     Raises:
-        CheckpointError: the source is incomplete or damaged, the destination cannot be written, or a state of the
-            optimizer belongs to one tensor-parallel size (Adafactor's statistics).
+        CheckpointError: the source is incomplete or damaged, or the destination cannot be written.
     """
     check_sizes(tp, pp)
     folder = Path(source)
@@ -290,13 +287,6 @@ def reshard_checkpoint(
         old = shards.manifest
         parts = {name: part for name, part in old.parts.items() if optimizer or name != "optimizer"}
         training = {k: v for k, v in old.training.items() if optimizer or k != "optimizer"}
-        own = [name for name in (parts["optimizer"].tensors if "optimizer" in parts else ()) if _OWN.search(name)]
-        if own and old.sizes.tp != tp:
-            raise CheckpointError(
-                f"the optimizer's {own[0]} (and {len(own) - 1} more) are statistics of one rank's shard at "
-                f"tensor_parallel_size={old.sizes.tp}; they cannot be resharded for {tp}\n"
-                "  Pass optimizer=False (--no-optimizer) to leave the optimizer's state out."
-            )
         bytes_of = {
             part: {name: nbytes(dtype_of(t.dtype), t.shape) for name, t in parts[part].tensors.items()}
             for part in parts
@@ -374,7 +364,7 @@ def write_part(
             specs = {
                 key: (dtype_of(plan.dtype), plan.local_shape(t))
                 for key, plan in plans.items()
-                if stages[key] == p and _holds(key, plan, t)
+                if stages[key] == p and (t == 0 or plan.layout is not None)
             }
             if specs or part != "extra":  # most have one file
                 writer = shard_writer(staging.temp, staging.id, part, (t, p, None), specs)
@@ -382,18 +372,10 @@ def write_part(
         for key in SafetensorsWriter.sorted_names({k: dtype_of(plan.dtype) for k, plan in plans.items()}):
             full, plan = read(key), plans[key]
             for t in range(tp):
-                if (t, stages[key]) in writers and _holds(key, plan, t):
+                if (t, stages[key]) in writers and (t == 0 or plan.layout is not None):
                     shard = full if plan.layout is None else plan.layout.shard(full, t)
                     writers[t, stages[key]].write(key, shard)
     return Part(part, plans, {writer.path.name: record_of(writer, (t, p, None)) for (t, p), writer in writers.items()})
-
-
-def _holds(key: str, plan: TensorPlan, t: int) -> bool:
-    """Tell whether the file of tensor-parallel rank ``t`` holds a shard of the tensor."""
-    if plan.layout is not None:
-        return True
-    own = _OWN.search(key)
-    return t == (int(own[1]) if own else 0)
 
 
 def write_manifest(
