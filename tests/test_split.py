@@ -76,9 +76,8 @@ def test_stages_are_about_equally_large(tmp_path):
     MODELS["gpt2"]().save_pretrained(tmp_path / "hf")
     split_checkpoint(tmp_path / "hf", tmp_path / "split", tp=2, pp=2)
     manifest = Manifest.read(tmp_path / "split")
-    stage = {name: record.pp for record in manifest.files.values() for name in record.checksums}
-    assert {stage[name] for name in stage if ".h.0." in name} == {0}
-    assert {stage[name] for name in stage if ".h.1." in name} == {1}
+    sizes = [sum(record.bytes for record in manifest.files.values() if record.pp == stage) for stage in range(2)]
+    assert min(sizes) > 0.8 * max(sizes)
 
 
 def test_from_bin_files_and_into_another_dtype(tmp_path):

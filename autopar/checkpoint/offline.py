@@ -83,8 +83,8 @@ def merge_checkpoint(
         manifest = shards.manifest
         if manifest.base.forms and "base" not in manifest.parts:
             raise CheckpointError(
-                f"{folder} leaves out {len(manifest.base.forms)} quantized weights of {manifest.base}, without which "
-                "no model\n  can be read. Load it into the same base (from_parallelized), which has them."
+                f"{folder} leaves out {len(manifest.base.forms)} quantized weights of {manifest.base.name}, without "
+                "which no model\n  can be read. Load it into the same base (from_parallelized), which has them."
             )
         adapted = [name for name in manifest.tensors if ".base_layer." in name or ".modules_to_save." in name]
         if adapted:

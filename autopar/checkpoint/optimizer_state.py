@@ -10,7 +10,7 @@ A state tensor is called ``{parameter}::{key}``: ``h.0.attn.c_attn.weight::exp_a
 The fp32 weight of a half-precision parameter is a tensor ``{parameter}::master`` in the parameter's layout. The rest is
 JSON, the same on all ranks with the same parameters:
 
-    {"class": "torch.optim.adamw.AdamW", "tp": 2, "masters": ["wte.weight", ...],
+    {"class": "torch.optim.adamw.AdamW", "masters": ["wte.weight", ...],
      "groups": [{"options": {"lr": 0.1, ...}, "params": ["wte.weight", ...]}, ...],
      "state": {"wte.weight": {"step": {"kind": "whole"}, "exp_avg": {"kind": "like"}}, ...},
      "other": {}}
@@ -118,7 +118,6 @@ def take(optimizer: Optimizer, model: nn.Module, plan: Plan, tp_rank: int) -> Op
         keep(TensorPlan(master_name(name), due.shape, dtype_name(weight.dtype), due.layout), weight)
     metadata = {
         "class": title,
-        "tp": plan.shards,
         "masters": list(masters),
         "groups": [
             {
@@ -155,7 +154,7 @@ def prepare(
         dtype_here: of a state that has the shape of a parameter, from the one that was saved.
 
     Returns:
-        What to fill, and what then gives the optimizer its state and options; state that it had is dropped.
+        The tensors to fill, and a function to call then: it gives the optimizer this state instead of the one it has.
 
     Raises:
         CheckpointError: the metadata is damaged, or the state is not that of this optimizer (what differs).
@@ -181,7 +180,7 @@ def prepare(
                     mine[key] = entry.value if entry.kind == "value" else [None] * entry.value
                     continue
                 source = saved[f"{name}::{key}"]
-                shape, layout = _form(entry.kind, source, due, tp_rank, before.tp, title)
+                shape, layout = _form(entry.kind, source, due, tp_rank, title)
                 device = parameter.device if step is None or step.host is None else step.host  # maybe the CPU's memory
                 if key in _ON_HOST and not (options.get("capturable") or options.get("fused")):
                     device = torch.device("cpu")
@@ -318,7 +317,7 @@ class StateEntry(NamedTuple):
 
 
 def _form(
-    kind: str, source: TensorPlan, due: TensorPlan, tp_rank: int, saved_tp: int, title: str
+    kind: str, source: TensorPlan, due: TensorPlan, tp_rank: int, title: str
 ) -> tuple[tuple[int, ...], Layout | None]:
     """Return local shape and layout of a state, saved as ``source``, of the parameter ``due``.
 
@@ -333,11 +332,9 @@ def _form(
         return due.local_shape(tp_rank), due.layout
     if _is_sharded(due) and source.shape != ():
         raise CheckpointError(
-            f"{source.name} of {title} was saved of the whole parameter with tensor_parallel_size={saved_tp}; the\n"
-            "  model shards the parameter.\n"
-            "  It is statistics of all of it and does not become that of shards.\n"
-            "  Give the optimizer to autopar.initialize(model, config, optimizer=optimizer), which steps whole\n"
-            f"  parameters then; or use tensor_parallel_size={saved_tp}, or load without optimizer."
+            f"{source.name} of {title} was saved of the whole parameter, which is sharded now\n"
+            "  Statistics of all of it fit no shard. Give the optimizer to autopar.initialize(model, config,\n"
+            "  optimizer=optimizer), which steps whole parameters; or load without it."
         )
     return source.shape, None
 
@@ -354,7 +351,6 @@ class OptimizerMetadata:
 
     Attributes:
         title: module and class of the optimizer.
-        tp: tensor-parallel size.
         masters: the parameters of half precision, whose fp32 weights are saved.
         members: the names of each group's parameters.
         options: of each group.
@@ -363,7 +359,6 @@ class OptimizerMetadata:
     """
 
     title: str
-    tp: int
     masters: frozenset[str]
     members: list[list[str]]
     options: list[dict[str, Any]]
@@ -375,10 +370,8 @@ class OptimizerMetadata:
         """Decode and check. Raises CheckpointError if it is damaged."""
         try:
             data = decode(data, where="the optimizer")
-            tp = int(data["tp"])
             parsed = cls(
                 title=str(data["class"]),
-                tp=tp,
                 masters=frozenset(map(str, data["masters"])),
                 members=[[str(name) for name in group["params"]] for group in data["groups"]],
                 options=[dict(group["options"]) for group in data["groups"]],
@@ -466,7 +459,7 @@ def merge_metadata(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             )
 
     for rank, other in enumerate(ranks[1:], 1):
-        for key in ("class", "tp", "other"):
+        for key in ("class", "other"):
             compare(key, first[key], other[key], rank)
         # A stage without parameters in a group has an empty group in its place.
         compare("the number of parameter groups", len(members), len(other["groups"]), rank)
