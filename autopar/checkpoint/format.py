@@ -29,7 +29,7 @@ from typing import Any
 
 from autopar.checkpoint.staging import MANIFEST, REMOVED, leftovers
 from autopar.distributed.mesh_sizes import MeshSizes
-from autopar.errors import CheckpointError, listed, nearest
+from autopar.errors import CheckpointError, nearest
 from autopar.layout import Layout
 from autopar.plan.plan import TensorPlan
 from autopar.storage.files import NAME, checksum, small_file
@@ -232,10 +232,6 @@ class QuantizedBase:
         """Read the dict of the attributes. Raises ``ValueError``, ``KeyError``, ``TypeError`` or ``AttributeError``."""
         tables = ({str(k): str(v) for k, v in data[key].items()} for key in ("forms", "notes"))
         return cls(str(data["name"]), *tables)
-
-    def __str__(self) -> str:
-        forms = listed(sorted({*self.forms.values()}))
-        return f"{self.name or 'a model without a name'} ({forms or 'not quantized'})"
 
 
 @dataclass(frozen=True)

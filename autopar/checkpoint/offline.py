@@ -22,7 +22,7 @@ import torch
 
 from autopar.checkpoint.format import PARTS, WEIGHTS, Manifest, Part, parse_size, versions
 from autopar.checkpoint.shards import Shards, record_of, shard_writer
-from autopar.checkpoint.staging import MERGED, Staging, output_folder, parse_dtype, progress_bar
+from autopar.checkpoint.staging import Staging, output_folder, parse_dtype, progress_bar
 from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import CheckpointError
 from autopar.layout import Layout
@@ -83,8 +83,8 @@ def merge_checkpoint(
         manifest = shards.manifest
         if manifest.base.forms and "base" not in manifest.parts:
             raise CheckpointError(
-                f"{folder} leaves out {len(manifest.base.forms)} quantized weights of {manifest.base}, without which "
-                "no model\n  can be read. Load it into the same base (from_parallelized), which has them."
+                f"{folder} leaves out {len(manifest.base.forms)} quantized weights of {manifest.base.name}, without "
+                "which no model\n  can be read. Load it into the same base (from_parallelized), which has them."
             )
         adapted = [name for name in manifest.tensors if ".base_layer." in name or ".modules_to_save." in name]
         if adapted:
@@ -135,8 +135,6 @@ def write_merged(
     manifest = shards.manifest
     saved, outside = _saved_tensors(shards, dtype)
     metadata = {"format": "pt"} | _notes(manifest, saved)
-    if "config.json" not in manifest.along:  # of a plain module; nothing else says whose file it is
-        metadata[MERGED] = manifest.model_type
     pattern, index_name = _FORMATS[format]
     split = split_state_dict_into_shards_factory(
         saved, get_storage_size=lambda one: nbytes(*one[:2]), filename_pattern=pattern, max_shard_size=max_shard_size
@@ -249,8 +247,6 @@ def _copy_small(source: Path, folder: Path) -> None:
 
 # -- the shards of another mesh ----------------------------------------------------------------------------------------
 
-_OWN = re.compile(r"::.*@tp(\d+)$")
-
 
 def reshard_checkpoint(
     source: str | os.PathLike[str],
@@ -280,8 +276,7 @@ def reshard_checkpoint(
         ``{"destination": str, "files": {name: bytes}, "tensors": int, "parameters": int}``
 
     Raises:
-        CheckpointError: the source is incomplete or damaged, the destination cannot be written, or a state of the
-            optimizer belongs to one tensor-parallel size (Adafactor's statistics).
+        CheckpointError: the source is incomplete or damaged, or the destination cannot be written.
     """
     check_sizes(tp, pp)
     folder = Path(source)
@@ -290,13 +285,6 @@ def reshard_checkpoint(
         old = shards.manifest
         parts = {name: part for name, part in old.parts.items() if optimizer or name != "optimizer"}
         training = {k: v for k, v in old.training.items() if optimizer or k != "optimizer"}
-        own = [name for name in (parts["optimizer"].tensors if "optimizer" in parts else ()) if _OWN.search(name)]
-        if own and old.sizes.tp != tp:
-            raise CheckpointError(
-                f"the optimizer's {own[0]} (and {len(own) - 1} more) are statistics of one rank's shard at "
-                f"tensor_parallel_size={old.sizes.tp}; they cannot be resharded for {tp}\n"
-                "  Pass optimizer=False (--no-optimizer) to leave the optimizer's state out."
-            )
         bytes_of = {
             part: {name: nbytes(dtype_of(t.dtype), t.shape) for name, t in parts[part].tensors.items()}
             for part in parts
@@ -374,7 +362,7 @@ def write_part(
             specs = {
                 key: (dtype_of(plan.dtype), plan.local_shape(t))
                 for key, plan in plans.items()
-                if stages[key] == p and _holds(key, plan, t)
+                if stages[key] == p and (t == 0 or plan.layout is not None)
             }
             if specs or part != "extra":  # most have one file
                 writer = shard_writer(staging.temp, staging.id, part, (t, p, None), specs)
@@ -382,18 +370,10 @@ def write_part(
         for key in SafetensorsWriter.sorted_names({k: dtype_of(plan.dtype) for k, plan in plans.items()}):
             full, plan = read(key), plans[key]
             for t in range(tp):
-                if (t, stages[key]) in writers and _holds(key, plan, t):
+                if (t, stages[key]) in writers and (t == 0 or plan.layout is not None):
                     shard = full if plan.layout is None else plan.layout.shard(full, t)
                     writers[t, stages[key]].write(key, shard)
     return Part(part, plans, {writer.path.name: record_of(writer, (t, p, None)) for (t, p), writer in writers.items()})
-
-
-def _holds(key: str, plan: TensorPlan, t: int) -> bool:
-    """Tell whether the file of tensor-parallel rank ``t`` holds a shard of the tensor."""
-    if plan.layout is not None:
-        return True
-    own = _OWN.search(key)
-    return t == (int(own[1]) if own else 0)
 
 
 def write_manifest(

@@ -1,18 +1,16 @@
 """The state of an optimizer as tensors under canonical names and metadata, for any tensor-parallel size.
 
-A state tensor is called ``{parameter}::{key}``: ``h.0.attn.c_attn.weight::exp_avg``. There are five kinds of state:
+A state tensor is called ``{parameter}::{key}``: ``h.0.attn.c_attn.weight::exp_avg``. There are four kinds of state:
 
 * **like** its parameter: it has the parameter's shape, and is sharded by the parameter's own layout.
-* **whole**: of a parameter that is replicated, or stepped whole, of any shape; and counters of steps.
-* **own**: any other tensor of a sharded parameter, such as Adafactor's row and column statistics: numbers about this
-  rank's shard, that no other sharding has. ``{parameter}::{key}@tp{rank}``; it fits the same sharding only.
+* **whole**: of a parameter that is replicated, or stepped whole, of any shape; and single numbers.
 * **value**: a number, a text or None, which lies in the metadata.
 * **list**: its items are states of their own, ``{key}[0]`` and so on (SOAP's matrices).
 
 The fp32 weight of a half-precision parameter is a tensor ``{parameter}::master`` in the parameter's layout. The rest is
 JSON, the same on all ranks with the same parameters:
 
-    {"class": "torch.optim.adamw.AdamW", "tp": 2, "masters": ["wte.weight", ...],
+    {"class": "torch.optim.adamw.AdamW", "masters": ["wte.weight", ...],
      "groups": [{"options": {"lr": 0.1, ...}, "params": ["wte.weight", ...]}, ...],
      "state": {"wte.weight": {"step": {"kind": "whole"}, "exp_avg": {"kind": "like"}}, ...},
      "other": {}}
@@ -23,7 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -44,15 +42,12 @@ from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.json_values import decode, encode, encode_inline
 from autopar.storage.safetensors_io import dtype_name, dtype_of
 
-# 0-dim tensors that follow from the number of steps alone, so all ranks have the same. Others (the RMS of a parameter)
-# may be statistics.
-COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
+COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})  # 0-dim tensors that follow from the number of steps alone
 _ON_HOST = frozenset({"step", "mu_product"})  # where torch makes them, unless capturable or fused
-_STATISTICS = frozenset({"row_var", "col_var"})  # may have the parameter's shape by chance, if that has a 1
 _VALUES = (type(None), bool, int, float, str)
 _ITEM = re.compile(r"(.+)\[(\d+)\]")  # of a list
 _LONGEST = 100_000  # of a list
-_KINDS = ("like", "whole", "own", "value", "list")
+_KINDS = ("like", "whole", "value", "list")
 
 
 @dataclass(frozen=True)
@@ -123,7 +118,6 @@ def take(optimizer: Optimizer, model: nn.Module, plan: Plan, tp_rank: int) -> Op
         keep(TensorPlan(master_name(name), due.shape, dtype_name(weight.dtype), due.layout), weight)
     metadata = {
         "class": title,
-        "tp": plan.shards,
         "masters": list(masters),
         "groups": [
             {
@@ -160,7 +154,7 @@ def prepare(
         dtype_here: of a state that has the shape of a parameter, from the one that was saved.
 
     Returns:
-        What to fill, and what then gives the optimizer its state and options; state that it had is dropped.
+        The tensors to fill, and a function to call then: it gives the optimizer this state instead of the one it has.
 
     Raises:
         CheckpointError: the metadata is damaged, or the state is not that of this optimizer (what differs).
@@ -185,8 +179,8 @@ def prepare(
                 if entry.kind in ("value", "list"):
                     mine[key] = entry.value if entry.kind == "value" else [None] * entry.value
                     continue
-                source = saved[entry.name(name, key, tp_rank)]
-                shape, layout = entry.shape_on(tp_rank, key, source, due, before.tp, title)
+                source = saved[f"{name}::{key}"]
+                shape, layout = _form(entry.kind, source, due, tp_rank, title)
                 device = parameter.device if step is None or step.host is None else step.host  # maybe the CPU's memory
                 if key in _ON_HOST and not (options.get("capturable") or options.get("fused")):
                     device = torch.device("cpu")
@@ -271,20 +265,18 @@ def _describe(
     """Return the plan of a state tensor with its name, and its entry in the metadata."""
     name, shape, dtype = f"{due.name}::{key}", tuple(value.shape), dtype_name(value.dtype)
     local = due.local_shape(tp_rank)
-    if shape == () and key in COUNTERS:
+    if shape == () and (key in COUNTERS or local != ()):
         return TensorPlan(name, shape, dtype), {"kind": "whole"}
-    if shape == local and key not in _STATISTICS:
+    if shape == local:
         return TensorPlan(name, due.shape, dtype, due.layout), {"kind": "like"}
-    if not _is_sharded(due):
-        return TensorPlan(name, shape, dtype), {"kind": "whole"}
-    if shape == due.shape:
+    if _is_sharded(due):
         raise CheckpointError(
-            f"{title} has state {key!r} of {due.name} of shape {list(shape)}, as before the model was parallelized; "
-            f"tensor-parallel rank {tp_rank} of {tp} holds {list(local)}\n"
-            "  Make the optimizer after autopar.initialize."
+            f"{title} has state {key!r} of {due.name} of shape {list(shape)}; the parameter has {list(due.shape)}, of "
+            f"which tensor-parallel rank {tp_rank} of {tp} holds {list(local)}\n"
+            "  Statistics of a shard fit no other sharding. Give the optimizer to autopar.initialize(model, config,\n"
+            "  optimizer=optimizer), which steps whole parameters; or save without it."
         )
-    assert due.layout is not None
-    return TensorPlan(f"{name}@tp{tp_rank}", shape, dtype), {"kind": "own", "layout": due.layout.to_json()}
+    return TensorPlan(name, shape, dtype), {"kind": "whole"}
 
 
 def _flat(state: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
@@ -306,74 +298,51 @@ def _folded(flat: dict[str, Any]) -> dict[str, Any]:
 # -- metadata ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StateEntry:
-    """One state of one parameter: its kind, the parameter's layout if that is ``own``, its value or length if any."""
+class StateEntry(NamedTuple):
+    """One state of one parameter: its kind, and its value or length if any."""
 
     kind: str
-    layout: Layout | None
     value: Any
 
     @classmethod
-    def parse(cls, data: Mapping[str, Any], where: str, tp: int) -> StateEntry:
+    def parse(cls, data: Mapping[str, Any], where: str) -> StateEntry:
         """Check one. Raises ``KeyError``, ``TypeError``, ``AttributeError`` or ``ValueError`` on malformed data."""
         kind = data["kind"]
         if kind not in _KINDS:
             raise ValueError(f"{where} is of kind {kind!r}")
-        layout = Layout.from_json(data["layout"]) if kind == "own" else None
-        if layout is not None and layout.axis_size != tp:
-            raise ValueError(f"{where} is sharded over {layout.axis_size} ranks, the rest over {tp}")
         value: Any = data["value"] if kind in ("value", "list") else None
         if kind == "list" and not 0 <= int(value) < _LONGEST:
             raise ValueError(f"{where} is a list of {value}")
-        return cls(kind, layout, value)
+        return cls(kind, value)
 
-    def name(self, parameter: str, key: str, tp_rank: int) -> str:
-        """Return the name of its tensor."""
-        return f"{parameter}::{key}" + (f"@tp{tp_rank}" if self.kind == "own" else "")
 
-    def shape_on(
-        self, tp_rank: int, key: str, source: TensorPlan, due: TensorPlan, saved_tp: int, title: str
-    ) -> tuple[tuple[int, ...], Layout | None]:
-        """Return local shape and layout of this state, saved as ``source``, of the parameter ``due``.
+def _form(
+    kind: str, source: TensorPlan, due: TensorPlan, tp_rank: int, title: str
+) -> tuple[tuple[int, ...], Layout | None]:
+    """Return local shape and layout of a state, saved as ``source``, of the parameter ``due``.
 
-        Raises:
-            CheckpointError: it was saved for another sharding and cannot be resharded.
-        """
-        tp = due.layout.axis_size if due.layout is not None else 1
-        what = f"state {key!r} of {due.name} in {title}"
-        if self.kind == "like" and source.shape != due.shape:
+    Raises:
+        CheckpointError: it was saved for another shape, or of the whole parameter, which is sharded now.
+    """
+    if kind == "like":
+        if source.shape != due.shape:
             raise CheckpointError(
                 f"{source.name} has shape {list(source.shape)} in the checkpoint, {due.name} has {list(due.shape)}"
             )
-        if self.kind == "like":
-            return due.local_shape(tp_rank), due.layout
-        own = self.layout is not None and due.layout is not None and _ranges(self.layout) == _ranges(due.layout)
-        if self.kind == "own" and not own:
-            raise CheckpointError(
-                f"{what} was saved with tensor_parallel_size={saved_tp}, the model runs with "
-                f"tensor_parallel_size={tp}\n"
-                "  It is statistics of each rank's shard of the parameter and does not become that of other shards.\n"
-                f"  Use tensor_parallel_size={saved_tp} and the policy of the checkpoint, or load without optimizer."
-            )
-        if self.kind == "whole" and _is_sharded(due) and not (source.shape == () and key in COUNTERS):
-            raise CheckpointError(
-                f"{what} was saved of the whole parameter with tensor_parallel_size={saved_tp}, the model runs with "
-                f"tensor_parallel_size={tp}, which shards the parameter\n"
-                "  It is statistics of all of it and does not become that of shards.\n"
-                "  Give the optimizer to autopar.initialize(model, config, optimizer=optimizer), which steps whole\n"
-                f"  parameters then; or use tensor_parallel_size={saved_tp}, or load without optimizer."
-            )
-        return source.shape, None
-
-
-def _ranges(layout: Layout) -> list[Any]:
-    return [layout.dim, *(layout.ranges(rank) for rank in range(layout.axis_size))]
+        return due.local_shape(tp_rank), due.layout
+    if _is_sharded(due) and source.shape != ():
+        raise CheckpointError(
+            f"{source.name} of {title} was saved of the whole parameter, which is sharded now\n"
+            "  Statistics of all of it fit no shard. Give the optimizer to autopar.initialize(model, config,\n"
+            "  optimizer=optimizer), which steps whole parameters; or load without it."
+        )
+    return source.shape, None
 
 
 def _is_sharded(due: TensorPlan) -> bool:
     """Tell whether several ranks hold different parts of a tensor."""
-    return due.layout is not None and len(set(_ranges(due.layout)[1:])) > 1
+    layout = due.layout
+    return layout is not None and len({layout.ranges(rank) for rank in range(layout.axis_size)}) > 1
 
 
 @dataclass(frozen=True)
@@ -382,7 +351,6 @@ class OptimizerMetadata:
 
     Attributes:
         title: module and class of the optimizer.
-        tp: tensor-parallel size.
         masters: the parameters of half precision, whose fp32 weights are saved.
         members: the names of each group's parameters.
         options: of each group.
@@ -391,7 +359,6 @@ class OptimizerMetadata:
     """
 
     title: str
-    tp: int
     masters: frozenset[str]
     members: list[list[str]]
     options: list[dict[str, Any]]
@@ -403,15 +370,13 @@ class OptimizerMetadata:
         """Decode and check. Raises CheckpointError if it is damaged."""
         try:
             data = decode(data, where="the optimizer")
-            tp = int(data["tp"])
             parsed = cls(
                 title=str(data["class"]),
-                tp=tp,
                 masters=frozenset(map(str, data["masters"])),
                 members=[[str(name) for name in group["params"]] for group in data["groups"]],
                 options=[dict(group["options"]) for group in data["groups"]],
                 state={
-                    str(name): {str(key): StateEntry.parse(entry, f"{name}::{key}", tp) for key, entry in keys.items()}
+                    str(name): {str(key): StateEntry.parse(entry, f"{name}::{key}") for key, entry in keys.items()}
                     for name, keys in data["state"].items()
                 },
                 other=dict(data["other"]),
@@ -462,11 +427,10 @@ class OptimizerMetadata:
     def check_names(self, saved: Mapping[str, TensorPlan]) -> None:
         """Raise CheckpointError unless the checkpoint has the tensors that the metadata names, and no others."""
         due = {
-            entry.name(name, key, rank)
+            f"{name}::{key}"
             for name, keys in self.state.items()
             for key, entry in keys.items()
             if entry.kind not in ("value", "list")
-            for rank in range(self.tp if entry.kind == "own" else 1)
         } | set(map(master_name, self.masters))
         missing, unexpected = sorted(due - set(saved)), [name for name in saved if name not in due]
         if missing or unexpected:
@@ -495,7 +459,7 @@ def merge_metadata(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             )
 
     for rank, other in enumerate(ranks[1:], 1):
-        for key in ("class", "tp", "other"):
+        for key in ("class", "other"):
             compare(key, first[key], other[key], rank)
         # A stage without parameters in a group has an empty group in its place.
         compare("the number of parameter groups", len(members), len(other["groups"]), rank)

@@ -404,14 +404,14 @@ def _written(
     parameters, step = parameters_by_name(model, plan), step_of(optimizer)
     result = {}
     for name, tensor in taken.tensors.items():
-        parameter, _, key = name.partition("::")
+        parameter = name.partition("::")[0]
         weight, layout = parameters[parameter], plan.tensors[parameter].layout
         if layout is None or (step is not None and weight in step.whole):
             writer = 0 if step is None else step.whole.writer(weight)
         else:  # what is no shard lies with the first rank that holds some of the parameter
             writer = next((rank for rank in range(layout.axis_size) if layout.local_size(rank)), 0)
         place = mpu.shards.rank if parameter in plan.experts else mpu.tp.rank
-        here = taken.plans[name].layout is not None or place == writer or key.endswith(f"@tp{mpu.shards.rank}")
+        here = taken.plans[name].layout is not None or place == writer
         if by_replica and not isinstance(tensor, DTensor):
             here = here and step is not None and step.owns(weight)
         elif not state.first(parameter, tensor):

@@ -7,14 +7,12 @@ import os
 import pytest
 import torch
 
-from autopar.checkpoint import Manifest, merge_checkpoint, save
+from autopar.checkpoint import Manifest, merge_checkpoint
 from autopar.checkpoint.offline import check_sizes, reshard_checkpoint
-from autopar.checkpoint.save import snapshot
 from autopar.checkpoint.shards import Shards, check_checkpoint
-from autopar.checkpoint.state import config_writer, state_of
 from autopar.errors import CheckpointError
 from autopar.storage.safetensors_io import SafetensorsWriter
-from tests.checkpoint.tiny import fake_mpu, moment, same, save_alone, saved_state, tiny, written
+from tests.checkpoint.tiny import moment, same, save_alone, saved_state
 
 MESHES = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (3, 1), (3, 3)]
 EXTRA = {"epoch": 3, "ema": [torch.arange(5.0), (torch.tensor(2), "x")]}
@@ -129,39 +127,3 @@ def test_an_interrupted_one_leaves_nothing_and_can_be_run_again(tmp_path, monkey
     monkeypatch.undo()
     reshard_checkpoint(tmp_path / "old", tmp_path / "new", tp=3, force=True)
     assert same(contents(tmp_path / "new"), contents(tmp_path / "old"))
-
-
-def save_adafactor(folder, tp: int) -> None:
-    """The statistics of each rank's shard, which no other sharding has."""
-    folder.mkdir()
-    reports = []
-    for t in range(tp):
-        model = tiny(fake_mpu(tp, t)).float()
-        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1)
-        for number, parameter in enumerate(model.parameters()):
-            parameter.grad = torch.full_like(parameter, 0.1 + number)
-        optimizer.step()
-        reports.append(written(model, snapshot(model, optimizer), folder))
-    config_writer(model)(folder)
-    save._manifest(state_of(model), "0123456789abcdef", reports, {}).write(folder)
-
-
-@pytest.mark.parametrize(("old", "new"), [(2, 3), (2, 1)])
-def test_statistics_of_a_share_are_refused_by_name(tmp_path, old, new):
-    save_adafactor(tmp_path / "old", old)
-    message = rf"optimizer's \S+::\w+_var.* at tensor_parallel_size={old}; they cannot be resharded for {new}"
-    with pytest.raises(CheckpointError, match=message):
-        reshard_checkpoint(tmp_path / "old", tmp_path / "new", tp=new)
-    assert os.listdir(tmp_path) == ["old"]
-    reshard_checkpoint(tmp_path / "old", tmp_path / "new", tp=new, optimizer=False)
-    assert "optimizer" not in Manifest.read(tmp_path / "new").parts
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_statistics_of_a_share_keep_their_place_on_the_same_size(tmp_path, tp):
-    save_adafactor(tmp_path / "old", tp)
-    reshard_checkpoint(tmp_path / "old", tmp_path / "new", tp=tp, pp=2)
-    assert same(contents(tmp_path / "new"), contents(tmp_path / "old"))
-    for name, files in Manifest.read(tmp_path / "new").parts["optimizer"].holders.items():
-        if "@tp" in name:
-            assert [*files] == [int(name.rpartition("@tp")[2])]
