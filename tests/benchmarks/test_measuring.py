@@ -56,13 +56,6 @@ def test_what_is_compared_computes_the_same() -> None:
         )
 
 
-def test_configurations_that_autopar_does_not_know_are_missing() -> None:
-    assert variants.accepts({"gradient_clipping": 1.0}, 1) is None
-    reason = variants.accepts({"model_parallelism": {"no_such_option": 1}}, 1)
-    assert reason is not None and reason.startswith("not available: ConfigError: unknown key 'no_such_option'")
-    assert variants.merged({"a": {"b": 1}, "c": 2}, {"a": {"d": 3}}) == {"a": {"b": 1, "d": 3}, "c": 2}
-
-
 def test_the_parts_of_the_memory_are_those_of_known_tensors() -> None:
     model = torch.nn.Linear(100, 1000, bias=False)  # 400,000 bytes
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)

@@ -73,7 +73,7 @@ class Sequences(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
-def run(page: Path, folder: Path, count: int | None = None, **given: Any) -> dict[str, Any]:
+def run(page: Path, folder: Path, count: int | None = None, /, **given: Any) -> dict[str, Any]:
     """The names that are there when the blocks of a page (the first ones) have run; a small model is called "gpt2"."""
     os.chdir(folder)
     if dist.get_rank() == 0:

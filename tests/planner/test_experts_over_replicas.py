@@ -13,7 +13,6 @@ from autopar.errors import ConfigError
 from autopar.foreign.tensors import local_part
 from autopar.tools.planner.candidate import Rows
 from autopar.tools.planner.hardware import GPUS
-from autopar.tools.planner.planned_model import PlannedModel
 from autopar.tools.planner.search import Space
 from autopar.tools.planner.stage_costs import Collective, _Network
 from tests.planner.saved_bytes import SavedBytes, states_are_as_planned
@@ -103,10 +102,3 @@ def test_a_group_that_leaves_the_node_sends_slower(rows: Rows, node: int, share:
 def test_what_excludes_each_other_is_refused() -> None:
     with pytest.raises(ConfigError, match="expert_parallel_size=4 must be 1 or a multiple"):
         autopar.plan_memory(mixtral(), {"ep": 4}, sequence=SEQUENCE, gpus=2)
-
-
-def test_rows_between_regions_are_the_same_whichever_replicas_hold_the_experts() -> None:
-    """So the planner finds them once."""
-    planned = PlannedModel(mixtral(), sequence=SEQUENCE)
-    alone, shared = (planned.plans.sequence(2, planned.plans.stages(1), experts=ep) for ep in (2, 4))
-    assert planned.plan(2, 4).experts and alone.entries and alone == shared

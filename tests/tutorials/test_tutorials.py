@@ -92,6 +92,7 @@ ALLOWED = {"06_hybrid_parallel_gpt2_classification": 5e-3, "18_prove_it": 1e-3} 
 WITHOUT = ("12_plan_before_you_rent", "19_derived_policy", "22_experts", "24_memory")  # which print no differences
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", [*SCRIPTS, *MORE])
 def test_a_script_ends_as_one_process_does(printed: dict[str, str], name: str) -> None:
     if name not in printed:
@@ -105,7 +106,7 @@ def test_a_script_ends_as_one_process_does(printed: dict[str, str], name: str) -
 
 def test_what_else_they_print(runs: Runs) -> None:
     printed = runs(2)
-    assert "part 0 of the model" in printed["replicas"] and "of the whole batch of 4:" in printed["replicas"]
+    assert "part 0 of the model" in printed["replicas"] and "on the whole batch of 4:" in printed["replicas"]
     assert printed["classification zero 3"].count("difference of accuracies: 0.0000") == 1
     for line in (
         "scatter: own part forward: [0.0, 1.0] | [2.0, 3.0]",
@@ -123,4 +124,5 @@ def test_what_else_they_print(runs: Runs) -> None:
     assert "second policy: does not hold; dry run: fails\n  policy text:14: " in printed["11_first_policy"]
     assert "the fault is in transformer.h.0.attn: policy text:9:" in printed["18_prove_it"]
     assert "stays whole: nothing" in printed["19_derived_policy"]
-    assert re.search(r"a shard of \[(\d+), \d+\], its momentum \[(?!\1)", printed["20_any_optimizer"])
+    [(shard, momentum)] = re.findall(r"a shard of (\[.*?\]), its momentum (\[.*?\])", printed["20_any_optimizer"])
+    assert shard != momentum

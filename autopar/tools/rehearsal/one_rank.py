@@ -177,7 +177,7 @@ def _main(
         counted = nullcontext() if count is None else count.counted()
         read = _without_data if count is None else without_data
         with world, counted, autocast_on_meta(), Recorder(note, answers, read):
-            train(job, job.model, notes.now, _unseen if count is None else count.see)
+            train(job, job.model, notes.now, *([] if count is None else [count.see]))
     except LeftAloneError:
         stands_at = notes.last
     except BaseException:
@@ -236,10 +236,6 @@ class _Notes:
         if finish is not None:
             self.last = number
             finish()
-
-
-def _unseen(moment: str, model: Any, optimizer: Any) -> None:
-    """Nobody looks."""
 
 
 def _without_data(function: Any, args: Any, kwargs: Any) -> Any:
@@ -307,7 +303,7 @@ def loss_of(output: Any, inputs: Any = None) -> torch.Tensor:
     return next(x for x in values if isinstance(x, torch.Tensor) and x.is_floating_point()).float().mean()
 
 
-def train(job: Job, model: Any, now: list[str], see: Callable[[str, Any, Any], None] = _unseen) -> None:
+def train(job: Job, model: Any, now: list[str], see: Callable[[str, Any, Any], None] = lambda *_: None) -> None:
     """Run the program with ``model``; ``now`` is told which part begins, ``see`` what there is (``WorkCount.see``)."""
     model.train()
     optimizer = optimizer_of(model.parameters(), job.optimizer, on_gpu=job.gpu is not None)

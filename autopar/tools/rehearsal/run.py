@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from autopar.config import ParallelConfig
 from autopar.data_parallel.optimizer_probe import probe
+from autopar.deferred_init.context import lazy_init
 from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.dry_run.plan_model import ModelPlans, plan_model, prepared
 from autopar.errors import ConfigError
@@ -127,7 +128,10 @@ def rehearse(
             raise ConfigError(f"rehearse: {name}={size}, and at least {fits} fits")
     start = time.perf_counter()
     card = find_gpu(gpu) if isinstance(gpu, str) else gpu
-    whole = without_memory(_built(model), counted=card is not None, cache=loop is not None and card is None)
+    if not isinstance(model, nn.Module):
+        with lazy_init():
+            model = AutoModelForCausalLM.from_config(model)
+    whole = without_memory(model, counted=card is not None, cache=loop is not None and card is None)
     parsed = replace(ParallelConfig.parse(config, world), **_UNLIKE)
     tp, pp, cp = parsed.tensor_parallel_size, parsed.pipeline_parallel_size, parsed.context_parallel_size
     sizes = MeshSizes(tp, pp, parsed.data_parallel_size(world), cp)
@@ -192,14 +196,3 @@ def _run(job: Job, plans: ModelPlans, sizes: MeshSizes) -> tuple[dict[int, Rehea
     calls = {rank: [call for _, call in one.parts] for rank, one in found.items()}
     waited = {rank: one.waited for rank, one in found.items()}
     return found, problems or stuck(calls, waited=waited) or stuck(calls, waited=waited, in_order=True)
-
-
-def _built(model: Any) -> Any:
-    if isinstance(model, nn.Module):
-        return model
-    from transformers import AutoModelForCausalLM
-
-    from autopar.deferred_init.context import lazy_init
-
-    with lazy_init():
-        return AutoModelForCausalLM.from_config(model)
