@@ -284,7 +284,7 @@ class NeedsAllRows:
             if dim is None or before is not x:
                 return before
             folded = where.folded[name]  # how often rows lie in the dim: once, or for each sequence
-            times = 1 if folded == 1 else folded // state.rehearsed * state.batches[number]
+            times = 1 if folded == 1 else folded // (state.axis.size + 1) * state.batches[number]  # sequences there
             if x.shape[dim] == layout.size * times:
                 return x
             if x.shape[dim] != own * times:  # the same on all ranks, whose rows differ in number
