@@ -11,6 +11,7 @@ from torch.distributed import tensor as dtensor
 
 from autopar.applied.state import Parallelized
 from autopar.errors import AutoparError
+from autopar.tensor_parallel.parameter_marks import describe_stage
 
 _DTENSOR = ("DTensor", "Sharding propagation failed", "sharding strategy")
 _COPIES, _UNUSED = "FSDP does not support deepcopy", "appears to not have been used in the graph"
@@ -28,7 +29,8 @@ def explained(model: nn.Module, state: Parallelized) -> Callable[[BaseException]
         if model is None or state is None or isinstance(error, AutoparError):
             return None
         note = _of_dtensors(error, state.config.zero_stage) if state.config.fully_sharded else None
-        return note or (_of_stages(error, _held(model, state)) if state.stages.ranks > 1 else None)
+        held = describe_stage(model, state.stages, state.mpu)
+        return note or (_of_stages(error, held) if state.stages.ranks > 1 else None)
 
     return explain
 
@@ -62,15 +64,6 @@ def _comes_from(error: BaseException, files: str) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace is not None and trace.tb_frame.f_code.co_filename.startswith(files)
-
-
-def _held(model: nn.Module, state: Parallelized) -> str:
-    """Return which stages this rank holds, and how many of the parameters."""
-    here, values = len(list(model.parameters())), (value for m in model.modules() for value in vars(m).values())
-    gone = {value.weight_name for value in values if hasattr(value, "weight_name")}  # what stands for other stages'
-    own = state.stages.stages_on(state.mpu.pp.rank)
-    which = f"stage{'s' if len(own) > 1 else ''} {' and '.join(map(str, own))} of {state.stages.stages}"
-    return f"this rank holds {which}: {here} of {here + len(gone)} parameters"
 
 
 def _of_stages(error: BaseException, held: str) -> str | None:

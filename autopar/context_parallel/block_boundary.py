@@ -100,7 +100,10 @@ class BlockBoundary:
         state.region.draw_per_rank(self.training)
         recompute = recompute_function(self)
         if recompute is not None and not isinstance(recompute, Recomputed):
-            _know_rows_again(self, state)
+            for module in self.modules():  # type: ignore[attr-defined]  # also layers that are recomputed by themselves
+                plain = recompute_function(module)
+                if plain is not None and not isinstance(plain, Recomputed):
+                    module._gradient_checkpointing_func = Recomputed(plain, state)
         whole = first or state.plan.between
         enter = lambda name, x: self._enter(name, x, layout, whole=whole or name != hidden)  # noqa: E731
         args, kwargs = change_given(self, args, kwargs, enter)
@@ -212,14 +215,6 @@ def _check_number(name: str, number: int, state: RowState) -> None:
             f"context_parallel_size={state.axis.size}: a block was given {name}={number}, which may count rows; seen "
             f"before were: {known}. These inputs need the plain model, or tensor_parallel_size."
         )
-
-
-def _know_rows_again(block: Any, state: RowState) -> None:
-    """Let a block be recomputed with its rows, and layers in it that are recomputed by themselves."""
-    for module in block.modules():
-        plain = recompute_function(module)
-        if plain is not None and not isinstance(plain, Recomputed):
-            module._gradient_checkpointing_func = Recomputed(plain, state)
 
 
 class Recomputed:

@@ -106,7 +106,7 @@ class _Origin:
 
 
 class _Memory:
-    """What views share: as soon as one of them is read, all are whole."""
+    """The memory that views share: as soon as one of them is read, all are whole."""
 
     is_read = False
 
