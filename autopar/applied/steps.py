@@ -38,6 +38,7 @@ from autopar.plan.stages import StagePlan
 from autopar.policy.schema import DERIVED, Policy
 from autopar.quantized.layers import keep_form
 from autopar.tensor_parallel import apply as tensor_parallel
+from autopar.tensor_parallel.parameter_marks import describe_stage
 from autopar.tensor_parallel.regions import Region
 
 if TYPE_CHECKING:
@@ -353,21 +354,12 @@ def explained(model: nn.Module, state: Parallelized) -> Callable[[BaseException]
             return None
         note = _of_dtensors(error, state.config.zero_stage) if state.config.fully_sharded else None
         if note is None and state.stages.ranks > 1:
-            held = _held(model, state)
+            held = describe_stage(model, state.stages, state.mpu)
             found = (text for kind, words, text in _OF_STAGES if isinstance(error, kind) and words in str(error))
             note = next((f"autopar: {text.format(held=held)}" for text in found), None)
         return note
 
     return explain
-
-
-def _held(model: nn.Module, state: Parallelized) -> str:
-    """Return which stages this rank holds, and how many of the parameters."""
-    here, values = len(list(model.parameters())), (value for m in model.modules() for value in vars(m).values())
-    gone = {value.weight_name for value in values if hasattr(value, "weight_name")}  # weights of the other stages
-    own = state.stages.stages_on(state.mpu.pp.rank)
-    which = f"stage{'s' if len(own) > 1 else ''} {' and '.join(map(str, own))} of {state.stages.stages}"
-    return f"this rank holds {which}: {here} of {here + len(gone)} parameters"
 
 
 def _of_dtensors(error: BaseException, stage: int) -> str | None:

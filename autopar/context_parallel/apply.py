@@ -94,14 +94,18 @@ def undo(model: nn.Module) -> None:
             set_recompute_function(module, recompute.plain)
         for name in ("_autopar_rows", "_autopar_list", "_autopar_path"):
             vars(module).pop(name, None)
-        remove_forward_hooks(module, _HOOKS)
+        remove_forward_hooks(module, (_RowHook,))
 
 
-class BeforeRows:
-    """Forward pre-hook of a Hugging Face model: decide whether this forward is cut."""
+class _RowHook:
+    """A hook of a model that runs over rows; :func:`undo` takes it away."""
 
-    def __init__(self, state: RowState, outermost: bool) -> None:
+    def __init__(self, state: RowState, outermost: bool = False) -> None:
         self.state, self.outermost = state, outermost
+
+
+class BeforeRows(_RowHook):
+    """Forward pre-hook of a Hugging Face model: decide whether this forward is cut."""
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = self.state
@@ -132,11 +136,8 @@ class BeforeRows:
         return (args, kwargs) if cached or state.tracking is not None else entered((args, kwargs), state.axis)
 
 
-class AfterRows:
+class AfterRows(_RowHook):
     """Forward hook, called after an error too: outputs that were collected inside of blocks become whole."""
-
-    def __init__(self, state: RowState) -> None:
-        self.state = state
 
     def __call__(self, model: Any, args: Any, output: Any) -> Any:
         state = self.state
@@ -144,7 +145,7 @@ class AfterRows:
         if state.cutting and isinstance(output, dict):
             output = _joined(output, state, outermost=state.running == 0)
         if state.cutting and state.running == 0:
-            output = _read(output)
+            output = whole_tensors(output)
         if state.running == 0:
             state.finish(failed=output is None)
         return output
@@ -164,15 +165,6 @@ def _joined(output: Any, state: RowState, *, outermost: bool) -> Any:
     return type(output)(**{**output, **changed}) if changed else output
 
 
-def _read(output: Any) -> Any:
-    """Whole tensors in the place of what came before the blocks."""
-    if not isinstance(output, dict):
-        return whole_tensors(output)
-    values = {name: whole_tensors(value) for name, value in output.items()}
-    changed = any(value is not output[name] for name, value in values.items())
-    return type(output)(**values) if changed else output
-
-
 _ROUTERS = ("router_logits", "encoder_router_logits", "decoder_router_logits")
 _HIDDEN = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
 
@@ -189,11 +181,8 @@ def _whole(value: Any, state: RowState, number: int) -> Any:
     return gather_all(value, state, layout, dim) if value.shape[dim] == expected else value
 
 
-class BeforeHead:
+class BeforeHead(_RowHook):
     """Forward pre-hook of the head: it makes the logits of this rank's rows only."""
-
-    def __init__(self, state: RowState) -> None:
-        self.state = state
 
     def __call__(self, head: Any, args: tuple[Any, ...]) -> Any:
         state = self.state
@@ -201,17 +190,15 @@ class BeforeHead:
         if not state.cutting or layout is None or not args or not isinstance(args[0], torch.Tensor):
             return None
         x = args[0]
-        if x.ndim != 3 or x.shape[1] != layout.size or state.holds_rows(x):
+        held = state.tracking is not None and state.tracking.holds_rows(x)
+        if x.ndim != 3 or x.shape[1] != layout.size or held:
             return None
         state.keeping = True
         return (state.mark(layout.shard(x, state.axis.rank, 1)), *args[1:])
 
 
-class AfterHead:
+class AfterHead(_RowHook):
     """Forward hook of the head: its logits of rows are whole for the code that reads them."""
-
-    def __init__(self, state: RowState) -> None:
-        self.state = state
 
     def __call__(self, head: Any, args: Any, logits: torch.Tensor) -> torch.Tensor | None:
         state = self.state
@@ -225,6 +212,3 @@ class AfterHead:
         made = sharded_logits(RowsOfLogits(logits, state.axis, layout, name))
         at_once = state.gathers_logits or state.region.is_evaluated(head.training, made.nbytes)
         return made.gathered() if at_once else made
-
-
-_HOOKS = (BeforeRows, AfterRows, BeforeHead, AfterHead)

@@ -238,7 +238,9 @@ def _with_whole_keys(rows: Layout, rank: int, name: str, call: _Call, crosses: b
         )
     given = dict(call.given)
     biases = {bias: _of_rows(given[bias], rows, rank) for bias in _BIASES if given.get(bias) is not None}
-    if mask is None and name == "sdpa" and not crosses and _is_causal(call.module, given):
+    causal = given.get("is_causal")
+    causal = getattr(call.module, "is_causal", True) if causal is None else causal  # as transformers' sdpa decides it
+    if mask is None and name == "sdpa" and not crosses and causal:
         if not biases:
             return _causal_attention(call, rows, rank)
         mask = _causal_rows(rows, rank, call.query.device)
@@ -246,12 +248,6 @@ def _with_whole_keys(rows: Layout, rank: int, name: str, call: _Call, crosses: b
     if "is_causal" in given or name != "eager":
         given["is_causal"] = False
     return call._replace(mask=_of_rows(mask, rows, rank), given=given).made()
-
-
-def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Return whether attention without a mask is causal, as transformers' ``sdpa`` decides it."""
-    given = kwargs.get("is_causal")
-    return bool(getattr(module, "is_causal", True) if given is None else given)
 
 
 def _causal_rows(rows: Layout, rank: int, device: torch.device) -> torch.Tensor:

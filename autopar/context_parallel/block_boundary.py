@@ -100,7 +100,10 @@ class BlockBoundary:
         state.region.draw_per_rank(self.training)
         recompute = recompute_function(self)
         if recompute is not None and not isinstance(recompute, Recomputed):
-            _know_rows_again(self, state)
+            for module in self.modules():  # type: ignore[attr-defined]  # also layers that are recomputed by themselves
+                plain = recompute_function(module)
+                if plain is not None and not isinstance(plain, Recomputed):
+                    module._gradient_checkpointing_func = Recomputed(plain, state)
         whole = first or state.plan.between
         enter = lambda name, x: self._enter(name, x, layout, whole=whole or name != hidden)  # noqa: E731
         args, kwargs = change_given(self, args, kwargs, enter)
@@ -214,14 +217,6 @@ def _check_number(name: str, number: int, state: RowState) -> None:
         )
 
 
-def _know_rows_again(block: Any, state: RowState) -> None:
-    """Let a block be recomputed with its rows, and layers in it that are recomputed by themselves."""
-    for module in block.modules():
-        plain = recompute_function(module)
-        if plain is not None and not isinstance(plain, Recomputed):
-            module._gradient_checkpointing_func = Recomputed(plain, state)
-
-
 class Recomputed:
     """A checkpoint function that recomputes a block with the rows that it had in its forward."""
 
@@ -284,7 +279,7 @@ class NeedsAllRows:
             if dim is None or before is not x:
                 return before
             folded = where.folded[name]  # how often rows lie in the dim: once, or for each sequence
-            times = 1 if folded == 1 else folded // state.rehearsed * state.batches[number]
+            times = 1 if folded == 1 else folded // (state.axis.size + 1) * state.batches[number]  # sequences there
             if x.shape[dim] == layout.size * times:
                 return x
             if x.shape[dim] != own * times:  # the same on all ranks, whose rows differ in number

@@ -214,15 +214,6 @@ class RowState:
         """Return the rows of a list of blocks that runs; None if it is not cut."""
         return self._layouts.get(number)
 
-    def layouts(self) -> list[Layout]:
-        """Return the rows of all lists of blocks that were begun."""
-        return list(self._layouts.values())
-
-    @property
-    def rehearsed(self) -> int:
-        """Number of sequences in the rehearsal."""
-        return self.axis.size + 1
-
     def picks_ulysses(self, heads: int, kv_heads: int) -> bool:
         """Return whether heads are exchanged for rows: with ``auto`` where each rank gets as many keys."""
         if heads % kv_heads:
@@ -251,10 +242,6 @@ class RowState:
         if self.tracking is not None:
             self.tracking.mark_rows(x)
         return x
-
-    def holds_rows(self, x: torch.Tensor) -> bool:
-        """Return whether a rehearsal has seen that ``x`` holds rows; without one False."""
-        return self.tracking is not None and bool(self.tracking.holds_rows(x))
 
     def unmark(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x``, whole from here on; in a rehearsal another tensor."""

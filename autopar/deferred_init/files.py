@@ -166,8 +166,7 @@ def point_to_packed(
         own_parameters(module)["weight"] = weight
         stored = stored_weight(module)
         assert stored is not None
-        packed = Packed(weight.shape, weight.dtype, parts)
-        set_source(module, "weight", packed)
+        set_source(module, "weight", Packed(weight.shape, weight.dtype, parts))
         try:
             open_packed(stored, parts, (module.out_features, module.in_features), None, torch.device("cpu"))
         except (ValueError, KeyError, AssertionError) as error:

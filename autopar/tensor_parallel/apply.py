@@ -18,6 +18,7 @@ from autopar.config import ParallelConfig
 from autopar.distributed.axis import Axis
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
+from autopar.foreign.tensors import forward_hooks
 from autopar.guards.forward import ForwardCheck
 from autopar.guards.step import StepCheck
 from autopar.plan.plan import ModulePlan, Plan
@@ -121,7 +122,10 @@ def keep_logits_sharded(model: nn.Module, chunk: int) -> bool:
 
 def mark_parameters(model: nn.Module, inner: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
     """Mark sharded parameters as Megatron-LM does; the last step, on the parameters that stay."""
-    hooks.look_again(inner)
+    for module in hooks.callable_alone(inner):  # FSDP has made other parameters, and keeping the old ones costs memory
+        for _, _, hook in forward_hooks(module):
+            if isinstance(hook, hooks.BeforeForward) and hook.tree is not None:
+                hook.tree.check(module)
     parameter_marks.mark(model, plan, stages, mpu)
     if mpu.tp.size > 1:
         from autopar.tensor_parallel import adapters

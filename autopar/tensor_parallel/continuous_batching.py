@@ -129,29 +129,13 @@ def _own_kv_heads(model: Any, mpu: MPU) -> int:
 
 
 class _Seen:
-    """A model as the paged cache is made for it: its config has this rank's number of KV heads."""
+    """An object with other values for some of its attributes."""
 
-    def __init__(self, model: Any, heads: int) -> None:
-        self._model, self._text = model, config_view(model.config.get_text_config())
-        set_value(self._text, "num_key_value_heads", heads)
-
-    @property
-    def config(self) -> Any:
-        return _SeenConfig(self._model.config, self._text)
+    def __init__(self, seen: Any, **own: Any) -> None:
+        vars(self).update(own, _seen=seen)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
-class _SeenConfig:
-    def __init__(self, config: Any, text: Any) -> None:
-        self._config, self._text = config, text
-
-    def get_text_config(self) -> Any:
-        return self._text
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
+        return getattr(self._seen, name)
 
 
 class _OverRanks:
@@ -178,7 +162,9 @@ class _OverRanks:
     def _create_batch_processor(self: Any) -> Any:
         """Make the paged cache of this rank's heads, or find it; where a rank cannot, all learn it."""
         turns, whole = self.distributed_helper, self.model
-        self.model = _Seen(whole, self.autopar_heads)
+        text = config_view(whole.config.get_text_config())
+        set_value(text, "num_key_value_heads", self.autopar_heads)
+        self.model = _Seen(whole, config=_Seen(whole.config, get_text_config=lambda: text))
         try:
             processor = super()._create_batch_processor()  # type: ignore[misc]
             cache = processor.cache

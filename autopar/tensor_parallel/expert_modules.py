@@ -195,12 +195,6 @@ def _outermost(module: nn.Module, experts: set[int]) -> Iterator[nn.Module]:
             yield child
 
 
-def first_floats(values: Any) -> torch.Tensor | None:
-    """Return the first floating-point tensor of two dims or more in nested values."""
-    found = (x for x in tree_leaves(values) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim > 1)
-    return next(found, None)
-
-
 class ModuleExperts(ExpertParallel):
     """A list of experts, of which this rank holds some. Each parameter lies on one rank.
 
@@ -282,7 +276,8 @@ class _Present(torch.autograd.Function):
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _run(caller: Any, lists: Sequence[Any], forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     """Run the forward of a module that calls experts, with outputs from the ranks that hold them."""
-    path, like = caller.autopar.path, first_floats((args, kwargs))
+    path, given = caller.autopar.path, (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+    like = next((x for x in given if x.is_floating_point() and x.ndim > 1), None)
     if like is None:
         raise ConfigError(f"expert_parallel_size: {path} is given no hidden states, [..., hidden], for its experts")
     inside = _of_this_rank(caller)

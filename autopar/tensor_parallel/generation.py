@@ -129,7 +129,9 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     check: ForwardCheck | None = self._autopar_check
     mpu = failures.mpu
     self._autopar_region.check_thread()
-    if mpu.model.rank != 0 and _prints(kwargs.get("streamer")):
+    streamer = kwargs.get("streamer")
+    prints = isinstance(streamer, TextStreamer) and type(streamer).on_finalized_text is TextStreamer.on_finalized_text
+    if prints and mpu.model.rank != 0:
         kwargs["streamer"] = None
     if mpu.shards.size > mpu.tp.size:
         kwargs["synced_gpus"] = True
@@ -156,10 +158,6 @@ def _get_stopping_criteria(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the criteria that ``generate`` asks after each token; transformers' own method of this private name."""
     guard, criteria = self._autopar_region.streamer, type(self)._get_stopping_criteria(self, *args, **kwargs)
     return agreed([*criteria, *([] if guard is None else [guard])], self._autopar_failures)
-
-
-def _prints(streamer: Any) -> bool:
-    return isinstance(streamer, TextStreamer) and type(streamer).on_finalized_text is TextStreamer.on_finalized_text
 
 
 def _refuse_resize(self: Any, *_: Any, **__: Any) -> NoReturn:

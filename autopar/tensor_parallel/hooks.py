@@ -322,14 +322,6 @@ def attach(
         module._autopar_region = region  # type: ignore[assignment]
 
 
-def look_again(model: nn.Module) -> None:
-    """Take the parameters that ``model`` has now for its own: FSDP has made others, and keeping these costs memory."""
-    for module in callable_alone(model):
-        for _, _, hook in forward_hooks(module):
-            if isinstance(hook, BeforeForward) and hook.tree is not None:
-                hook.tree.check(module)
-
-
 def detach(model: nn.Module) -> None:
     """Undo :func:`attach`."""
     for module in callable_alone(model):

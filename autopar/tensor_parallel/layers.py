@@ -412,10 +412,6 @@ class _Row(ParallelLayer):
         return y + bias.to(y.dtype)
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return F.linear(x, weight, bias)  # weight [out, in]
-
-
 def _conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if bias is None:
         return x.matmul(weight)  # weight [in, out]
@@ -447,7 +443,7 @@ class ColumnParallelLinear(_Column, nn.Linear):
         ConsistencyError: the ranks would draw different weights.
     """
 
-    _multiply = staticmethod(_linear)
+    _multiply = staticmethod(F.linear)
     _weight_gradient = LINEAR
 
     def __init__(
@@ -491,7 +487,7 @@ class RowParallelLinear(_Row, nn.Linear):
         ConsistencyError: the ranks would draw different weights.
     """
 
-    _multiply = staticmethod(_linear)
+    _multiply = staticmethod(F.linear)
 
     def __init__(
         self,

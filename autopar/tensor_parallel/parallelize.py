@@ -115,9 +115,11 @@ def apply(
                 own_buffers(module)[name] = layout.shard(buffer, rank)
         resize(module, module_plan, rank)
         bind(module, _OWNER, extra_repr=_extra_repr)
-    for path, module_plan in plan.modules.items():
-        if module_plan.rule == "region":
-            _keep_runnable(modules[path])
+    for experts in (modules[path] for path, module_plan in plan.modules.items() if module_plan.rule == "region"):
+        # Expert by expert where rows of the shards are not multiples of 16 bytes, as the grouped matmul needs.
+        sizes = (size * p.element_size() for p in experts.parameters() for size in p.shape[-2:])
+        if getattr(getattr(experts, "config", None), EXPERTS, None) == "grouped_mm" and any(n % 16 for n in sizes):
+            set_value(view_of_config(experts), EXPERTS, "eager")
     for attribute in plan.attributes:
         of_experts = len(attribute.values) > axis.size
         _set(modules[attribute.path], attribute, attribute.values[(shards if of_experts else axis).rank])
@@ -188,14 +190,6 @@ def _set(module: nn.Module, plan: AttributePlan, value: int) -> None:
         set_value(view_of_config(module), plan.name.removeprefix("config."), value)
     else:
         setattr(module, plan.name, value)
-
-
-def _keep_runnable(experts: nn.Module) -> None:
-    """Compute expert by expert where rows of the shards are not multiples of 16 bytes, as the grouped matmul needs."""
-    if getattr(getattr(experts, "config", None), EXPERTS, None) == "grouped_mm" and any(
-        size * parameter.element_size() % 16 for parameter in experts.parameters() for size in parameter.shape[-2:]
-    ):
-        set_value(view_of_config(experts), EXPERTS, "eager")
 
 
 def undo(model: nn.Module, plan: Plan) -> None:
@@ -327,7 +321,7 @@ def parallel_class(plain: type[nn.Module], plan: ModulePlan, *, stored: bool = F
         parallel: Any = columns if plan.rule == "column" else rows
         if not stored and plain.forward not in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward):
             raise PolicyError(f"{plain.__name__} has a forward of its own; it cannot become {parallel.__name__}")
-        return mixed_class(parallel, plain, f"{parallel.__name__}Of{plain.__name__}")
+        return mixed_class(parallel, plain, f"{parallel.__name__}Of{plain.__name__}")  # type: ignore[arg-type]
     if plan.rule in ("column", "row", "embedding"):
         layer = _LAYERS[plan.rule, plan.by_hidden if plan.rule == "embedding" else issubclass(plain, Conv1D)]
         return _layer_class(plain, layer)  # type: ignore[arg-type]

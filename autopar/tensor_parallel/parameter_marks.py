@@ -1,4 +1,4 @@
-"""Marks of sharded parameters, for norms of Megatron-LM and DeepSpeed.
+"""Marks of sharded parameters, for norms of Megatron-LM and DeepSpeed; which parameters a stage holds.
 
 ``tensor_model_parallel`` (counts on every rank; otherwise on the first one only), ``partition_dim``, and
 ``partition_stride``, the number of blocks that lie side by side (two for ``gate | up``). ``shared`` and
@@ -50,18 +50,22 @@ def mark(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
             parameter.shared = parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
 
 
-def mark_shard(parameter: torch.Tensor, dim: int, stride: int = 1, counts: bool = True) -> None:
-    """Set the attributes of one parameter.
+def describe_stage(model: nn.Module, stages: StagePlan, mpu: MPU) -> str:
+    """Return which stages this rank holds, and how many of the parameters."""
+    here, values = (
+        len(list(model.parameters())),
+        (value for module in model.modules() for value in vars(module).values()),
+    )
+    gone = {value.weight_name for value in values if hasattr(value, "weight_name")}  # of other stages
+    own = stages.stages_on(mpu.pp.rank)
+    which = f"stage{'s' if len(own) > 1 else ''} {' and '.join(map(str, own))} of {stages.stages}"
+    return f"this rank holds {which}: {here} of {here + len(gone)} parameters"
 
-    Args:
-        dim: along which it is sharded; -1 if it is replicated.
-        stride: parts that lie side by side.
-        counts: in norms, on this rank whichever it is; otherwise on the first one only.
-    """
+
+def mark_shard(parameter: torch.Tensor, dim: int, stride: int = 1, counts: bool = True) -> None:
+    """Set the attributes of one parameter; ``dim`` is -1 if it is replicated, ``counts``: whether it counts here."""
     marked: Any = parameter
-    marked.tensor_model_parallel = counts
-    marked.partition_dim = dim
-    marked.partition_stride = stride
+    marked.tensor_model_parallel, marked.partition_dim, marked.partition_stride = counts, dim, stride
 
 
 def unmark(model: nn.Module) -> None:

@@ -45,6 +45,13 @@ _AT_ONCE = 1 << 26  # bytes of logits that are gathered in a forward which does 
 _OFFSET = 2718  # Megatron-LM's offset between the replicated and the tensor-parallel seed
 
 
+def _marked(kind: str) -> Callable[..., torch.Tensor]:
+    def mark(self: Any, x: torch.Tensor, *of: torch.Tensor) -> torch.Tensor:
+        return x if self.tracking is None else getattr(self.tracking, kind)(x, *of)
+
+    return mark
+
+
 class Region:
     """State of the parallel layers of one model while its forward runs. One per model.
 
@@ -278,25 +285,12 @@ class Region:
             self._entered = Entered(x, rows, self.axis, self.rows)
         return x
 
-    def alias(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` for use inside the region; in a dry run another tensor, to tell the two apart."""
-        return x if self.tracking is None else self.tracking.alias(x)
-
-    def mark_sharded(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x``, which is sharded from here on."""
-        return x if self.tracking is None else self.tracking.mark_sharded(x)
-
-    def mark_replicated(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x``, which is replicated from here on."""
-        return x if self.tracking is None else self.tracking.mark_replicated(x)
-
-    def mark_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x``, which holds rows of the sequence from here on."""
-        return x if self.tracking is None else self.tracking.mark_rows(x)
-
-    def mark_summed(self, x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """Return ``x``, a parameter whose gradient is summed, for use inside the region."""
-        return x if self.tracking is None else self.tracking.mark_summed(x, parameter)
+    # What a tensor is from here on, for a dry run; outside of one the tensor itself is returned.
+    alias = _marked("alias")  # for use inside of the region: another tensor, to tell the two apart
+    mark_sharded = _marked("mark_sharded")
+    mark_replicated = _marked("mark_replicated")
+    mark_rows = _marked("mark_rows")  # of the sequence
+    mark_summed = _marked("mark_summed")  # a parameter whose gradient is summed, and the Parameter itself
 
     def draws(self, training: bool) -> bool:
         """Check whether dropout may follow a layer in this mode (some dropout is on in evaluation, too)."""

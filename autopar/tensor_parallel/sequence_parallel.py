@@ -307,7 +307,7 @@ def apply(model: nn.Module, plan: SequencePlan, region: Region, kind: Callable[.
     for module in modules.values():
         own = tuple(sorted(name for name, parameter in own_parameters(module).items() if id(parameter) in ids))
         if own and not isinstance(module, ReadByRows):
-            module.__class__ = reader_class(type(module), own)
+            module.__class__ = reader_class(type(module), own)  # type: ignore[arg-type]
             module.rows_region = region
     for path in plan.entries:
         swap(modules[path], Entry, rows_region=region)

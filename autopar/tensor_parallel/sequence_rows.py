@@ -216,10 +216,7 @@ def _property(name: str) -> property:
 
 
 @functools.cache
-def _reader(names: tuple[str, ...]) -> type:
-    return type(ReadByRows.__name__, (ReadByRows,), {name: _property(name) for name in names})
-
-
-def reader_class(plain: type[nn.Module], names: tuple[str, ...]) -> Any:
+def reader_class(plain: Any, names: tuple[str, ...]) -> Any:
     """Return the class of a module that reads its parameters ``names`` as :func:`summed_over_rows` gives them."""
-    return mixed_class(_reader(names), plain)  # type: ignore[arg-type]
+    mixin: Any = type(ReadByRows.__name__, (ReadByRows,), {name: _property(name) for name in names})
+    return mixed_class(mixin, plain)

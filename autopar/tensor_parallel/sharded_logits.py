@@ -105,6 +105,12 @@ class _Origin:
     lost = False  # a loss was taken from the parts: no gradient of whole logits will exist
 
 
+class _Memory:
+    """The memory that views share: as soon as one of them is read, all are whole."""
+
+    is_read = False
+
+
 class ShardedLogits(WholeOnRead):
     """The whole logits, of which this rank has a part; made by :func:`sharded_logits`.
 
@@ -114,6 +120,7 @@ class ShardedLogits(WholeOnRead):
 
     part: LogitsPart
     _origin: _Origin
+    _memory: _Memory
     _source: Callable[[], ShardedLogits | None]  # what it was made of, if they may share memory and that still lives
     _step: Change | None
     _node: Any  # its place in the graph, as it was made
@@ -139,8 +146,7 @@ class ShardedLogits(WholeOnRead):
     @property
     def is_whole(self) -> bool:
         """Whether it was read, or what it shares memory with."""
-        source = self._source()
-        return self._whole is not None or (source is not None and source.is_whole)
+        return self._memory.is_read
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def whole(self) -> torch.Tensor:
@@ -154,6 +160,7 @@ class ShardedLogits(WholeOnRead):
                 else:
                     assert self._step is not None
                     self._whole = self._step(source.whole())
+            self._memory.is_read = True
         return self._whole
 
     def gathered(self) -> torch.Tensor:
@@ -163,7 +170,7 @@ class ShardedLogits(WholeOnRead):
 
     def has_parts(self) -> bool:
         """Return whether the part still says what the logits are; not of what a function of C++ returned."""
-        return not self.is_whole and self.grad_fn is self._node
+        return not self._memory.is_read and self.grad_fn is self._node
 
     def after(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what an operation makes of this rank's part, ``args`` being those after the logits; else None."""
@@ -218,11 +225,11 @@ def sharded_logits(part: LogitsPart, source: ShardedLogits | None = None, step: 
         part = part.detached()
     made: ShardedLogits = _Wrap.apply(part, *part.inputs)
     made._origin = _Origin() if source is None else source._origin
-    made._source, made._step, made._whole = lambda: None, step, None
+    made._memory, made._source, made._step, made._whole = _Memory(), lambda: None, step, None
     made._node = without_overrides(lambda: made.grad_fn, (), {})
     if source is not None and step is not None:
         keeps = source.grad_fn is None or made._node is not None  # one without a graph must not keep that of another
-        made._source = (lambda: source) if keeps else weakref.ref(source)
+        made._memory, made._source = source._memory, (lambda: source) if keeps else weakref.ref(source)
     return made
 
 

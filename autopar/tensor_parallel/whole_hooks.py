@@ -326,7 +326,7 @@ class SeenShards:
         """
         ways: list[tuple[int, int, Layout]] = []  # dim, size there, layout
         if self.layout is not None and self.heads and x.ndim == 4:  # [batch, heads/tp, seq, d], or seq before heads
-            heads = _heads(self.layout)
+            heads = Layout.of(1, [replace(block, width=1) for block in self.layout.blocks])
             ways += [(dim, x.shape[dim], heads) for dim in (1, 2)]
         elif self.layout is not None:
             ways.append((x.ndim - 1, x.shape[-1], self.layout))
@@ -364,9 +364,3 @@ def mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     if type(value) is dict:
         return {key: mapped(function, each) for key, each in value.items()}
     return value
-
-
-@functools.lru_cache(maxsize=256)
-def _heads(layout: Layout) -> Layout:
-    """Return the layout of whole units, where features are a dim of their own: ``[batch, heads/tp, seq, d]``."""
-    return Layout.of(1, [replace(block, width=1) for block in layout.blocks])

@@ -13,7 +13,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 from tests.quantized.models import FAMILIES, write
 
-__all__ = ["say", "write_compressed", "write_fp8", "write_mxfp4"]
+__all__ = ["say", "write_fp8", "write_mxfp4"]
 
 BLOCK = 64
 
@@ -68,35 +68,3 @@ def say(folder: Path, settings: dict[str, Any] | None) -> Any:
     before = config.pop("quantization_config", None)
     file.write_text(json.dumps(config | ({} if settings is None else {"quantization_config": settings})))
     return before
-
-
-def write_compressed(folder: Path, form: str) -> Any:
-    """Write a checkpoint of compressed-tensors: 4 bits, packed, with a scale for 64 inputs; or float8 rows."""
-    from compressed_tensors.compressors import pack_to_int32
-
-    kind = FAMILIES["llama"][0]
-    if dist.get_rank() == 0:
-        write(folder)
-        files = {}
-        for name, weight in load_file(folder / "model.safetensors").items():
-            if "proj" not in name:
-                files[name] = weight
-            elif form == "float-quantized":
-                files[f"{name}_scale"] = scale = weight.abs().amax(1, keepdim=True) / 448
-                files[name] = (weight / scale).to(torch.float8_e4m3fn)
-            else:
-                groups = weight.view(len(weight), -1, BLOCK)
-                files[f"{name}_scale"] = scale = groups.abs().amax(2) / 7
-                numbers = (groups / scale[..., None]).round().to(torch.int8).view(weight.shape)
-                files[f"{name}_packed"], files[f"{name}_shape"] = pack_to_int32(numbers, 4), torch.tensor(weight.shape)
-        save_file(files, folder / "model.safetensors", {"format": "pt"})
-        weights: dict[str, Any] = {"symmetric": True, "dynamic": False}
-        if form == "float-quantized":
-            weights |= {"num_bits": 8, "type": "float", "strategy": "channel"}
-        else:
-            weights |= {"num_bits": 4, "type": "int", "strategy": "group", "group_size": BLOCK}
-        groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-        settings = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
-        say(folder, settings | {"ignore": ["lm_head"], "config_groups": groups})
-    dist.barrier()
-    return kind
