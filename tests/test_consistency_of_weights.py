@@ -145,12 +145,11 @@ def test_a_rank_that_generates_while_the_other_trains():
             model(ids)
 
 
-@pytest.mark.parametrize("how", ["data", "init"])
 @pooled(world_size=2)
-def test_weights_drawn_anew_after_initialize_are_the_same_on_every_shard(how: str):
+def test_weights_drawn_anew_after_initialize_are_the_same_on_every_shard():
     model = parallel(gpt2(n_embd=32, n_head=4, vocab_size=132), 2)
     weight = model.transformer.h[1].mlp.c_fc.weight
-    weight.data.normal_() if how == "data" else torch.nn.init.normal_(weight)
+    weight.data.normal_()
     with raises_everywhere(
         ConsistencyError, "same shard of the weights transformer.h.1.mlp.c_fc.weight.\n", "Drawing weights anew"
     ):
@@ -189,7 +188,7 @@ def test_weights_that_moved_elsewhere_leave_no_memory_behind():
     assert alive() is None
 
 
-@pytest.mark.parametrize("name", ["c_attn.weight", "experts.gate_up_proj", "experts.down_proj"])
+@pytest.mark.parametrize("name", ["c_attn.weight", "experts.down_proj"])
 @pooled(world_size=2)
 def test_uneven_shards_and_experts_that_are_drawn_anew(name: str):
     model = parallel(gpt2() if "attn" in name else mixtral(), 2).train()

@@ -144,8 +144,6 @@ def test_whole_tensors_against_shards_are_explained() -> None:
             sys.excepthook(type(info.value), info.value, None)
         return getattr(info.value, "__notes__", [])
 
-    (text,) = notes(lambda: average["transformer.wte.weight"].lerp_(model.transformer.wte.weight.data, 0.1))
-    assert text.startswith(f"autopar: transformer.wte.weight is the shard of tensor-parallel rank {dist.get_rank()}")
     fresh = torch.zeros(here, 36)  # of a size that only a shard has
     assert notes(lambda: average["transformer.wte.weight"].lerp_(fresh, 0.1)) == [
         "autopar: parameters of these sizes are shards of whole ones:\n"
@@ -153,8 +151,6 @@ def test_whole_tensors_against_shards_are_explained() -> None:
         "  What was made of whole weights (an average, a product) fits them before autopar.initialize, or after "
         "autopar.deparallelize(model)."
     ]
-    (text,) = notes(lambda: torch.softmax(torch.randn(2, 131), -1) @ model.transformer.wte.weight)
-    assert f"transformer.wte.weight is the shard of tensor-parallel rank {dist.get_rank()}" in text
     assert notes(lambda: torch.randn(2, 3) @ torch.randn(4, 5)) == []
 
 

@@ -22,8 +22,9 @@ from torch import nn
 from autopar.config import ParallelConfig
 from autopar.data_parallel.gradients import gradient_norm
 from autopar.data_parallel.muon import MuonSteps
+from autopar.data_parallel.optimizer_probe import stepping
 from autopar.data_parallel.optimizer_proxy import OptimizerProxy
-from autopar.data_parallel.optimizer_state import host_of, move_state, stepping_of
+from autopar.data_parallel.optimizer_state import host_of, move_state
 from autopar.data_parallel.precision import (
     DTYPES,
     LossScale,
@@ -34,7 +35,7 @@ from autopar.data_parallel.precision import (
     to_fp32,
     to_half,
 )
-from autopar.data_parallel.whole_parameters import WholeParameters, sharded_over
+from autopar.data_parallel.whole_parameters import WholeParameters
 from autopar.data_parallel.zero1 import OwnedParameters
 from autopar.distributed.axis import Axis
 from autopar.distributed.failures import FailureLog
@@ -126,8 +127,13 @@ class ParallelStep(OwnedParameters):
             units = {p: plan for p, plan in new.items() if plan is not None and plan.layout is not None}
             if self._config.optimizer_split_fused:
                 self.muon.split(units)
-            for axis, replicas, theirs in sharded_over(units, self.plan, self.mpu):
-                how = stepping_of(self.optimizer, group, self._config) if theirs else "parts"
+            experts = {p for p, plan in units.items() if plan.name in self.plan.experts}
+            for axis, replicas, chosen in (
+                (self.mpu.tp, self.mpu.dp_cp, units.keys() - experts),
+                (self.mpu.shards, self.mpu.copies, experts),
+            ):
+                theirs = {p: plan for p, plan in units.items() if p in chosen and axis.size > 1}
+                how = stepping(self.optimizer, group, self._config) if theirs else "parts"
                 if how == "parts":
                     continue
                 whole = self.muon.shards if how == "sharded" else self.whole
@@ -268,7 +274,6 @@ class ParallelStep(OwnedParameters):
             return
         with self._together(self.mpu.shards.ranks):
             self.whole.scatter(shards)
-            self.whole.share_options(self.optimizer.param_groups, self.owns)
         for parameter, shard in shards.items():
             if shard is not parameter:
                 parameter.data.copy_(shard)

@@ -23,7 +23,7 @@ class OptimizerProxy:
 
     Args:
         stepped: parameter -> the tensor that is stepped instead; parameters that are not in it are left out, and groups
-            of which nothing is left too. None: the step is to be skipped, and nothing that it does stays.
+            stay, which may count steps. None: the step is to be skipped, and nothing that it does stays.
         watched: parameter -> its name. An optimizer inside of ``plain``, or a list of its own, does not see the groups
             here and steps parameters themselves, and what stands for them would be written over them.
         apart: parameters into which the caller writes what was stepped for them.
@@ -38,7 +38,7 @@ class OptimizerProxy:
     ) -> None:
         self.plain, self.stepped, self.skips, self._apart = plain, stepped or {}, stepped is None, apart
         groups = [(g, [self.stepped[p] for p in g["params"] if p in self.stepped]) for g in plain.param_groups]
-        self.groups = [(g, {**g, "params": tensors}) for g, tensors in groups if tensors]
+        self.groups = [(g, {**g, "params": tensors}) for g, tensors in groups if not self.skips]
         self.optimizer = object.__new__(type(plain))
         vars(self.optimizer).update(vars(plain))
         for name in _HOOKS:  # they are running; a step that calls its base class's step would run them again

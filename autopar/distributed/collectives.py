@@ -41,7 +41,7 @@ from autopar.distributed.autograd_functions import (
     named_collective,
     refuse_transforms,
 )
-from autopar.distributed.axis import Axis
+from autopar.distributed.axis import Axis, device_of
 from autopar.distributed.digest import extremes
 from autopar.distributed.recompute_tape import note_on_meta, running
 from autopar.foreign.tensors import is_transformed
@@ -141,6 +141,20 @@ def extremes_over(axis: Axis, numbers: Sequence[int]) -> tuple[list[int], list[i
     run(gloo_collectives.all_gather_into_tensor, axis, everyone, torch.tensor(numbers))
     columns = list(zip(*everyone.view(axis.size, -1).tolist(), strict=True))
     return [max(column) for column in columns], [min(column) for column in columns]
+
+
+def exchange(sent: Sequence[Sequence[torch.Tensor]], due: Sequence[Sequence[torch.Tensor]], axis: Axis) -> None:
+    """Send tensors to each rank, and fill those that are due from each, of any dtypes: one all-to-all of bytes."""
+    assert axis.group is not None
+    device = device_of(axis)
+    flat = [t.detach().contiguous().view(-1).view(torch.uint8) for tensors in sent for t in tensors]
+    buffer = torch.cat(flat).to(device) if flat else torch.empty(0, dtype=torch.uint8, device=device)
+    sizes_in, sizes_out = ([sum(t.nbytes for t in tensors) for tensors in each] for each in (sent, due))
+    received = torch.empty(sum(sizes_out), dtype=torch.uint8, device=device)
+    gloo_collectives.all_to_all_single(received, buffer, sizes_out, sizes_in, group=axis.group)
+    tensors = [tensor for each in due for tensor in each]
+    for tensor, piece in zip(tensors, received.split([tensor.nbytes for tensor in tensors]), strict=True):
+        tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def sum_shards(shard: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:

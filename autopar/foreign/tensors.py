@@ -159,11 +159,6 @@ def has_hooks(tensor: torch.Tensor) -> tuple[bool, bool]:
     return bool(tensor._backward_hooks), bool(behind)
 
 
-def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return the hooks that an optimizer has of its own before its step."""
-    return list(optimizer._optimizer_step_pre_hooks.values())
-
-
 def in_backward() -> bool:
     """Return whether a backward pass runs in this thread."""
     return torch._C._current_graph_task_id() != -1

@@ -21,7 +21,7 @@ import math
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,13 +49,6 @@ _TENSORS = 8  # replicated weights in one sample, at most
 _FEW = 256  # elements from which on shards of parameters that are not called ``weight`` are compared
 _FIRST = (1024, 64, 16)  # of one sharded weight, if it has as many
 _IS_TRAINED = operator.attrgetter("requires_grad")
-
-
-class _Verdict(NamedTuple):
-    alike: bool
-    same_shard: bool
-    same_step: bool
-    redrawn: bool
 
 
 class ForwardCheck:
@@ -136,15 +129,15 @@ class ForwardCheck:
             numbers += [] if brief else self._samples_of_weights(whole=whole)
         else:
             self._before = None
-        verdict = self._compare(numbers)
-        if self.steps.last_shard is not None and verdict.same_step:
+        alike, shard_repeats, step_repeats, redrawn = self._compare(numbers)
+        if self.steps.last_shard is not None and step_repeats:
             raise ConsistencyError(same_gradient(self.mpu.tp.ranks, self.steps.last_shard.name, group_call(self.mpu)))
-        if verdict.same_shard:
+        if shard_repeats:
             raise ConsistencyError(same_shard(self.mpu.tp.ranks, group_call(self.mpu)))
-        if not verdict.alike:
+        if not alike:
             self._raise(model, arguments, seen, full=full)
-        self._redrawn += verdict.redrawn
-        due = verdict.redrawn and (self._redrawn <= _WATCHED or self._redrawn % _WATCHED_AGAIN == 0)
+        self._redrawn += redrawn
+        due = redrawn and (self._redrawn <= _WATCHED or self._redrawn % _WATCHED_AGAIN == 0)
         if full and not brief and (number == 0 or due):
             with self.failures.wait("comparing the shards of weights", self.mpu.tp.ranks):
                 equal = self._samples.equal_shards(model, self.mpu.tp)
@@ -169,7 +162,7 @@ class ForwardCheck:
         if new:
             self._drawn[model.training] |= new
             states = {name: before[name] for name in sorted(new)}
-            if not self._compare([of_text(repr(states))]).alike:
+            if not self._compare([of_text(repr(states))])[0]:
                 self._raise(model, {}, states, full=False)
 
     def check_call(self, call: str) -> None:
@@ -179,7 +172,7 @@ class ForwardCheck:
             ConsistencyError: another rank does something else, a forward for instance.
         """
         seen = {"call": call, "optimizer steps so far": str(self.steps.made)}
-        if not self._compare([of_text(repr(seen))]).alike:
+        if not self._compare([of_text(repr(seen))])[0]:
             self._raise(None, {}, seen, full=False)
 
     def report(self, call: str) -> None:
@@ -187,7 +180,7 @@ class ForwardCheck:
 
         Peers that begin one raise and quote ``call``.
         """
-        if self._left != 0 and self.every and not self._compare([of_text("refused")]).alike:
+        if self._left != 0 and self.every and not self._compare([of_text("refused")])[0]:
             self._count_anew()
             everyone = [{"call": call}] * self.mpu.tp_cp.size
             dist.all_gather_object(everyone, {"call": call}, group=self.mpu.tp_cp.group)
@@ -267,19 +260,21 @@ class ForwardCheck:
         known = (self._before or Generators.now().digests()) if drawn else {}
         return {name: known[name] for name in sorted(drawn) if name in known}
 
-    def _compare(self, numbers: list[int]) -> _Verdict:
-        """Compare up to four digests that must be alike and three that must differ; those that are missing do.
+    def _compare(self, numbers: list[int]) -> tuple[bool, bool, bool, bool]:
+        """Compare up to four digests that must be alike, and three that must differ; those that are missing do.
 
-        The last number is whether sharded weights were redrawn, on any rank. The values that must differ are compared
-        over tp and cp together: cp ranks hold the same, so all are equal only if those of one tensor-parallel group
-        are.
+        The values that must differ are compared over tp and cp together: cp ranks hold the same, so all are equal only
+        if those of one tensor-parallel group are.
+
+        Returns:
+            Whether those are alike; whether the sharded weight is, its gradient or state; whether a rank has redrawn.
         """
         axis, alike, missing = self.mpu.tp_cp, numbers[:4], [-1 - self.mpu.tp_cp.rank] * 3
         numbers = [*alike, *[0] * (4 - len(alike)), *(numbers[4:] or [*missing, 0])]
         with self.failures.wait("comparing what the forward begins with", axis.ranks):
             largest, smallest = extremes_over(axis, numbers)
         same = list(map(operator.eq, largest, smallest))
-        return _Verdict(all(same[:4]), same[4], same[5] or same[6], largest[7] > 0)
+        return all(same[:4]), same[4], same[5] or same[6], largest[7] > 0
 
     def _raise(
         self, model: nn.Module | None, arguments: Mapping[str, Any], seen: dict[str, str], *, full: bool

@@ -121,32 +121,22 @@ def same_experts(ranks: Sequence[int], name: str, group: str) -> str:
     )
 
 
-def unlike_weights(
-    replicas: str, place: str, pair: Sequence[int], weights: Mapping[str, tuple[int, int]], *, own: bool
-) -> str:
+def unlike_weights(replicas: str, place: str, pair: Sequence[int], weights: Mapping[str, tuple[int, int]]) -> str:
     """Describe that weights differ.
 
     Args:
         replicas: Number and kind of the replicas.
         place: The two ranks, and the step.
         weights: Name -> digests on both ranks of ``pair``.
-        own: Whether user code made the update without a torch optimizer.
     """
     text = f"the weights of the {replicas} differ: they have drifted apart.\n{place}: {listed(list(weights), 3)}.\n"
     for name, (one, two) in list(weights.items())[:3]:
-        text += f"    {name}: rank {pair[0]}: {_hex(one)}, rank {pair[1]}: {_hex(two)}\n"
-    if own:
-        text += (
-            "  Average the gradients before you change weights yourself: autopar.average_gradients(model), after\n"
-            "  the backward of each step. Noise must be drawn alike on all of them. (Replicas that change weights for\n"
-            "  some forwards only, or before different ones, may be right nevertheless.)\n"
-        )
-    else:
-        text += (
-            "  One of them skipped a step, or stepped with gradients or settings of its own. Go on from the last "
-            "checkpoint.\n"
-        )
-    return text + _TURN_OFF
+        digests = (f"{digest & (1 << 64) - 1:016x}"[:12] for digest in (one, two))
+        text += f"    {name}: " + ", ".join(f"rank {rank}: {it}" for rank, it in zip(pair, digests, strict=True)) + "\n"
+    return (
+        f"{text}  One of them skipped a step, or stepped with gradients or settings of its own. Go on from the last "
+        f"checkpoint.\n{_TURN_OFF}"
+    )
 
 
 def unlike_gradients(replicas: str, place: str, names: Sequence[str], group: str) -> str:
@@ -157,7 +147,3 @@ def unlike_gradients(replicas: str, place: str, names: Sequence[str], group: str
         f"  Call the model through DistributedDataParallel(model, process_group={group}), or average before step():\n"
         f"  autopar.average_gradients(model). (Or one of them has skipped a step.)\n{_TURN_OFF}"
     )
-
-
-def _hex(digest: int) -> str:
-    return f"{digest & (1 << 64) - 1:016x}"[:12]

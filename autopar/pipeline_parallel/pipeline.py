@@ -195,9 +195,8 @@ class Pipeline:
         self._adapted = sum(1 for _ in tuner_layers(model))
         self.released = release(model, plan, mpu.pp.rank, mpu.device)
         self.context.placeholders = self.released.placeholders
-        told: set[tuple[str, int]] = set()
         for placeholder in self.released.placeholders.values():
-            placeholder.in_front, placeholder.told = self.context.in_front, told
+            placeholder.in_front = self.context.in_front
         self.tied = TiedWeights(model, plan, mpu)
         released = self.released.parameters
         self.engine = Engine(model, self.context, plan, self.p2p, self.tied, check=check, released=released)

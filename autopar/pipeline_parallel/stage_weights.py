@@ -9,7 +9,6 @@ gives the right shapes; what it computes there is replaced by what the stage rec
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.distributed.mesh import MPU
-from autopar.distributed.shard_reads import DRAWS, user_frame, warn_at
+from autopar.distributed.shard_reads import DRAWS
 from autopar.errors import UnsupportedModelError
 from autopar.foreign.tensors import no_overrides, own_buffers, own_parameters
 from autopar.plan.stages import StagePlan
@@ -223,12 +222,10 @@ class Placeholder(torch.Tensor):
     Attributes:
         weight_name: its name.
         in_front: whether the code that runs now is in front of the blocks; None outside of a stage's forward.
-        told: places in the user's code that were told that they read what is not here.
     """
 
     weight_name: str
     in_front: Callable[[], bool | None]
-    told: set[tuple[str, int]]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -250,15 +247,7 @@ class Placeholder(torch.Tensor):
                 key = storage_key(result)
                 if key is not None and key == storage_key(first):
                     return _like(result, first)
-        read = next((each for each in (*args, *kwargs.values()) if isinstance(each, Placeholder)), None)
-        if read is not None and read.in_front() is None and _gives_numbers(result, func):
-            read._tell(func.__name__.strip("_"), sys._getframe(1))
         return result
-
-    def _tell(self, name: str, caller: Any) -> None:
-        what = f'with autopar.whole(model, "{self.weight_name}"): it is here.'
-        held = f"{name} of {self.weight_name} is not a number here: another pipeline stage holds it.\n  {what}"
-        warn_at(user_frame(caller), self.told, held)
 
     def _check_write(self) -> None:
         """Check that the stage that holds the weight runs the code that writes, too."""
@@ -280,7 +269,7 @@ class Placeholder(torch.Tensor):
 def make_placeholder(parameter: torch.Tensor, name: str, device: torch.device) -> Placeholder:
     """Return what stands for a weight: of its shape and dtype, not a number."""
     placeholder = scalar_placeholder(parameter.dtype, device).expand(parameter.shape).as_subclass(Placeholder)
-    placeholder.weight_name, placeholder.in_front, placeholder.told = name, _nowhere, set()
+    placeholder.weight_name, placeholder.in_front = name, _nowhere
     return placeholder
 
 
@@ -298,7 +287,7 @@ def _nowhere() -> None:
 
 def _like(tensor: torch.Tensor, placeholder: Placeholder) -> Placeholder:
     made = tensor.as_subclass(Placeholder)
-    made.weight_name, made.in_front, made.told = placeholder.weight_name, placeholder.in_front, placeholder.told
+    made.weight_name, made.in_front = placeholder.weight_name, placeholder.in_front
     return made
 
 
@@ -310,16 +299,6 @@ def _draw(func: Any, placeholder: Placeholder, args: tuple[Any, ...], kwargs: di
             func(nothing, *args[1:], **kwargs)
         else:
             func(**{**kwargs, "tensor": nothing})
-
-
-def _gives_numbers(result: Any, func: Any) -> bool:
-    """Check whether a function has read values: the result is a tensor of them, or a number."""
-    name = func.__name__
-    if name.endswith("_like") or name.startswith("new_"):
-        return False
-    if isinstance(result, torch.Tensor):
-        return result.is_floating_point() and not isinstance(result, Placeholder) and name != "__get__"
-    return name in ("item", "__float__", "tolist")
 
 
 def _writes(func: Any) -> bool:

@@ -189,8 +189,7 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, CallbackFlagsMixin, Evaluatio
         if self.autopar_ready and given is None:
             state = self.model._autopar
             check_optimizer(made, None, self.model, state.config)
-            tp, stages, experts = self.mpu.tp.size, self.mpu.pp.size, self.mpu.shards.size
-            refuse_unlike(made, self.model.parameters(), tp=tp, stages=stages, experts=experts)
+            refuse_unlike(made, self.model.parameters(), state.config)
         return made
 
     # -- what the trainer counts --------------------------------------------------------------------------------------
