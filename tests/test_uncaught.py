@@ -57,20 +57,6 @@ def test_a_tensor_parallel_rank_that(how: str) -> None:
     spawn(__name__, "_loop", 2, 60.0, (how,), expect_dead=(1,))
 
 
-def _backward() -> None:
-    model = parallel(gpt2(), 2).train()
-    loss = model(**language_batches(131)[0]).loss
-    if dist.get_rank() == 1:
-        os._exit(1)
-    with pytest.raises(PipelineError, match=r"a tensor-parallel collective failed(.|\n)*rank 1 has ended"):
-        loss.backward()
-
-
-@pytest.mark.tier("all")
-def test_a_rank_that_ends_before_its_backward() -> None:
-    spawn(__name__, "_backward", 2, 60.0, expect_dead=(1,))
-
-
 def _averaging() -> None:
     model = autopar.initialize(gpt2(), {}).train()
     model(**language_batches(131)[0]).loss.backward()
@@ -252,10 +238,10 @@ autopar.initialize(gpt2(), {"model_parallelism": {"tensor_paralel_size": 2}})
 
 
 @pytest.mark.tier("all")
-def test_a_misspelt_key_on_four_ranks_is_a_few_lines(tmp_path: Path) -> None:
+def test_a_misspelt_key_is_a_few_lines(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(MISSPELT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     sentence = "unknown key 'tensor_paralel_size' in section 'model_parallelism'. Did you mean 'tensor_parallel_size'?"
@@ -284,7 +270,7 @@ def test_a_script_may_end_with_a_backward_pass(tmp_path: Path, times: int) -> No
     """gloo's threads need the interpreter once more, and abort where it has ended: a third of such scripts did."""
     script = tmp_path / "train.py"
     script.write_text(BACKWARD_LAST)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     for _ in range(times):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)

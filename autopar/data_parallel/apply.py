@@ -16,7 +16,7 @@ from autopar.data_parallel.grad_sync import held_alike
 from autopar.data_parallel.gradients import counted_here
 from autopar.data_parallel.optimizer_state import keep_stage, look_at_new, rebind, shard_state, stepped_whole
 from autopar.data_parallel.replica_norm import ReplicaNorm
-from autopar.data_parallel.router_loss import RouterLoss, warn_of_own_balance
+from autopar.data_parallel.router_loss import RouterLoss
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.guards.experts import SharedExperts
@@ -59,12 +59,10 @@ class DataParallel:
         compare = config.consistency_check and not config.fully_sharded
         self.steps = StepCheck(model, mpu, failures, held_alike(model, plan, mpu), compare=compare,
                                whole_every=config.parameters_every, experts=plan.experts,
-                               look=partial(look_at_new, plan, config, mpu.is_master))  # fmt: skip
-        if several and compare and self.routers is None and not apart:
-            warn_of_own_balance(inner, mpu.dp_cp.size)
+                               look=partial(look_at_new, plan, config))  # fmt: skip
         self.shared: SharedExperts | None = None
         if plan.experts:
-            self.shared = SharedExperts(model, plan, mpu, failures, self.steps).attach(inner)
+            self.shared = SharedExperts(inner, mpu, failures)
         self.norm = ReplicaNorm(model, plan, mpu, failures, scaled=config.precision == "fp16")
         self.step: ParallelStep | None = None
         self.fully_sharded: FullySharded | None = None

@@ -298,7 +298,9 @@ class ResumableSampler(DistributedSampler[Any]):
         self.resume = None
         if not skipped:
             return super().__iter__()
-        everything = DistributedSampler(self.dataset, 1, 0, shuffle=self.shuffle, seed=self.seed)
+        everything: DistributedSampler[Any] = DistributedSampler(
+            self.dataset, 1, 0, shuffle=self.shuffle, seed=self.seed
+        )
         everything.set_epoch(self.epoch)
         order, wanted = list(everything), size * self.num_replicas
         rest = order[skipped:] + order * math.ceil(wanted / len(order))  # repeated, as torch does

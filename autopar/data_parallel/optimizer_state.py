@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,14 +12,10 @@ from torch.distributed.tensor import DTensor
 from autopar.config import ParallelConfig
 from autopar.data_parallel.muon import fused
 from autopar.data_parallel.optimizer_probe import probe, refuse_unlike, stepping
-from autopar.data_parallel.precision import warn_of_fp16
 from autopar.distributed.mesh import MPU
-from autopar.distributed.process import cores_of_a_rank
 from autopar.errors import ConfigError
 from autopar.guards.step import untried
 from autopar.plan.plan import Plan
-
-_log = logging.getLogger(__name__)
 
 
 def check_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, config: ParallelConfig) -> list[list[str]]:
@@ -149,9 +144,7 @@ def check_state(optimizer: Any, model: nn.Module, plan: Plan, config: ParallelCo
                 )
 
 
-def look_at_new(
-    plan: Plan, config: ParallelConfig, is_master: bool, optimizer: Any, held: list[tuple[str, nn.Parameter]]
-) -> None:
+def look_at_new(plan: Plan, config: ParallelConfig, optimizer: Any, held: list[tuple[str, nn.Parameter]]) -> None:
     """Check an optimizer before its first step.
 
     Args:
@@ -177,8 +170,6 @@ def look_at_new(
                     "model, optimizer = autopar.initialize(model, config, optimizer=optimizer) shards its state, too."
                 )
     refuse_unlike(optimizer, [parameter for _, parameter in local], config)
-    if is_master:
-        warn_of_fp16(optimizer, [parameter for _, parameter in local])
 
 
 def shard_state(optimizer: Any, names: Mapping[int, str], plan: Plan, rank: int, whole: set[int]) -> None:
@@ -244,17 +235,4 @@ def host_of(config: ParallelConfig, mpu: MPU) -> torch.device | None:
     """Return the CPU where ``zero.optimizer_offload`` lets it step for another device; else None."""
     if not config.zero_optimizer_offload or mpu.device.type == "cpu":
         return None
-    text = few_threads(torch.get_num_threads(), cores_of_a_rank(mpu.world_size))
-    if text and mpu.rank == 0:
-        _log.warning(text)
     return torch.device("cpu")
-
-
-def few_threads(threads: int, cores: int) -> str:
-    """Say that an optimizer on the CPU steps on one thread, while each rank has several cores; else nothing."""
-    if threads > 1 or cores == 1:
-        return ""
-    return (
-        f"zero.optimizer_offload: the optimizer steps on 1 thread, and each rank has {cores} cores: torchrun sets "
-        f"OMP_NUM_THREADS=1.\n  OMP_NUM_THREADS={cores} torchrun ..., and an optimizer with fused=True, are faster."
-    )

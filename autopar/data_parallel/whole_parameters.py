@@ -8,14 +8,13 @@ that of whole parameters, so a checkpoint holds it for any mesh.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.data_parallel.zero1 import assign
 from autopar.distributed.axis import Axis, device_of
 from autopar.distributed.collectives import exchange
 from autopar.distributed.gloo_collectives import all_reduce
@@ -88,7 +87,11 @@ class WholeParameters:
         gradients = self.collect(self.gradients(shards))
         whole: dict[torch.Tensor, torch.Tensor] = {}
         for parameter, weight in self.collect(shards).items():
-            stand_in = whole[parameter] = self._stand_in(parameter, weight)
+            if parameter not in self._stand_ins:  # the same object in each step
+                self._stand_ins[parameter] = nn.Parameter(weight, requires_grad=weight.is_floating_point())
+            stand_in = whole[parameter] = self._stand_ins[parameter]
+            vars(stand_in).update(vars(parameter))  # what the user has set on it
+            stand_in.grad, stand_in.data = None, weight
             stand_in.grad = gradients.get(parameter)
         return whole
 
@@ -150,15 +153,6 @@ class WholeParameters:
                         sent[rank].append(layout.shard(whole[parameter], rank).to(shard.dtype))
             exchange(sent, due, axis)
 
-    def _stand_in(self, parameter: torch.Tensor, weight: torch.Tensor) -> nn.Parameter:
-        """Return the object that is stepped: the same one in each step, with what the user has set on the parameter."""
-        if parameter not in self._stand_ins:
-            self._stand_ins[parameter] = nn.Parameter(weight, requires_grad=weight.is_floating_point())
-        stand_in = self._stand_ins[parameter]
-        vars(stand_in).update(vars(parameter))
-        stand_in.grad, stand_in.data = None, weight
-        return stand_in
-
     def _by_axis(self, shards: Mapping[torch.Tensor, torch.Tensor]) -> dict[Axis, dict[torch.Tensor, torch.Tensor]]:
         axes = dict.fromkeys(self.axes[parameter] for parameter in shards)
         return {axis: {p: shard for p, shard in shards.items() if self.axes[p] is axis} for axis in axes}
@@ -176,6 +170,26 @@ class WholeParameters:
                 if size >= _ROUND or parameter is last:
                     yield axis, run
                     run, size = {}, 0
+
+
+def assign(sizes: Sequence[int], ranks: int, loads: Sequence[int] = ()) -> list[int]:
+    """Assign an owner, a rank in ``[0, ranks)``, to each of ``sizes`` elements: largest first, to the least loaded.
+
+    Deterministic: of equal sizes the first one comes first, of equally loaded ranks the lowest is taken. No rank gets
+    more than the mean load plus the largest size.
+
+    Args:
+        loads: what the ranks own already.
+
+    >>> assign([4, 1, 3, 2], 2)
+    [0, 0, 1, 1]
+    """
+    owned = list(loads) or [0] * ranks
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        owners[index] = owned.index(min(owned))
+        owned[owners[index]] += sizes[index]
+    return owners
 
 
 def _layout(plan: TensorPlan) -> Layout:

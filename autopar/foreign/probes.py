@@ -192,13 +192,6 @@ def _foreach() -> bool:
     return [known.pop() for known in tensors.FOREACH_TYPES] == [_Own, _Own]
 
 
-def _gradient_hooks() -> bool:
-    hooked, behind = (torch.zeros(1, requires_grad=True) for _ in range(2))
-    hooked.register_hook(lambda gradient: None)
-    behind.register_post_accumulate_grad_hook(lambda tensor: None)
-    return tensors.has_hooks(hooked) == (True, False) and tensors.has_hooks(behind) == (False, True)
-
-
 def _dtensors() -> bool:
     table, drawn = tensors.operators_of_dtensors(), {tensors.name_of_operator(each) for each in tensors.RANDOM}
     return torch.ops.aten.is_same_size.default in table and drawn >= {"normal_", "randn_like"}
@@ -314,7 +307,6 @@ PROBES: dict[str, Probe] = {
     "what a call of a module runs": Probe(_called_instead, "expert_parallel_size of experts that are modules"),
     "the call of a module": Probe(_calls, "warnings of shards that are read"),
     "classes that foreach takes": Probe(_foreach, "optimizers that step many shards at once"),
-    "hooks of gradients": Probe(_gradient_hooks, "warnings of hooks that FSDP2 does not call"),
     "operators of DTensors": Probe(_dtensors, "numbers that are read of parameters under zero.stage 2 and 3"),
     "assertions on the device": Probe(_assertion, "errors of ids outside of the vocabulary"),
     "convolutions": Probe(_convolution, "sharded convolutions and batch norms"),

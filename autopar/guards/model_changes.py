@@ -34,7 +34,7 @@ from autopar.foreign.c10d import left_out_of_ddp, meshes_of_fsdp
 from autopar.foreign.tensors import no_overrides, own_modules, own_parameters
 from autopar.foreign.transformers import forget_own_adapters
 from autopar.guards.messages import group_call
-from autopar.guards.step import ClassHook, forget, listen
+from autopar.guards.step import forget, listen
 
 _WHEN = (
     "  Add or replace modules (adapters, heads, parametrizations) before autopar.initialize, or take the model back\n"
@@ -171,15 +171,11 @@ def _check_layers(model: nn.Module, before: list[_Seen]) -> None:
                 _refuse(model, seen, "was taken out or replaced")
         elif not issubclass(type(seen.module), seen.kind):
             _refuse(model, seen, f"is a {type(seen.module).__name__} now (parametrized?)")
-        elif list(own_parameters(seen.module)) != list(seen.parameters) and not _is_reordered(seen):
-            now_held = ", ".join(own_parameters(seen.module)) or "no parameter"
+        elif list(held := own_parameters(seen.module)) != list(seen.parameters):
+            if held.keys() == seen.parameters.keys() and all(held[name] is p for name, p in seen.parameters.items()):
+                continue  # in another order: PEFT puts a parameter of experts back after the others
+            now_held = ", ".join(held) or "no parameter"
             _refuse(model, seen, f"holds {now_held} now, and held {', '.join(seen.parameters)}")
-
-
-def _is_reordered(seen: _Seen) -> bool:
-    """Return whether a module has its parameters in another order: PEFT puts one of experts back after the others."""
-    now = own_parameters(seen.module)
-    return now.keys() == seen.parameters.keys() and all(now[name] is one for name, one in seen.parameters.items())
 
 
 def _refuse(model: nn.Module, seen: _Seen, what: str) -> None:
@@ -210,7 +206,8 @@ class WrapperCheck:
         self._handle: Any = None
         if mpu.model.size > 1 or shares_experts or fully_sharded:
             listen(self)
-            self._handle = model.register_forward_pre_hook(ClassHook(model, self._check_fully_sharded))
+            self._kind = type(model)
+            self._handle = model.register_forward_pre_hook(self._check_fully_sharded)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WrapperCheck:
         return self
@@ -281,11 +278,15 @@ class WrapperCheck:
                     "DistributedDataParallel, autopar.average_gradients, or zero: {stage: 3}."
                 )
 
-    def _check_fully_sharded(self, model: nn.Module) -> None:
+    def _check_fully_sharded(self, model: nn.Module, _: Any) -> None:
+        """Look at the meshes where ``fully_shard`` has changed the class; what raises once raises again."""
+        if type(model) is self._kind:
+            return
         found = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
         for module in model.modules():  # weights of the outermost are whole by now
             found |= meshes_of_fsdp(module)
         _check_meshes(found, self.mpu)
+        self._kind = type(model)
 
     def _is_ours(self, modules: Iterable[nn.Module]) -> bool:
         """Return whether the model, a part of it, or a copy of it is among ``modules``."""

@@ -48,6 +48,7 @@ OVERFLOW = -1  # the digest of a gradient that is not finite
 _OF_STEP = (4, 4096)  # weights of one step's sample, and elements of each: replicas may hold shards of other sizes
 _OF_SHARD = 2048  # elements of the gradient and state of a sharded weight
 _PARAMETERS = operator.itemgetter("params")
+_PLAIN = (bool, int, float, str, tuple, type(None))
 
 # -- hooks of the process ----------------------------------------------------------------------------------------------
 # torch goes through its hooks while they run, and a hook that a garbage collection takes away in between ends that with
@@ -119,19 +120,6 @@ def _call(method: str, *arguments: Any) -> None:
             getattr(listener, method)(*arguments)
 
 
-class ClassHook:
-    """Forward pre-hook that calls ``then(module)`` where the class of ``module`` has changed: ``fully_shard`` does."""
-
-    def __init__(self, module: nn.Module, then: Callable[[nn.Module], None]) -> None:
-        self._kind, self._then = type(module), then
-
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        """Compare the class; what raises once raises in the next forward, too."""
-        if type(module) is not self._kind:
-            self._then(module)
-            self._kind = type(module)
-
-
 # -- the guard ---------------------------------------------------------------------------------------------------------
 
 
@@ -171,7 +159,6 @@ class StepCheck:
         made: Optimizer steps so far with parameters of the model.
         settings: Settings of the optimizer in the last step (learning rates and the like), as text.
         last_shard: Part of the gradient and of the state of a sharded weight in the last step; another one each time.
-        last_experts: The same, of experts that differ between replicas.
     """
 
     def __init__(
@@ -190,7 +177,6 @@ class StepCheck:
         self.mpu, self.failures, self.made, self.whole_every = mpu, failures, 0, whole_every
         self.settings = ""
         self.last_shard: ShardSample | None = None
-        self.last_experts: ShardSample | None = None
         self._model = weakref.ref(model)
         tp, own = mpu.tp.size, mpu.shards.rank // mpu.tp.size
         self._sharded = {key for key, ranks in alike.items() if sum(rank // tp == own for rank in ranks) == 1}
@@ -273,11 +259,9 @@ class StepCheck:
             self._compare_now(type(optimizer).__name__, progress, closure=closure, scaled=scaled)
         progress.steps += 1
         self.made += 1
-        if self._experts:
-            own = [] if closure else [(name, p) for name, p in progress.held if name in self._experts]
-            self.last_experts = sample_shard(own, self.made, optimizer) or self.last_experts
         if self.mpu.tp_cp.size > 1:
-            self.settings = repr(list(map(plain_settings, optimizer.param_groups)))
+            plain = ({key: x for key, x in group.items() if key != "params"} for group in optimizer.param_groups)
+            self.settings = repr([{key: x for key, x in group.items() if isinstance(x, _PLAIN)} for group in plain])
             self.last_shard = None if closure else sample_shard(progress.sharded, self.made, optimizer)
 
     def watch(self, apart: set[int]) -> None:
@@ -407,11 +391,8 @@ def sample_shard(sharded: list[tuple[str, nn.Parameter]], turn: int, optimizer: 
     if not sharded:
         return None
     name, parameter = sharded[turn % len(sharded)]
-    shape, moments = parameter.shape, None
-    for value in optimizer.state.get(parameter, {}).values():
-        if isinstance(value, torch.Tensor) and value.shape == shape:
-            moments = value
-            break
+    shape, state = parameter.shape, optimizer.state.get(parameter, {}).values()
+    moments = next((value for value in state if isinstance(value, torch.Tensor) and value.shape == shape), None)
     return ShardSample(name, _first_rows(parameter.grad), _first_rows(moments))
 
 
@@ -448,26 +429,20 @@ def digest_step(
         scaled: Whether the loss has a scale: a step with gradients that are not finite is skipped, and not compared.
     """
     names, sums, (count, most) = [], list[torch.Tensor](), _OF_STEP
+
+    def summed(tensor: torch.Tensor) -> torch.Tensor:
+        return sum_of_bits(tensor if turn is None or tensor.is_sparse else some_rows(tensor, turn, most))
+
     chosen = range(min(count, len(held))) if turn is not None else ()
     for name, parameter in held if turn is None else [held[(count * turn + n) % len(held)] for n in chosen]:
-        gradient, part = None if closure else parameter.grad, parameter.detach()
-        if turn is not None:
-            part = some_rows(part, turn, most)
+        gradient = None if closure else parameter.grad
         if gradient is None or isinstance(gradient, DTensor):
-            found = torch.zeros((), dtype=torch.int64, device=part.device)
-        elif turn is None or gradient.is_sparse:
-            found = sum_of_bits(gradient)
+            found = torch.zeros((), dtype=torch.int64, device=parameter.device)
         else:
-            found = sum_of_bits(some_rows(gradient, turn, most))
+            found = summed(gradient)
         if scaled and gradient is not None:
             found = torch.where(torch.isfinite(gradient).all(), found, OVERFLOW)
         names.append(name)
-        sums += [found, sum_of_bits(part)]
+        sums += [found, summed(parameter.detach())]
     numbers = torch.stack(sums).tolist() if sums else []
     return {name: (numbers[2 * i], numbers[2 * i + 1]) for i, name in enumerate(names)}
-
-
-def plain_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is plain data in a param group."""
-    plain = (bool, int, float, str, tuple, type(None))
-    return {name: value for name, value in group.items() if name != "params" and isinstance(value, plain)}

@@ -24,7 +24,6 @@ from torch import nn
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.digest import hexdigest
-from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.guards.step import listen
@@ -203,7 +202,9 @@ def _read_alike(read: Callable[[], Batch], describe: Callable[[Batch], Report], 
 def _counts_of_replicas(count: float | None, axis: Axis, p2p: P2P) -> list[float]:
     """Each replica's count (of labels, or samples), None if its data has ended; raises on all if on some it has."""
     purpose = "agreeing with the other data-parallel replicas that each has a batch"
-    counts = list(_gather(count, axis, p2p.failures, purpose).values())
+    counts: list[Any] = [count] * axis.size
+    with p2p.failures.blame(purpose, axis.ranks):
+        dist.all_gather_object(counts, count, group=axis.group)
     ended = [str(place) for place, other in enumerate(counts) if other is None]
     if ended and len(ended) < axis.size:
         going = [str(place) for place, other in enumerate(counts) if other is not None]
@@ -216,14 +217,6 @@ def _counts_of_replicas(count: float | None, axis: Axis, p2p: P2P) -> list[float
                 "evens them out."
             )
     return counts
-
-
-def _gather(value: Any, axis: Axis, failures: FailureLog, purpose: str) -> dict[int, Any]:
-    """Values of all ranks of the axis, by rank."""
-    everyone = [value] * axis.size
-    with failures.blame(purpose, axis.ranks):
-        dist.all_gather_object(everyone, value, group=axis.group)
-    return dict(zip(axis.ranks, everyone, strict=True))
 
 
 def _compare(said: Mapping[int, Report]) -> None:

@@ -144,7 +144,11 @@ def reload(model: nn.Module, plan: StagePlan, released: ReleasedWeights, mpu: MP
     gone = {name: (module, key, buffer) for module, key, name, buffer in released.buffers}
     buffers: dict[str, Any] = dict(model.named_buffers(remove_duplicate=False))
     here = {name: own.get(name, buffers.get(name)) for name in plan.tensors if name not in shapes}
-    dtypes = {name: (value.dtype, _dtype_of_gradient(value)) for name, value in here.items() if value is not None}
+    dtypes = {
+        name: (value.dtype, None if value.grad is None else value.grad.dtype)
+        for name, value in here.items()
+        if value is not None
+    }
     everyone = [dtypes] * mpu.pp.size
     dist.all_gather_object(everyone, dtypes, group=mpu.pp.group)
     done: set[int] = set()
@@ -191,11 +195,6 @@ def _put_back(model: nn.Module, released: ReleasedWeights) -> dict[str, torch.Si
         own_parameters(module).clear()
         own_parameters(module).update(order)
     return shapes
-
-
-def _dtype_of_gradient(value: torch.Tensor) -> torch.dtype | None:
-    """None if there is no gradient."""
-    return None if value.grad is None else value.grad.dtype
 
 
 def _broadcast(tensor: torch.Tensor, source: int, mpu: MPU) -> None:

@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from tests.data_parallel.test_precision import IDS, start
@@ -117,24 +116,6 @@ def _frozen_gives_back(pp: int) -> None:
 @pooled(world_size=2)
 def test_frozen_weights_and_buffers_become_fp32_too(pp: int) -> None:
     _frozen_gives_back(pp)
-
-
-@pytest.mark.parametrize("before", [False, True])
-@pooled(world_size=2)
-def test_distributed_data_parallel_works_beside_execute_pipeline(before: bool) -> None:
-    model, optimizer = start(gpt2(), precision={"dtype": "bf16"})
-    batch = {"input_ids": IDS[:2], "labels": IDS[:2]}
-    wrapped = DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group()) if before else None
-    model.execute_pipeline(batch, optimizer=optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
-    wrapped = wrapped or DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group())
-    wrapped(**batch).loss.backward()
-    for parameter in model.parameters():
-        assert parameter.grad.dtype == torch.bfloat16
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    model.mpu.destroy()
 
 
 @pooled(world_size=2)

@@ -223,16 +223,3 @@ def test_where_whole_parameters_are_stepped_it_is_right() -> None:
     other = nn.Linear(4, 4)
     other(torch.ones(1, 4)).sum().backward()
     Own(other.parameters(), whole).step()
-
-
-@pytest.mark.parametrize("given", [True, False])
-def test_fp16_weights_name_the_precision(given: bool, caplog: pytest.LogCaptureFixture) -> None:
-    model = gpt2().half()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    autopar.initialize(model, {}, **({"optimizer": optimizer} if given else {}))
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    optimizer.step()
-    (text,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert text.startswith("AdamW steps weights in float16") and "precision: {dtype: fp16}" in text

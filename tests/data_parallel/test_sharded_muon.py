@@ -204,28 +204,6 @@ def test_one_that_has_stepped_before_goes_on() -> None:
     equal_bits(model, plain, "after two steps")
 
 
-@pytest.mark.parametrize("whole", ["owned", "duplicated", "sharded"])
-@pooled(world_size=2)
-def test_gradients_that_one_rank_lacks_in_half_precision(whole: str) -> None:
-    results = []
-    for tp in (2, 1):
-        model = gpt2(n_layer=1)
-        config = {"tp": tp, "precision": {"dtype": "bf16"}, "optimizer": {"whole": whole}}
-        model, optimizer = autopar.initialize(model, config, optimizer=muon(model.parameters()))
-        for step in range(2):
-            set_gradients(model, step)
-            first, second = model.transformer.h[0].mlp.c_fc.weight, model.transformer.h[0].mlp.c_proj.weight
-            second.grad = None
-            if tp == 1:
-                first.grad[:, first.shape[1] // 2 :] = 0
-            elif model.mpu.tp.rank:
-                first.grad = None
-            optimizer.step()
-        results.append({name: p.detach() for name, p in autopar.deparallelize(model).named_parameters()})
-    for name, weight in results[1].items():
-        assert torch.equal(results[0][name], weight), name
-
-
 class Mine(Muon):
     pass
 

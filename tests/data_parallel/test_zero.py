@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
+from autopar.data_parallel.whole_parameters import assign
 from autopar.errors import ConfigError
 from tests.compare import same_weights
 from tests.parity import close
@@ -220,3 +222,15 @@ def test_what_a_step_writes_on_its_groups_and_itself_arrives():
         model(IDS[:2], labels=IDS[:2]).loss.backward()
         optimizer.step()
     assert optimizer.steps == 2 and optimizer.param_groups[0]["steps"] == 2
+
+
+def test_no_rank_owns_more_than_the_mean_and_the_largest_size():
+    draw = random.Random(0)
+    for _ in range(200):
+        sizes = [draw.randrange(1, 1000) for _ in range(draw.randrange(1, 40))]
+        ranks = draw.randrange(1, 9)
+        owners = assign(sizes, ranks)
+        loads = [sum(s for s, o in zip(sizes, owners, strict=True) if o == rank) for rank in range(ranks)]
+        assert sum(loads) == sum(sizes) and len(owners) == len(sizes)
+        assert max(loads) <= sum(sizes) / ranks + max(sizes)
+    assert assign([3, 2], 2, loads=[4, 0]) == [1, 1]
