@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from autopar import activation_checkpoint, checkpoint
 from autopar.applied.call import Call
 from autopar.data_parallel.apply import DataParallel
-from autopar.data_parallel.precision import warn_of_fp16
 from autopar.deferred_init.materialize import Materializer
 from autopar.distributed.agree import same_on_every_rank
 from autopar.distributed.broadcast_data import sync_parameters
@@ -265,8 +264,6 @@ def add_savers(model: nn.Module, state: Parallelized, given: Given) -> None:
 
 def prepare_optimizer(model: nn.Module, state: Parallelized, given: Given) -> None:
     """Last: parameters are the final ones, so fp32 copies, shares of ZeRO and FSDP are made of these."""
-    if given.optimizer is not None and state.config.precision == "fp32" and state.mpu.is_master:
-        warn_of_fp16(given.optimizer, model.parameters())
     state.dp.attach(given.optimizer, state.blocks_of(model))
     state.undo.append(lambda model, own: own.dp.undo())
     if state.pp is not None:

@@ -14,15 +14,14 @@ from autopar.data_parallel.experts import ExpertGradients
 from autopar.data_parallel.fully_sharded import FullySharded
 from autopar.data_parallel.grad_sync import held_alike
 from autopar.data_parallel.gradients import counted_here
-from autopar.data_parallel.optimizer_probe import look_at_new
-from autopar.data_parallel.optimizer_state import keep_stage, rebind, shard_state, stepped_whole
+from autopar.data_parallel.optimizer_state import keep_stage, look_at_new, rebind, shard_state, stepped_whole
 from autopar.data_parallel.replica_norm import ReplicaNorm
-from autopar.data_parallel.router_loss import RouterLoss, warn_of_own_balance
+from autopar.data_parallel.router_loss import RouterLoss
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.guards.experts import SharedExperts
 from autopar.guards.model_changes import WrapperCheck
-from autopar.guards.step import StepCheck
+from autopar.guards.step import StepCheck, forget
 from autopar.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -58,14 +57,12 @@ class DataParallel:
         several, apart = mpu.dp_cp.size > 1, config.loss_router_aux == "replica"
         self.routers = RouterLoss.of(inner, mpu, failures, apart=apart) if several else None
         compare = config.consistency_check and not config.fully_sharded
-        self.steps = StepCheck(model, inner, mpu, failures, held_alike(model, plan, mpu), compare=compare,
+        self.steps = StepCheck(model, mpu, failures, held_alike(model, plan, mpu), compare=compare,
                                whole_every=config.parameters_every, experts=plan.experts,
-                               look=partial(look_at_new, plan, mpu))  # fmt: skip
-        if several and compare and self.routers is None and not apart:
-            warn_of_own_balance(inner, mpu.dp_cp.size)
+                               look=partial(look_at_new, plan, config))  # fmt: skip
         self.shared: SharedExperts | None = None
         if plan.experts:
-            self.shared = SharedExperts(model, plan, mpu, failures, self.steps).attach(inner)
+            self.shared = SharedExperts(inner, mpu, failures)
         self.norm = ReplicaNorm(model, plan, mpu, failures, scaled=config.precision == "fp16")
         self.step: ParallelStep | None = None
         self.fully_sharded: FullySharded | None = None
@@ -96,7 +93,7 @@ class DataParallel:
 
     def undo(self) -> None:
         """Remove all of it, and put the fp32 weights back into the model; with ZeRO-1 a collective of the dp axis."""
-        self.steps.remove()
+        forget(self.steps)
         self.wrappers.remove()
         if self.experts is not None and self.shared is not None:
             self.experts.remove(self.model)

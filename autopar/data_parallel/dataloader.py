@@ -38,10 +38,11 @@ class ReplicaDataLoader(DataLoader[Any]):
         Raises:
             ConfigError: of a stream, or with ``even_batches=False``.
         """
-        return self._resumable().state_dict()
+        sampler = self._resumable()
+        return {"epoch": sampler.epoch, "samples": sampler.samples, **sampler.order()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken: the next iteration gives the rest of that epoch.
+        """Go on where :meth:`state_dict` was taken: the next iteration gives the rest of that epoch, later ones all.
 
         Call ``set_epoch(state["epoch"])`` as before, or not at all. The number of replicas and the batch size may be
         others; the order of the samples is the same.
@@ -49,11 +50,22 @@ class ReplicaDataLoader(DataLoader[Any]):
         Raises:
             ConfigError: another dataset, seed or order; a stream, or ``even_batches=False``.
         """
-        self._resumable().load_state_dict(state)
+        sampler = self._resumable()
+        different = {name: (state.get(name), x) for name, x in sampler.order().items() if state.get(name) != x}
+        if different:
+            listed = ", ".join(f"{name}={was} then and {now} now" for name, (was, now) in different.items())
+            raise ConfigError(
+                f"the state of a data loader is of another order of samples: {listed}.\n"
+                "  Give prepare_dataloader the same dataset, shuffle and seed; batch_size and the number of replicas "
+                "may differ."
+            )
+        sampler.set_epoch(int(state["epoch"]))
+        sampler.samples = int(state["samples"])
+        sampler.resume = (sampler.epoch, sampler.samples)
 
     def __iter__(self) -> Any:
-        batches = super().__iter__()
-        return batches if not isinstance(self.sampler, ResumableSampler) else self._counted(batches, self.sampler)
+        batches, sampler = super().__iter__(), self.sampler
+        return self._counted(batches, sampler) if isinstance(sampler, ResumableSampler) else batches
 
     def _counted(self, batches: Any, sampler: ResumableSampler) -> Iterator[Any]:
         start, step = None, (self.batch_size or 1) * sampler.num_replicas
@@ -119,11 +131,9 @@ class _Unrepeated(Sampler[list[int]]):
         return self.batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = list(range(self.samples))
-        if self.seed is not None:
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = torch.randperm(self.samples, generator=generator).tolist()
-        own = order[self.rank :: self.size]
+        drawn = torch.Generator().manual_seed((self.seed or 0) + self.epoch)
+        order = range(self.samples) if self.seed is None else torch.randperm(self.samples, generator=drawn).tolist()
+        own = list(order[self.rank :: self.size])
         for left in range(self.batches - 1, -1, -1):
             count = min(self.batch_size, len(own) - left)  # at least one remains for each batch that is left
             yield own[:count]
@@ -226,9 +236,11 @@ def gather_for_metrics(
         ConsistencyError: on every rank of the group, if the replicas' values do not fit together: their shapes differ,
             or some replica has not one for each of its samples.
     """
-    batches = [values] if isinstance(values, torch.Tensor) else list(values)
-    dp, mine, forms = mpu.dp, _joined(batches, mpu.device), [_NOTHING] * mpu.dp.size
-    forms[dp.rank] = (len(mine), tuple(mine.shape[1:]), mine.dtype) if mine is not None else _NOTHING
+    batches, dp = [values] if isinstance(values, torch.Tensor) else list(values), mpu.dp
+    alike = len({(x.shape[1:], x.dtype) for x in batches}) == 1 and all(x.ndim for x in batches)
+    mine = torch.cat([x.detach().to(mpu.device) for x in batches]) if alike else None
+    forms: list[Any] = [(0, (), None)] * dp.size
+    forms[dp.rank] = forms[dp.rank] if mine is None else (len(mine), tuple(mine.shape[1:]), mine.dtype)
     if dp.size > 1:
         with waiting(mpu, "gather_for_metrics", dp.ranks):
             dist.all_gather_object(forms, forms[dp.rank], group=dp.group)
@@ -254,17 +266,6 @@ def gather_for_metrics(
     return torch.stack(parts, dim=1).flatten(0, 1)[:total][:samples]  # sample by sample
 
 
-_NOTHING: tuple[int, tuple[int, ...], Any] = (0, (), None)
-
-
-def _joined(batches: list[torch.Tensor], device: torch.device) -> torch.Tensor | None:
-    """Join the batches; None if they are none, or hold no values of samples."""
-    alike = {(batch.shape[1:], batch.dtype) for batch in batches}
-    if len(alike) != 1 or any(batch.ndim == 0 for batch in batches):
-        return None
-    return torch.cat([batch.detach().to(device) for batch in batches])
-
-
 # -- the place in the data ---------------------------------------------------------------------------------------------
 
 
@@ -277,55 +278,33 @@ class ResumableSampler(DistributedSampler[Any]):
     Attributes:
         samples: of the epoch's order, those that were given out so far; the loader counts.
         first: where the running iteration began.
+        resume: epoch in which, and samples after which, the next iteration begins.
     """
 
     samples = first = 0
-    _resume: tuple[int, int] | None = None  # epoch, samples
+    resume: tuple[int, int] | None = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the place as plain data, the same on every rank."""
-        return {"epoch": self.epoch, "samples": self.samples, **self._kind()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after what :meth:`state_dict` says, in the next iteration of that epoch; later ones are whole.
-
-        Raises:
-            ConfigError: it is of another dataset, seed or order.
-        """
-        different = {name: (state.get(name), value) for name, value in self._kind().items() if state.get(name) != value}
-        if different:
-            listed = ", ".join(f"{name}={was} then and {now} now" for name, (was, now) in different.items())
-            raise ConfigError(
-                f"the state of a data loader is of another order of samples: {listed}.\n"
-                "  Give prepare_dataloader the same dataset, shuffle and seed; batch_size and the number of replicas "
-                "may differ."
-            )
-        self.set_epoch(int(state["epoch"]))
-        self.samples = int(state["samples"])
-        self._resume = (self.epoch, self.samples)
-
-    def __len__(self) -> int:
-        return super().__len__() if not self._skipped() else self._share(len(self.dataset) - self._skipped())  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Any]:
-        skipped, self._resume = self._skipped(), None
-        self.samples = self.first = skipped
-        return super().__iter__() if not skipped else self._rest(skipped)
-
-    def _kind(self) -> dict[str, Any]:
+    def order(self) -> dict[str, Any]:
+        """Return what the order of all samples depends on, besides the epoch."""
         return {"dataset": len(self.dataset), "seed": self.seed, "shuffle": self.shuffle}  # type: ignore[arg-type]
 
-    def _skipped(self) -> int:
-        return self._resume[1] if self._resume is not None and self._resume[0] == self.epoch else 0
+    def __len__(self) -> int:
+        left = len(self.dataset) - self._skipped()  # type: ignore[arg-type]
+        return left // self.num_replicas if self.drop_last else math.ceil(left / self.num_replicas)
 
-    def _share(self, samples: int) -> int:
-        return samples // self.num_replicas if self.drop_last else math.ceil(samples / self.num_replicas)
-
-    def _rest(self, skipped: int) -> Iterator[Any]:
-        order = list(range(len(self.dataset)))  # type: ignore[arg-type]
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = torch.randperm(len(order), generator=generator).tolist()
-        rest, wanted = order[skipped:], self._share(len(order) - skipped) * self.num_replicas
-        rest += (order * math.ceil(wanted / len(order)))[: max(0, wanted - len(rest))]  # repeated, as torch does
+    def __iter__(self) -> Iterator[Any]:
+        size = len(self)
+        self.samples = self.first = skipped = self._skipped()
+        self.resume = None
+        if not skipped:
+            return super().__iter__()
+        everything: DistributedSampler[Any] = DistributedSampler(
+            self.dataset, 1, 0, shuffle=self.shuffle, seed=self.seed
+        )
+        everything.set_epoch(self.epoch)
+        order, wanted = list(everything), size * self.num_replicas
+        rest = order[skipped:] + order * math.ceil(wanted / len(order))  # repeated, as torch does
         return iter(rest[self.rank : wanted : self.num_replicas])
+
+    def _skipped(self) -> int:
+        return self.resume[1] if self.resume is not None and self.resume[0] == self.epoch else 0

@@ -27,7 +27,6 @@ from torch.distributed.fsdp import (
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from autopar.call_site import warn_user
 from autopar.config import ParallelConfig
 from autopar.data_parallel.precision import DTYPES
 from autopar.distributed.agree import meet
@@ -35,7 +34,6 @@ from autopar.distributed.autograd_functions import refuse_transforms
 from autopar.distributed.axis import Axis
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
-from autopar.distributed.shard_reads import aside
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.foreign.c10d import (
     begin_forward,
@@ -48,7 +46,7 @@ from autopar.foreign.c10d import (
     running,
 )
 from autopar.foreign.patches import hold, release
-from autopar.foreign.tensors import has_hooks, own_parameters
+from autopar.foreign.tensors import own_parameters
 from autopar.foreign.transformers import caches_in, given_cache, holds_tokens, unsplit_modules
 from autopar.guards.step import forget, listen
 from autopar.plan.plan import Plan
@@ -132,7 +130,6 @@ class FullySharded:
         self._meeting = False  # whether this rank waits for the others, or did so in vain
         self._stage = config.zero_stage
         self._keeps = config.zero_stage == 2  # weights, from a block's forward to its backward
-        self._check_hooks(model, before=True)
         dtype = DTYPES.get(config.precision)
         if dtype is not None:
             for parameter in model.parameters():
@@ -173,7 +170,6 @@ class FullySharded:
         hold(self)
         held = ((module, name) for module in model.modules() for name in own_parameters(module))
         self._held = [(module, name, own_parameters(module)[name]) for module, name in held]
-        self._hookless = [own for _, _, own in self._held if own is not None]
 
     def axis_of(self, mesh: DeviceMesh) -> Axis | None:
         """Return the axis over which parameters of this model lie on ``mesh``; None if none do."""
@@ -185,26 +181,6 @@ class FullySharded:
         """Listen to steps no longer."""
         forget(self)
         release(self)
-
-    def _check_hooks(self, model: nn.Module, *, before: bool) -> None:
-        """Warn of hooks of gradients that FSDP2 does not call; ``before`` it makes parameters anew, of any."""
-        hooks = {name: has_hooks(parameter) for name, parameter in model.named_parameters()}
-        named = [name for name, (of_gradient, behind) in hooks.items() if of_gradient or (behind and before)]
-        if named:
-            self._hookless = []  # it is told once
-            warn_user(
-                f"hooks of {len(named)} parameters ({named[0]} first) do not run with zero.stage {self._stage}: "
-                "torch's FSDP2 computes the gradients of others,\n  gathered ones. After autopar.initialize: "
-                "parameter.register_post_accumulate_grad_hook(hook), or change parameter.grad before the step."
-            )
-
-    def _check_changes(self) -> None:
-        """Check what FSDP2 would not see: other parameters and hooks."""
-        self._check_parameters()
-        with aside():
-            hooked = any(has_hooks(parameter)[0] for parameter in self._hookless)
-        if hooked:
-            self._check_hooks(self.model, before=False)
 
     def _check_parameters(self) -> None:
         """Raise ConfigError if parameters were put in the place of those that FSDP2 holds."""
@@ -224,7 +200,7 @@ class FullySharded:
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         refuse_transforms(lambda: (args, kwargs))
         if not self._passing:
-            self._check_changes()
+            self._check_parameters()
         if not torch.is_grad_enabled() and not _goes_on(given_cache(kwargs)):
             self._meet()
         self._gathered, self._meeting = True, False
@@ -320,7 +296,7 @@ class FullySharded:
     @contextmanager
     def one_pass(self) -> Iterator[None]:
         """Run the micro-batches of a pass through stages inside, and reduce their gradients together at its end."""
-        self._check_changes()
+        self._check_parameters()
         modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         self.model.set_is_last_backward(False)
         self.model.set_requires_gradient_sync(False)

@@ -100,7 +100,9 @@ def sum_gradients(
     if not parameters:
         return
     trained = [int(parameter.requires_grad) for parameter in parameters]
-    found = [_kind_of_gradient(parameter) for parameter in parameters]
+    found = [  # 0: no gradient; 1: in the parameter's dtype; 2: in fp32 instead
+        0 if p.grad is None or not p.requires_grad else 1 + (p.grad.dtype != p.dtype) for p in parameters
+    ]
     largest, smallest = extremes([*found, *trained], group)
     kinds = {id(parameter): kind for parameter, kind in zip(parameters, largest, strict=False)}
     count = len(parameters)
@@ -122,11 +124,6 @@ def sum_gradients(
             if scale != 1.0:
                 flat.mul_(scale)
             all_reduce(flat, group=group)
-
-
-def _kind_of_gradient(parameter: nn.Parameter) -> int:
-    """0: none; 1: in the parameter's dtype; 2: in fp32 instead."""
-    return 0 if parameter.grad is None or not parameter.requires_grad else 1 + (parameter.grad.dtype != parameter.dtype)
 
 
 def _gradient_in(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:

@@ -7,7 +7,6 @@ of the result. Momentum, decay and the update are element by element, so each ra
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,15 +15,6 @@ from autopar.data_parallel.whole_parameters import WholeParameters
 from autopar.foreign.tensors import muon_rates, newton_schulz
 from autopar.layout import Layout
 from autopar.plan.plan import TensorPlan
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """Parts of a matrix that are orthogonalized one by one: their sizes along a dim, and those of their shards here."""
-
-    dim: int
-    whole: tuple[int, ...]
-    here: tuple[int, ...]
 
 
 class MuonSteps:
@@ -69,13 +59,12 @@ class MuonSteps:
         gradients = self.shards.gradients({p: tensor for p, tensor in taken.items() if p in self.shards})
         gradients |= {p: t.grad for p, t in taken.items() if p not in self.shards and t.grad is not None}
         directions = {p: _direction(g, optimizer.state[p], groups[p]) for p, g in gradients.items()}
-        updates = self._updates(directions, groups)
-        for parameter, update in updates.items():
-            parts, weight = self._parts(parameter, taken[parameter]), taken[parameter]
-            pieces = weight.split(parts.here, parts.dim), update.split(parts.here, parts.dim)
-            for size, part, its in zip(parts.whole, *pieces, strict=True):
+        for parameter, update in self._updates(directions, groups).items():
+            weight = taken[parameter]
+            dim, whole, here = self._parts(parameter, weight)
+            for size, part, its in zip(whole, weight.split(here, dim), update.split(here, dim), strict=True):
                 shape = list(self.shards.shape(parameter) if parameter in self.shards else weight.shape)
-                shape[parts.dim] = size
+                shape[dim] = size
                 kept, rate = muon_rates(groups[parameter], shape)
                 part.mul_(kept).add_(its, alpha=-rate)
         for parameter, tensor in taken.items():
@@ -88,12 +77,12 @@ class MuonSteps:
     ) -> dict[torch.Tensor, torch.Tensor]:
         """Return what this rank adds to what it steps: directions orthogonalized as whole matrices, or their parts."""
         sharded = {p: direction for p, direction in directions.items() if p in self.shards}
-        whole = {p: direction for p, direction in directions.items() if p not in self.shards}
-        found: dict[torch.Tensor, torch.Tensor] = {}
-        for parameter, direction in (whole | self.shards.collect(sharded)).items():
-            parts = self._parts(parameter, direction)
-            pieces = [newton_schulz(part, groups[parameter]) for part in direction.split(parts.whole, parts.dim)]
-            found[parameter] = torch.cat(pieces, parts.dim)
+        found = {p: direction for p, direction in directions.items() if p not in self.shards}
+        found |= self.shards.collect(sharded)
+        for parameter, direction in found.items():
+            dim, whole, _ = self._parts(parameter, direction)
+            pieces = [newton_schulz(part, groups[parameter]) for part in direction.split(whole, dim)]
+            found[parameter] = torch.cat(pieces, dim)
         for parameter, direction in sharded.items():
             # The dtype in which torch iterates, which ranks that only receive a shard of the result do not see.
             dtype = newton_schulz(direction.new_zeros(1, 1), {**groups[parameter], "ns_steps": 0}).dtype
@@ -101,15 +90,16 @@ class MuonSteps:
         self.shards.deal(found, sharded)
         return {p: sharded[p] if p in sharded else found[p] for p in directions}
 
-    def _parts(self, parameter: torch.Tensor, here: torch.Tensor) -> _Parts:
+    def _parts(self, parameter: torch.Tensor, here: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """Return the dim along which a matrix is orthogonalized part by part, the parts' sizes, and their shards'."""
         layout, axis = self._fused.get(parameter), self.shards.axes.get(parameter)
         if layout is None:
-            return _Parts(0, (self.shards.shape(parameter)[0],), (here.shape[0],))
+            return 0, (self.shards.shape(parameter)[0],), (here.shape[0],)
         whole = tuple(block.size for block in layout.blocks)
         if axis is None:
-            return _Parts(layout.dim, whole, whole)
+            return layout.dim, whole, whole
         ranges = [(block.width, *block.ranges[axis.rank]) for block in layout.blocks]
-        return _Parts(layout.dim, whole, tuple((stop - start) * width for width, start, stop in ranges))
+        return layout.dim, whole, tuple((stop - start) * width for width, start, stop in ranges)
 
 
 def fused(plan: TensorPlan) -> Layout | None:

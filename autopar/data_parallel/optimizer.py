@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from autopar.config import ParallelConfig
-from autopar.data_parallel.gradients import gradient_norm
+from autopar.data_parallel.grad_sync import flattened
+from autopar.data_parallel.gradients import clip_factor, gradient_norm
 from autopar.data_parallel.muon import MuonSteps
+from autopar.data_parallel.optimizer_probe import stepping
 from autopar.data_parallel.optimizer_proxy import OptimizerProxy
-from autopar.data_parallel.optimizer_state import host_of, move_state, stepping_of
+from autopar.data_parallel.optimizer_state import host_of, move_state
 from autopar.data_parallel.precision import (
     DTYPES,
     LossScale,
@@ -34,8 +37,7 @@ from autopar.data_parallel.precision import (
     to_fp32,
     to_half,
 )
-from autopar.data_parallel.whole_parameters import WholeParameters, sharded_over
-from autopar.data_parallel.zero1 import OwnedParameters
+from autopar.data_parallel.whole_parameters import WholeParameters, assign
 from autopar.distributed.axis import Axis
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
@@ -50,7 +52,7 @@ SHOWN = ("loss_scale", "skipped_steps", "step_was_skipped", "gradient_norm")  # 
 _LARGEST = 2.0**15  # of the powers of two that fp16 can hold
 
 
-class ParallelStep(OwnedParameters):
+class ParallelStep:
     """``optimizer._autopar``: the owner of each parameter, its fp32 weight, and the hooks around ``optimizer.step()``.
 
     On the optimizer itself it sets ``scale_loss(loss)``, ``loss_scale`` (1.0 without fp16), ``skipped_steps``,
@@ -63,6 +65,7 @@ class ParallelStep(OwnedParameters):
         counted: Names that count in the norm here, see :func:`~autopar.data_parallel.gradients.counted_here`.
 
     Attributes:
+        names: Parameter -> name in the model.
         fp32_gradients: Context in which gradients of half-precision parameters accumulate in fp32, over micro-batches
             and replicas.
     """
@@ -80,14 +83,18 @@ class ParallelStep(OwnedParameters):
     ) -> None:
         self.plan, self.mpu, self.counted, self._failures, self._config = plan, mpu, counted, failures, config
         self.whole, self.muon = WholeParameters(), MuonSteps()
-        sharded = config.zero_stage == 1 and mpu.dp_cp.size > 1
-        super().__init__(optimizer, model, self._replicas, sharded=sharded)
+        self.optimizer, self.model = optimizer, model
+        self.sharded = config.zero_stage == 1 and mpu.dp_cp.size > 1  # ZeRO-1: a parameter has one owner
+        self.names: dict[torch.Tensor, str] = {}
+        self._owners: dict[torch.Tensor, int] = {}
+        self._loads: dict[tuple[Axis, bool], list[int]] = {}
+        self.update()
         self.max_norm = config.gradient_clipping
         self.scale = LossScale(config) if config.precision == "fp16" else None
         self.host = host_of(config, mpu)  # where the optimizer's state lies, and steps
         self.masters = MasterWeights(self.host) if config.precision != "fp32" and not config.fully_sharded else None
         self.fp32_gradients: Callable[[], AbstractContextManager[None]]
-        self.fp32_gradients = nullcontext if self.masters is None else self._accumulate_in_fp32
+        self.fp32_gradients = nullcontext if self.masters is None else lambda: fp32_gradients(model.parameters())
         self.step_was_skipped = False
         self.gradient_norm: torch.Tensor | None = None
         self._used_scale = 0.0  # by scale_loss since the last step
@@ -99,7 +106,8 @@ class ParallelStep(OwnedParameters):
         for parameter in [p for p in optimizer.state if p in self.names and not self.keeps_state(p)]:
             del optimizer.state[parameter]
         if self.masters is not None:
-            self._halve(inner, DTYPES[config.precision], self.masters)
+            dtype = DTYPES[config.precision]
+            to_half(model, inner, dtype, self.masters, lambda p: p in self.names and p.requires_grad and self.owns(p))
         for parameter in self.names:
             fp32 = self.masters is not None and parameter.dtype in DTYPES.values()
             move_state(optimizer, parameter, self.host, torch.float32 if fp32 else None)
@@ -119,29 +127,79 @@ class ParallelStep(OwnedParameters):
 
     def update(self) -> None:
         """Assign owners to parameters that have none, among the replicas and, of whole ones, among the tp ranks too."""
-        known = set(self.names)
-        super().update()
+        new = [p for group in self.optimizer.param_groups for p in group["params"] if p not in self._owners]
+        if not new:
+            return
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        for parameter in new:
+            if parameter not in names:
+                raise ConfigError(
+                    f"a parameter of shape {list(parameter.shape)} in {type(self.optimizer).__name__} is not one of "
+                    f"{type(self.model).__name__}: was it made or replaced after autopar.initialize?"
+                )
+        self.names.update((parameter, names[parameter]) for parameter in new)
+        plans = {parameter: self._plan_of(self.names[parameter]) for parameter in new}
+        for trained in (True, False):  # those that are frozen, which have no state, by themselves: they may thaw
+            for axis, theirs in self._by_axis(p for p in new if p.requires_grad is trained).items():
+                loads = self._loads.setdefault((axis, trained), [0] * axis.size)
+                sizes = [p.numel() if (plan := plans[p]) is None else math.prod(plan.shape) for p in theirs]
+                for parameter, size, owner in zip(theirs, sizes, assign(sizes, axis.size, loads), strict=True):
+                    self._owners[parameter] = owner
+                    loads[owner] += size
         for group in self.optimizer.param_groups:
-            new = {p: self._plan_of(self.names[p]) for p in group["params"] if p not in known}
-            units = {p: plan for p, plan in new.items() if plan is not None and plan.layout is not None}
-            if self._config.optimizer_split_fused:
-                self.muon.split(units)
-            for axis, replicas, theirs in sharded_over(units, self.plan, self.mpu):
-                how = stepping_of(self.optimizer, group, self._config) if theirs else "parts"
-                if how == "parts":
-                    continue
-                whole = self.muon.shards if how == "sharded" else self.whole
-                for replica in range(replicas.size) if self.sharded else (0,):
-                    mine = {p: plan for p, plan in theirs.items() if self.owner(p) in (None, replica)}
-                    whole.add(mine, axis, replica, duplicated=how == "duplicated")
+            units = {p: plan for p in group["params"] if (plan := plans.get(p)) is not None and plan.layout is not None}
+            self._step_whole(group, units)
 
-    def _replicas(self, name: str) -> Axis:
+    def _step_whole(self, group: dict[str, Any], units: Mapping[torch.Tensor, TensorPlan]) -> None:
+        """Take new sharded parameters of a group that are not stepped as shards."""
+        if self._config.optimizer_split_fused:
+            self.muon.split(units)
+        experts = {p for p, plan in units.items() if plan.name in self.plan.experts}
+        for axis, replicas, chosen in (
+            (self.mpu.tp, self.mpu.dp_cp, units.keys() - experts),
+            (self.mpu.shards, self.mpu.copies, experts),
+        ):
+            theirs = {p: plan for p, plan in units.items() if p in chosen and axis.size > 1}
+            how = stepping(self.optimizer, group, self._config) if theirs else "parts"
+            if how == "parts":
+                continue
+            whole = self.muon.shards if how == "sharded" else self.whole
+            for replica in range(replicas.size) if self.sharded else (0,):
+                mine = {p: plan for p, plan in theirs.items() if self.owner(p) in (None, replica)}
+                whole.add(mine, axis, replica, duplicated=how == "duplicated")
+
+    def axis_of(self, parameter: torch.Tensor) -> Axis:
+        """Return the ranks that hold the same of a parameter."""
+        name = self.names[parameter]
         return self.mpu.copies if self.plan.names.get(name, name) in self.plan.experts else self.mpu.dp_cp
 
-    def size_of(self, parameter: torch.Tensor, name: str) -> int:
-        """Return the elements of a parameter on all ranks, so that its shards have one owner."""
-        plan = self._plan_of(name)
-        return parameter.numel() if plan is None else math.prod(plan.shape)
+    def _by_axis(self, parameters: Iterable[torch.Tensor]) -> dict[Axis, list[torch.Tensor]]:
+        found: dict[Axis, list[torch.Tensor]] = {}
+        for parameter in parameters:
+            found.setdefault(self.axis_of(parameter), []).append(parameter)
+        return found
+
+    def owner(self, parameter: torch.Tensor) -> int | None:
+        """Return the rank of its axis that owns ``parameter``; None if every replica does (no ZeRO-1)."""
+        if parameter not in self._owners:  # of a group that was added since the last step
+            self.update()
+        return self._owners[parameter] if self.sharded and self.axis_of(parameter).size > 1 else None
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Return whether this rank owns ``parameter``: keeps its state and its fp32 weight."""
+        return self.owner(parameter) in (None, self.axis_of(parameter).rank)
+
+    @torch.no_grad()
+    def broadcast(self) -> None:
+        """Broadcast each parameter that is trained from its owner, in place. A collective of each axis.
+
+        All parameters of one dtype that one rank owns travel flat, in pieces of at most 32 MiB (or one parameter).
+        """
+        for axis, theirs in self._by_axis(p for p in self._owners if p.requires_grad and self.sharded).items():
+            for owner, dtype, device in dict.fromkeys((self._owners[p], p.dtype, p.device) for p in theirs):
+                alike = [p.data for p in theirs if (self._owners[p], p.dtype, p.device) == (owner, dtype, device)]
+                for flat in flattened(alike) if axis.size > 1 else ():
+                    dist.broadcast(flat, src=axis.ranks[owner], group=axis.group)
 
     def _plan_of(self, name: str) -> TensorPlan | None:
         return self.plan.tensors.get(self.plan.names.get(name, name))
@@ -188,9 +246,6 @@ class ParallelStep(OwnedParameters):
             to_fp32(self.model, {id(p): self.master(p) for p in self.names if p.requires_grad and self.owns(p)})
             self.broadcast()
 
-    def _accumulate_in_fp32(self) -> AbstractContextManager[None]:
-        return fp32_gradients(self.model.parameters())
-
     def remove(self) -> None:
         """Remove the hooks from the optimizer; its state stays what this rank has."""
         forget(self)
@@ -230,10 +285,17 @@ class ParallelStep(OwnedParameters):
         else:
             stepped = self._stepped(multiplier)
             self._gathered = {p: tensor for p, tensor in stepped.items() if p in self.whole}
-            whole = self._gather()
+            whole: dict[torch.Tensor, torch.Tensor] = {}
+            if self._gathered:
+                with self._together(self.mpu.shards.ranks):
+                    whole = self.whole.gather(self._gathered)
             stepped = {p: whole.get(p, t) for p, t in stepped.items() if p in whole or p not in self.whole}
             looked, self._looked = self._looked, True
-            watched = {} if looked else {p: name for p, name in self.names.items() if self._stands_apart(p)}
+            watched = {
+                p: name
+                for p, name in self.names.items()
+                if not looked and (self.host is not None or p.itemsize == 2 or p in self.whole)
+            }
             self._running = OptimizerProxy(optimizer, self.muon.take(stepped, whole), watched, apart=whole)
         return (self._running.optimizer, *args[1:]), kwargs
 
@@ -251,15 +313,14 @@ class ParallelStep(OwnedParameters):
             with self._together(self.mpu.dp_cp.ranks):
                 self.broadcast()
         if self.scale is not None:
-            self._update_scale(self.scale)
+            if self.step_was_skipped and self.scale.scale == self.scale.min_scale and self.mpu.rank == 0:
+                _log.warning(
+                    "gradients overflow in fp16 although the loss scale is at precision.min_scale=%g: the step is "
+                    "skipped. If that goes on, the loss diverges, or fp16 is too narrow for this model (bf16 is not).",
+                    self.scale.min_scale,
+                )
+            self.scale.update(self.step_was_skipped)
         self.publish()
-
-    def _gather(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Return what this rank steps whole."""
-        if not self._gathered:
-            return {}
-        with self._together(self.mpu.shards.ranks):
-            return self.whole.gather(self._gathered)
 
     def _scatter(self) -> None:
         """Give each rank its shards of what was stepped whole, fp32 weights first."""
@@ -268,7 +329,6 @@ class ParallelStep(OwnedParameters):
             return
         with self._together(self.mpu.shards.ranks):
             self.whole.scatter(shards)
-            self.whole.share_options(self.optimizer.param_groups, self.owns)
         for parameter, shard in shards.items():
             if shard is not parameter:
                 parameter.data.copy_(shard)
@@ -279,15 +339,6 @@ class ParallelStep(OwnedParameters):
         """Limit collectives of ``ranks`` inside to ``pipeline.timeout``, and name the rank that failed."""
         with self._failures.deadline(), self._failures.blame("optimizer.step()", ranks):
             yield
-
-    def _stands_apart(self, parameter: torch.Tensor) -> bool:
-        return self.host is not None or parameter.itemsize == 2 or parameter in self.whole
-
-    def _halve(self, inner: nn.Module, dtype: torch.dtype, masters: MasterWeights) -> None:
-        def stepped(parameter: nn.Parameter) -> bool:
-            return parameter in self.names and parameter.requires_grad and self.owns(parameter)
-
-        to_half(self.model, inner, dtype, masters, stepped)
 
     def _agree(self) -> bool:
         """Return whether some rank's fp16 gradients overflowed, the same answer everywhere; one collective.
@@ -322,7 +373,7 @@ class ParallelStep(OwnedParameters):
             return 1 / scale
         named: dict[str, Any] = {name: parameter for parameter, name in self.names.items()}
         self.gradient_norm = gradient_norm(named, self.plan, self.mpu, self.counted) / scale
-        return torch.clamp(self.max_norm / (self.gradient_norm + 1e-6), max=1.0) / scale
+        return clip_factor(self.max_norm, self.gradient_norm) / scale
 
     def _stepped(self, multiplier: torch.Tensor | float) -> dict[torch.Tensor, torch.Tensor]:
         """Map each parameter of this rank to what is stepped, with its gradient: itself, or its fp32 weight."""
@@ -343,15 +394,6 @@ class ParallelStep(OwnedParameters):
             if owned:
                 stepped[parameter] = parameter if weight is None else weight
         return stepped
-
-    def _update_scale(self, scale: LossScale) -> None:
-        if self.step_was_skipped and scale.scale == scale.min_scale and self.mpu.rank == 0:
-            _log.warning(
-                "gradients overflow in fp16 although the loss scale is at precision.min_scale=%g: the step is skipped. "
-                "If that goes on, the loss diverges, or fp16 is too narrow for this model (bf16 is not).",
-                scale.min_scale,
-            )
-        scale.update(self.step_was_skipped)
 
     @property
     def loss_scale(self) -> float:

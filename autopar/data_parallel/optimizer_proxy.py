@@ -23,7 +23,7 @@ class OptimizerProxy:
 
     Args:
         stepped: parameter -> the tensor that is stepped instead; parameters that are not in it are left out, and groups
-            of which nothing is left too. None: the step is to be skipped, and nothing that it does stays.
+            stay, which may count steps. None: the step is to be skipped, and nothing that it does stays.
         watched: parameter -> its name. An optimizer inside of ``plain``, or a list of its own, does not see the groups
             here and steps parameters themselves, and what stands for them would be written over them.
         apart: parameters into which the caller writes what was stepped for them.
@@ -38,7 +38,7 @@ class OptimizerProxy:
     ) -> None:
         self.plain, self.stepped, self.skips, self._apart = plain, stepped or {}, stepped is None, apart
         groups = [(g, [self.stepped[p] for p in g["params"] if p in self.stepped]) for g in plain.param_groups]
-        self.groups = [(g, {**g, "params": tensors}) for g, tensors in groups if tensors]
+        self.groups = [(g, {**g, "params": tensors}) for g, tensors in groups if not self.skips]
         self.optimizer = object.__new__(type(plain))
         vars(self.optimizer).update(vars(plain))
         for name in _HOOKS:  # they are running; a step that calls its base class's step would run them again
@@ -71,7 +71,22 @@ class OptimizerProxy:
         """
         if self.skips:
             return
-        self._refuse_moved()
+        for parameter, gradient in self._gradients.items():
+            if parameter.grad is not None:
+                _set_gradient(parameter, gradient)
+        pairs = zip(self._watched.values(), self._sums, sums_of_bits(self._watched), strict=True)
+        moved = [name for name, was, now in pairs if was != now]
+        if moved:
+            kind = type(self.plain).__name__
+            raise ConfigError(
+                f"{kind}.step() changed weights of the model itself, past those that its groups hold instead.\n  They "
+                f"are {len(moved)} of {len(self._watched)}, {moved[0]} first. While it steps, the groups hold fp32 "
+                "weights (with\n  precision) or whole matrices (of which tensor-parallel ranks have shards), then "
+                "written into the model:\n  what an optimizer inside of it, a list of its own or a hook of the step "
+                "wrote there would be lost.\n  Wrap the optimizer after initialize: model, inner = "
+                f"autopar.initialize(model, config, optimizer=inner);\n  {kind}(inner). Register hooks of the step "
+                "after it, too. Or leave precision out."
+            )
         for group, ours in self.groups:
             group.update({key: value for key, value in ours.items() if key != "params"})
         own = ("param_groups", "state", *_HOOKS)
@@ -88,26 +103,6 @@ class OptimizerProxy:
             if tensor is not parameter and parameter not in self._apart:
                 parameter.data.copy_(tensor)
                 tensor.grad = None
-
-    def _refuse_moved(self) -> None:
-        for parameter, gradient in self._gradients.items():
-            if parameter.grad is not None:
-                _set_gradient(parameter, gradient)
-        pairs = zip(self._watched.values(), self._sums, sums_of_bits(self._watched), strict=True)
-        moved = [name for name, was, now in pairs if was != now]
-        if moved:
-            raise ConfigError(_moved_text(type(self.plain).__name__, moved, len(self._watched)))
-
-
-def _moved_text(kind: str, moved: list[str], count: int) -> str:
-    return (
-        f"{kind}.step() changed weights of the model itself, past those that its groups hold instead.\n"
-        f"  They are {len(moved)} of {count}, {moved[0]} first. While it steps, the groups hold fp32 weights (with\n"
-        "  precision) or whole matrices (of which tensor-parallel ranks have shards), then written into the model:\n"
-        "  what an optimizer inside of it, a list of its own or a hook of the step wrote there would be lost.\n"
-        "  Wrap the optimizer after initialize: model, inner = autopar.initialize(model, config, optimizer=inner);\n"
-        f"  {kind}(inner). Register hooks of the step after it, too. Or leave precision out."
-    )
 
 
 def _set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autopar.config import ParallelConfig
 from autopar.data_parallel.muon import fused
-from autopar.data_parallel.optimizer_probe import stepping
+from autopar.data_parallel.optimizer_probe import probe, refuse_unlike, stepping
 from autopar.distributed.mesh import MPU
-from autopar.distributed.process import cores_of_a_rank
 from autopar.errors import ConfigError
+from autopar.guards.step import untried
 from autopar.plan.plan import Plan
-
-_log = logging.getLogger(__name__)
 
 
 def check_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, config: ParallelConfig) -> list[list[str]]:
@@ -49,7 +47,10 @@ def check_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, config:
                 f"are not parameters of {type(model).__name__}; the first has shape {list(foreign[0].shape)}.\n"
                 "  Make the optimizer from model.parameters() of the model that is passed to initialize."
             )
-        how = stepping_of(optimizer, group, config) if group["params"] else ""
+        how = stepping(optimizer, group, config) if group["params"] else ""
+        if how == "sharded":
+            instead = "Write optimizer: {whole: owned}, which steps whole matrices."
+            _refuse_unlike_muon(optimizer, "optimizer.whole=sharded", instead)
         if config.zero_optimizer_offload and how not in ("parts", ""):
             raise ConfigError(
                 f"zero.optimizer_offload does not go with {type(optimizer).__name__}, which looks at whole matrices: "
@@ -57,28 +58,6 @@ def check_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, config:
             )
         groups.append([how, *(names[id(parameter)] for parameter in group["params"])])
     return groups
-
-
-def stepping_of(optimizer: Any, group: dict[str, Any], config: ParallelConfig) -> str:
-    """Return how a group of an optimizer that ``initialize`` is given is stepped.
-
-    ``parts``, ``owned`` or ``duplicated`` (:func:`~autopar.data_parallel.optimizer_probe.stepping`), or ``sharded``: as
-    parts, but for Muon's directions.
-
-    Raises:
-        ConfigError: no way is right.
-    """
-    tp, stages = config.tensor_parallel_size, config.pipeline_parallel_size
-    zero, whole, experts = config.zero_stage, config.optimizer_whole, config.expert_parallel_size
-    asked = "owned" if whole == "sharded" else whole
-    across = config.optimizer_across_parameters
-    how = stepping(optimizer, group, tp=tp, stages=stages, zero=zero, whole=asked, experts=experts, across=across)
-    if whole != "sharded" or how == "parts":
-        return how
-    _refuse_unlike_muon(
-        optimizer, "optimizer.whole=sharded", f"Write optimizer: {{whole: {how}}}, which steps whole matrices."
-    )
-    return "sharded"
 
 
 def _refuse_unlike_muon(optimizer: Any, asked: str, instead: str) -> None:
@@ -94,7 +73,7 @@ def stepped_whole(optimizer: Any, config: ParallelConfig) -> set[int]:
     """Return ``id`` of the parameters of groups whose sharded ones are stepped whole, and have state of whole ones."""
     sharded = max(config.tensor_parallel_size, config.expert_parallel_size) > 1
     groups = [group for group in optimizer.param_groups if group["params"]] if sharded else []
-    whole = [group for group in groups if stepping_of(optimizer, group, config) not in ("parts", "sharded")]
+    whole = [group for group in groups if stepping(optimizer, group, config) not in ("parts", "sharded")]
     return {id(parameter) for group in whole for parameter in group["params"]}
 
 
@@ -165,6 +144,34 @@ def check_state(optimizer: Any, model: nn.Module, plan: Plan, config: ParallelCo
                 )
 
 
+def look_at_new(plan: Plan, config: ParallelConfig, optimizer: Any, held: list[tuple[str, nn.Parameter]]) -> None:
+    """Check an optimizer before its first step.
+
+    Args:
+        held: Names and parameters of the model that it steps.
+
+    Raises:
+        ConfigError: ``initialize`` was not given it, and it has state of full weights, or is not element-wise.
+    """
+    sharded = any(hasattr(parameter, "autopar_shard") for _, parameter in held)
+    if sharded and any(probe(optimizer, group) is None for group in optimizer.param_groups):
+        untried.add(optimizer)
+    if hasattr(optimizer, "_autopar"):
+        return
+    local = [(name, p) for name, p in held if not isinstance(p, DTensor)]
+    for name, parameter in local:
+        state, due = optimizer.state.get(parameter), plan.tensors.get(plan.canonical(name))
+        whole = parameter.shape if due is None else due.shape
+        for key, value in state.items() if isinstance(state, dict) and tuple(parameter.shape) != tuple(whole) else ():
+            if isinstance(value, torch.Tensor) and tuple(value.shape) == tuple(whole):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} has state of whole weights, and this rank has shards: {key} of {name} "
+                    f"is {list(whole)}, the shard {list(parameter.shape)}.\n  It stepped before initialize: "
+                    "model, optimizer = autopar.initialize(model, config, optimizer=optimizer) shards its state, too."
+                )
+    refuse_unlike(optimizer, [parameter for _, parameter in local], config)
+
+
 def shard_state(optimizer: Any, names: Mapping[int, str], plan: Plan, rank: int, whole: set[int]) -> None:
     """Shard the state of each parameter as the parameter was sharded.
 
@@ -228,17 +235,4 @@ def host_of(config: ParallelConfig, mpu: MPU) -> torch.device | None:
     """Return the CPU where ``zero.optimizer_offload`` lets it step for another device; else None."""
     if not config.zero_optimizer_offload or mpu.device.type == "cpu":
         return None
-    text = few_threads(torch.get_num_threads(), cores_of_a_rank(mpu.world_size))
-    if text and mpu.rank == 0:
-        _log.warning(text)
     return torch.device("cpu")
-
-
-def few_threads(threads: int, cores: int) -> str:
-    """Say that an optimizer on the CPU steps on one thread, while each rank has several cores; else nothing."""
-    if threads > 1 or cores == 1:
-        return ""
-    return (
-        f"zero.optimizer_offload: the optimizer steps on 1 thread, and each rank has {cores} cores: torchrun sets "
-        f"OMP_NUM_THREADS=1.\n  OMP_NUM_THREADS={cores} torchrun ..., and an optimizer with fused=True, are faster."
-    )

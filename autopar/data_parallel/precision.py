@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,8 +18,6 @@ from autopar.distributed.failures import waiting
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.foreign.transformers import fp32_modules
-
-_log = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -249,15 +246,3 @@ class GradScaler(torch.amp.GradScaler):
         with waiting(self._mpu, "autopar.GradScaler", self._mpu.model.ranks):
             agree_on_found(found, self._mpu.model, self._mpu.device)
         return found
-
-
-def warn_of_fp16(optimizer: torch.optim.Optimizer, held: Iterable[torch.Tensor]) -> None:
-    """Warn where an optimizer steps fp16 weights themselves: small updates are lost, and Adam's eps is 0."""
-    if any(parameter.dtype == torch.float16 for parameter in held):
-        name = type(optimizer).__name__
-        _log.warning(
-            "%s steps weights in float16, where updates below 1/2048 of a weight are lost and an eps of 1e-8 is 0: "
-            "expect NaN.\n  Load the model in float32 and write precision: {dtype: fp16} in the configuration, with "
-            "optimizer= of autopar.initialize: the optimizer then steps fp32 weights.",
-            name,
-        )

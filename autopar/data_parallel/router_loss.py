@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.call_site import warn_user
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
@@ -174,22 +173,3 @@ def adds_router_loss(model: Any, given: Mapping[str, Any]) -> bool:
 def _configs(model: Any) -> list[Any]:
     config = getattr(model, "config", None)
     return [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
-
-
-def warn_of_own_balance(model: nn.Module, ranks: int) -> None:
-    """Warn at the first training forward with the routers' auxiliary loss: each rank balances its own tokens."""
-    told: list[bool] = []
-
-    def warn(module: nn.Module, _: Any, given: dict[str, Any]) -> None:
-        trains = module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if trains and not told and adds_router_loss(module, given):
-            told.append(True)
-            warn_user(
-                f"{type(module).__name__} adds its routers' auxiliary loss (output_router_logits=True), which is no "
-                f"mean over samples: each of {ranks} ranks\n  balances the tokens of its own, so gradients of routers "
-                "are others than on one process with all of them. A larger batch on each rank comes\n  closer; tensor "
-                "parallelism changes nothing. output_router_logits=False leaves the loss out."
-            )
-
-    if any(hasattr(config, "output_router_logits") for config in _configs(model)):
-        model.register_forward_pre_hook(warn, with_kwargs=True)

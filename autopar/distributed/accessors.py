@@ -41,41 +41,20 @@ _VALUES: dict[str, tuple[Callable[[Axis], Any], str]] = {  # in a name -> what o
     "global_ranks_per_group": (lambda axis: list(axis.ranks), "the global ranks of"),
 }
 
+_DATA = {  # get_data_parallel_VALUE(with_context_parallel=False), over ``dp`` or ``dp_cp`` -> what it returns
+    "group": ("group", "the process group for ``DistributedDataParallel(model, process_group=...)``"),
+    "rank": ("rank", "the index of this rank's replica: ``DistributedSampler(rank=...)``"),
+    "world_size": ("world_size", "the number of replicas: ``DistributedSampler(num_replicas=...)``"),
+    "src_rank": ("src_rank", "the global rank of the first rank of the data-parallel group"),
+    "group_ranks": ("global_ranks", "the global ranks of the data-parallel group"),
+}
+
 
 class MeshAccessors:
     """The accessors of :class:`~autopar.distributed.mesh.MPU`."""
 
-    dp: Axis
     pp: Axis
-    dp_cp: Axis
     _embedding: Axis | None
-
-    def _data(self, with_context_parallel: bool) -> Axis:
-        return self.dp_cp if with_context_parallel else self.dp
-
-    def get_data_parallel_group(self, with_context_parallel: bool = False) -> dist.ProcessGroup | None:
-        """Return the process group for ``DistributedDataParallel(model, process_group=...)``.
-
-        With a context-parallel size above 1 that is the one ``with_context_parallel``: gradients are averaged over all
-        ranks that hold the same weights, also over those that read the same data.
-        """
-        return self._data(with_context_parallel).group
-
-    def get_data_parallel_rank(self, with_context_parallel: bool = False) -> int:
-        """Return the index of this rank's replica: ``DistributedSampler(rank=...)``."""
-        return self._data(with_context_parallel).rank
-
-    def get_data_parallel_world_size(self, with_context_parallel: bool = False) -> int:
-        """Return the number of replicas: ``DistributedSampler(num_replicas=...)``."""
-        return self._data(with_context_parallel).size
-
-    def get_data_parallel_src_rank(self, with_context_parallel: bool = False) -> int:
-        """Return the global rank of the first rank of the data-parallel group."""
-        return self._data(with_context_parallel).ranks[0]
-
-    def get_data_parallel_group_ranks(self, with_context_parallel: bool = False) -> list[int]:
-        """Return the global ranks of the data-parallel group."""
-        return list(self._data(with_context_parallel).ranks)
 
     def is_pipeline_first_stage(self) -> bool:
         """Return whether this rank holds the embeddings."""
@@ -116,3 +95,19 @@ def _getter(axis: str, value: Callable[[Axis], Any], words: str) -> Callable[[An
 for _name, (_axis, _ranks) in _AXES.items():
     for _ending, (_value, _words) in _VALUES.items():
         setattr(MeshAccessors, f"get_{_name}_{_ending}", _getter(_axis, _value, f"{_words} {_ranks}"))
+
+
+def _data_getter(value: Callable[[Axis], Any], words: str) -> Callable[..., Any]:
+    def get(self: Any, with_context_parallel: bool = False) -> Any:
+        return value(self.dp_cp if with_context_parallel else self.dp)
+
+    get.__doc__ = (
+        f"Return {words}.\n\n"
+        "With a context-parallel size above 1 gradients are averaged over the ranks ``with_context_parallel``: all of\n"
+        "those that hold the same weights, also those that read the same data."
+    )
+    return get
+
+
+for _name, (_value_name, _words) in _DATA.items():
+    setattr(MeshAccessors, f"get_data_parallel_{_name}", _data_getter(_VALUES[_value_name][0], _words))

@@ -141,8 +141,9 @@ def _arrive(
         if verdict == "go":
             if said is not None:
                 said.update({other: store.get(f"{number}/{other}").decode() for other in range(size)})
-            if rank == 0:
-                _forget(store, number - 1, size)  # all came here from there: nobody reads it any more
+            for key in ("count", "decision", *map(str, range(size))) if rank == 0 else ():
+                with contextlib.suppress(RuntimeError, NotImplementedError):
+                    store.delete_key(f"{number - 1}/{key}")  # all came here from there: nobody reads it any more
             return None
         arrived: list[int] = json.loads(verdict)
         if rank in arrived:
@@ -152,14 +153,6 @@ def _arrive(
 
 def _present(store: Any, number: int, size: int) -> list[int]:
     return [other for other in range(size) if store.check([f"{number}/{other}"])]
-
-
-def _forget(store: Any, number: int, size: int) -> None:
-    for key in ("count", "decision", *map(str, range(size))):
-        try:
-            store.delete_key(f"{number}/{key}")
-        except (RuntimeError, NotImplementedError):
-            return
 
 
 def names_of(ranks: list[int]) -> str:
@@ -201,7 +194,10 @@ def same_on_every_rank(step: Callable[[], T], facts: Callable[[T], Any]) -> T:
         text = f"{type(caught).__name__}: {caught}"
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         start_process_group()
-        if not _all_fine(kind, text):
+        digest = hashlib.blake2b(text.encode(), digest_size=12).digest()  # three numbers, however many ranks there are
+        numbers = [kind != "fine", int.from_bytes(digest[:6], "little"), int.from_bytes(digest[6:], "little")]
+        largest, smallest = extremes(numbers, default_group())
+        if largest != smallest or largest[0]:
             verdicts = [(kind, text)] * dist.get_world_size()
             dist.all_gather_object(verdicts, (kind, text))
             told = verdicts[0] == (kind, text) if error is not None else verdicts[0][0] == "fine"
@@ -211,14 +207,6 @@ def same_on_every_rank(step: Callable[[], T], facts: Callable[[T], Any]) -> T:
     if error is not None:
         raise error
     return result  # type: ignore[return-value]
-
-
-def _all_fine(kind: str, text: str) -> bool:
-    """Return whether no rank has failed and all have the same facts: three numbers, however many ranks there are."""
-    digest = hashlib.blake2b(text.encode(), digest_size=12).digest()
-    numbers = [kind != "fine", int.from_bytes(digest[:6], "little"), int.from_bytes(digest[6:], "little")]
-    largest, smallest = extremes(numbers, default_group())
-    return largest == smallest and not largest[0]
 
 
 def _error_of_others(verdicts: list[tuple[str, str]], facts: Any) -> AutoparError:
@@ -361,14 +349,14 @@ def _verdict(reports: list[Any], note: Callable[[], str], check: Callable[[list[
 
 
 class _Star:
-    """One round of messages around rank 0, over gloo."""
+    """One round of messages around rank 0, over gloo. A rank that has died sends None."""
 
     def __init__(self, peers: Ranks) -> None:
         self._peers = peers
         self._alive: list[int] = []
 
     def reports(self, own: Any) -> list[Any]:
-        """Return on rank 0 what all ranks report; None of one that has died."""
+        """Return on rank 0 what all ranks report."""
         found = [own, *(_receive(self._peers, rank) for rank in range(1, self._peers.world_size))]
         self._alive = [rank for rank, report in enumerate(found) if rank and report is not None]
         return found
@@ -379,7 +367,7 @@ class _Star:
             _send(self._peers, rank, answer)
 
     def ask(self, report: Any) -> Any:
-        """Report to rank 0; return its answer, or None if it has died."""
+        """Report to rank 0; return its answer."""
         _send(self._peers, 0, report)
         return _receive(self._peers, 0)
 

@@ -14,16 +14,6 @@ from autopar.foreign.c10d import in_fake_world
 from autopar.layout import Block, Layout, even_shards
 
 
-class Transport(Protocol):
-    """A transport that carries collectives of an axis instead of its process group, where it can."""
-
-    def run(self, collective: str, *args: Any) -> bool:
-        """Run a collective of torch's name; False if the process group has to. The same on every rank."""
-
-    def close(self) -> None:
-        """Give up what it holds."""
-
-
 class Axis:
     """One axis of the mesh as this rank sees it: the process group, this rank's place in it, and its size.
 
@@ -46,8 +36,8 @@ class Axis:
     explain: Callable[[RuntimeError, str, Sequence[int]], Exception | None] | None
     """Names the rank that failed when a collective did, or None if there is none; set by ``initialize``."""
 
-    transport: Transport | None
-    """Carries collectives of tensors on the CPU; None: the process group carries all."""
+    transport: Any
+    """Carries collectives of tensors on the CPU (``host_transport``); None: the process group carries all."""
 
     reduce_dtype: torch.dtype | None
     """In which tensors of half precision are summed over the axis; None: in their own dtype."""

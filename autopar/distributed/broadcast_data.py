@@ -9,7 +9,7 @@ bytes.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -91,43 +91,26 @@ def _inspect(keys: Any, data: Any, dtype: Any) -> tuple[list[_Spec], list[str]]:
     if isinstance(keys, (str, int)) or not isinstance(keys, Iterable):
         return [], [f"keys must be a list of keys, not {keys!r}"]
     if not isinstance(data, Mapping):
-        return [], [f"data must be a mapping of keys to tensors, not {_article(data)}"]
+        return [], [f"data must be a mapping of keys to tensors, not {type(data).__name__}"]
     specs: list[_Spec] = []
     problems: list[str] = []
     for key in dict.fromkeys(keys):
-        wanted = dtype
+        wanted = dtype.get(key) if isinstance(dtype, Mapping) else dtype
+        value: Any = data[key] if key in data else None  # noqa: SIM401  # what reading it raises is the error
+        dense = isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta
         if not isinstance(key, (int, str)):
             problems.append(f"a key must be an int or a str, not {key!r}")
-            continue
-        if isinstance(dtype, Mapping):
-            wanted = dtype.get(key)
-            if wanted is None:
-                problems.append(f"dtype has no entry for key {key!r}, only for {_list(dtype)}")
-                continue
-        if not isinstance(wanted, torch.dtype):
+        elif not isinstance(wanted, torch.dtype):
             problems.append(f"the dtype of key {key!r} must be a torch.dtype, not {wanted!r}")
-            continue
-        if key not in data:
-            problems.append(f"key {key!r} is missing; the data has {_list(data)}.{nearest(str(key), map(str, data))}")
-            continue
-        value = data[key]
-        if not isinstance(value, torch.Tensor):
-            problems.append(f"data[{key!r}] must be a tensor, not {_article(value)}")
-        elif value.layout != torch.strided or value.is_meta or value.is_quantized:
-            problems.append(f"data[{key!r}] must be a dense tensor with storage, not {value.layout} on {value.device}")
-        elif value.dtype != wanted:
-            problems.append(f"data[{key!r}] is {value.dtype}, the call says {wanted}")
+        elif key not in data:
+            held = ", ".join(map(repr, data)) or "no key at all"
+            problems.append(f"key {key!r} is missing; the data has {held}.{nearest(str(key), map(str, data))}")
+        elif not dense or value.is_quantized or value.dtype != wanted:
+            found = f"{value.dtype}, {value.layout}" if isinstance(value, torch.Tensor) else type(value).__name__
+            problems.append(f"data[{key!r}] must be a dense tensor of {wanted} with storage, not {found}")
         else:
             specs.append(_Spec(key, value.dtype, tuple(value.shape)))
     return specs, problems
-
-
-def _article(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
-
-
-def _list(keys: Iterable[Hashable]) -> str:
-    return ", ".join(map(repr, keys)) or "no key at all"
 
 
 def sync_parameters(model: nn.Module, mpu: MPU) -> list[str]:

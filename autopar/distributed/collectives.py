@@ -41,7 +41,7 @@ from autopar.distributed.autograd_functions import (
     named_collective,
     refuse_transforms,
 )
-from autopar.distributed.axis import Axis
+from autopar.distributed.axis import Axis, device_of
 from autopar.distributed.digest import extremes
 from autopar.distributed.recompute_tape import note_on_meta, running
 from autopar.foreign.tensors import is_transformed
@@ -143,6 +143,20 @@ def extremes_over(axis: Axis, numbers: Sequence[int]) -> tuple[list[int], list[i
     return [max(column) for column in columns], [min(column) for column in columns]
 
 
+def exchange(sent: Sequence[Sequence[torch.Tensor]], due: Sequence[Sequence[torch.Tensor]], axis: Axis) -> None:
+    """Send tensors to each rank, and fill those that are due from each, of any dtypes: one all-to-all of bytes."""
+    assert axis.group is not None
+    device = device_of(axis)
+    flat = [t.detach().contiguous().view(-1).view(torch.uint8) for tensors in sent for t in tensors]
+    buffer = torch.cat(flat).to(device) if flat else torch.empty(0, dtype=torch.uint8, device=device)
+    sizes_in, sizes_out = ([sum(t.nbytes for t in tensors) for tensors in each] for each in (sent, due))
+    received = torch.empty(sum(sizes_out), dtype=torch.uint8, device=device)
+    gloo_collectives.all_to_all_single(received, buffer, sizes_out, sizes_in, group=axis.group)
+    tensors = [tensor for each in due for tensor in each]
+    for tensor, piece in zip(tensors, received.split([tensor.nbytes for tensor in tensors]), strict=True):
+        tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
+
+
 def sum_shards(shard: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
     """Add the shards of all ranks into a full tensor; where several ranks hold the same units, they add up."""
     full = shard.new_zeros(_resized(shard, dim, layout.size))
@@ -194,188 +208,105 @@ def broadcast(x: torch.Tensor, axis: Axis, source: int = 0) -> None:
         run(gloo_collectives.broadcast, axis, x, axis.ranks[source])
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def exchanged(
+    x: torch.Tensor, axis: Axis, output_splits: list[int] | None, input_splits: list[int] | None
+) -> torch.Tensor:
+    """Exchange rows of dim 0, no autograd: see :func:`all_to_all`."""
+    rows = x.shape[0] if output_splits is None else sum(output_splits)
+    out = x.new_empty(rows, *x.shape[1:])
+    if axis.group is None:
+        note_on_meta("all_to_all_single", out)
+    else:
+        run(gloo_collectives.all_to_all_single, axis, out, x.contiguous(), output_splits, input_splits)
+    return out
+
+
+# -- autograd functions ------------------------------------------------------------------------------------------------
+
+
+def _linear(
+    name: str,
+    forward: Callable[..., torch.Tensor],
+    backward: Callable[..., torch.Tensor],
+    again: Callable[..., torch.Tensor],
+    forward_name: str = "",
+    backward_name: str = "",
+) -> Any:
+    """Make an autograd function of functions of a tensor, an axis, and the other arguments of the function.
+
+    Args:
+        forward, backward: Without autograd.
+        again: The backward, as it is differentiated in turn.
+        forward_name, backward_name: In the traces of profilers.
+    """
+    forward = named_collective(forward_name)(forward) if forward_name else forward
+    backward = named_collective(backward_name)(backward) if backward_name else backward
+
+    def run_forward(ctx: Any, x: torch.Tensor, axis: Axis, *args: Any) -> torch.Tensor:
         keep_none(ctx)
-        ctx.axis = axis
-        return x.view_as(x)
+        ctx.axis, ctx.args = axis, args
+        return forward(x, axis, *args)
 
-    @staticmethod
-    @named_collective("all-reduce: gradient at the entry of a sharded region")
-    @any_order(lambda ctx, grad: (reduce(grad, ctx.axis), None))
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_reduce(grad, ctx.axis), None
+    @any_order(lambda ctx, grad: (again(grad, ctx.axis, *ctx.args), None, *(None for _ in ctx.args)))
+    def run_backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return backward(grad, ctx.axis, *ctx.args), None, *(None for _ in ctx.args)
 
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    @named_collective("all-reduce: exit of a sharded region")
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        keep_none(ctx)
-        ctx.axis = axis
-        return all_reduce(x, axis)
-
-    @staticmethod
-    @any_order(lambda ctx, grad: (copy(grad, ctx.axis), None))
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
+    members = {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward), "__module__": __name__}
+    return type(name, (torch.autograd.Function,), members)
 
 
-class _ReduceInPlace(_Reduce):
-    @staticmethod
-    @named_collective("all-reduce: exit of a sharded region")
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        keep_none(ctx)
-        ctx.axis = axis
-        ctx.mark_dirty(x)
-        sum_in_place(x, axis)
-        return x
+def _itself(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    @named_collective("all-gather: exit of a sharded region")
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
-        keep_none(ctx)
-        ctx.axis, ctx.layout, ctx.dim = axis, layout, dim
-        return all_gather(x, axis, layout, dim)
-
-    @staticmethod
-    @any_order(lambda ctx, grad: (_owned_shard(grad, ctx.axis, ctx.layout, ctx.dim), None, None, None))
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        part = ctx.layout.shard(grad, ctx.axis.rank, ctx.dim)
-        return owned(part, ctx.axis, ctx.layout, ctx.dim), None, None, None
+def _as_view(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.view_as(x)
 
 
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
-        keep_none(ctx)
-        ctx.axis, ctx.layout, ctx.dim = axis, layout, dim
-        return layout.shard(x, axis.rank, dim)
+def _own_shard(x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
+    return layout.shard(x, axis.rank, dim)
 
-    @staticmethod
-    @named_collective("all-gather: gradient at the entry of a sharded region")
-    @any_order(lambda ctx, grad: (_sum_of_shards(grad, ctx.axis, ctx.layout, ctx.dim), None, None, None))
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        layout: Layout = ctx.layout
-        if not layout.replicated:
-            return all_gather(grad, ctx.axis, layout, ctx.dim), None, None, None
-        return sum_shards(grad, ctx.axis, layout, ctx.dim), None, None, None  # of replicas each has a part
+
+def _owned_shard(x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
+    return owned(layout.shard(x, axis.rank, dim), axis, layout, dim)
+
+
+def _owned_again(x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
+    return owned(scatter(x, axis, layout, dim), axis, layout, dim)
+
+
+def _joined(x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
+    """Join shards; of units that several ranks hold each has a part of the sum."""
+    return sum_shards(x, axis, layout, dim) if layout.replicated else all_gather(x, axis, layout, dim)
+
+
+def _joined_again(x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
+    return _apply(_SumOfShards, x, axis, layout, dim) if layout.replicated else gather(x, axis, layout, dim)
+
+
+def _replicas_summed(x: torch.Tensor, axis: Axis, layout: Layout) -> torch.Tensor:
+    return layout.shard(sum_shards(x, axis, layout, layout.dim), axis.rank)
+
+
+def _replicas_again(x: torch.Tensor, axis: Axis, layout: Layout) -> torch.Tensor:
+    return _apply(_SumOfReplicas, x, axis, layout)
 
 
 class _GatherSum(torch.autograd.Function):
     @staticmethod
     @named_collective("all-gather: entry of a sharded region")
     def forward(
-        ctx: Any, x: torch.Tensor, axis: Axis, dim: int, layout: Layout | None, gathered: torch.Tensor | None
+        ctx: Any, x: torch.Tensor, axis: Axis, dim: int, layout: Layout, gathered: torch.Tensor | None
     ) -> torch.Tensor:
         keep_none(ctx)
-        ctx.axis, ctx.dim, ctx.layout = axis, dim, layout or even_layout(x.shape[dim] * axis.size, axis.size)
-        return all_gather(x, axis, ctx.layout, dim) if gathered is None else gathered.detach()
+        ctx.axis, ctx.dim, ctx.layout = axis, dim, layout
+        return all_gather(x, axis, layout, dim) if gathered is None else gathered.detach()
 
     @staticmethod
     @named_collective("reduce-scatter: gradient at the entry of a sharded region")
     @any_order(lambda ctx, grad: (reduce_scatter(grad, ctx.axis, ctx.dim, ctx.layout), *(None,) * 4))
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         return reduce_scattered(grad, ctx.axis, ctx.dim, ctx.layout), None, None, None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    @named_collective("reduce-scatter: exit of a sharded region")
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int, layout: Layout | None) -> torch.Tensor:
-        keep_none(ctx)
-        ctx.axis, ctx.dim, ctx.layout = axis, dim, layout or even_layout(x.shape[dim], axis.size)
-        return reduce_scattered(x, axis, dim, ctx.layout)
-
-    @staticmethod
-    @named_collective("all-gather: gradient at the exit of a sharded region")
-    @any_order(lambda ctx, grad: (gather_sum(grad, ctx.axis, ctx.dim, ctx.layout), *(None,) * 3))
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return all_gather(grad, ctx.axis, ctx.layout, ctx.dim), None, None, None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    @named_collective("all-to-all: rows")
-    def forward(
-        ctx: Any, x: torch.Tensor, axis: Axis, output_splits: list[int] | None, input_splits: list[int] | None
-    ) -> torch.Tensor:
-        keep_none(ctx)
-        ctx.axis, ctx.splits = axis, (input_splits, output_splits)
-        rows = x.shape[0] if output_splits is None else sum(output_splits)
-        out = x.new_empty(rows, *x.shape[1:])
-        if axis.group is None:
-            note_on_meta("all_to_all_single", out)
-        else:
-            run(gloo_collectives.all_to_all_single, axis, out, x.contiguous(), output_splits, input_splits)
-        return out
-
-    @staticmethod
-    @any_order(lambda ctx, grad: (all_to_all(grad, ctx.axis, *ctx.splits), None, None, None))
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _AllToAll.apply(grad, ctx.axis, *ctx.splits), None, None, None
-
-
-class _SumReplicas(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, axis: Axis, layout: Layout) -> torch.Tensor:
-        keep_none(ctx)
-        ctx.axis, ctx.layout = axis, layout
-        return weight.view_as(weight)
-
-    @staticmethod
-    @named_collective("all-reduce: gradient of a weight with replicated units")
-    @any_order(lambda ctx, grad: (_sum_of_replicas(grad, ctx.axis, ctx.layout), None, None))
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        layout: Layout = ctx.layout
-        return layout.shard(sum_shards(grad, ctx.axis, layout, layout.dim), ctx.axis.rank), None, None
-
-
-class _SumOfShards(torch.autograd.Function):
-    """The backward of :class:`_Scatter` as a function, whose own backward keeps this rank's shard."""
-
-    @staticmethod
-    @named_collective("all-reduce: gradient at the entry of a sharded region")
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
-        keep_none(ctx)
-        ctx.axis, ctx.layout, ctx.dim = axis, layout, dim
-        return sum_shards(x, axis, layout, dim)
-
-    @staticmethod
-    @any_order(lambda ctx, grad: (scatter(grad, ctx.axis, ctx.layout, ctx.dim), None, None, None))
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return ctx.layout.shard(grad, ctx.axis.rank, ctx.dim), None, None, None
-
-
-class _SumOfReplicas(torch.autograd.Function):
-    """The backward of :class:`_SumReplicas` as a function, whose own backward is the identity."""
-
-    @staticmethod
-    @named_collective("all-reduce: gradient of a weight with replicated units")
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, layout: Layout) -> torch.Tensor:
-        keep_none(ctx)
-        ctx.axis, ctx.layout = axis, layout
-        return layout.shard(sum_shards(x, axis, layout, layout.dim), axis.rank)
-
-    @staticmethod
-    @any_order(lambda ctx, grad: (sum_replicas(grad, ctx.axis, ctx.layout), None, None))
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad, None, None
-
-
-def _owned_shard(x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
-    return owned(scatter(x, axis, layout, dim), axis, layout, dim)
-
-
-def _sum_of_shards(x: torch.Tensor, axis: Axis, layout: Layout, dim: int) -> torch.Tensor:
-    return _apply(_SumOfShards, x, axis, layout, dim) if layout.replicated else gather(x, axis, layout, dim)
-
-
-def _sum_of_replicas(x: torch.Tensor, axis: Axis, layout: Layout) -> torch.Tensor:
-    return _apply(_SumOfReplicas, x, axis, layout)
 
 
 def _apply(function: Any, x: torch.Tensor, axis: Axis, *args: Any) -> torch.Tensor:
@@ -426,12 +357,12 @@ def gather_sum(
         layout: of ``n``; by default every rank has as much as this one.
         gathered: what the all-gather would make, where that is known already.
     """
-    return _apply(_GatherSum, x, axis, dim, layout, gathered)
+    return _apply(_GatherSum, x, axis, dim, layout or even_layout(x.shape[dim] * axis.size, axis.size), gathered)
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int = 0, layout: Layout | None = None) -> torch.Tensor:
     """Reduce-scatter ``[..., n] -> [..., n/axis]``, evenly or by ``layout``. Backward is an all-gather."""
-    return _apply(_ReduceScatter, x, axis, dim, layout)
+    return _apply(_ReduceScatter, x, axis, dim, layout or even_layout(x.shape[dim], axis.size))
 
 
 def all_to_all(
@@ -450,3 +381,42 @@ def sum_replicas(weight: torch.Tensor, axis: Axis, layout: Layout) -> torch.Tens
     if not (weight.requires_grad and torch.is_grad_enabled()):
         return weight
     return _apply(_SumReplicas, weight, axis, layout)
+
+
+# -- the table: forward, backward, the backward of the backward --------------------------------------------------------
+
+_EXIT, _ENTRY = "exit of a sharded region", "gradient at the entry of a sharded region"
+_Copy = _linear("_Copy", _as_view, all_reduce, reduce, "", f"all-reduce: {_ENTRY}")
+_Reduce = _linear("_Reduce", all_reduce, _itself, copy, f"all-reduce: {_EXIT}")
+_Gather = _linear("_Gather", all_gather, _owned_shard, _owned_again, f"all-gather: {_EXIT}")
+_Scatter = _linear("_Scatter", _own_shard, _joined, _joined_again, "", f"all-gather: {_ENTRY}")
+_ReduceScatter = _linear(
+    "_ReduceScatter",
+    reduce_scattered,
+    lambda x, axis, dim, layout: all_gather(x, axis, layout, dim),
+    gather_sum,
+    f"reduce-scatter: {_EXIT}",
+    "all-gather: gradient at the exit of a sharded region",
+)
+_AllToAll = _linear(
+    "_AllToAll",
+    exchanged,
+    lambda x, axis, outwards, inwards: exchanged(x, axis, inwards, outwards),
+    lambda x, axis, outwards, inwards: all_to_all(x, axis, inwards, outwards),
+    "all-to-all: rows",
+)
+_OF_REPLICAS = "all-reduce: gradient of a weight with replicated units"
+_SumReplicas = _linear("_SumReplicas", _as_view, _replicas_summed, _replicas_again, "", _OF_REPLICAS)
+_SumOfShards = _linear("_SumOfShards", sum_shards, _own_shard, scatter, f"all-reduce: {_ENTRY}")
+_SumOfReplicas = _linear("_SumOfReplicas", _replicas_summed, _itself, sum_replicas, _OF_REPLICAS)
+
+
+class _ReduceInPlace(_Reduce):  # type: ignore[misc, valid-type]
+    @staticmethod
+    @named_collective(f"all-reduce: {_EXIT}")
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        keep_none(ctx)
+        ctx.axis, ctx.args = axis, ()
+        ctx.mark_dirty(x)
+        sum_in_place(x, axis)
+        return x

@@ -244,19 +244,11 @@ class FailureLog:
 
     def _backends(self) -> list[Any]:
         """Backends of the mesh's groups, of those made for stages that share weights, and of the world's."""
-        made = len(self.mpu._owned)
-        if self._found[0] != made:
-            self._found = (made, self._find_backends())
+        if self._found[0] != len(self.mpu._owned):
+            backends = (each for group in (default_group(), *self.mpu._owned) for each in backends_of(group))
+            inner = [getattr(each, "wrapped_pg", each) for each in backends]  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+            self._found = len(self.mpu._owned), list({id(each): each for each in inner if has_timeout(each)}.values())
         return self._found[1]
-
-    def _find_backends(self) -> list[Any]:
-        found: dict[int, Any] = {}
-        for group in (default_group(), *self.mpu._owned):
-            for backend in backends_of(group):
-                inner = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
-                if has_timeout(inner):
-                    found[id(inner)] = inner
-        return list(found.values())
 
 
 @contextlib.contextmanager

@@ -70,9 +70,6 @@ _METHODS = {  # torch's name of a collective -> ours
 }
 
 
-_NAMES = ("_all_reduce", "_reduce_scatter", "_all_gather", "_broadcast")  # numbered, as are dtypes, beside the flags
-_DTYPES = sorted({kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}, key=str)
-_NUMBERS = {kind: number for number, kind in enumerate(_DTYPES)}
 _HALF = (torch.float16, torch.bfloat16)
 _SUMMABLE = frozenset({*_HALF, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64})
 
@@ -183,9 +180,6 @@ class HostTransport:
         with self._lock:
             if self._failed:
                 raise dist.DistBackendError(f"{self}: no collective is possible any more: {self._failed}")
-            own, first = self._own, args[0]
-            self._flags[own + 2], self._flags[own + 3] = _NAMES.index(method.__name__), first.numel()
-            self._flags[own + 4] = _NUMBERS[first.dtype]
             try:
                 method(*args)
             except BaseException as error:  # an interrupt, too: the others must not take what is half written
@@ -298,9 +292,9 @@ class HostTransport:
             if found == mark or found >> _SIGNATURE > number:
                 return
             if found >> _SIGNATURE == number:
-                mine, theirs = self._call_of(self._own), self._call_of(place)
+                both = [self._axis.ranks[own // _LINE] for own in sorted((self._own, place))]
                 raise RuntimeError(
-                    f"{self}: the ranks are in different collectives: {mine}, {theirs}.\n"
+                    f"{self}: the ranks {both} are in different collectives.\n"
                     "  All ranks must make the same calls in the same order: forward, generate, save, step."
                 )
             left = any(flags[other + 1] for other in self._others)
@@ -314,12 +308,6 @@ class HostTransport:
                 raise dist.DistBackendError(f"{self}: timed out after {seconds:g} s of waiting for ranks {late}")
             time.sleep(pause)
             pause = min(1.5 * pause, _SLEEPS[1])
-
-    def _call_of(self, place: int) -> str:
-        """Describe the collective of the rank whose flag lies there."""
-        name, count, kind = (self._flags[place + word] for word in (2, 3, 4))
-        dtype = str(_DTYPES[kind]).removeprefix("torch.")
-        return f"rank {self._axis.ranks[place // _LINE]} in {_NAMES[name][1:]} of {count} {dtype}"
 
     def _gone(self, left: bool) -> str:
         """Describe ranks that have ended, or have left after an error; empty if there are none."""

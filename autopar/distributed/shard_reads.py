@@ -15,7 +15,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, ClassVar
@@ -135,38 +135,31 @@ switch = Switch()
 
 
 @contextmanager
-def hidden() -> Iterator[None]:
+def _switched(hide: bool | None = None, **values: bool) -> Iterator[None]:
+    before, was_hidden = {name: getattr(switch, name) for name in values}, Switch._hidden
+    vars(switch).update(values)
+    if hide is not None:
+        switch.hide(hide)
+    try:
+        yield
+    finally:
+        vars(switch).update(before)
+        if hide is not None:
+            switch.hide(was_hidden)
+
+
+def hidden() -> AbstractContextManager[None]:
     """Hide the classes inside of ``with``, around ``generate``, whose steps may be compiled."""
-    before, switch.generating = switch.generating, True
-    switch.hide(True)
-    try:
-        yield
-    finally:
-        switch.generating = before
-        switch.hide(before)
+    return _switched(hide=True, generating=True)
 
 
-@contextmanager
-def aside() -> Iterator[None]:
-    """Take shards as plain parameters inside of ``with``."""
-    before, switch.off = switch.off, True
-    try:
-        yield
-    finally:
-        switch.off = before
+aside = functools.partial(_switched, off=True)
+"""Take shards as plain parameters inside of ``with``."""
 
 
-@contextmanager
-def inside_hook() -> Iterator[None]:
+def inside_hook() -> AbstractContextManager[None]:
     """Notice reads inside of ``with``: a user's hook runs, though the model or a backward pass does, too."""
-    before = switch.off, switch.in_hook
-    is_hidden, switch.off, switch.in_hook = Switch._hidden, False, True
-    switch.hide(switch.generating)
-    try:
-        yield
-    finally:
-        switch.off, switch.in_hook = before
-        switch.hide(is_hidden)
+    return _switched(hide=switch.generating, off=False, in_hook=True)
 
 
 # -- what torch calls ------------------------------------------------------------------------------------------------
@@ -189,8 +182,12 @@ def _notice(func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str
             _warn(name, mixed, caller)
         try:
             result = func(*args, **kwargs)
-        except (RuntimeError, IndexError) as error:
-            _explain(error, next(_parts([*args, *kwargs.values()]), None))
+        except (RuntimeError, IndexError) as error:  # of sizes or indices
+            part = next(_parts([*args, *kwargs.values()]), None)
+            if part is not None and not hasattr(error, "__notes__"):
+                error.add_note(
+                    f"autopar: {part.autopar_shard.name} is the shard of {part.autopar_shard.held()}.\n{_FIX}"
+                )
             raise
         if func is torch.autograd.grad:
             inputs = args[1] if len(args) > 1 else kwargs["inputs"]
@@ -244,7 +241,7 @@ def _let_be_noticed(
     if (name == "to" or name.endswith("_as")) and part is not args[0]:
         return
     if caller.f_code is not _NEW_PARAMETER:
-        if user_frame(caller) is not None:
+        if _user_frame(caller) is not None:
             _become(result, _PARTS[type(result)], part.autopar_shard)
     elif type(part) is Part:  # it requires a result of the same class
         _become(part, nn.Parameter)
@@ -449,12 +446,27 @@ def _become(tensor: Any, kind: type, shard: Shard | None = None) -> None:
 # -- warnings --------------------------------------------------------------------------------------------------------
 
 
+_FIX = (
+    "  autopar.full(parameter) returns the full one, differentiable. clip_grad_norm_ and get_total_norm of "
+    "torch.nn.utils,\n  model.num_parameters() and model.save_parallelized cover the full model.\n"
+    "  If the shard is meant: warnings.filterwarnings('ignore', category=autopar.ShardWarning)."
+)
+
+
 def _warn(name: str, part: Any, caller: FrameType) -> None:
-    """Warn at the user's line, unless a library that knows shards or a layer calls."""
-    shard = part.autopar_shard
+    """Warn at the user's line, the first time, unless a library that knows shards or a layer calls."""
+    frame, shard = _user_frame(caller), part.autopar_shard
+    place = None if frame is None else place_of_user(frame)
+    if frame is None or place is None or place in shard.told or (not switch.in_hook and _inside_layer(frame)):
+        return
+    shard.told.add(place)
     of = "" if isinstance(part, nn.Parameter) else "values of "
-    text = f"{name} of {of}{shard.name} sees the shard of {shard.held()}.\n{_fix(shard)}"
-    warn_at(user_frame(caller), shard.told, text)
+    gathered = f'  with autopar.whole(model, "{shard.name}"): it and its gradient are full, and random numbers too;\n'
+    warnings.warn_explicit(
+        f"{name} of {of}{shard.name} sees the shard of {shard.held()}.\n{gathered * shard.joins}{_FIX}",
+        ShardWarning,
+        *place,
+    )
 
 
 def _warn_if_saved(tensor: Any) -> None:
@@ -464,24 +476,7 @@ def _warn_if_saved(tensor: Any) -> None:
         _warn("torch.save", tensor, caller)
 
 
-def _explain(error: Exception, part: Any) -> None:
-    """Add to an error of torch about sizes or indices that a tensor is a shard."""
-    if part is not None and not hasattr(error, "__notes__"):
-        shard = part.autopar_shard
-        error.add_note(f"autopar: {shard.name} is the shard of {shard.held()}.\n{_fix(shard)}")
-
-
-def _fix(shard: Shard) -> str:
-    gathered = f'with autopar.whole(model, "{shard.name}"): it and its gradient are full, and random numbers too;'
-    return (
-        (f"  {gathered}\n" if shard.joins else "")
-        + "  autopar.full(parameter) returns the full one, differentiable. clip_grad_norm_ and get_total_norm of "
-        "torch.nn.utils,\n  model.num_parameters() and model.save_parallelized cover the full model.\n"
-        "  If the shard is meant: warnings.filterwarnings('ignore', category=autopar.ShardWarning)."
-    )
-
-
-def user_frame(caller: FrameType) -> FrameType | None:
+def _user_frame(caller: FrameType) -> FrameType | None:
     """Return the frame that called torch; None if it is of a library that knows shards, or compiled."""
     frame: FrameType | None = caller
     while frame is not None and (frame.f_code.co_filename.startswith(_TORCH) or frame.f_code in BODIES):
@@ -489,15 +484,6 @@ def user_frame(caller: FrameType) -> FrameType | None:
     file = "" if frame is None else frame.f_code.co_filename
     compiled = file.startswith("<eval_with_key") or "torchinductor" in file
     return None if frame is None or compiled or is_of_libraries(frame) else frame
-
-
-def warn_at(frame: FrameType | None, told: set[tuple[str, int]], text: str) -> None:
-    """Warn at the user's line that led to ``frame``, the first time, unless a layer runs."""
-    place = None if frame is None else place_of_user(frame)
-    if frame is None or place is None or place in told or (not switch.in_hook and _inside_layer(frame)):
-        return
-    told.add(place)
-    warnings.warn_explicit(text, ShardWarning, *place)
 
 
 def _inside_layer(frame: FrameType | None) -> bool:
@@ -512,6 +498,6 @@ def _inside_layer(frame: FrameType | None) -> bool:
     return False
 
 
-_HOT = (_TorchFunction.__get__, _notice, _mixed_by, _parts, _is_shard, _let_be_noticed, _warn, _explain, _keeps_dim)
+_HOT = (_TorchFunction.__get__, _notice, _mixed_by, _parts, _is_shard, _let_be_noticed, _warn, _keeps_dim)
 for _code in _HOT:
     leave_alone(_code.__code__)  # where a graph broke, dynamo would compile them

@@ -292,7 +292,7 @@ def _rehearse(
             }
             forward = StageForward(context, plan.bounds[stage : stage + 2], stage == plan.stages - 1, received)
             try:
-                examined = examine(forward, model, (), dict(inputs))
+                received, read, _ = examine(forward, model, (), dict(inputs))
             except Exception as error:
                 raise UnsupportedModelError(
                     f"{type(model).__name__} cannot be split into pipeline stages: its forward does not run with the "
@@ -300,7 +300,7 @@ def _rehearse(
                     f"{first_line(error)}), though it does with all.\n  It reads more from its "
                     "blocks than the last one's output. Use pipeline_parallel_size=1."
                 ) from error
-            for name in examined.missing:
+            for name in read:
                 if name not in plan.tensors:
                     raise UnsupportedModelError(
                         f"{type(model).__name__} cannot be split into pipeline stages in front of block "
@@ -309,7 +309,6 @@ def _rehearse(
                     )
                 for same in next(same for same in names.values() if same[0] == name):
                     missing.setdefault(same, set()).add(stage)
-            received = examined.result
     return missing
 
 

@@ -144,11 +144,6 @@ PROBES: dict[str, Probe] = {
     "convolutions": Probe(_have(nn.Conv1d, "_conv_forward"), "sharded convolutions"),
     "versions and bases of tensors": Probe(_versions, "gradients that are computed once, checks of weights"),
     "storages": Probe(_have(torch.zeros(1).untyped_storage(), "_cdata"), "lazy_init, stages, the planner"),
-    "hooks of gradients": Probe(
-        _have(torch.zeros(1), "_backward_hooks _post_accumulate_grad_hooks"),
-        "warnings of hooks that FSDP2 does not call",
-    ),
-    "hooks of a step": Probe(_have(torch.optim.SGD([torch.zeros(1)]), "_optimizer_step_pre_hooks"), "optimizer.whole"),
     "steps of a scheduler": Probe(_written(torch.optim.lr_scheduler.LRScheduler, "_step_count"), "accelerate"),
     "the graph and its backward": Probe(_graph, "zero-bubble schedules, context parallelism, recomputation"),
     "transforms of torch.func": Probe(_have(forward_ad, "_current_level"), "refusals of torch.func"),

@@ -114,14 +114,6 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def writes_into(tensors: Iterable[torch.Tensor]) -> int:
-    """Return how often tensors were written into, all together; 0 if one of them is of inference mode."""
-    try:
-        return sum(map(_VERSION, tensors))
-    except RuntimeError:
-        return 0
-
-
 FOREACH_TYPES = (_stepped_by_foreach, _taken_by_foreach)  # classes of tensors that many-tensor kernels take
 
 
@@ -146,17 +138,6 @@ PROFILER_RUNS = "_is_profiler_enabled"  # attribute of torch.autograd.profiler: 
 
 
 current_backward = torch._C._current_graph_task_id  # () -> number of the pass that runs in this thread, or -1
-
-
-def has_hooks(tensor: torch.Tensor) -> tuple[bool, bool]:
-    """Return whether a tensor has hooks of its gradient, and hooks behind the accumulation of its gradient."""
-    behind = getattr(tensor, "_post_accumulate_grad_hooks", None)
-    return bool(tensor._backward_hooks), bool(behind)
-
-
-def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return the hooks that an optimizer has of its own before its step."""
-    return list(optimizer._optimizer_step_pre_hooks.values())
 
 
 def in_backward() -> bool:

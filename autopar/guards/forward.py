@@ -1,12 +1,11 @@
 """Compare over tp and cp, when a forward begins, what ranks that get the same batch must have in common.
 
-One small all-reduce at the start of the model's forward carries eight numbers: a digest of the call (mode, shapes,
+One small all-reduce at the start of the model's forward carries seven numbers: a digest of the call (mode, shapes,
 optimizer steps made so far), of the inputs' contents, of the random generators that the model draws from, of a sample
 of the replicated weights; and of a sample of a sharded weight, of the gradient and of the optimizer's state that a
-sharded weight had in the last step, which must *differ* over tp; and whether sharded weights were written into without
-an optimizer's step: then, and in the first forwards, the shards of all of them must differ. Every rank gets the largest
-and the smallest of each, and so the same result. Only where it is wrong do ranks exchange the values that the error
-names.
+sharded weight had in the last step, which must *differ* over tp. In the first forward of a mode the shards of all
+weights must. Every rank gets the largest and the smallest of each, and so the same result. Only where it is wrong do
+ranks exchange the values that the error names.
 
 It comes before the first collective of the forward, so a batch of another length is an error here, not an aborted
 process.
@@ -21,7 +20,7 @@ import math
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,10 +35,10 @@ from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import Generators, begun_stream
 from autopar.distributed.shard_reads import PLAIN
 from autopar.errors import ConsistencyError
-from autopar.foreign.tensors import local_part, no_overrides, own_parameters, writes_into
+from autopar.foreign.tensors import local_part, no_overrides, own_parameters
 from autopar.foreign.transformers import CACHES
 from autopar.guards.messages import different, explanation, group_call, same_gradient, same_shard
-from autopar.guards.step import StepCheck, listen, some_rows
+from autopar.guards.step import StepCheck, some_rows
 from autopar.quantized.layers import without_memory
 
 _WATCHED = 4  # first forwards of a mode in which it is seen which generators the model draws from
@@ -49,13 +48,6 @@ _TENSORS = 8  # replicated weights in one sample, at most
 _FEW = 256  # elements from which on shards of parameters that are not called ``weight`` are compared
 _FIRST = (1024, 64, 16)  # of one sharded weight, if it has as many
 _IS_TRAINED = operator.attrgetter("requires_grad")
-
-
-class _Verdict(NamedTuple):
-    alike: bool
-    same_shard: bool
-    same_step: bool
-    redrawn: bool
 
 
 class ForwardCheck:
@@ -85,14 +77,11 @@ class ForwardCheck:
         self._drawn: dict[bool, set[str]] = {True: set(), False: set()}  # generators that the model draws from
         self._before: dict[str, str] | None = None
         self.hooks = ""
-        self._redrawn = 0  # forwards before which sharded weights were written into without a step
-        listen(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardCheck:
         copied = memo[id(self)] = copy.copy(self)
         vars(copied).update(copy.deepcopy(vars(self), memo))
         copied._count_anew()
-        listen(copied)
         return copied
 
     def find_sharded(self, model: nn.Module) -> None:
@@ -136,24 +125,18 @@ class ForwardCheck:
             numbers += [] if brief else self._samples_of_weights(whole=whole)
         else:
             self._before = None
-        verdict = self._compare(numbers)
-        if self.steps.last_shard is not None and verdict.same_step:
+        alike, shard_repeats, step_repeats = self._compare(numbers)
+        if self.steps.last_shard is not None and step_repeats:
             raise ConsistencyError(same_gradient(self.mpu.tp.ranks, self.steps.last_shard.name, group_call(self.mpu)))
-        if verdict.same_shard:
+        if shard_repeats:
             raise ConsistencyError(same_shard(self.mpu.tp.ranks, group_call(self.mpu)))
-        if not verdict.alike:
+        if not alike:
             self._raise(model, arguments, seen, full=full)
-        self._redrawn += verdict.redrawn
-        due = verdict.redrawn and (self._redrawn <= _WATCHED or self._redrawn % _WATCHED_AGAIN == 0)
-        if full and not brief and (number == 0 or due):
+        if number == 0 and not brief:
             with self.failures.wait("comparing the shards of weights", self.mpu.tp.ranks):
                 equal = self._samples.equal_shards(model, self.mpu.tp)
             if equal:
                 raise ConsistencyError(same_shard(self.mpu.tp.ranks, group_call(self.mpu), equal))
-
-    def after_step(self, *_: Any) -> None:
-        """Note what an optimizer has written into sharded weights."""
-        self._samples.note_written()
 
     def after_forward(self, model: nn.Module) -> None:
         """Find the generators that the forward drew from: from then on their states are compared, and these at once.
@@ -169,7 +152,7 @@ class ForwardCheck:
         if new:
             self._drawn[model.training] |= new
             states = {name: before[name] for name in sorted(new)}
-            if not self._compare([of_text(repr(states))]).alike:
+            if not self._compare([of_text(repr(states))])[0]:
                 self._raise(model, {}, states, full=False)
 
     def check_call(self, call: str) -> None:
@@ -179,7 +162,7 @@ class ForwardCheck:
             ConsistencyError: another rank does something else, a forward for instance.
         """
         seen = {"call": call, "optimizer steps so far": str(self.steps.made)}
-        if not self._compare([of_text(repr(seen))]).alike:
+        if not self._compare([of_text(repr(seen))])[0]:
             self._raise(None, {}, seen, full=False)
 
     def report(self, call: str) -> None:
@@ -187,7 +170,7 @@ class ForwardCheck:
 
         Peers that begin one raise and quote ``call``.
         """
-        if self._left != 0 and self.every and not self._compare([of_text("refused")]).alike:
+        if self._left != 0 and self.every and not self._compare([of_text("refused")])[0]:
             self._count_anew()
             everyone = [{"call": call}] * self.mpu.tp_cp.size
             dist.all_gather_object(everyone, {"call": call}, group=self.mpu.tp_cp.group)
@@ -250,12 +233,10 @@ class ForwardCheck:
         weights = sums_of_bits(self._samples.replicated(whole=whole))
         shard, last = self._samples.sharded(), self.steps.last_shard
         apart = -1 - self.mpu.tp_cp.rank
-        redrawn = self._samples.redrawn()
         return [
             of_text(repr(weights)),
             apart if shard is None else of_tensor(shard),
             *([apart, apart] if last is None else last.digests(apart)),
-            int(redrawn),
         ]
 
     def _states(self, model: nn.Module) -> dict[str, str]:
@@ -267,19 +248,21 @@ class ForwardCheck:
         known = (self._before or Generators.now().digests()) if drawn else {}
         return {name: known[name] for name in sorted(drawn) if name in known}
 
-    def _compare(self, numbers: list[int]) -> _Verdict:
-        """Compare up to four digests that must be alike and three that must differ; those that are missing do.
+    def _compare(self, numbers: list[int]) -> tuple[bool, bool, bool]:
+        """Compare up to four digests that must be alike, and three that must differ; those that are missing do.
 
-        The last number is whether sharded weights were redrawn, on any rank. The values that must differ are compared
-        over tp and cp together: cp ranks hold the same, so all are equal only if those of one tensor-parallel group
-        are.
+        The values that must differ are compared over tp and cp together: cp ranks hold the same, so all are equal only
+        if those of one tensor-parallel group are.
+
+        Returns:
+            Whether those are alike; whether the sharded weight is; whether its gradient or state is.
         """
         axis, alike, missing = self.mpu.tp_cp, numbers[:4], [-1 - self.mpu.tp_cp.rank] * 3
-        numbers = [*alike, *[0] * (4 - len(alike)), *(numbers[4:] or [*missing, 0])]
+        numbers = [*alike, *[0] * (4 - len(alike)), *(numbers[4:] or missing)]
         with self.failures.wait("comparing what the forward begins with", axis.ranks):
             largest, smallest = extremes_over(axis, numbers)
         same = list(map(operator.eq, largest, smallest))
-        return _Verdict(all(same[:4]), same[4], same[5] or same[6], largest[7] > 0)
+        return all(same[:4]), same[4], same[5] or same[6]
 
     def _raise(
         self, model: nn.Module | None, arguments: Mapping[str, Any], seen: dict[str, str], *, full: bool
@@ -345,8 +328,6 @@ class WeightSamples:
     Attributes:
         apart: ``id(weight)`` -> the sharded weights whose shards differ.
     """
-
-    _seen: tuple[int, list[int], torch.Tensor] | None = None  # writes into sharded weights, their places, elements
 
     def __init__(self, *, fsdp: bool = True) -> None:
         self._fsdp = fsdp
@@ -423,32 +404,6 @@ class WeightSamples:
         """Sample a sharded weight; None if there is none, or if its elements are all the same number."""
         self._next_sharded += 1
         return first_elements(self._sharded[self._next_sharded % len(self._sharded)]) if self._sharded else None
-
-    def redrawn(self) -> bool:
-        """Return whether sharded weights were written into since the last call, but by an optimizer's step."""
-        before, now = self._seen, self._written()
-        self._seen = now
-        return before is not None and (before[:2] != now[:2] or not torch.equal(before[2], now[2]))
-
-    def note_written(self) -> None:
-        """Take what was written into sharded weights until now for an optimizer's step."""
-        self._seen = self._written()
-
-    def _written(self) -> tuple[int, list[int], torch.Tensor]:
-        """Return writes that torch counted (not those by ``.data``), places of the weights, and an element of each.
-
-        Elements are those that can be joined: on one device, of two bytes or more. They are copies: a view would keep
-        the memory of a weight that has moved elsewhere.
-        """
-        with no_overrides(), torch.no_grad():
-            weights = self._sharded
-            places = list(map(torch.Tensor.data_ptr, weights))
-            firsts = [
-                w.as_strided((1,), (1,))
-                for w in weights
-                if w.numel() and w.element_size() > 1 and w.device == weights[0].device
-            ]
-            return writes_into(weights), places, torch.cat(firsts) if firsts else torch.empty(0)
 
     def equal_shards(self, model: nn.Module, axis: Axis) -> list[str]:
         """Return the names of the sharded weights whose shards are all equal now. A collective of the axis."""

@@ -23,12 +23,7 @@ def different(everyone: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def explanation(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int], kind: str = "tensor-parallel") -> str:
-    """Describe what differs between the ranks that have one batch, and the usual cause.
-
-    Args:
-        everyone: The compared values of each rank, by name.
-        kind: Kind of the group.
-    """
+    """Describe what differs in the values of each rank, of those that have one batch, and the usual cause."""
     unlike = different(everyone)
     weights = [name for name in unlike if name.startswith("weight ")]
     states = [name for name in unlike if name.startswith("random state")]
@@ -83,12 +78,7 @@ def explanation(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int], kin
 
 
 def same_shard(ranks: Sequence[int], group: str, names: Sequence[str] = ()) -> str:
-    """Describe that tensor-parallel ranks hold the same shard of a weight.
-
-    Args:
-        group: The call that returns the process group for DistributedDataParallel.
-        names: Names of the weights, where all were compared.
-    """
+    """Describe that tensor-parallel ranks hold the same shard of weights, by name where all were compared."""
     return (
         f"the ranks {list(ranks)} of one tensor-parallel group hold the same shard of the weights"
         f"{f' {listed(names, 3)}' if names else ''}.\n"
@@ -110,43 +100,15 @@ def same_gradient(ranks: Sequence[int], name: str, group: str) -> str:
     )
 
 
-def same_experts(ranks: Sequence[int], name: str, group: str) -> str:
-    """Describe that replicas which share experts made different ones alike."""
+def unlike_weights(replicas: str, place: str, pair: Sequence[int], weights: Mapping[str, tuple[int, int]]) -> str:
+    """Describe that ``weights`` differ: name -> digests on both ranks of ``pair``."""
+    digests = {name: [f"{it & (1 << 64) - 1:016x}"[:12] for it in both] for name, both in list(weights.items())[:3]}
+    lines = [f"    {name}: rank {pair[0]}: {one}, rank {pair[1]}: {two}\n" for name, (one, two) in digests.items()]
     return (
-        f"two of the ranks {list(ranks)} have the same numbers for {name} (its weight, its gradient or its state in\n"
-        "  the last step), of which each holds other experts. Something averaged or copied all parameters over the "
-        "replicas:\n  autopar.average_gradients(model), or DistributedDataParallel(model, process_group="
-        f"{group}),\n  leave experts out. In a loop of your own take those with parameter.allreduce False over "
-        "model.mpu.edp alone.\n  Go on from the last checkpoint."
+        f"the weights of the {replicas} differ: they have drifted apart.\n{place}: {listed(list(weights), 3)}.\n"
+        f"{''.join(lines)}  One of them skipped a step, or stepped with gradients or settings of its own. Go on from "
+        f"the last checkpoint.\n{_TURN_OFF}"
     )
-
-
-def unlike_weights(
-    replicas: str, place: str, pair: Sequence[int], weights: Mapping[str, tuple[int, int]], *, own: bool
-) -> str:
-    """Describe that weights differ.
-
-    Args:
-        replicas: Number and kind of the replicas.
-        place: The two ranks, and the step.
-        weights: Name -> digests on both ranks of ``pair``.
-        own: Whether user code made the update without a torch optimizer.
-    """
-    text = f"the weights of the {replicas} differ: they have drifted apart.\n{place}: {listed(list(weights), 3)}.\n"
-    for name, (one, two) in list(weights.items())[:3]:
-        text += f"    {name}: rank {pair[0]}: {_hex(one)}, rank {pair[1]}: {_hex(two)}\n"
-    if own:
-        text += (
-            "  Average the gradients before you change weights yourself: autopar.average_gradients(model), after\n"
-            "  the backward of each step. Noise must be drawn alike on all of them. (Replicas that change weights for\n"
-            "  some forwards only, or before different ones, may be right nevertheless.)\n"
-        )
-    else:
-        text += (
-            "  One of them skipped a step, or stepped with gradients or settings of its own. Go on from the last "
-            "checkpoint.\n"
-        )
-    return text + _TURN_OFF
 
 
 def unlike_gradients(replicas: str, place: str, names: Sequence[str], group: str) -> str:
@@ -157,7 +119,3 @@ def unlike_gradients(replicas: str, place: str, names: Sequence[str], group: str
         f"  Call the model through DistributedDataParallel(model, process_group={group}), or average before step():\n"
         f"  autopar.average_gradients(model). (Or one of them has skipped a step.)\n{_TURN_OFF}"
     )
-
-
-def _hex(digest: int) -> str:
-    return f"{digest & (1 << 64) - 1:016x}"[:12]

@@ -34,7 +34,7 @@ from autopar.foreign.c10d import left_out_of_ddp, meshes_of_fsdp
 from autopar.foreign.tensors import no_overrides, own_modules, own_parameters
 from autopar.foreign.transformers import forget_own_adapters
 from autopar.guards.messages import group_call
-from autopar.guards.step import ClassHook, forget, listen
+from autopar.guards.step import forget, listen
 
 _WHEN = (
     "  Add or replace modules (adapters, heads, parametrizations) before autopar.initialize, or take the model back\n"
@@ -171,15 +171,11 @@ def _check_layers(model: nn.Module, before: list[_Seen]) -> None:
                 _refuse(model, seen, "was taken out or replaced")
         elif not issubclass(type(seen.module), seen.kind):
             _refuse(model, seen, f"is a {type(seen.module).__name__} now (parametrized?)")
-        elif list(own_parameters(seen.module)) != list(seen.parameters) and not _is_reordered(seen):
-            now_held = ", ".join(own_parameters(seen.module)) or "no parameter"
+        elif list(held := own_parameters(seen.module)) != list(seen.parameters):
+            if held.keys() == seen.parameters.keys() and all(held[name] is p for name, p in seen.parameters.items()):
+                continue  # in another order: PEFT puts a parameter of experts back after the others
+            now_held = ", ".join(held) or "no parameter"
             _refuse(model, seen, f"holds {now_held} now, and held {', '.join(seen.parameters)}")
-
-
-def _is_reordered(seen: _Seen) -> bool:
-    """Return whether a module has its parameters in another order: PEFT puts one of experts back after the others."""
-    now = own_parameters(seen.module)
-    return now.keys() == seen.parameters.keys() and all(now[name] is one for name, one in seen.parameters.items())
 
 
 def _refuse(model: nn.Module, seen: _Seen, what: str) -> None:
@@ -192,10 +188,6 @@ def _refuse(model: nn.Module, seen: _Seen, what: str) -> None:
 # -- wrappers ----------------------------------------------------------------------------------------------------------
 
 _MESH = 'mesh=model.mpu.mesh["dp"]'
-
-
-def _mesh_of(mpu: MPU) -> str:
-    return "mesh=model.mpu.dp_cp_mesh" if mpu.cp.size > 1 else _MESH
 
 
 class WrapperCheck:
@@ -214,7 +206,8 @@ class WrapperCheck:
         self._handle: Any = None
         if mpu.model.size > 1 or shares_experts or fully_sharded:
             listen(self)
-            self._handle = model.register_forward_pre_hook(ClassHook(model, self._check_fully_sharded))
+            self._kind = type(model)
+            self._handle = model.register_forward_pre_hook(self._check_fully_sharded)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WrapperCheck:
         return self
@@ -279,13 +272,21 @@ class WrapperCheck:
         _check_meshes({parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}, self.mpu)
         for parameter in parameters if self._shares and not self._fully_sharded else ():
             if isinstance(parameter, DTensor):
-                raise ConfigError(_SHARDED.format(ep=self.mpu.ep.size, tp=self.mpu.tp.size))
+                raise ConfigError(
+                    f"fully_shard would shard experts over all replicas: with expert_parallel_size={self.mpu.ep.size} "
+                    f"above tensor_parallel_size={self.mpu.tp.size} replicas hold\n  different ones. Use "
+                    "DistributedDataParallel, autopar.average_gradients, or zero: {stage: 3}."
+                )
 
-    def _check_fully_sharded(self, model: nn.Module) -> None:
+    def _check_fully_sharded(self, model: nn.Module, _: Any) -> None:
+        """Look at the meshes where ``fully_shard`` has changed the class; what raises once raises again."""
+        if type(model) is self._kind:
+            return
         found = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
         for module in model.modules():  # weights of the outermost are whole by now
             found |= meshes_of_fsdp(module)
         _check_meshes(found, self.mpu)
+        self._kind = type(model)
 
     def _is_ours(self, modules: Iterable[nn.Module]) -> bool:
         """Return whether the model, a part of it, or a copy of it is among ``modules``."""
@@ -305,12 +306,6 @@ class WrapperCheck:
         )
 
 
-_SHARDED = (
-    "fully_shard would shard experts over all replicas: with expert_parallel_size={ep} above tensor_parallel_size={tp} "
-    "replicas hold\n  different ones. Use DistributedDataParallel, autopar.average_gradients, or zero: {{stage: 3}}."
-)
-
-
 def refuse_flat(*_: Any, **__: Any) -> Any:
     """Raise ConfigError: where ``FullyShardedDataParallel`` has flattened shards, their norm cannot be told."""
     raise ConfigError(
@@ -323,39 +318,31 @@ def refuse_flat(*_: Any, **__: Any) -> Any:
 def _check_group(what: str, group: Any, mpu: MPU, *, averages: bool = True) -> None:
     ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
     remedy = f"process_group={group_call(mpu)}"
-    if not set(ranks) <= set(mpu.dp_cp.ranks):
-        if what == FullyShardedDataParallel.__name__:
-            remedy += ";\n  with accelerate leave out fsdp_plugin: zero: {stage: 3} in the config is torch's FSDP2"
-        raise ConfigError(_explain(what, ranks, mpu, remedy))
-    if averages:
-        _check_context(what, ranks, mpu, remedy)
+    if what == FullyShardedDataParallel.__name__ and not set(ranks) <= set(mpu.dp_cp.ranks):
+        remedy += ";\n  with accelerate leave out fsdp_plugin: zero: {stage: 3} in the config is torch's FSDP2"
+    _check_ranks(what, ranks, mpu, remedy, averages=averages)
 
 
 def _check_meshes(meshes: set[Any], mpu: MPU) -> None:
+    remedy = "mesh=model.mpu.dp_cp_mesh" if mpu.cp.size > 1 else _MESH
     for mesh in meshes:
-        ranks = mesh.mesh.flatten().tolist()
-        if not set(ranks) <= set(mpu.dp_cp.ranks):
-            raise ConfigError(_explain("fully_shard", ranks, mpu, _mesh_of(mpu)))
-        _check_context("fully_shard", ranks, mpu, _mesh_of(mpu))
+        _check_ranks("fully_shard", mesh.mesh.flatten().tolist(), mpu, remedy)
 
 
-def _check_context(what: str, ranks: Sequence[int], mpu: MPU, remedy: str) -> None:
-    """Raise ConfigError if gradients are averaged over ``ranks`` without all that share this rank's sequences."""
-    if not set(mpu.cp.ranks) <= set(ranks):
+def _check_ranks(what: str, ranks: Sequence[int], mpu: MPU, remedy: str, *, averages: bool = True) -> None:
+    """Raise ConfigError if ``ranks`` hold different shards, or average without all that share this rank's sequences."""
+    if not set(ranks) <= set(mpu.dp_cp.ranks):
+        raise ConfigError(
+            f"{what} over ranks {_ranks(ranks)} would take their different shards of the model for one: with "
+            f"tensor_parallel_size={mpu.tp.size} and\n  pipeline_parallel_size={mpu.pp.size} the shard of rank "
+            f"{mpu.rank} is held by {_ranks(mpu.dp_cp.ranks)}. Give it {remedy}."
+        )
+    if averages and not set(mpu.cp.ranks) <= set(ranks):
         raise ConfigError(
             f"{what} over ranks {_ranks(ranks)} would leave out ranks that share their sequences: with "
             f"context_parallel_size={mpu.cp.size}\n  gradients are averaged over all ranks with the shard of rank "
             f"{mpu.rank}, {_ranks(mpu.dp_cp.ranks)}. Give it {remedy}."
         )
-
-
-def _explain(what: str, ranks: list[int], mpu: MPU, remedy: str) -> str:
-    tp, pp = mpu.tp.size, mpu.pp.size
-    return (
-        f"{what} over ranks {_ranks(ranks)} would take their different shards of the model for one: with "
-        f"tensor_parallel_size={tp} and\n  pipeline_parallel_size={pp} the shard of rank {mpu.rank} is held by "
-        f"{_ranks(mpu.dp_cp.ranks)}. Give it {remedy}."
-    )
 
 
 def in_trainer(mpu: MPU) -> str:

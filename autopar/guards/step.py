@@ -6,11 +6,8 @@ replica) write digests of gradients and weights into torch.distributed's key-val
 other ranks: no collective, in which a rank that skips its step would leave the others waiting. The first step waits for
 the digests of the other ranks, later ones wait only some seconds, and what comes late is compared late.
 
-Weights that no torch optimizer steps are compared in the same way at the training forward after they have changed; a
-difference is a warning there, since replicas may look at them after different updates.
-
-[Note: reads in a step] Reads of shards are silent in a step: a guard has looked at the optimizer before its first one.
-They warn in hooks that user code runs before a step, and in optimizers that could not be tried (:data:`untried`).
+Reads of shards are silent in a step: :meth:`StepCheck.when_new` has looked at the optimizer before its first one. They
+warn in optimizers that could not be tried (:data:`untried`).
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import logging
 import operator
 import sys
 import time
@@ -33,18 +29,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from autopar.call_site import is_of_library, warn_user
-from autopar.distributed.digest import of_tensor, of_text, of_values, sum_of_bits
+from autopar.distributed.digest import of_tensor, of_text, sum_of_bits
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_reads import switch
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.foreign.c10d import PrefixStore, default_store
-from autopar.foreign.tensors import is_transformed, step_hooks
-from autopar.guards.free_weights import FreeWeights
 from autopar.guards.messages import group_call, unlike_gradients, unlike_weights
 
-_log = logging.getLogger(__name__)
 _Kind = TypeVar("_Kind")
 
 _WHOLE = 3  # first steps, of which all gradients and weights are compared
@@ -52,11 +44,11 @@ _DEADLINES = (5.0, 1.0, 1.0, 0.0)  # seconds that a later step waits for another
 _KEPT = 64  # steps that are remembered to be compared with what comes late
 _GPU_INTERVAL = 10  # steps between two comparisons where reading a digest waits for the GPU
 _BUSY = 16  # ranks from which on the store is read less often
-_OWN, _UPDATE = -2, "an update without a torch optimizer"  # number and name of updates that user code makes
 OVERFLOW = -1  # the digest of a gradient that is not finite
 _OF_STEP = (4, 4096)  # weights of one step's sample, and elements of each: replicas may hold shards of other sizes
 _OF_SHARD = 2048  # elements of the gradient and state of a sharded weight
 _PARAMETERS = operator.itemgetter("params")
+_PLAIN = (bool, int, float, str, tuple, type(None))
 
 # -- hooks of the process ----------------------------------------------------------------------------------------------
 # torch goes through its hooks while they run, and a hook that a garbage collection takes away in between ends that with
@@ -67,7 +59,6 @@ untried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 _listeners: list[weakref.ref[Any]] = []  # in the order in which they began to listen
 _known: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # and how many parameters they had
-_muting: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()  # the last of its hooks
 
 
 def listen(listener: object) -> None:
@@ -110,25 +101,13 @@ def _before_step(optimizer: Optimizer, *arguments: Any) -> None:
         _call("when_new", optimizer)
         _known[optimizer] = count
     _call("before_step", optimizer, *arguments)
-    noticed = optimizer in untried
-    if not noticed and not all(map(is_of_library, step_hooks(optimizer))):
-        noticed = True
-        if optimizer not in _muting:  # a step that failed leaves it
-            _muting[optimizer] = optimizer.register_step_pre_hook(_mute)
-    if noticed:
+    if optimizer in untried:
         switch.off, switch.in_hook = False, True
         switch.hide(False)
 
 
-def _mute(*_: Any) -> None:
-    switch.off, switch.in_hook = True, False
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _after_step(optimizer: Optimizer, *arguments: Any) -> None:
-    handle = _muting.pop(optimizer, None)
-    if handle is not None:
-        handle.remove()
     switch.off, switch.in_hook = True, False
     _call("after_step", optimizer, *arguments)
     switch.off = False
@@ -139,19 +118,6 @@ def _call(method: str, *arguments: Any) -> None:
     for listener in [other() for other in _listeners]:
         if hasattr(listener, method):
             getattr(listener, method)(*arguments)
-
-
-class ClassHook:
-    """Forward pre-hook that calls ``then(module)`` where the class of ``module`` has changed: ``fully_shard`` does."""
-
-    def __init__(self, module: nn.Module, then: Callable[[nn.Module], None]) -> None:
-        self._kind, self._then = type(module), then
-
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        """Compare the class; what raises once raises in the next forward, too."""
-        if type(module) is not self._kind:
-            self._then(module)
-            self._kind = type(module)
 
 
 # -- the guard ---------------------------------------------------------------------------------------------------------
@@ -165,10 +131,8 @@ class _Progress:
         number: Place among the optimizers of this model, in the order of their first steps; -1 before.
         held: Name and parameter of those of the model that it steps.
         sharded: Those of which each tensor-parallel rank has another shard.
-        published: Comparison -> digests that this rank has published, as JSON, while digests of other ranks are
-            missing.
-        read: Number of comparisons for which the digests of all other ranks were read.
-        whole: Comparisons of all gradients and weights.
+        published: Comparison -> whether it is of all weights, and digests of this rank as JSON, while those of other
+            ranks are missing.
         late: Steps in a row in which the digests of another rank did not come in time.
     """
 
@@ -177,9 +141,7 @@ class _Progress:
     sharded: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     steps: int = 0
     compared: int = 0
-    read: int = 0
-    published: dict[int, str] = field(default_factory=dict)
-    whole: set[int] = field(default_factory=set)
+    published: dict[int, tuple[bool, str]] = field(default_factory=dict)
     late: int = 0
 
 
@@ -187,7 +149,6 @@ class StepCheck:
     """Watches the optimizers of one parallelized model. Every rank makes it.
 
     Args:
-        inner: The Hugging Face model in ``model``.
         alike: ``id(parameter)`` -> the ranks of a stage that hold the same shard.
         experts: Names of parameters that are sharded over replicas, too.
         look: Called with each optimizer of the model, and what it steps, before its first step.
@@ -198,13 +159,11 @@ class StepCheck:
         made: Optimizer steps so far with parameters of the model.
         settings: Settings of the optimizer in the last step (learning rates and the like), as text.
         last_shard: Part of the gradient and of the state of a sharded weight in the last step; another one each time.
-        last_experts: The same, of experts that differ between replicas.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        inner: nn.Module,
         mpu: MPU,
         failures: FailureLog,
         alike: Mapping[int, tuple[int, ...]],
@@ -218,22 +177,16 @@ class StepCheck:
         self.mpu, self.failures, self.made, self.whole_every = mpu, failures, 0, whole_every
         self.settings = ""
         self.last_shard: ShardSample | None = None
-        self.last_experts: ShardSample | None = None
-        self._input: int | None = None  # digest of what the last training forward was given, in the first steps
-        self._same: list[int | None] = []  # those of these steps, where all replicas were given the same
         self._model = weakref.ref(model)
         tp, own = mpu.tp.size, mpu.shards.rank // mpu.tp.size
         self._sharded = {key for key, ranks in alike.items() if sum(rank // tp == own for rank in ranks) == 1}
         self._experts = experts
         self._names: set[str] | None = None  # of those in a model that is copied, until its parameters are there
-        self._free, self._own = FreeWeights(), _Progress(_OWN)
         self._progress: weakref.WeakKeyDictionary[Optimizer, _Progress] = weakref.WeakKeyDictionary()
-        self._count, self._told_of_own_updates = 0, False
+        self._count = 0
         self._replicas = "data-parallel replicas" if mpu.cp.size == 1 else "ranks with the same weights (dp x cp)"
         self._compare = compare and mpu.dp_cp.size > 1
-        self._input_hook: Any = None
         if self._compare:
-            self._input_hook = inner.register_forward_pre_hook(self._before_forward, with_kwargs=True)
             self._store = PrefixStore(f"autopar steps {failures.name}", default_store())
             self._before = mpu.dp_cp.ranks[mpu.dp_cp.rank - 1]
             self._others = [rank for rank in mpu.dp_cp.ranks if rank != mpu.rank]
@@ -252,23 +205,9 @@ class StepCheck:
         copied._model = weakref.ref(memo[id(model)])
         copied._names = {name for name, p in model.named_parameters() if id(p) in self._sharded}
         copied._progress, copied._count, copied.made = weakref.WeakKeyDictionary(), 0, 0
-        copied.settings, copied.last_shard = "", None
-        copied._input_hook, copied._compare = copy.deepcopy(self._input_hook, memo), False
+        copied.settings, copied.last_shard, copied._compare = "", None, False
         listen(copied)
         return copied
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        forget(self)
-        if self._input_hook is not None:
-            self._input_hook.remove()
-
-    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._compare or not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
-            return
-        self._compare_own_update()
-        if module.training and self.made < _WHOLE:
-            self._input = of_values([args, kwargs])
 
     # -- at a step -------------------------------------------------------------------------------------------------
 
@@ -320,32 +259,20 @@ class StepCheck:
             self._compare_now(type(optimizer).__name__, progress, closure=closure, scaled=scaled)
         progress.steps += 1
         self.made += 1
-        if self._experts:
-            own = [] if closure else [(name, p) for name, p in progress.held if name in self._experts]
-            self.last_experts = sample_shard(own, self.made, optimizer) or self.last_experts
         if self.mpu.tp_cp.size > 1:
-            self.settings = repr(list(map(plain_settings, optimizer.param_groups)))
+            plain = ({key: x for key, x in group.items() if key != "params"} for group in optimizer.param_groups)
+            self.settings = repr([{key: x for key, x in group.items() if isinstance(x, _PLAIN)} for group in plain])
             self.last_shard = None if closure else sample_shard(progress.sharded, self.made, optimizer)
 
     def watch(self, apart: set[int]) -> None:
         """Digest gradients of these parameters (``id``) only: their shards differ."""
         self._sharded &= apart
 
-    def _compare_own_update(self) -> None:
-        """Compare the weights that no torch optimizer steps, if something has changed them since the last forward."""
-        model = self._model()
-        stepped = (parameter for progress in self._progress.values() for _, parameter in progress.held)
-        if self._told_of_own_updates or model is None or not self._free.have_changed(model, stepped):
-            return
-        self._own.held = self._free.named
-        self._compare_now(_UPDATE, self._own, closure=True)
-        self._own.steps += 1
-
-    def _compare_now(self, update: str, progress: _Progress, *, closure: bool, scaled: bool = False) -> None:
+    def _compare_now(self, optimizer: str, progress: _Progress, *, closure: bool, scaled: bool = False) -> None:
         """Publish the digests of this step, and compare those of the other ranks that are there.
 
         Args:
-            update: Name of the optimizer, for errors.
+            optimizer: Its name, for errors.
             closure: Whether gradients are computed inside of the step: then only weights are compared.
             scaled: Whether a step that overflows is skipped.
         """
@@ -356,58 +283,35 @@ class StepCheck:
         held = [(name, p) for name, p in progress.held if not isinstance(p, DTensor) and not p.is_meta]
         turn, progress.compared = progress.compared, progress.compared + 1
         digests = digest_step(held, None if whole else turn, closure, scaled)
-        if whole:
-            progress.whole.add(turn)
-        mine = json.dumps([[of_text(repr([name for name, _ in held])), step, digests], self._input])
+        mine = json.dumps([of_text(repr([name for name, _ in held])), step, digests])
         self._store.set(self._key(progress, turn, self.mpu.rank), mine)
-        progress.published[turn] = mine
-        self._compare_with_others(update, progress, turn)
+        progress.published[turn] = whole, mine
+        self._compare_with_others(optimizer, progress)
         old = turn - _KEPT
         progress.published.pop(old, None)
-        progress.whole.discard(old)
         if old >= 0:
             self._store.delete_key(self._key(progress, old, self.mpu.rank))
 
     def _key(self, progress: _Progress, turn: int, rank: int) -> str:
         return f"{progress.number}/{turn}/{rank}"
 
-    def _compare_with_others(self, update: str, progress: _Progress, turn: int) -> None:
+    def _compare_with_others(self, optimizer: str, progress: _Progress) -> None:
         """Compare with all replicas where all weights are, so that all raise alike; samples with the one before."""
-        waits = progress.number != _OWN  # an update of the user's own may come later on another replica, or never
-        for earlier in range(max(progress.read, turn - _KEPT + 1), turn + 1):
-            others = self._others if earlier in progress.whole else [self._before]
-            keys = {rank: self._key(progress, earlier, rank) for rank in others}
-            seconds = _DEADLINES[min(progress.late, len(_DEADLINES) - 1)]
-            seconds = self.failures.timeout if earlier == 0 and waits else seconds
+        for turn, (whole, mine) in list(progress.published.items()):
+            keys = {rank: self._key(progress, turn, rank) for rank in (self._others if whole else [self._before])}
+            seconds = _DEADLINES[min(progress.late, len(_DEADLINES) - 1)] if turn else self.failures.timeout
             for rank, key in keys.items():
                 if not self._wait_for(rank, key, seconds):
-                    if earlier == 0 and waits:
-                        self._missing(update, rank)
+                    if turn == 0:
+                        self._missing(optimizer, rank)
                     progress.late += 1
                     return
-            progress.read = earlier + 1
-            own, own_input = json.loads(progress.published[earlier])
-            inputs = {own_input}
+            del progress.published[turn]
             for rank, key in keys.items():
-                theirs, their_input = json.loads(self._store.get(key))
-                inputs.add(their_input)
-                if theirs != own:
-                    self._refuse(update, own, theirs, rank)
-            if waits and earlier < _WHOLE and len(inputs) == 1 and self.mpu.dp.size > 1:
-                self._same_inputs(inputs.pop())
+                theirs = self._store.get(key).decode()
+                if theirs != mine:
+                    self._refuse(optimizer, json.loads(mine), json.loads(theirs), rank)
         progress.late = 0
-
-    def _same_inputs(self, inputs: int | None) -> None:
-        """Warn once, if the replicas were given the same batches in all of the first steps, others in each."""
-        self._same.append(inputs)
-        if len(self._same) == _WHOLE == len({*self._same} - {None}) and self.mpu.rank == 0:
-            _log.warning(
-                "all %d data-parallel replicas were given the same batches in the first %d steps: the data is not "
-                "sharded. Use autopar.prepare_dataloader(dataset, ..., mpu=model.mpu), or "
-                "DistributedSampler(dataset, mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()).",
-                self.mpu.dp.size,
-                _WHOLE,
-            )
 
     def _wait_for(self, rank: int, key: str, seconds: float) -> bool:
         deadline, pause = time.monotonic() + seconds, 0.0002
@@ -430,13 +334,13 @@ class StepCheck:
             TimeoutError(f"{self.failures.timeout:g} s (pipeline.timeout)"),
         )
 
-    def _refuse(self, update: str, mine: Any, theirs: Any, rank: int) -> None:
+    def _refuse(self, optimizer: str, mine: Any, theirs: Any, rank: int) -> None:
         (names, step, ours), (other_names, _, others) = mine, theirs
         if names != other_names:
             return  # each steps parameters of its own, as in ZeRO
         pair = sorted([self.mpu.rank, rank])
         first, second = (ours, others) if self.mpu.rank == pair[0] else (others, ours)
-        place = f"  Ranks {pair[0]} and {pair[1]}, step {step + 1} of {update}"
+        place = f"  Ranks {pair[0]} and {pair[1]}, step {step + 1} of {optimizer}"
         replicas = f"{self.mpu.dp_cp.size} {self._replicas}"
         if rank not in self.mpu.copies.ranks:  # it holds other experts
             ours = {name: two for name, two in ours.items() if name not in self._experts}
@@ -444,12 +348,8 @@ class StepCheck:
         weights = {name: two for name, two in weights.items() if two[0] != two[1]}
         gradients = ((name, ours[name][0], others[name][0]) for name in ours if name in others)
         different = [name for name, one, two in gradients if one != two and OVERFLOW not in (one, two)]
-        if weights and update == _UPDATE:  # replicas may update in other forwards, so that it is no proof
-            self._told_of_own_updates = True
-            warn_user(unlike_weights(replicas, place, pair, weights, own=True))
-            return
         if weights:
-            text = unlike_weights(replicas, place, pair, weights, own=False)
+            text = unlike_weights(replicas, place, pair, weights)
         elif different:
             text = unlike_gradients(replicas, place, different, group_call(self.mpu))
         else:
@@ -491,11 +391,8 @@ def sample_shard(sharded: list[tuple[str, nn.Parameter]], turn: int, optimizer: 
     if not sharded:
         return None
     name, parameter = sharded[turn % len(sharded)]
-    shape, moments = parameter.shape, None
-    for value in optimizer.state.get(parameter, {}).values():
-        if isinstance(value, torch.Tensor) and value.shape == shape:
-            moments = value
-            break
+    shape, state = parameter.shape, optimizer.state.get(parameter, {}).values()
+    moments = next((value for value in state if isinstance(value, torch.Tensor) and value.shape == shape), None)
     return ShardSample(name, _first_rows(parameter.grad), _first_rows(moments))
 
 
@@ -532,26 +429,20 @@ def digest_step(
         scaled: Whether the loss has a scale: a step with gradients that are not finite is skipped, and not compared.
     """
     names, sums, (count, most) = [], list[torch.Tensor](), _OF_STEP
+
+    def summed(tensor: torch.Tensor) -> torch.Tensor:
+        return sum_of_bits(tensor if turn is None or tensor.is_sparse else some_rows(tensor, turn, most))
+
     chosen = range(min(count, len(held))) if turn is not None else ()
     for name, parameter in held if turn is None else [held[(count * turn + n) % len(held)] for n in chosen]:
-        gradient, part = None if closure else parameter.grad, parameter.detach()
-        if turn is not None:
-            part = some_rows(part, turn, most)
+        gradient = None if closure else parameter.grad
         if gradient is None or isinstance(gradient, DTensor):
-            found = torch.zeros((), dtype=torch.int64, device=part.device)
-        elif turn is None or gradient.is_sparse:
-            found = sum_of_bits(gradient)
+            found = torch.zeros((), dtype=torch.int64, device=parameter.device)
         else:
-            found = sum_of_bits(some_rows(gradient, turn, most))
+            found = summed(gradient)
         if scaled and gradient is not None:
             found = torch.where(torch.isfinite(gradient).all(), found, OVERFLOW)
         names.append(name)
-        sums += [found, sum_of_bits(part)]
+        sums += [found, summed(parameter.detach())]
     numbers = torch.stack(sums).tolist() if sums else []
     return {name: (numbers[2 * i], numbers[2 * i + 1]) for i, name in enumerate(names)}
-
-
-def plain_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is plain data in a param group."""
-    plain = (bool, int, float, str, tuple, type(None))
-    return {name: value for name, value in group.items() if name != "params" and isinstance(value, plain)}

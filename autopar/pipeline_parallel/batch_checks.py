@@ -22,30 +22,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.call_site import warn_user
 from autopar.distributed.axis import Axis
 from autopar.distributed.digest import hexdigest
-from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.guards.step import listen
 from autopar.pipeline_parallel.p2p import P2P, Message, map_tensors
 
-_PATIENCE = 8  # passes without a step after which a stage is told, once, if another stage goes on
-
-
-class StepReport(NamedTuple):
-    """The steps of one stage's optimizers, for the other stages to compare.
-
-    Attributes:
-        counts: of each optimizer the first pass, and the number of passes that a step came after.
-        idle: passes since the last step.
-        trained: weights that have a gradient and that no optimizer steps, if it is time to tell.
-    """
-
-    counts: frozenset[tuple[int, int]]
-    idle: int
-    trained: str
+Steps = frozenset[tuple[int, int]]
+"""Of each optimizer the first pass, and the number of passes that a step came after."""
 
 
 @dataclass
@@ -74,10 +59,7 @@ class StepCount:
         self.expected = False
         self._model, self._released = model, released
         self._optimizers: weakref.WeakKeyDictionary[Any, _Steps] = weakref.WeakKeyDictionary()
-        self._held: set[int] | None = None  # ids of the model's weights, looked up once in a pass
-        self._passes, self._running, self._last, self._stepped_once = 0, 0, 0, False
-        self._patience = _PATIENCE  # twice the longest interval between two steps, at least
-        self._trained = ""  # weights with a gradient after a pass that no step was to come after
+        self._passes = self._running = 0
         listen(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepCount:
@@ -90,7 +72,7 @@ class StepCount:
         Raises:
             ConfigError: a hook steps weights of the model inside of a pass.
         """
-        if self._running and not self._stepped(optimizer).isdisjoint(self._weights()):
+        if self._running and not self._stepped(optimizer).isdisjoint(map(id, self._model.parameters())):
             raise ConfigError(
                 f"{type(optimizer).__name__}.step() inside of execute_pipeline: the gradients are those of some of its "
                 f"{self._running} micro-batches,\n  and the others use the weights as they were. Step when "
@@ -100,89 +82,46 @@ class StepCount:
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         steps = self._optimizers.get(optimizer)
         if steps is None or steps.parameters != size:
-            ours = not self._stepped(optimizer).isdisjoint(self._weights() | set(self._released))
-            steps = self._optimizers.setdefault(optimizer, _Steps(size, ours, self._begin(ours)))
+            held = {*map(id, self._model.parameters()), *self._released}
+            ours = not self._stepped(optimizer).isdisjoint(held)
+            given = ours and self.expected and not any(steps.ours for steps in self._optimizers.values())
+            steps = self._optimizers.setdefault(optimizer, _Steps(size, ours, 0 if given else self._passes))
             steps.parameters, steps.ours = size, steps.ours or ours
         if steps.ours and steps.last != self._passes:
             steps.count, steps.last = steps.count + 1, self._passes
-            self._patience = max(self._patience, 2 * (self._passes - self._last))
-            self._last, self._stepped_once, self._trained = self._passes, True, ""
-
-    def _begin(self, ours: bool) -> int:
-        """Return the pass that a new optimizer begins after; 0 for the one that ``initialize`` was given."""
-        given = ours and self.expected and not any(steps.ours for steps in self._optimizers.values())
-        return 0 if given else self._passes
 
     def _stepped(self, optimizer: Any) -> set[int]:
         return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
-    def _weights(self) -> set[int]:
-        if self._held is None:
-            self._held = {id(p) for p in self._model.parameters()}
-        return self._held
-
-    def begin_pass(self, microbatches: int) -> StepReport:
+    def begin_pass(self, microbatches: int) -> Steps:
         """Return what stages compare. ``microbatches``: that are differentiated."""
-        self._held = None
-        idle = self._passes - self._last
         if microbatches:
             self._passes, self._running = self._passes + 1, microbatches
         counts = {(steps.first, steps.count) for steps in self._optimizers.values() if steps.count}
-        if self.expected and not self._stepped_once:
-            counts = {(0, 0)}
-        told = idle == self._patience if self._stepped_once else not self.expected
-        return StepReport(frozenset(counts), idle, self._trained if told else "")
+        return frozenset(counts or ({(0, 0)} if self.expected else ()))
 
     def end_pass(self) -> None:
-        """End it, also one that failed; where no step seems to follow, note which weights have got a gradient."""
-        trained, self._running = self._running, 0
-        waits = self._passes - self._last >= self._patience or not self._stepped_once
-        if trained and waits:
-            names = [name for name, p in self._model.named_parameters() if p.requires_grad and p.grad is not None]
-            self._trained = f"{len(names)} weights, {names[0]} first" if names else ""
+        """End it, also one that failed."""
+        self._running = 0
 
 
-def warn_of_idle(said: Mapping[int, StepReport], own: int) -> None:
-    """Warn if rank ``own`` has never stepped, or not for some passes, and another one of its replica goes on."""
-    going_on = any(report.counts and report.idle < _PATIENCE for report in said.values())
-    if own in said and said[own].trained and going_on:
-        since = f" in the last {said[own].idle} passes" if said[own].counts else ""
-        warn_user(
-            f"rank {own} has stepped no optimizer{since}, and other stages of its replica have: {said[own].trained}, "
-            "have gradients there and stay as they are. If they are not to be trained, requires_grad_(False) says "
-            "so; else make the optimizer on every rank, and step it there."
-        )
-
-
-def check_steps(said: Mapping[int, StepReport]) -> None:
+def check_steps(said: Mapping[int, Steps]) -> None:
     """Compare what :meth:`StepCount.begin_pass` returned on two ranks.
 
     Raises:
         ConsistencyError: an optimizer has stepped behind other numbers of passes.
     """
-    counts = {rank: _by_first(report.counts) for rank, report in said.items()}
-    one, other = counts.values()
+    one, other = ({first: {n for f, n in steps if f == first} for first, _ in steps} for steps in said.values())
     for first in one.keys() & other.keys():
         if one[first].isdisjoint(other[first]):
-            raise ConsistencyError(_unlike({rank: max(found[first]) for rank, found in counts.items()}))
-
-
-def _by_first(counts: Collection[tuple[int, int]]) -> dict[int, set[int]]:
-    """Return for each first pass how often the optimizers that began after it have stepped."""
-    found: dict[int, set[int]] = {}
-    for first, count in counts:
-        found.setdefault(first, set()).add(count)
-    return found
-
-
-def _unlike(counts: Mapping[int, int]) -> str:
-    return (
-        f"two stages of one model replica (ranks {' and '.join(map(str, counts))}) have made different numbers of "
-        "optimizer steps:\n"
-        f"  optimizer steps so far: {', '.join(f'rank {rank}: {count}' for rank, count in counts.items())}\n"
-        "  Every rank steps after the same execute_pipeline: put no rank's optimizer.step() behind an if.\n"
-        "  consistency_check: {enable: false} turns this check off."
-    )
+            found = dict(zip(said, (max(one[first]), max(other[first])), strict=True))
+            raise ConsistencyError(
+                f"two stages of one model replica (ranks {' and '.join(map(str, found))}) have made different numbers "
+                "of optimizer steps:\n"
+                f"  optimizer steps so far: {', '.join(f'rank {rank}: {count}' for rank, count in found.items())}\n"
+                "  Every rank steps after the same execute_pipeline: put no rank's optimizer.step() behind an if.\n"
+                "  consistency_check: {enable: false} turns this check off."
+            )
 
 
 _REPORT = Message("its report on the batch", 1_000_000_000)
@@ -202,7 +141,7 @@ class Report(NamedTuple):
     """
 
     batch: Mapping[str, str]
-    steps: StepReport | None = None
+    steps: Steps | None = None
     copies: Mapping[str, str] = {}
 
 
@@ -256,14 +195,16 @@ def _read_alike(read: Callable[[], Batch], describe: Callable[[Batch], Report], 
                 "not on every stage of this model replica.\n  All its ranks read the same batches, so their iterators "
                 "must be equally long and started together."
             )
-        _compare(said, p2p.axis.ranks[p2p.axis.rank])
+        _compare(said)
     return batch  # type: ignore[return-value]
 
 
 def _counts_of_replicas(count: float | None, axis: Axis, p2p: P2P) -> list[float]:
     """Each replica's count (of labels, or samples), None if its data has ended; raises on all if on some it has."""
     purpose = "agreeing with the other data-parallel replicas that each has a batch"
-    counts = list(_gather(count, axis, p2p.failures, purpose).values())
+    counts: list[Any] = [count] * axis.size
+    with p2p.failures.blame(purpose, axis.ranks):
+        dist.all_gather_object(counts, count, group=axis.group)
     ended = [str(place) for place, other in enumerate(counts) if other is None]
     if ended and len(ended) < axis.size:
         going = [str(place) for place, other in enumerate(counts) if other is not None]
@@ -278,18 +219,9 @@ def _counts_of_replicas(count: float | None, axis: Axis, p2p: P2P) -> list[float
     return counts
 
 
-def _gather(value: Any, axis: Axis, failures: FailureLog, purpose: str) -> dict[int, Any]:
-    """Values of all ranks of the axis, by rank."""
-    everyone = [value] * axis.size
-    with failures.blame(purpose, axis.ranks):
-        dist.all_gather_object(everyone, value, group=axis.group)
-    return dict(zip(axis.ranks, everyone, strict=True))
-
-
-def _compare(said: Mapping[int, Report], own: int) -> None:
-    """Compare what the ranks have told, all of them alike; a rank whose weights nobody steps warns."""
+def _compare(said: Mapping[int, Report]) -> None:
+    """Compare what the ranks have told, all of them alike."""
     steps = {rank: report.steps for rank, report in said.items() if report.steps is not None}
-    warn_of_idle(steps, own)
     for pair in pairwise(steps.items()):
         check_steps(dict(pair))
     lines = _differences({rank: report.batch for rank, report in said.items() if report.batch})

@@ -15,6 +15,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -112,7 +113,7 @@ def stage_backward_weight(rest: WeightGradients) -> None:
         edges, gradients, weights = rest.parts.pop()
         # From one node of a part the way may lead to another one, where the gradients have arrived already.
         nodes = {edge.node for edge in edges} & rest.arrived.keys()
-        handles = [node.register_prehook(_replaced_by(rest.arrived[node])) for node in nodes]
+        handles = [node.register_prehook(partial(lambda arrived, _: arrived, rest.arrived[node])) for node in nodes]
         try:
             torch.autograd.backward(edges, gradients, retain_graph=True, inputs=weights)
         finally:
@@ -162,10 +163,6 @@ def _way(
 
 def _runs_once(node: Node) -> bool:
     return isinstance(node, BackwardCFunction) and not getattr(forward_class(node), "keeps_nothing", False)
-
-
-def _replaced_by(arrived: _Gradients) -> Callable[..., Any]:
-    return lambda _: arrived
 
 
 def _nodes(starts: Iterable[Node]) -> dict[Node, list[Node]]:
@@ -455,7 +452,7 @@ class Engine:
     def _send(self, kind: str, stage: int, to: int, microbatch: int, value: Any) -> None:
         place = self.plan.rank_of[to]
         if place == self.rank:
-            self._here[kind, to, microbatch] = map_tensors(value, _detached)
+            self._here[kind, to, microbatch] = map_tensors(value, lambda x: x.detach().requires_grad_(x.requires_grad))
         else:
             turn = self._turn_of(kind, to, microbatch)
             self.p2p.send(value, place, _message(kind, stage, to, microbatch), label=(place, turn))
@@ -501,7 +498,3 @@ def _entering(tensor: torch.Tensor, leaves: list[torch.Tensor]) -> torch.Tensor:
 def _stop_gradient(tensor: torch.Tensor) -> None:
     if type(tensor) is torch.Tensor and tensor.grad_fn is not None:
         tensor.register_hook(torch.zeros_like)
-
-
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,16 +36,10 @@ class OwnLoss:
     Attributes:
         model: a Hugging Face model, or a plain module.
         kind: one of :data:`~autopar.policy.schema.LOSSES`; None if no policy says it.
-        has_encoder: Whether the model is an encoder and a decoder.
     """
 
     model: Any
     kind: str | None
-    has_encoder: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        encodes = isinstance(self.model, PreTrainedModel) and is_encoder_decoder(self.model)
-        object.__setattr__(self, "has_encoder", encodes)
 
     @classmethod
     def of(cls, model: Any, given: Policy | None = None) -> OwnLoss:
@@ -56,7 +50,8 @@ class OwnLoss:
     def shifted(self) -> bool:
         """Whether the loss leaves out the first label of each sequence, as those of causal models do."""
         if self.kind == "loss_function":  # encoder-decoders give their labels as those of a shift that has been done
-            return not self.has_encoder and self._function is ForCausalLMLoss
+            encodes = isinstance(self.model, PreTrainedModel) and is_encoder_decoder(self.model)
+            return not encodes and self._function is ForCausalLMLoss
         return self.kind in ("shifted_mean", "shifted_attended_mean")
 
     def counted(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -200,51 +195,40 @@ def loss_in(outputs: Any) -> Any:
     return numbers[0] if len(numbers) == 1 else None
 
 
-class LossOf:
-    """``(outputs, inputs) -> loss`` of a micro-batch: the model's own, or that of the user's ``criterion``.
+def loss_of(
+    criterion: Callable[..., Any] | None,
+    outputs: Any,
+    inputs: dict[str, Any],
+    *,
+    required: bool,
+    blocks: Mapping[int, str] | None = None,
+) -> Any:
+    """Return the loss of a micro-batch: the model's own, or that of the user's ``criterion``.
 
     Args:
         required: it is going to be differentiated.
         blocks: weights of this stage's blocks, by ``id``, which the criterion may not be made of.
+
+    Raises:
+        ConfigError: there is none, it is not a number, or it is made of weights of blocks.
     """
-
-    def __init__(
-        self,
-        criterion: Callable[..., Any] | None,
-        *,
-        required: bool,
-        blocks: Mapping[int, str] | None = None,
-    ) -> None:
-        self.criterion, self.required, self._blocks = criterion, required, blocks
-
-    def __call__(self, outputs: Any, inputs: dict[str, Any]) -> Any:
-        """Compute it.
-
-        Raises:
-            ConfigError: there is none, it is not a number, or it is made of weights of blocks.
-        """
-        loss = loss_in(outputs) if self.criterion is None else self._of_criterion(outputs, inputs)
-        if loss is None and self.required:
-            raise ConfigError(
-                f"execute_pipeline: the outputs ({type(outputs).__name__}) hold no loss: put labels into the batch, or "
-                "give criterion=lambda outputs, inputs: ..."
-            )
-        return loss
-
-    def _of_criterion(self, outputs: Any, inputs: dict[str, Any]) -> Any:
-        assert self.criterion is not None
-        begin = next_sequence_number()
-        loss = self.criterion(outputs, inputs)
-        if loss is not None and not isinstance(loss, torch.Tensor):
-            raise ConfigError(
-                f"execute_pipeline: criterion returned a {type(loss).__name__}: it returns one tensor, the mean over a "
-                "micro-batch.\n  If that is no mean over labels, such as one with class weights, "
-                "execute_pipeline(..., count=lambda inputs: ...)\n  says by how much: the sum of the weights that the "
-                "mean is divided by."
-            )
-        if self._blocks and loss is not None:
-            _refuse_penalty(loss, begin, self._blocks)
-        return loss
+    begin = next_sequence_number() if blocks else 0
+    loss = loss_in(outputs) if criterion is None else criterion(outputs, inputs)
+    if criterion is not None and loss is not None and not isinstance(loss, torch.Tensor):
+        raise ConfigError(
+            f"execute_pipeline: criterion returned a {type(loss).__name__}: it returns one tensor, the mean over a "
+            "micro-batch.\n  If that is no mean over labels, such as one with class weights, "
+            "execute_pipeline(..., count=lambda inputs: ...)\n  says by how much: the sum of the weights that the "
+            "mean is divided by."
+        )
+    if loss is None and required:
+        raise ConfigError(
+            f"execute_pipeline: the outputs ({type(outputs).__name__}) hold no loss: put labels into the batch, or "
+            "give criterion=lambda outputs, inputs: ..."
+        )
+    if blocks and criterion is not None and loss is not None:
+        _refuse_penalty(loss, begin, blocks)
+    return loss
 
 
 def _refuse_penalty(loss: torch.Tensor, begin: int, blocks: Mapping[int, str]) -> None:

@@ -31,8 +31,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.errors import ConfigError, ConsistencyError, nearest
-from autopar.pipeline_parallel.batch_checks import digest_of, read_batch
+from autopar.errors import ConfigError, nearest
+from autopar.pipeline_parallel.batch_checks import read_batch
 from autopar.pipeline_parallel.engine import Step
 from autopar.pipeline_parallel.pipeline import Pipeline, pipeline_of
 
@@ -186,22 +186,10 @@ def _form(value: Any) -> str:
 
 
 def _take(iterators: list[Any], count: int) -> list[Any]:
-    """The micro-batches. Not inside the step function, where stages draw other random numbers: a loader would shuffle
-    by them."""
-    return [_alike([next(iterator) for iterator in iterators], number) for number in range(count)]
-
-
-def _alike(batches: list[Any], microbatch: int) -> Any:
-    """The micro-batch that every chunk's iterator gave; None if there is none."""
-    digests = [digest_of(batch) for batch in batches] if len(batches) > 1 else []
-    for chunk, digest in enumerate(digests):
-        different = [name for name in {**digests[0], **digest} if digest.get(name) != digests[0].get(name)]
-        if different:
-            raise ConsistencyError(
-                f"data_iterator: the iterator of chunk {chunk} gives another micro-batch {microbatch} than that of "
-                f"chunk 0 ({', '.join(different)}). All chunks work on the same micro-batches."
-            )
-    return batches[0] if batches else None
+    """Return the micro-batches, which are those of every chunk. Not inside the step function, where stages draw other
+    random numbers: a loader would shuffle by them."""
+    batches = [[next(iterator) for iterator in iterators] for _ in range(count)]
+    return [of_chunks[0] if of_chunks else None for of_chunks in batches]
 
 
 class _StepFunction:

@@ -94,7 +94,7 @@ def split(
             name: _apart(value[slice(*own[name])])
             if name in own
             else narrow(value, 1)
-            if _of_several_kinds(name, value)
+            if name == "position_ids" and isinstance(value, torch.Tensor) and value.ndim == 3  # time, height, width
             else _cut(name, value, samples, slice(start, stop), narrow)
             for name, value in batch.items()
             if name not in own or own[name][0] < own[name][1]
@@ -146,11 +146,6 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     map_tensors(value, found.append)
     return found
-
-
-def _of_several_kinds(name: str, value: Any) -> bool:
-    """Multimodal rotary positions: of time, height and width."""
-    return name == "position_ids" and isinstance(value, torch.Tensor) and value.ndim == 3
 
 
 def weights_of(
@@ -283,7 +278,8 @@ def _of_medium(
         shown = ", ".join(f"{name} {list(getattr(value, 'shape', [len(value)]))}" for name, value in listed.items())
         raise ConfigError(
             f"execute_pipeline: {shown} are not one row of each of the batch's {samples} samples, and it cannot be "
-            f"told which {medium.name}s belong to which sample: {_why(medium, token, ids, samples)}.\n"
+            f"told which {medium.name}s belong to which sample by token {token} ({medium.tokens[0]} of the model's "
+            "config) in input_ids.\n"
             f"  Give one micro-batch (pipeline.microbatch_size: {samples}), or batches of one sample each."
         )
     starts = [0, *accumulate(each)]  # of the images of each sample
@@ -330,18 +326,5 @@ def _of_each(marked: torch.Tensor, patches: Sequence[int] | None, count: int) ->
     places = [ends.get(end * whole) for end in accumulate(tokens)]
     if None in places:
         return None
-    return list(_differences([0, *(place for place in places if place is not None)]))
-
-
-def _differences(places: Sequence[int]) -> Iterator[int]:
-    return (after - before for before, after in pairwise(places))
-
-
-def _why(medium: _Medium, token: int | None, ids: torch.Tensor | None, samples: int) -> str:
-    if token is None:
-        return f"the model's config has no {medium.tokens[0]}"
-    if ids is None or ids.shape[:1] != (samples,):
-        return "the batch has no input_ids of each sample"
-    counts = (ids == token).sum(1).tolist()
-    listed = ", ".join(map(str, counts[:8])) + (" ..." if len(counts) > 8 else "")
-    return f"token {token} stands {listed} times in the samples, which is no share of whole {medium.name}s"
+    found = [0, *(place for place in places if place is not None)]
+    return [after - before for before, after in pairwise(found)]

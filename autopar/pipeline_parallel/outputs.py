@@ -17,7 +17,7 @@ import contextlib
 import copy
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -307,29 +307,18 @@ class Provenance(TensorTracking):
             self._set(tensor, found)
 
 
-@dataclass
-class Examined:
-    """Result of :func:`examine`.
-
-    Attributes:
-        result: of the stage's forward.
-        missing: names of placeholders that were used, or outputs of elements ("the output of ...").
-        unavailable: entries of the last stage's result that are computed from placeholders, and nothing else is.
-    """
-
-    result: Any
-    missing: frozenset[str]
-    unavailable: tuple[str, ...] = ()
-
-
 def examine(
     forward: StageForward,
     model: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     finish: Callable[[Any], Any] | None = None,
-) -> Examined:
+) -> tuple[Any, frozenset[str], tuple[str, ...]]:
     """Run a stage and follow what is computed from placeholders, and from outputs that it did not receive.
+
+    Returns:
+        The result of the stage's forward; names of placeholders that were used, or outputs of elements ("the output of
+        ..."); and entries of the last stage's result that are computed from placeholders, and nothing else is.
 
     Raises:
         UnsupportedModelError: the model writes in place into outputs of blocks.
@@ -357,7 +346,7 @@ def examine(
         with provenance:
             forward.loss = finish(result)
         missing |= provenance.origins(forward.loss) | provenance.read_by_control_flow
-    return Examined(result, missing, tuple(unavailable))
+    return result, missing, tuple(unavailable)
 
 
 def _followed(

@@ -25,7 +25,7 @@ from autopar.errors import ConfigError, not_parallelized
 from autopar.pipeline_parallel.batch_checks import Report, read_batch
 from autopar.pipeline_parallel.engine import Engine, Step
 from autopar.pipeline_parallel.generate import call_through_stages
-from autopar.pipeline_parallel.losses import LossOf, OwnLoss
+from autopar.pipeline_parallel.losses import OwnLoss, loss_of
 from autopar.pipeline_parallel.microbatch import (
     batch_size,
     label_count,
@@ -195,9 +195,8 @@ class Pipeline:
         self._adapted = sum(1 for _ in tuner_layers(model))
         self.released = release(model, plan, mpu.pp.rank, mpu.device)
         self.context.placeholders = self.released.placeholders
-        told: set[tuple[str, int]] = set()
         for placeholder in self.released.placeholders.values():
-            placeholder.in_front, placeholder.told = self.context.in_front, told
+            placeholder.in_front = self.context.in_front
         self.tied = TiedWeights(model, plan, mpu)
         released = self.released.parameters
         self.engine = Engine(model, self.context, plan, self.p2p, self.tied, check=check, released=released)
@@ -306,15 +305,13 @@ class Pipeline:
         self._reported.add(backward)
         return self.engine.report(batch, microbatches, backward=backward, whole=whole)
 
-    def _loss_of(self, criterion: Callable[..., Any] | None, backward: bool) -> LossOf:
-        if criterion is None or not backward or not self.last or self.plan.stages == 1:
-            return LossOf(criterion, required=backward)
-        blocks = {
-            id(parameter): f"{path}.{name}"
-            for path in self.plan.elements
-            for name, parameter in self.engine.model.get_submodule(path).named_parameters()
-        }
-        return LossOf(criterion, required=backward, blocks=blocks)
+    def _loss_of(self, criterion: Callable[..., Any] | None, backward: bool) -> Callable[[Any, dict[str, Any]], Any]:
+        blocks: dict[int, str] = {}
+        if criterion is not None and backward and self.last and self.plan.stages > 1:
+            for path in self.plan.elements:
+                named = self.engine.model.get_submodule(path).named_parameters()
+                blocks |= {id(parameter): f"{path}.{name}" for name, parameter in named}
+        return functools.partial(loss_of, criterion, required=backward, blocks=blocks)
 
     def run(self, model: nn.Module, step: Step) -> None:
         """Run one pass of the schedule; sum gradients over the holders of tied weights, average them over replicas."""

@@ -315,11 +315,11 @@ def run_stage(
     unavailable = forward.context.examined.get(kind)
     with forward.streams.front():
         if unavailable is None:
-            examined = examine(forward, model, args, kwargs, finish)
-            if examined.missing:
-                raise UnsupportedModelError(explain(forward, examined.missing))
-            forward.context.examined[kind] = examined.unavailable
-            return examined.result
+            result, missing, unavailable = examine(forward, model, args, kwargs, finish)
+            if missing:
+                raise UnsupportedModelError(explain(forward, missing))
+            forward.context.examined[kind] = unavailable
+            return result
         try:
             result = forward.run(model, args, kwargs)
         except ValueError as error:

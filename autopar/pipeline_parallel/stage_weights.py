@@ -9,7 +9,6 @@ gives the right shapes; what it computes there is replaced by what the stage rec
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.distributed.mesh import MPU
-from autopar.distributed.shard_reads import DRAWS, user_frame, warn_at
+from autopar.distributed.shard_reads import DRAWS
 from autopar.errors import UnsupportedModelError
 from autopar.foreign.tensors import no_overrides, own_buffers, own_parameters
 from autopar.plan.stages import StagePlan
@@ -145,7 +144,11 @@ def reload(model: nn.Module, plan: StagePlan, released: ReleasedWeights, mpu: MP
     gone = {name: (module, key, buffer) for module, key, name, buffer in released.buffers}
     buffers: dict[str, Any] = dict(model.named_buffers(remove_duplicate=False))
     here = {name: own.get(name, buffers.get(name)) for name in plan.tensors if name not in shapes}
-    dtypes = {name: (value.dtype, _dtype_of_gradient(value)) for name, value in here.items() if value is not None}
+    dtypes = {
+        name: (value.dtype, None if value.grad is None else value.grad.dtype)
+        for name, value in here.items()
+        if value is not None
+    }
     everyone = [dtypes] * mpu.pp.size
     dist.all_gather_object(everyone, dtypes, group=mpu.pp.group)
     done: set[int] = set()
@@ -194,11 +197,6 @@ def _put_back(model: nn.Module, released: ReleasedWeights) -> dict[str, torch.Si
     return shapes
 
 
-def _dtype_of_gradient(value: torch.Tensor) -> torch.dtype | None:
-    """None if there is no gradient."""
-    return None if value.grad is None else value.grad.dtype
-
-
 def _broadcast(tensor: torch.Tensor, source: int, mpu: MPU) -> None:
     """Broadcast from place ``source`` of the pipeline axis."""
     staged = tensor.to(mpu.device, copy=True, memory_format=torch.contiguous_format)
@@ -223,12 +221,10 @@ class Placeholder(torch.Tensor):
     Attributes:
         weight_name: its name.
         in_front: whether the code that runs now is in front of the blocks; None outside of a stage's forward.
-        told: places in the user's code that were told that they read what is not here.
     """
 
     weight_name: str
     in_front: Callable[[], bool | None]
-    told: set[tuple[str, int]]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -250,15 +246,7 @@ class Placeholder(torch.Tensor):
                 key = storage_key(result)
                 if key is not None and key == storage_key(first):
                     return _like(result, first)
-        read = next((each for each in (*args, *kwargs.values()) if isinstance(each, Placeholder)), None)
-        if read is not None and read.in_front() is None and _gives_numbers(result, func):
-            read._tell(func.__name__.strip("_"), sys._getframe(1))
         return result
-
-    def _tell(self, name: str, caller: Any) -> None:
-        what = f'with autopar.whole(model, "{self.weight_name}"): it is here.'
-        held = f"{name} of {self.weight_name} is not a number here: another pipeline stage holds it.\n  {what}"
-        warn_at(user_frame(caller), self.told, held)
 
     def _check_write(self) -> None:
         """Check that the stage that holds the weight runs the code that writes, too."""
@@ -280,7 +268,7 @@ class Placeholder(torch.Tensor):
 def make_placeholder(parameter: torch.Tensor, name: str, device: torch.device) -> Placeholder:
     """Return what stands for a weight: of its shape and dtype, not a number."""
     placeholder = scalar_placeholder(parameter.dtype, device).expand(parameter.shape).as_subclass(Placeholder)
-    placeholder.weight_name, placeholder.in_front, placeholder.told = name, _nowhere, set()
+    placeholder.weight_name, placeholder.in_front = name, _nowhere
     return placeholder
 
 
@@ -298,7 +286,7 @@ def _nowhere() -> None:
 
 def _like(tensor: torch.Tensor, placeholder: Placeholder) -> Placeholder:
     made = tensor.as_subclass(Placeholder)
-    made.weight_name, made.in_front, made.told = placeholder.weight_name, placeholder.in_front, placeholder.told
+    made.weight_name, made.in_front = placeholder.weight_name, placeholder.in_front
     return made
 
 
@@ -310,16 +298,6 @@ def _draw(func: Any, placeholder: Placeholder, args: tuple[Any, ...], kwargs: di
             func(nothing, *args[1:], **kwargs)
         else:
             func(**{**kwargs, "tensor": nothing})
-
-
-def _gives_numbers(result: Any, func: Any) -> bool:
-    """Check whether a function has read values: the result is a tensor of them, or a number."""
-    name = func.__name__
-    if name.endswith("_like") or name.startswith("new_"):
-        return False
-    if isinstance(result, torch.Tensor):
-        return result.is_floating_point() and not isinstance(result, Placeholder) and name != "__get__"
-    return name in ("item", "__float__", "tolist")
 
 
 def _writes(func: Any) -> bool:

@@ -41,18 +41,6 @@ def test_replicas_share_the_data_and_tp_ranks_see_the_same():
         assert sorted(union) == list(range(24))
 
 
-@pooled(world_size=4)
-def test_the_hand_written_sampler_gives_the_same():
-    mpu = MPU(tensor_parallel_size=2)
-    dataset = TensorDataset(torch.arange(10))
-    sampler = DistributedSampler(
-        dataset, num_replicas=mpu.get_data_parallel_world_size(), rank=mpu.get_data_parallel_rank(), shuffle=True
-    )
-    by_hand = [batch[0].tolist() for batch in DataLoader(dataset, 2, sampler=sampler)]
-    ours = [batch[0].tolist() for batch in autopar.prepare_dataloader(dataset, 2, shuffle=True, mpu=mpu)]
-    assert by_hand == ours
-
-
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(7))

@@ -150,12 +150,3 @@ def test_a_copy_becomes_plain_and_the_model_goes_on(kind: str) -> None:
     gc.collect()
     same_plain(autopar.deparallelize(model), plain)
     assert not mpu._alive
-
-
-@pooled(world_size=2)
-def test_all_ranks_keep_the_groups_that_a_copy_on_one_of_them_has() -> None:
-    model = parallel(llama(num_hidden_layers=2), pipeline_parallel_size=2)
-    kept, mpu = copy.deepcopy(model) if dist.get_rank() == 0 else None, model.mpu
-    autopar.deparallelize(model)
-    assert mpu._alive and (kept is None or kept.mpu is mpu)
-    mpu.destroy()

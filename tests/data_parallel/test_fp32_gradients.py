@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from tests.data_parallel.test_precision import IDS, start
@@ -46,14 +45,9 @@ def _gives_back(tp: int, pp: int) -> None:
         plain(ids, labels=ids).loss.backward()
 
 
-@pooled(world_size=2)
-def test_deparallelize_gives_the_fp32_weights_back() -> None:
-    _gives_back(1, 1)
-
-
-@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 2)])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
 @pooled(world_size=4)
-def test_deparallelize_gives_the_fp32_weights_of_stages_back(tp: int, pp: int) -> None:
+def test_deparallelize_gives_the_fp32_weights_back(tp: int, pp: int) -> None:
     _gives_back(tp, pp)
 
 
@@ -122,42 +116,6 @@ def _frozen_gives_back(pp: int) -> None:
 @pooled(world_size=2)
 def test_frozen_weights_and_buffers_become_fp32_too(pp: int) -> None:
     _frozen_gives_back(pp)
-
-
-@pooled(world_size=2)
-def test_what_was_given_back_is_a_model_like_any_other() -> None:
-    model, optimizer = start(gpt2(), precision={"dtype": "bf16"})
-    batch = {"input_ids": IDS[:2], "labels": IDS[:2]}
-    model.execute_pipeline(batch, optimizer=optimizer)
-    plain = autopar.deparallelize(model)
-    again, optimizer = start(plain, precision={"dtype": "bf16"})  # with gradients
-    assert {parameter.grad.dtype for parameter in again.parameters()} == {torch.bfloat16}
-    again.execute_pipeline(batch, optimizer=optimizer)
-    optimizer.step()
-    half = autopar.deparallelize(again).bfloat16()
-    half.zero_grad()
-    optimizer = torch.optim.AdamW(half.parameters())
-    half(**batch).loss.backward()
-    assert {parameter.grad.dtype for parameter in half.parameters()} == {torch.bfloat16}
-    optimizer.step()
-
-
-@pytest.mark.parametrize("before", [False, True])
-@pooled(world_size=2)
-def test_distributed_data_parallel_works_beside_execute_pipeline(before: bool) -> None:
-    model, optimizer = start(gpt2(), precision={"dtype": "bf16"})
-    batch = {"input_ids": IDS[:2], "labels": IDS[:2]}
-    wrapped = DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group()) if before else None
-    model.execute_pipeline(batch, optimizer=optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
-    wrapped = wrapped or DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group())
-    wrapped(**batch).loss.backward()
-    for parameter in model.parameters():
-        assert parameter.grad.dtype == torch.bfloat16
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    model.mpu.destroy()
 
 
 @pooled(world_size=2)

@@ -12,7 +12,6 @@ import torch
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
-    BartForSequenceClassification,
     MambaConfig,
     MambaForCausalLM,
     T5Config,
@@ -24,38 +23,12 @@ from autopar.data_parallel import fully_sharded
 from autopar.errors import ConfigError
 from tests.parity import close, language_batches, randomise
 from tests.pool import pooled
-from tests.small import gpt2, llama
+from tests.small import llama
 from tests.worlds import raises_everywhere
 
 
 def _sgd(model: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def step_alike(plain: Any, reference: Any, model: Any, optimizer: Any, **batch: Any) -> None:
-    losses = []
-    for each, stepped in ((plain, reference), (model, optimizer)):
-        loss = each.train()(**batch).loss
-        loss.backward()
-        stepped.step()
-        stepped.zero_grad()
-        losses.append(loss.detach())
-    close(losses[1], losses[0], "loss")
-
-
-@pytest.mark.tier("all")
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-@pooled(world_size=4)
-def test_rows_over_both_axes_train_as_the_plain_model(name: str) -> None:
-    plain = {"gpt2": gpt2, "llama": llama}[name]().train()
-    sizes = {"tensor_parallel_size": 2, "context_parallel_size": 2, "sequence_parallel": True}
-    model = copy.deepcopy(plain)
-    config = {"model_parallelism": sizes, "zero": {"stage": 3}}
-    model, optimizer = autopar.initialize(model, config, optimizer=_sgd(model))
-    reference = _sgd(plain)
-    for batch in language_batches(131, count=3, batch=2, seq=12):
-        step_alike(plain, reference, model, optimizer, **batch, use_cache=False)
-    model.mpu.destroy()
 
 
 def bart() -> Any:
@@ -72,39 +45,6 @@ def t5() -> Any:
     return randomise(
         T5ForConditionalGeneration(T5Config(vocab_size=131, **sizes, dropout_rate=0.0, decoder_start_token_id=0))
     )
-
-
-@pytest.mark.tier("all")
-@pytest.mark.parametrize("size", [1, 2], ids=["dp2", "tp2"])
-@pytest.mark.parametrize("name", ["bart", "t5"])
-@pooled(world_size=2)
-def test_encoder_decoders_generate(name: str, size: int) -> None:
-    plain = {"bart": bart, "t5": t5}[name]().train()
-    model = copy.deepcopy(plain)
-    config = {"model_parallelism": {"tensor_parallel_size": size}, "zero": {"stage": 3}}
-    model, optimizer = autopar.initialize(model, config, optimizer=_sgd(model))
-    reference = _sgd(plain)
-    ids = torch.arange(5, 19).view(2, 7)
-    for _ in range(2):
-        tokens = [each.eval().generate(ids, max_new_tokens=6, do_sample=False) for each in (plain, model)]
-        assert torch.equal(*tokens)
-        step_alike(plain, reference, model, optimizer, input_ids=ids, labels=ids)
-    model.mpu.destroy()
-
-
-@pytest.mark.tier("all")
-@pooled(world_size=2)
-def test_an_encoder_decoder_that_generates_nothing_trains() -> None:
-    torch.manual_seed(0)
-    plain = randomise(BartForSequenceClassification(bart().config))
-    model = copy.deepcopy(plain)
-    model, optimizer = autopar.initialize(model, {"zero": {"stage": 3}}, optimizer=_sgd(model))
-    ids = torch.arange(5, 19).view(2, 7)
-    ids[:, -1] = plain.config.eos_token_id
-    reference = _sgd(plain)
-    for _ in range(2):
-        step_alike(plain, reference, model, optimizer, input_ids=ids, labels=torch.tensor([0, 1]))
-    model.mpu.destroy()
 
 
 @pytest.mark.tier("all")

@@ -60,11 +60,6 @@ def check_stages(tp):
         mpu.destroy()
 
 
-@pooled(world_size=2)
-def test_two_stages():
-    check_stages(1)
-
-
 @pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_two_stages_of_two_ranks():

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import copy
 import importlib
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import DogeConfig, DogeForCausalLM, MixtralConfig, MixtralForCausalLM, TrainingArguments
+from transformers import MixtralConfig, MixtralForCausalLM, TrainingArguments
 
 import autopar
 from autopar.data_parallel.router_loss import balancing_module, is_switch_loss
-from autopar.errors import ShardWarning
 from autopar.integrations import ParallelTrainer
 from tests.integrations.runs import launched
 from tests.parity import randomise
@@ -133,29 +131,3 @@ def test_which_losses_are_known() -> None:
     assert found == {*known} - {"doge"}
     assert balancing_module(mixtral()) is known["mixtral"]
     assert balancing_module(torch.nn.Linear(1, 1)) is None
-
-
-def doge() -> Any:
-    """A mixture whose routers' loss is another one."""
-    torch.manual_seed(0)
-    experts = {"is_moe": True, "num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
-    return randomise(DogeForCausalLM(DogeConfig(vocab_size=131, num_hidden_layers=1, **_SIZES, **experts))).train()
-
-
-@pooled(world_size=2)
-def test_it_is_told_where_replicas_have_one_each() -> None:
-    for make, sizes, expected in ((doge, {}, 1), (mixtral, {}, 0), (doge, {"tp": 2}, 0)):
-        model = autopar.initialize(make(), sizes)
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            for step in range(2):
-                model(**batch(step, 1)).loss.backward()
-        told = [str(each.message) for each in found if issubclass(each.category, ShardWarning)]
-        assert len(told) == expected
-        assert not told or told == [
-            "DogeForCausalLM adds its routers' auxiliary loss (output_router_logits=True), which is no mean over "
-            "samples: each of 2 ranks\n  balances the tokens of its own, so gradients of routers are others than on "
-            "one process with all of them. A larger batch on each rank comes\n  closer; tensor parallelism changes "
-            "nothing. output_router_logits=False leaves the loss out."
-        ]
-        model.mpu.destroy()

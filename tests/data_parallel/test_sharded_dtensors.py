@@ -17,7 +17,6 @@ import autopar
 from autopar.distributed.shard_reads import ShardedDTensor
 from autopar.errors import ConfigError
 from tests.parity import close
-from tests.pipeline_parallel import test_sums_over_stages as sums
 from tests.pool import pooled
 from tests.small import llama
 from tests.tensor_parallel.shard_techniques import NOTICED, adaptive_clipping, own_clipping, sam
@@ -127,23 +126,6 @@ def test_what_is_right_is_that_of_one_process(stage: int) -> None:
                     using.step()
                     using.zero_grad()
         same_weights(model, reference, change.__name__)
-
-
-def shared(plain: Any, stage: int) -> Any:
-    return autopar.initialize(copy.deepcopy(plain), config(1, 2, stage))
-
-
-@pytest.mark.tier("all")
-@pytest.mark.parametrize("change", [sums.clipped_one_by_one, sums.clipped_by_torch, sums.counted_by_the_model])
-@pooled(world_size=4)
-def test_numbers_of_one_weight_are_those_of_one_process(change: Change) -> None:
-    plain = llama(num_hidden_layers=4).train()
-    model, reference = shared(plain, 3), copy.deepcopy(plain)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", autopar.ShardWarning)
-        sums.train(model, change)
-    sums.train(reference, change)
-    same_weights(model, reference, change.__name__)
 
 
 @pooled(world_size=4)

@@ -18,14 +18,13 @@ import autopar
 from autopar.checkpoint import to_dtensor_training_state
 from autopar.errors import ConfigError
 from tests.compare import same_weights
-from tests.data_parallel.whole_optimizers import MATRICES, Own, lamb, orthogonal
+from tests.data_parallel.whole_optimizers import MATRICES, Own, lamb
 from tests.data_parallel.whole_steps import (
     MODELS,
     equal_bits,
     from_equal_gradients,
     precise_muon,
     set_gradients,
-    stepped,
     train,
 )
 from tests.parity import randomise
@@ -205,28 +204,6 @@ def test_one_that_has_stepped_before_goes_on() -> None:
     equal_bits(model, plain, "after two steps")
 
 
-@pytest.mark.parametrize("whole", ["owned", "duplicated", "sharded"])
-@pooled(world_size=2)
-def test_gradients_that_one_rank_lacks_in_half_precision(whole: str) -> None:
-    results = []
-    for tp in (2, 1):
-        model = gpt2(n_layer=1)
-        config = {"tp": tp, "precision": {"dtype": "bf16"}, "optimizer": {"whole": whole}}
-        model, optimizer = autopar.initialize(model, config, optimizer=muon(model.parameters()))
-        for step in range(2):
-            set_gradients(model, step)
-            first, second = model.transformer.h[0].mlp.c_fc.weight, model.transformer.h[0].mlp.c_proj.weight
-            second.grad = None
-            if tp == 1:
-                first.grad[:, first.shape[1] // 2 :] = 0
-            elif model.mpu.tp.rank:
-                first.grad = None
-            optimizer.step()
-        results.append({name: p.detach() for name, p in autopar.deparallelize(model).named_parameters()})
-    for name, weight in results[1].items():
-        assert torch.equal(results[0][name], weight), name
-
-
 class Mine(Muon):
     pass
 
@@ -241,7 +218,6 @@ def test_other_optimizers_are_refused_with_what_works() -> None:
     for config, make, text in (
         (SHARDED, Mine, f"optimizer.whole=sharded {itself} {mine}"),
         (SHARDED, partial(Own, update=lamb), "Write optimizer: {whole: owned}"),
-        (SHARDED, partial(Own, update=noisy), "Write optimizer: {whole: duplicated}"),
         (split, Mine, f"optimizer.split_fused=true {itself}"),
         (split, torch.optim.AdamW, "not for torch.optim.adamw.AdamW.\n  Leave it out."),
         (split, Muon, none),
@@ -258,10 +234,6 @@ def test_other_optimizers_are_refused_with_what_works() -> None:
     model = gpt2()
     model, optimizer = autopar.initialize(model, {"tp": 2, **SHARDED}, optimizer=torch.optim.AdamW(model.parameters()))
     assert not optimizer._autopar.muon.shards and not optimizer._autopar.whole
-
-
-def noisy(state: dict[str, Any], p: nn.Parameter, g: torch.Tensor) -> torch.Tensor:
-    return orthogonal(state, p, g) + torch.randn_like(g)
 
 
 class Apart:
@@ -328,29 +300,3 @@ def test_parts_of_fused_matrices_are_stepped_as_matrices_of_their_own(kind: str)
 @pooled(world_size=3)
 def test_parts_on_uneven_shards(kind: str) -> None:
     in_parts(kind, 3)
-
-
-@pooled(world_size=4)
-def test_training_in_parts_on_stages_in_half_precision_and_from_a_checkpoint(tmp_path: Path) -> None:
-    build, cuts = partial(gpt2), FUSED["gpt2"][1]
-    plain, folder = build(), None
-    reference = Apart(plain, cuts)
-    meshes: tuple[dict[str, Any], ...] = (
-        {"tp": 2, "pp": 2, "optimizer": {"whole": "sharded", "split_fused": True}},
-        {"tp": 2, "zero": {"stage": 1}, "optimizer": {"whole": "owned", "split_fused": True}},
-        {"tp": 4, "optimizer": {"whole": "sharded", "split_fused": True}},
-        {"pp": 2, "zero": {"stage": 1}, "optimizer": {"split_fused": True}},
-    )
-    for number, mesh in enumerate(meshes):
-        model = build(seed=number)
-        model, optimizer = autopar.initialize(model, mesh, optimizer=muon(model.parameters()))
-        if folder is not None:
-            model.from_parallelized(folder, optimizer=optimizer)
-        for each, stepping in ((plain, reference), (model, optimizer)):
-            set_gradients(each, number)
-            stepping.step()
-        folder = tmp_path / str(number)
-        model.save_parallelized(folder, optimizer=optimizer)
-        same_weights(model, plain, 0.0, when=str(mesh))
-        autopar.deparallelize(model)
-    assert len(stepped(plain, "Muon")) == len(reference.parts)

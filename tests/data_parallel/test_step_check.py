@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from autopar.errors import ConsistencyError, PipelineError
-from tests.parity import close, language_batches
+from tests.parity import language_batches
 from tests.pool import pooled
 from tests.small import gpt2
 from tests.timeouts import TIMEOUT, say, wait_for
@@ -147,81 +147,9 @@ def _step_alone() -> None:
     say("noticed")
 
 
-def _deparallelize_alone() -> None:
-    model = _model(pipeline={"timeout": TIMEOUT})
-    if dist.get_rank() == 1:
-        wait_for("noticed", [0])
-        return
-    with pytest.raises(
-        PipelineError, match=r"deparallelize failed: one of the ranks \[0, 1\].*\n.*rank 1 said nothing"
-    ):
-        autopar.deparallelize(model)
-    assert model.mpu.model_parallel_is_initialized(), "nothing has changed"
-    say("noticed")
-
-
-@pytest.mark.tier("all")
-def test_a_replica_that_does_not_deparallelize_is_named_within_the_timeout() -> None:
-    spawn(__name__, "_deparallelize_alone", 2, 60.0)
-
-
 @pytest.mark.tier("all")
 def test_a_replica_that_never_steps_is_named_within_the_timeout() -> None:
     spawn(__name__, "_step_alone", 2, 60.0)
-
-
-@pooled(world_size=4)
-def test_a_rank_of_a_pipeline_that_skips_a_step():
-    model = autopar.initialize(gpt2(n_layer=4), {"model_parallelism": {"pipeline_parallel_size": 4}}).train()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.numel()], lr=1e-3)
-    batch = language_batches(131, count=1, batch=4)[0]
-    for step in range(3):
-        if step < 2:
-            model.execute_pipeline(batch)
-            if step == 0 or dist.get_rank() != 2:
-                optimizer.step()
-            continue
-        with pytest.raises((ConsistencyError, PipelineError), match="optimizer steps so far"):
-            model.execute_pipeline(batch)
-    dist.barrier()
-
-
-@pooled(world_size=2)
-def test_the_numbers_are_those_of_one_process():
-    plain, model = gpt2().train(), _model()
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, model)]
-    everyone = [language_batches(131, count=10, seed=1 + rank) for rank in range(2)]
-    for step in range(10):
-        for batches in everyone:
-            (plain(**batches[step]).loss / 2).backward()
-        model(**everyone[dist.get_rank()][step]).loss.backward()
-        autopar.average_gradients(model)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, parameter in plain.named_parameters():
-        close(model.get_parameter(name).data, parameter.data, name)
-
-
-@pooled(world_size=2)
-def test_replicas_that_are_given_the_same_batches_are_warned_of():
-    import logging
-
-    for seed, told in ((0, True), (dist.get_rank(), False)):
-        model = _model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        lines: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record, lines=lines: lines.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("autopar.guards.step").addHandler(handler)
-        for batch in language_batches(131, count=5, seed=seed):
-            model(**batch).loss.backward()
-            autopar.average_gradients(model)
-            optimizer.step()
-            optimizer.zero_grad()
-        logging.getLogger("autopar.guards.step").removeHandler(handler)
-        assert bool(lines) == (told and dist.get_rank() == 0), lines
-        assert all("all 2 data-parallel replicas were given the same batches in the first 3 steps" in x for x in lines)
 
 
 @pooled(world_size=2)

@@ -18,16 +18,15 @@ from tests.data_parallel.whole_optimizers import ACROSS, MATRICES, Own, orthogon
 from tests.data_parallel.whole_steps import MODELS, equal_bits, from_equal_gradients, set_gradients, train
 from tests.pool import pooled
 from tests.small import gpt2, llama
-from tests.worlds import raises_everywhere
 
 
 @pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_from_equal_gradients_the_bits_are_those_of_one_process() -> None:
     for kind, make in {**MATRICES, **ACROSS}.items():
-        for name, build in MODELS.items():
-            model, plain, _ = from_equal_gradients(build, make, kind)
-            equal_bits(model, plain, f"{kind} of {name}")
+        name = "llama" if kind in ("shampoo", "Adafactor", "AdaGradNorm") else "gpt2"
+        model, plain, _ = from_equal_gradients(MODELS[name], make, kind)
+        equal_bits(model, plain, f"{kind} of {name}")
 
 
 @pytest.mark.tier("sweep")
@@ -65,24 +64,6 @@ def test_training_with_replicas_stages_rows_and_zero_1(mesh: str) -> None:
         same_weights(model, plain, 1e-5, when=f"{kind} {mesh}")
 
 
-@pooled(world_size=2)
-def test_fp32_weights_of_half_precision_are_stepped_whole() -> None:
-    """bf16 at tp 2 against bf16 on one process: both step fp32 weights."""
-    results = []
-    for tp in (2, 1):
-        model = gpt2()
-        made = Own(model.parameters(), orthogonal)
-        config = {"tp": tp, "precision": {"dtype": "bf16"}}
-        model, optimizer = autopar.initialize(model, config, optimizer=made)
-        for step in range(3):
-            set_gradients(model, step)
-            optimizer.step()
-        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-        results.append({name: p.detach() for name, p in autopar.deparallelize(model).named_parameters()})
-    for name, weight in results[1].items():
-        assert torch.equal(results[0][name], weight), name
-
-
 @pooled(world_size=4)
 def test_what_is_saved_goes_on_on_any_mesh(tmp_path: Path) -> None:
     meshes: tuple[dict[str, Any], ...] = (
@@ -91,7 +72,7 @@ def test_what_is_saved_goes_on_on_any_mesh(tmp_path: Path) -> None:
         {"tp": 2, "pp": 2, "optimizer": {"whole": "duplicated"}},
         {"tp": 1},
     )
-    for kind in ("shampoo", "galore", "blocks", "Adafactor"):
+    for kind in ("galore", "Adafactor"):
         make = MATRICES[kind]
         plain = gpt2()
         reference = make(list(plain.parameters()))
@@ -109,29 +90,6 @@ def test_what_is_saved_goes_on_on_any_mesh(tmp_path: Path) -> None:
             model.save_parallelized(folder, optimizer=optimizer)
             same_weights(model, plain, 0.0, when=f"{kind} on {mesh}")
             autopar.deparallelize(model)
-
-
-@pooled(world_size=2)
-def test_what_no_rank_can_step_is_refused_with_what_works() -> None:
-    tp = {"tensor_parallel_size": 2}
-    for config, kind, text in (
-        ({"pp": 2}, "AdaGradNorm", "With pipeline_parallel_size=2 a rank steps some of them"),
-        ({"zero": {"stage": 1}}, "Prodigy", "With zero.stage=1 a rank steps some of them"),
-        (
-            {"model_parallelism": tp, "zero": {"stage": 3}},
-            "lamb",
-            "Use zero.stage 1, where a rank steps whole matrices",
-        ),
-        (
-            {"model_parallelism": tp, "optimizer": {"whole": "all"}},
-            "lamb",
-            "optimizer.whole must be owned, duplicated or sharded, not all",
-        ),
-    ):
-        model = gpt2()
-        with raises_everywhere(ConfigError, text):
-            autopar.initialize(model, config, optimizer={**MATRICES, **ACROSS}[kind](list(model.parameters())))
-        assert not hasattr(model, "mpu")
 
 
 class Lookahead(Optimizer):

@@ -87,12 +87,6 @@ def test_two_stages_two_replicas():
 
 @pytest.mark.tier("test")
 @pooled(world_size=4)
-def test_two_stages_of_two_ranks():
-    check(2)
-
-
-@pytest.mark.tier("test")
-@pooled(world_size=4)
 def test_fp16_one_verdict_for_stages_and_replicas():
     for tp in (1, 2):
         plain = gpt2()

@@ -51,8 +51,9 @@ def equal_bits(model: Any, plain: nn.Module, what: str) -> None:
 def from_equal_gradients(build: Callable[[], Any], make: Callable[[Any], Optimizer], kind: str, **config: Any) -> Any:
     plain, model = build(), build()
     reference, optimizer = make(stepped(plain, kind)), make(stepped(model, kind))
-    tp = dist.get_world_size()
-    model, optimizer = autopar.initialize(model, {"tp": tp, **config}, optimizer=optimizer)
+    if kind in ("AdaGradNorm", "Prodigy"):
+        config["optimizer"] = {"across_parameters": True}
+    model, optimizer = autopar.initialize(model, {"tp": dist.get_world_size(), **config}, optimizer=optimizer)
     torch.manual_seed(7)
     state = torch.get_rng_state()
     for step in range(5):

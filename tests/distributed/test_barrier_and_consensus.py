@@ -32,20 +32,6 @@ def test_a_call_on_some_ranks_fails_and_a_later_one_works():
 
 
 @pooled(world_size=3)
-def test_whoever_comes_too_late_meets_the_others_at_the_next_call():
-    mpu = MPU()
-    dist.barrier()
-    if mpu.rank == 2:
-        dist.barrier()  # the others have given up once ...
-        time.sleep(0.2)  # ... and call again
-    else:
-        with pytest.raises(CheckpointError, match="not on rank 2"):
-            barrier(mpu, "save", 1)
-        dist.barrier()
-    barrier(mpu, "save", 20)
-
-
-@pooled(world_size=3)
 def test_nobody_goes_ahead_while_somebody_gives_up():
     mpu = MPU()
     draw = random.Random(mpu.rank)

@@ -55,10 +55,6 @@ def test_ranks_that_are_pinned_to_cores_of_their_own_are_counted_together() -> N
     assert _obstacle(offers[:1] * 2, [[0, 1]], "auto") == "2 ranks run on the 1 cores of a (boot-a)"
 
 
-def test_the_problem_of_one_rank_is_that_of_all() -> None:
-    assert _obstacle(_offers("aa", problems={1: "it is tired"}), [[0, 1]], "auto") == "rank 1: it is tired"
-
-
 @pooled(world_size=2)
 def test_auto_takes_shared_memory_where_each_rank_has_a_core() -> None:
     original = os.sched_getaffinity
@@ -71,20 +67,6 @@ def test_auto_takes_shared_memory_where_each_rank_has_a_core() -> None:
             assert MPU(1, cpu_transport="shm").tp.transport is None  # nothing to carry
         finally:
             os.sched_getaffinity = original
-
-
-@pooled(world_size=2)
-def test_a_rank_with_a_core_of_its_own_waits_longer_before_it_sleeps() -> None:
-    original, shared, own = os.sched_getaffinity, host_transport._SPIN, 2 * host_transport._SPIN
-    host_transport._SPIN_ON_OWN_CORE = own  # the tests' own is the other one
-    for cores, expected in ((2, own), (1, shared)):
-        os.sched_getaffinity = lambda _, cores=cores: set(range(cores))  # type: ignore[assignment]
-        try:
-            transport = MPU(2, cpu_transport="shm").tp.transport
-        finally:
-            os.sched_getaffinity = original
-        assert transport is not None and transport._spin == expected
-    host_transport._SPIN_ON_OWN_CORE = shared
 
 
 @pooled(world_size=2)

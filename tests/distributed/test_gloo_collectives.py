@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import autopar
 from autopar.distributed.gloo_collectives import all_gather_into_tensor, all_reduce, reduce_scatter_tensor
 from tests.pool import pooled
-from tests.small import llama
 from tests.tiers import in_tier, mainly
 
 RANKS = [*mainly(2, 3, 5), *in_tier("sweep", [4])]
@@ -96,47 +93,6 @@ def test_a_group_that_is_not_the_world() -> None:
     silent = dist.new_group([0, 1], backend="fake")
     if dist.get_rank() < 2:
         all_reduce(torch.ones(3), group=silent)
-
-
-@pooled(world_size=2)
-def test_modes_and_strides() -> None:
-    ranks = [values((4, 6), torch.float32, rank=rank) for rank in range(2)]
-    for mode in (torch.inference_mode(), torch.no_grad(), torch.enable_grad()):
-        with mode:
-            strided = values((4, 6), torch.float32).t()
-            all_reduce(strided)
-            assert torch.equal(strided, (ranks[0] + ranks[1]).t())
-    leaf = values((4, 6), torch.float32).requires_grad_()
-    all_reduce(leaf)
-    assert leaf.requires_grad and leaf.is_leaf and torch.equal(leaf.detach(), ranks[0] + ranks[1])
-    bits = torch.tensor([0x7FC00001 + dist.get_rank(), 0x7F800000, 0x00000001], dtype=torch.int32)  # nan, inf, denormal
-    odd = bits.view(torch.float32)
-    all_reduce(odd)
-    same_on_all(odd)
-    assert odd.isnan().tolist() == [True, False, False]
-
-
-def over_gloo() -> torch.nn.Module:
-    config = {"model_parallelism": {"tensor_parallel_size": 2, "cpu_transport": "gloo"}}
-    model: torch.nn.Module = autopar.initialize(llama(num_hidden_layers=1), config)
-    return model
-
-
-@pooled(world_size=2)
-def test_a_rank_that_stops_compiling_goes_on_with_those_that_do_not() -> None:
-    ids = torch.arange(14).view(2, 7)
-    model = over_gloo()
-    torch._dynamo.reset()
-    with torch.no_grad():
-        wanted = model(ids).logits
-        run = torch.compile(copy.copy(model), backend="eager", fullgraph=True)
-        run(ids)
-        assert torch.equal(run(ids).logits, wanted)
-        if dist.get_rank() == 0:  # has given up compiling
-            logits = model(ids).logits
-        else:
-            logits = run(ids).logits
-        assert torch.equal(logits, wanted)
 
 
 @pooled(world_size=2)

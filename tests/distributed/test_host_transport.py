@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -187,31 +186,6 @@ def test_modes_of_autograd() -> None:
         results.append((y.detach(), x.grad))
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
-
-
-@pooled(world_size=2)
-def test_threads_take_turns() -> None:
-    _, shm = _axes(2)
-    failed: list[object] = []
-    sums = [collectives.reduce(_values((1000,), torch.float32, seed), shm) for seed in range(2)]
-    turn = threading.Semaphore(1)
-
-    def many(seed: int) -> None:
-        for number in range(200):
-            with turn:
-                x = _values((1000,), torch.float32, 7)  # the same for whichever thread: their order is not the ranks'
-            found = collectives.reduce(x, shm)
-            if not torch.equal(found, expected):
-                failed.append((seed, number))
-
-    expected = collectives.reduce(_values((1000,), torch.float32, 7), shm)
-    threads = [threading.Thread(target=many, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
-    assert len(sums) == 2
 
 
 @pooled(world_size=2)

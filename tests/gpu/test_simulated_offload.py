@@ -12,7 +12,6 @@ import torch
 
 import autopar
 from autopar.checkpoint.dtensor import to_dtensor_training_state
-from autopar.data_parallel.optimizer_state import few_threads
 from autopar.errors import CheckpointError, ConfigError
 from tests.gpu.device_ranks import needs_compiler, on_device
 from tests.gpu.test_simulated_training import MESHES, UNCHECKED, share, step
@@ -119,8 +118,3 @@ def test_state_that_is_there_moves_and_whole_matrices_are_refused() -> None:
         ConfigError, match=r"zero.optimizer_offload does not go with Muon, which looks at whole matrices"
     ):
         autopar.initialize(other, config, optimizer=torch.optim.Muon(matrices))
-
-
-def test_one_thread_for_many_cores_is_told() -> None:
-    assert few_threads(1, 1) == few_threads(4, 8) == ""
-    assert "steps on 1 thread, and each rank has 8 cores: torchrun sets OMP_NUM_THREADS=1" in few_threads(1, 8)

@@ -45,7 +45,6 @@ WAITS = {
     SUMS: "around the first step: whether an optimizer changes weights past their fp32 weights; weights that are "
     "compared in a forward of every ten",
     "forward.py first_elements": "the same: whether a sample of a weight tells ranks apart",
-    "forward.py redrawn": "the same: whether sharded weights were drawn anew without a step",
     "digest.py of_tensor": "the same: digests of inputs and of a sample; of inputs in the first three steps",
     "step.py _digest_of": "the same: digests of a gradient and of the optimizer's state in the last step",
     "step.py digest_step": "replicas compare gradients and weights in the first steps, then a sample of some",
@@ -154,7 +153,7 @@ def test_with_checks_only_every_tenth_forward_waits() -> None:
     contents = [*["digest.py of_tensor"] * 2, SUMS, "forward.py first_elements"]
     last_step = ["step.py _digest_of"] * 2
     shard = ["digest.py of_tensor"]
-    checked = {0: [*contents, *shard], 10: [*contents, "forward.py redrawn", *shard, *last_step]}
+    checked = {0: [*contents, *shard], 10: [*contents, *shard, *last_step]}
     for number in range(12):
         with waits() as found:
             step(model, optimizer, ids)

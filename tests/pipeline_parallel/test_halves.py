@@ -49,22 +49,9 @@ def _compare(
             torch.testing.assert_close(halves, whole, rtol=1e-12, atol=1e-12)
 
 
-def test_a_chain() -> None:
-    _compare(lambda x, w: [(((x[0] @ w[0]).tanh() @ w[1]).relu() @ w[2]).sum()])
-
-
 def test_a_weight_used_again_further_down_beside_others_used_once() -> None:
     _compare(lambda x, w: [torch.addmm(w[2][1], torch.addmm(w[1][0], x[0], w[0]).tanh(), w[0])])
     _compare(lambda x, w: [((x[0] @ w[0]).tanh() * w[1][0] + w[2][0]).tanh() @ w[0] * w[1][0]])
-
-
-def test_a_table_that_every_block_adds_and_that_is_handed_on() -> None:
-    def make(x: list[torch.Tensor], w: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-        table = w[2].tanh()[:3]
-        hidden = (x[0] @ w[0] + table).tanh()
-        return [(hidden @ w[1] + table).tanh(), table, x[0]]
-
-    _compare(make)
 
 
 def test_what_does_not_depend_on_the_received() -> None:
@@ -176,14 +163,3 @@ def test_a_function_that_uses_up_what_it_saved() -> None:
         first.grad = head.grad = None
     for whole, halves in zip(*found, strict=True):
         torch.testing.assert_close(halves, whole)
-
-
-def test_weights_that_are_used_several_times_are_one_part() -> None:
-    """So the second half walks the way once, however many of them there are."""
-    weights = [torch.nn.Parameter(torch.randn(_SIZE, _SIZE)) for _ in range(6)]
-    leaf = torch.randn(3, _SIZE, requires_grad=True)
-    x = leaf * 1
-    for weight in (*weights, *weights[:5]):
-        x = (x @ weight).tanh()
-    rest = stage_backward_input([x.sum()], None, [leaf])
-    assert sorted(len(edges) for edges, _, _ in rest.parts) == [1, 10]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -151,22 +150,6 @@ def test_one_micro_batch_and_the_mean_by_request_need_no_divisor() -> None:
     model = autopar.initialize(copy.deepcopy(plain), config)
     close(model.execute_pipeline(_batch(), broadcast_loss=True).loss, expected.detach(), "mean of means")
     model.mpu.destroy()
-
-
-@pytest.mark.tier("test")
-@pooled(world_size=2)
-def test_the_trainer_refuses_it_over_replicas() -> None:
-    pytest.importorskip("accelerate")
-    from autopar.integrations import ParallelTrainer
-    from tests.integrations.runs import arguments, collate, launched, samples
-
-    with launched():
-        data = {"train_dataset": samples(8), "eval_dataset": samples(8), "data_collator": collate}
-        trainer = ParallelTrainer(model=_set(weighted), args=arguments(None, 2), parallel_config={}, **data)
-        for call in (trainer.train, trainer.evaluate):
-            with raises_everywhere(ConfigError, "the losses of 2 data-parallel replicas", "compute_loss_func="):
-                call()
-    dist.barrier()
 
 
 def test_a_function_of_transformers_is_none_of_the_users() -> None:

@@ -86,7 +86,6 @@ DEATHS = rows(  # tp, pp, dp; who dies, when, and what carries the collectives
         ((1, 2, 2), 3, "forward", "gloo"),
         ((2, 1, 2), 0, "forward", "gloo"),
         ((2, 2, 1), 0, "forward", "gloo"),
-        ((2, 2, 1), 3, "forward", "gloo"),
     ],
 )
 
@@ -107,12 +106,7 @@ ENDS = rows(
         ("fails", (1, 2, 2), "shm"),
         ("hangs", (2, 1, 2), "gloo"),
         ("fails", (4, 1, 1), "shm"),
-        ("fails", (2, 2, 1), "shm"),
         ("hangs", (2, 2, 1), "gloo"),
-        ("fails", (1, 2, 2), "gloo"),
-        ("hangs", (1, 2, 2), "shm"),
-        ("fails", (2, 1, 2), "gloo"),
-        ("hangs", (2, 1, 2), "shm"),
     ],
 )
 

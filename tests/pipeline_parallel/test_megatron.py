@@ -189,10 +189,6 @@ def test_what_is_not_megatrons_is_named() -> None:
 
     raises("model is a list of 2 different modules", model=[model, gpt2()])
     raises("data_iterator is a list of 3, and this rank has 2 chunks of the model", data_iterator=[iter(batches)] * 3)
-    raises(
-        "the iterator of chunk 1 gives another micro-batch 0 than that of chunk 0 (input_ids",
-        data_iterator=[iter(batches), iter(language_batches(131, count=2, batch=2, seed=9))],
-    )
     raises("takes no 'num_microbatch'. Did you mean 'num_microbatches'?", num_microbatch=2)
     raises("calculate_per_token_loss is not supported: each micro-batch counts", calculate_per_token_loss=True)
     raises("pg_collection is not supported: the groups are those of model.mpu", pg_collection=object())

@@ -55,14 +55,14 @@ def _peak_of_a_step(schedule: str, microbatches: int) -> int:
 @pooled(world_size=2)
 def test_activations_follow_the_schedule() -> None:
     single = _peak_of_a_step("gpipe", 1)
-    for microbatches in (4, 8):
+    for microbatches in (6,):
         assert abs(_peak_of_a_step("gpipe", microbatches) / single - microbatches) < 0.1
         here = torch.distributed.get_rank()
         assert abs(_peak_of_a_step("1f1b", microbatches) / single - (2 - here)) < 0.2
     # Both stages of a rank, each with one micro-batch. Of four or five forwards that wait, more are of the lighter one.
     both = _peak_of_a_step("zbv", 1)
     for schedule, most in (("zbv", 4), ("dualpipev", 5)):
-        few, many = (_peak_of_a_step(schedule, microbatches) for microbatches in (4, 12))
+        few, many = (_peak_of_a_step(schedule, microbatches) for microbatches in (4, 7))
         assert few == many
         assert 0.75 * most / 2 < many / both <= most / 2
 

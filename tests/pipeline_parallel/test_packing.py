@@ -46,12 +46,6 @@ def check(**sizes: int) -> None:
     model.mpu.destroy()
 
 
-@pooled(world_size=2)
-def test_packed_documents_are_those_by_themselves() -> None:
-    check(tensor_parallel_size=2)
-    check(pipeline_parallel_size=2)
-
-
 @pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_packed_documents_through_stages_of_two_ranks() -> None:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
 
 import pytest
 import torch
 
 import autopar
 from autopar.pipeline_parallel.stage_weights import Placeholder, make_placeholder
-from tests.parity import close, language_batches
-from tests.pool import pooled
-from tests.small import gpt2
 
 
 def _made(in_front: bool | None) -> Placeholder:
@@ -63,50 +59,3 @@ def test_copies() -> None:
     copied = copy.deepcopy(_made(True))
     assert type(copied) is Placeholder and copied.mul_(2) is copied and copied.untyped_storage().nbytes() == 4
     assert pickle.loads(pickle.dumps(_made(True))).shape == (3, 2)
-
-
-class _Rescaled(torch.nn.Module):
-    """In front of the blocks, what rwkv does: another scale of the weights for inference than for training."""
-
-    scaled = False
-
-    def rescale(self, blocks: Any, training: bool) -> None:
-        if self.scaled == (not training):
-            return
-        with torch.no_grad():
-            for number, block in enumerate(blocks):
-                block.mlp.c_proj.weight.mul_(2.0**number if training else 0.5**number)
-        self.scaled = not training
-
-
-def _rescaling(model: Any) -> Any:
-    """A GPT-2 whose embedding rescales the blocks."""
-    rescaled = _Rescaled()
-    model.transformer.wte.register_forward_pre_hook(
-        lambda module, args: rescaled.rescale(model.transformer.h, module.training)
-    )
-    return model
-
-
-@pooled(world_size=2)
-def test_weights_that_are_rescaled_for_inference_and_back_for_training() -> None:
-    plain = _rescaling(gpt2(n_layer=4))
-    piped = autopar.initialize(gpt2(n_layer=4), {"model_parallelism": {"pipeline_parallel_size": 2}})
-    _rescaling(piped)
-    (batch,) = language_batches(131, count=1)
-    for training in (False, True, False):
-        plain.train(training)
-        piped.train(training)
-        if training:
-            out = piped.execute_pipeline(batch, broadcast_loss=True)
-            expected = plain(**batch)
-            expected.loss.backward()
-            close(out.loss, expected.loss, "loss")
-        else:
-            with torch.no_grad():
-                close(piped(**batch).logits, plain(**batch).logits, "logits")
-    theirs = dict(plain.named_parameters())
-    for name, parameter in piped.named_parameters():
-        close(parameter, theirs[name], name, 0.0)
-        close(parameter.grad, theirs[name].grad, name)
-    piped.mpu.destroy()

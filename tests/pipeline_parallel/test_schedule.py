@@ -152,16 +152,6 @@ def test_what_goes_one_way_between_two_ranks_is_taken_in_the_order_of_sending(
     assert sent == taken
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_with_few_micro_batches_dualpipev_goes_in_the_order_of_zbv(ranks: int) -> None:
-    rank_of = _layout("zbv", ranks)
-    assert rank_of == _layout("dualpipev", ranks)
-    for microbatches in range(1, 2 * ranks):
-        assert make_schedule("dualpipev", rank_of, microbatches) == make_schedule("zbv", rank_of, microbatches)
-    assert make_schedule("dualpipev", (0,), 4) == make_schedule("zbv", (0,), 4)  # one stage
-    assert make_schedule("dualpipev", rank_of, 2 * ranks) != make_schedule("zbv", rank_of, 2 * ranks)
-
-
 def test_the_textbook_lists() -> None:
     def shown(name: str, ranks: int, microbatches: int) -> list[str]:
         lists = make_schedule(name, _layout(name, ranks), microbatches)

@@ -1,4 +1,4 @@
-"""Optimizers that hold weights of some stages only step as on one process; a stage that forgets its step is told."""
+"""Optimizers that hold weights of some stages only step as on one process; a stage that forgets its step raises."""
 
 from __future__ import annotations
 
@@ -114,9 +114,7 @@ def test_they_step_as_on_one_process(name: str) -> None:
     make = BEFORE.get(name, where_there_is_something)
     step = make(model) if name in BEFORE else None
     model = autopar.initialize(model, stages())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ShardWarning)  # weights that no optimizer steps
-        alike(plain, model, make(plain), step or make(model))
+    alike(plain, model, make(plain), step or make(model))
 
 
 def trained(model: Any, names: str) -> Step:
@@ -174,37 +172,6 @@ def test_a_step_that_is_forgotten_later_is_told_of_an_optimizer_made_afterwards(
     model.mpu.destroy()
 
 
-@pytest.mark.tier("test")
-@pooled(world_size=2)
-def test_a_stage_that_an_optimizer_of_a_later_phase_leaves_out_is_told() -> None:
-    """Its weights get gradients and stay, while the other stage steps; frozen ones say nothing."""
-    for frozen in (True, False):
-        model = autopar.initialize(llama(num_hidden_layers=2).train(), stages())
-        (batch,) = language_batches(131, count=1, batch=2)
-        head, rest = trained(model, "."), trained(model, "layers.0." if frozen else ".")
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            for number in range(14):
-                model.execute_pipeline(batch)
-                if number < 2:
-                    head(number)
-                elif frozen or dist.get_rank() == 0:
-                    rest(number)
-                else:
-                    model.zero_grad()
-        told = [str(each.message) for each in found if issubclass(each.category, ShardWarning)]
-        if frozen or dist.get_rank() == 0:
-            assert not told
-        else:  # told once
-            count, (first, _) = len(list(model.parameters())), next(model.named_parameters())
-            assert len(told) == 1 and told[0] == (
-                "rank 1 has stepped no optimizer in the last 8 passes, and other stages of its replica have: "
-                f"{count} weights, {first} first, have gradients there and stay as they are. If they are not to be "
-                "trained, requires_grad_(False) says so; else make the optimizer on every rank, and step it there."
-            )
-        model.mpu.destroy()
-
-
 @pooled(world_size=2)
 def test_adapters_on_blocks_of_one_stage() -> None:
     config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], layers_to_transform=[0], init_lora_weights=False)
@@ -229,7 +196,6 @@ def losses(model: Any, step: Callable[[], None]) -> Iterator[Any]:
 @pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_a_stage_that_forgets_its_step() -> None:
-    """Given to ``initialize`` it raises; of an optimizer that only exists on one rank it is told, once each pass."""
     plain = llama(num_hidden_layers=2).train()
     for rank in range(2):
         model = copy.deepcopy(plain)
@@ -239,21 +205,6 @@ def test_a_stage_that_forgets_its_step() -> None:
             list(losses(model, optimizer.step if dist.get_rank() == rank else optimizer.zero_grad))
         model.mpu.destroy()
         dist.barrier()
-    model = autopar.initialize(copy.deepcopy(plain), stages())
-    optimizer = sgd(model.parameters())
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        list(losses(model, optimizer.step if dist.get_rank() == 0 else optimizer.zero_grad))
-    told = [str(each.message) for each in found if issubclass(each.category, ShardWarning)]
-    if dist.get_rank() == 1:
-        count = len(list(model.parameters()))
-        first = next(name for name, _ in model.named_parameters())
-        assert told[0] == (
-            "rank 1 has stepped no optimizer, and other stages of its replica have: "
-            f"{count} weights, {first} first, have gradients there and stay as they are. If they are not to be "
-            "trained, requires_grad_(False) says so; else make the optimizer on every rank, and step it there."
-        )
-    model.mpu.destroy()
 
 
 @pooled(world_size=2)

@@ -86,34 +86,6 @@ def test_writes_are_those_of_one_process() -> None:
         model.mpu.destroy()
 
 
-def statistics(model: Any) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.weight.float().norm().item()
-            module.weight.abs().mean()
-
-
-def copied_head(model: Any) -> None:
-    with torch.no_grad():
-        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
-
-
-@pytest.mark.tier("test")
-@pooled(world_size=2)
-def test_what_is_read_and_not_here_is_told() -> None:
-    for change, lines, ranks in ((statistics, 2, (0, 1)), (copied_head, 1, (1,))):
-        model = autopar.initialize(llama(num_hidden_layers=4).train(), stages())
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            for _ in range(2):
-                change(model)
-        told = [str(each.message) for each in found if "is not a number here: another" in str(each.message)]
-        assert len(told) == lines * (dist.get_rank() in ranks), (change, told)
-        if told:
-            assert 'with autopar.whole(model, "model.' in told[0] and found[0].filename == __file__
-        model.mpu.destroy()
-
-
 def _load_blocks(model: Any, source: Any) -> Any:
     for layer, other in zip(model.model.layers, source.model.layers, strict=True):
         layer.load_state_dict(copy.deepcopy(other.state_dict()))

@@ -223,24 +223,6 @@ def test_torchs_norm_of_copies_is_that_of_whole_tensors() -> None:
         assert torch.equal(autopar.full(head(model).grad * 2), 2 * autopar.full(head(model).grad))
 
 
-MISFITS: dict[str, Callable[[Any], Any]] = {
-    "rows that are trained": lambda model: head(model).grad * (torch.arange(131) > 99)[:, None],
-    "a mask": lambda model: head(model)[torch.arange(131) > 99],
-    "plain weights": lambda model: head(model).data.copy_(llama().lm_head.weight),
-    "an element": lambda model: head(model)[100, 3],
-}
-
-
-@pooled(world_size=2)
-def test_errors_of_sizes_say_that_a_tensor_is_a_shard() -> None:
-    model = trained()
-    for misfit in MISFITS.values():
-        with pytest.raises((RuntimeError, IndexError)) as error:
-            misfit(model)
-        (note,) = error.value.__notes__
-        assert "weight is the shard of tensor-parallel rank" in note and "autopar.whole(model, " in note
-
-
 @pooled(world_size=2)
 def test_whole_tensors_are_read_in_silence() -> None:
     model = trained()

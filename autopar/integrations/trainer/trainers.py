@@ -191,8 +191,7 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, CheckpointMixin):
         if self.autopar_ready and given is None:
             state = self.model._autopar
             check_optimizer(made, None, self.model, state.config)
-            tp, stages, experts = self.mpu.tp.size, self.mpu.pp.size, self.mpu.shards.size
-            refuse_unlike(made, self.model.parameters(), tp=tp, stages=stages, experts=experts)
+            refuse_unlike(made, self.model.parameters(), state.config)
         return made
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:

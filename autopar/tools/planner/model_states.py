@@ -16,7 +16,7 @@ from torch import nn
 
 from autopar.config import ParallelConfig
 from autopar.data_parallel.precision import DTYPES, keeps_fp32
-from autopar.data_parallel.zero1 import assign
+from autopar.data_parallel.whole_parameters import assign
 from autopar.errors import ConfigError, nearest
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan

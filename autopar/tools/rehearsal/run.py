@@ -11,13 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from autopar.config import ParallelConfig
-from autopar.data_parallel.optimizer_probe import probe
 from autopar.deferred_init.context import lazy_init
 from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.dry_run.plan_model import ModelPlans, plan_model, prepared
@@ -32,7 +30,6 @@ from autopar.tools.rehearsal.one_rank import (
     Part,
     Rehearsed,
     inputs_of,
-    optimizer_of,
     run_cast,
     without_memory,
 )
@@ -169,8 +166,6 @@ def _run(job: Job, plans: ModelPlans, sizes: MeshSizes) -> tuple[dict[int, Rehea
     made = plan_model(plans, job.config, lambda plan: None)  # once for all processes
     made.fingerprint(job.model)  # likewise
     coordinates = coordinates_of(sizes, job.config.expert_parallel_size)
-    optimizer = optimizer_of([nn.Parameter(torch.zeros(2, 2))], job.optimizer, on_gpu=job.gpu is not None)
-    probe(optimizer, optimizer.param_groups[0])  # likewise
     found: dict[int, Rehearsed] = {}
 
     def unlike(found: Mapping[int, Rehearsed], cut: Collection[int]) -> Iterator[str]:
