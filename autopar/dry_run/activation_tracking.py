@@ -25,8 +25,8 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
-from autopar.dry_run.equal_blocks import BlockReplay, EqualBlocks, form_of, tensor_of
-from autopar.dry_run.operators import CONSTANT, ValuelessTracking, name_of
+from autopar.dry_run.equal_blocks import BlockReplay, EqualBlocks
+from autopar.dry_run.operators import CONSTANT, ValuelessTracking, form_of, name_of, tensor_of
 from autopar.dry_run.row_tracking import MixedRows, RowTracking
 from autopar.errors import PolicyError
 from autopar.foreign.tensors import base_of, own_parameters, tree_leaves
@@ -264,31 +264,25 @@ def tracking_hooks(shard: nn.Module, plan: Plan, tracking: ActivationTracking, s
 
 
 def _check_input(rule: ModulePlan, values: Any, tracking: ActivationTracking, plan: Plan) -> None:
-    sharded = tracking.is_sharded(values)
-    wrong = _wrong_input(rule, sharded, values, tracking)
+    kind, sharded, wrong = rule.rule, tracking.is_sharded(values), ""
+    inside = kind == "column" and rule.inside
+    if sharded and not rule.closes and not inside:
+        if kind in ("column", "embedding", "region", *_EXPERTS) or rule.split_input:
+            wrong = f"is a {kind}, but its input is sharded already"
+    elif not sharded:
+        if kind == "row" and not rule.split_input:
+            wrong = "is a row, but its input is replicated: no column feeds it"
+        elif rule.closes:
+            wrong = "closes a region, but its input is replicated"
+        elif inside:
+            wrong = "is a column inside a region, but its input is replicated"
+        elif kind in ("norm_over", "gathered"):
+            wrong = f"is {kind}, but its input is replicated"
+        elif kind == "sharded" and tracking.is_replicated(values):
+            wrong = "is sharded, but its input is replicated and needs a gradient: make it a column, or feed it by one"
     if wrong:
         makers = tracking.makers_of(values, "sharded" if sharded else "replicated")
         raise PolicyError(f"{rule.path} {wrong}{made_by(plan, makers)}", rule.where)
-
-
-def _wrong_input(rule: ModulePlan, sharded: bool, values: Any, tracking: ActivationTracking) -> str:
-    """Return what is wrong with the input of a module, as the end of a sentence; empty if it fits."""
-    kind = rule.rule
-    if kind == "row" and not rule.split_input and not sharded:
-        return "is a row, but its input is replicated: no column feeds it"
-    if rule.closes:
-        if not sharded:
-            return "closes a region, but its input is replicated"
-    elif kind == "column" and rule.inside:
-        if not sharded:
-            return "is a column inside a region, but its input is replicated"
-    elif sharded and (kind in ("column", "embedding", "region", *_EXPERTS) or rule.split_input):
-        return f"is a {kind}, but its input is sharded already"
-    if kind in ("norm_over", "gathered") and not sharded:
-        return f"is {kind}, but its input is replicated"
-    if kind == "sharded" and not sharded and tracking.is_replicated(values):
-        return "is sharded, but its input is replicated and needs a gradient: make it a column, or feed it by one"
-    return ""
 
 
 def made_by(plan: Plan, makers: Sequence[str]) -> str:

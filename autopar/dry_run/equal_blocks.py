@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from autopar.adapters import is_adapted
+from autopar.dry_run.operators import form_of
 from autopar.foreign.tensors import (
     TreeSpec,
     own_buffers,
@@ -106,19 +107,17 @@ class _Comparison:
             look = self._look(own, block)
             if look is None:
                 continue
-            structure, plain = look
-            for known, paths, values in kinds:
-                if known == structure:
-                    paths.append(own)
-                    values.append(plain)
-                    break
-            else:
-                kinds.append((structure, [own], [plain]))
+            kind = next((kind for kind in kinds if kind[0] == look[0]), None)
+            if kind is None:
+                kinds.append(kind := (look[0], [], []))
+            kind[1].append(own)
+            kind[2].append(look[1])
         found = []
-        for _, paths, (first, *others) in kinds:
-            same = {place for place, value in first.items() if all(_typed(o[place]) == _typed(value) for o in others)}
-            if others:
-                found.append(EqualBlocks(tuple(paths), tuple(place for place in first if place not in same)))
+        for _, paths, values in kinds:
+            forms = {place: [_typed(each[place]) for each in values] for place in values[0]}
+            if len(paths) > 1:
+                differing = (place for place, (one, *others) in forms.items() if any(each != one for each in others))
+                found.append(EqualBlocks(tuple(paths), tuple(differing)))
         return found
 
     def _look(self, path: str, block: nn.Module) -> tuple[list[Any], dict[Place, Any]] | None:
@@ -187,20 +186,6 @@ def _comparable(value: Any) -> Any:
 
 
 _ARGUMENTS = (*PLAIN, Layout)
-
-Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Shape, strides, dtype."""
-
-
-def form_of(tensor: torch.Tensor) -> Form:
-    """Return what a tensor on the meta device is made of."""
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
-def tensor_of(form: Form) -> torch.Tensor:
-    """Return a tensor on the meta device of that form."""
-    shape, strides, dtype = form
-    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
 class _ReadsSeen:
@@ -272,20 +257,11 @@ class BlockReplay(ABC):
         self._known: dict[Any, list[_Known]] = {}
         self._blocks: list[nn.Module] = []
         for number, group in enumerate(groups):
-            for path in group.paths:
-                block = model.get_submodule(path)
+            for block in map(model.get_submodule, group.paths):
                 if "forward" not in vars(block):
-                    self._attach(block, number, group.differing)
-
-    def _attach(self, block: nn.Module, group: int, differing: tuple[Place, ...]) -> None:
-        forward = block.forward
-
-        @functools.wraps(forward)
-        def replayed(*args: Any, **kwargs: Any) -> Any:
-            return self._call(block, group, differing, forward, args, kwargs)
-
-        block.forward = replayed
-        self._blocks.append(block)
+                    replayed = functools.partial(self._call, block, number, group.differing, block.forward)
+                    block.forward = functools.wraps(block.forward)(replayed)  # type: ignore[method-assign]
+                    self._blocks.append(block)
 
     def __enter__(self) -> BlockReplay:
         return self
@@ -316,7 +292,7 @@ class BlockReplay(ABC):
         yield
 
     def _call(
-        self, block: nn.Module, group: int, differing: tuple[Place, ...], forward: Any, args: Any, kwargs: Any
+        self, block: nn.Module, group: int, differing: tuple[Place, ...], forward: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
         key = self._key(group, leaves, structure) if self.comparable(block) else None
@@ -325,11 +301,9 @@ class BlockReplay(ABC):
         arguments = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         for known in self._known.get(key, ()):
             if known.values == [_value_at(block, place) for place in known.read]:
-                arguments_or_none = [*leaves, None]
-                outputs = [
-                    self.make(kept, block, arguments) if place is None else arguments_or_none[place]
-                    for place, kept in known.outputs
-                ]
+                given = [*leaves, None]
+                outputs = [self.make(kept, block, arguments) if place is None else given[place]
+                           for place, kept in known.outputs]  # fmt: skip
                 return tree_unflatten(outputs, known.structure)
         versions = [version_of(tensor) for tensor in arguments]
         self.alone = True

@@ -25,8 +25,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.distributed.rng import kept
-from autopar.dry_run.equal_blocks import BlockReplay, EqualBlocks, Form, equal_blocks, form_of, tensor_of
+from autopar.dry_run.equal_blocks import BlockReplay, EqualBlocks, equal_blocks
 from autopar.dry_run.inputs import meta_copy, sample_inputs
+from autopar.dry_run.operators import Form, form_of, tensor_of
 from autopar.errors import UnsupportedModelError, first_line
 from autopar.foreign.tensors import own_buffers
 from autopar.pipeline_parallel.outputs import Provenance, examine

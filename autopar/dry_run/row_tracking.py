@@ -125,18 +125,16 @@ class RowSearch(ABC):
 
     def settle(self) -> None:
         """Change the plan until it holds. Raises ConfigError if it never does."""
-        first: Misfit | None = None
-        for _ in range(_TRIES):
+        failures: list[Misfit] = []
+        while len(failures) < _TRIES:
             try:
                 self.attempt()
                 return
             except Misfit as error:
-                failure = error
-            first = first or failure
-            if not self.change(failure):
-                raise self.refusal(self.words(failure))
-        assert first is not None
-        raise self.refusal(self.words(first))
+                failures.append(error)
+            if not self.change(failures[-1]):
+                raise self.refusal(self.words(failures[-1]))
+        raise self.refusal(self.words(failures[0]))
 
     def sample(self, batch: int) -> dict[str, Any]:
         """Return inputs for all ranks, on the meta device."""
@@ -193,10 +191,7 @@ class RowTracking(ValuelessTracking):
         with self.paused():
             return tree_map(lambda x: torch.empty_like(x) if isinstance(x, torch.Tensor) else x, value)
 
-    @staticmethod
-    def mixed(what: str, *, between: bool = False) -> MixedRows:
-        """Return the error that says what mixes rows; ``between``: blocks that are one by one right."""
-        return MixedRows(what, between)
+    mixed = MixedRows
 
     @contextmanager
     def paused(self) -> Iterator[None]:

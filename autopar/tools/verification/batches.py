@@ -64,7 +64,12 @@ def make_batches(model: PreTrainedModel, *, count: int, rows: int, length: int) 
 
 
 def _filled(model: PreTrainedModel, candidate: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, Any]:
-    vocabulary = _vocabulary(model)
+    try:
+        table = model.get_input_embeddings()
+    except NotImplementedError:  # towers without words
+        table = None
+    words = getattr(table, "num_embeddings", None) or getattr(_text_config(model), "vocab_size", None)
+    vocabulary = int(words or 16)
     taken = inspect.signature(model.forward).parameters
     inputs: dict[str, Any] = {}
     for name, empty in candidate.items():
@@ -81,14 +86,6 @@ def _filled(model: PreTrainedModel, candidate: dict[str, torch.Tensor], generato
         mask[-1, ..., max(1, mask.shape[-1] - _PADDED) :] = 0
         inputs["attention_mask"] = mask
     return inputs
-
-
-def _vocabulary(model: PreTrainedModel) -> int:
-    try:
-        rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    except NotImplementedError:  # towers without words
-        rows = None
-    return int(rows or getattr(_text_config(model), "vocab_size", None) or 16)
 
 
 def _text_config(model: PreTrainedModel) -> Any:

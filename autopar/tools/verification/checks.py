@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.checkpoint.offline import merge_checkpoint, reshard_checkpoint
+from autopar.data_parallel.gradients import average_gradients
 from autopar.errors import type_and_text
 from autopar.quantized.layers import stored_weights
 from autopar.tools.verification.outputs import (
@@ -99,11 +100,9 @@ def forward(session: Session) -> list[Row]:
 
 
 def _outputs(expected: Any, actual: Any) -> list[Named]:
-    found = []
-    for name, theirs, mine in same_floats(expected, actual):
-        missing = Distance(math.inf, "the output is missing")
-        found.append(Named(name, missing if mine is None else measure(mine, theirs)))
-    return found
+    missing = Distance(math.inf, "the output is missing")
+    pairs = same_floats(expected, actual)
+    return [Named(name, missing if mine is None else measure(mine, theirs)) for name, theirs, mine in pairs]
 
 
 def _output_rows(check: str, found: list[Named], allowed: float) -> list[Row]:
@@ -132,7 +131,8 @@ def backward(session: Session) -> list[Row]:
         if actual is not None and session.mpu.dp.size == 1:
             outputs += [each for each in _outputs(expected, actual) if not each.name.endswith("loss")]
     with recording_of(session.mpu.tp) as averaged:
-        session.finish_gradients()
+        if not session.piped and session.mpu.cp.size > 1:  # what execute_pipeline does by itself
+            average_gradients(session.parallel)
     session.sent = [*sent, *averaged]
     rows = [worst_row("backward", "loss", losses, session.tolerance, show=False)]
     rows += [row for row in _output_rows("backward", outputs, session.tolerance) if row.what != "loss"]
@@ -163,7 +163,10 @@ def step(session: Session) -> list[Row]:
     """Compare what an optimizer step adds to the weights; after :func:`backward`."""
     before = {name: local(mine).clone() for name, mine, _ in pairs(session)}
     plain, parallel = session.optimizers
-    _steady(session)
+    gradients = (p.grad.abs().max().item() for p in session.plain.parameters() if p.grad is not None and p.grad.numel())
+    largest = of_first(max(gradients, default=1.0))
+    for group in (*plain.param_groups, *parallel.param_groups):
+        group["eps"] = 0.1 * largest or 1.0  # with a small one AdamW makes a full step of what is only rounding
     if session.config.gradient_clipping:
         torch.nn.utils.clip_grad_norm_(session.plain.parameters(), session.config.gradient_clipping)
     plain.step()
@@ -177,15 +180,6 @@ def step(session: Session) -> list[Row]:
     return [row]
 
 
-def _steady(session: Session) -> None:
-    """Let AdamW's ``eps`` follow the gradients: with a small one it makes a full step of what is only rounding."""
-    gradients = (p.grad.abs().max().item() for p in session.plain.parameters() if p.grad is not None and p.grad.numel())
-    largest = of_first(max(gradients, default=1.0))
-    for optimizer in session.optimizers:
-        for group in optimizer.param_groups:
-            group["eps"] = 0.1 * largest or 1.0
-
-
 def _changes(session: Session, before: dict[str, torch.Tensor]) -> Iterator[Named]:
     changes = []
     for name, mine, theirs in pairs(session):
@@ -195,12 +189,11 @@ def _changes(session: Session, before: dict[str, torch.Tensor]) -> Iterator[Name
         else:  # the optimizer steps fp32 weights; the model's are rounded
             changes.append((name, local(mine), expected, expected))
     largest = max((change.abs().max().item() for _, _, change, _ in changes if change.numel()), default=0.0)
-    for name, mine_, theirs_, weight in changes:
+    for name, own, wanted, weight in changes:
         rounding = torch.finfo(weight.dtype).eps if weight.is_floating_point() else 0.0
         size = weight.abs().max().item() if weight.numel() else 0.0
-        yield Named(
-            name, measure(mine_, theirs_, max(_SMALL * largest, 2 * rounding * size / session.tolerance / OF_GRADIENTS))
-        )
+        floor = max(_SMALL * largest, 2 * rounding * size / session.tolerance / OF_GRADIENTS)
+        yield Named(name, measure(own, wanted, floor))
 
 
 def memory_of(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> RankMemory:
@@ -214,18 +207,6 @@ def memory_of(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 # -- generation -------------------------------------------------------------------------------------------------------
-
-
-def _why_not(session: Session) -> str:
-    """Return why generation is left out; empty if it is not."""
-    model = session.plain
-    if not isinstance(model, PreTrainedModel) or not model.can_generate():
-        return f"{type(model).__name__} does not generate"
-    if session.mpu.cp.size > 1:
-        return "context parallelism does not shorten what is generated token by token"
-    if "input_ids" not in session.batches[0]:
-        return "its batch has no input_ids"
-    return ""
 
 
 def prompt_of(session: Session) -> dict[str, Any]:
@@ -261,7 +242,13 @@ def generated(model: nn.Module, inputs: dict[str, Any]) -> Any:
 
 def generate(session: Session) -> list[Row]:
     """Compare tokens and logits."""
-    reason = _why_not(session)
+    model, reason = session.plain, ""
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
+        reason = f"{type(model).__name__} does not generate"
+    elif session.mpu.cp.size > 1:
+        reason = "context parallelism does not shorten what is generated token by token"
+    elif "input_ids" not in session.batches[0]:
+        reason = "its batch has no input_ids"
     if reason:
         return [Row("generate", "tokens", None, note=reason)]
     inputs = prompt_of(session)
@@ -271,26 +258,21 @@ def generate(session: Session) -> list[Row]:
         return [Row("generate", "tokens", None, note=f"the plain model does not: {type_and_text(error, 120)}")]
     actual = generated(session.parallel, inputs)
     same = torch.equal(actual.sequences, expected.sequences)
-    note = "" if same else f"{_shown(actual.sequences)}, the plain model's are {_shown(expected.sequences)}"
+    mine, theirs = (output.sequences[0, -_TOKENS:].tolist() for output in (actual, expected))
+    note = "" if same else f"{mine}, the plain model's are {theirs}"
     rows = [Row("generate", "tokens", same, note=note)]
     logits = [
-        Named(f"token {number + 1}", Distance(float("inf"), "missing") if mine is None else measure(mine, theirs))
-        for number, (theirs, mine) in enumerate(zip(expected.logits or (), actual.logits or (), strict=False))
+        Named(f"token {number}", Distance(math.inf, "missing") if own is None else measure(own, wanted))
+        for number, (wanted, own) in enumerate(zip(expected.logits or (), actual.logits or (), strict=False), 1)
     ]
     return [*rows, worst_row("generate", "logits", logits, session.tolerance, show=False)] if logits else rows
-
-
-def _shown(tokens: torch.Tensor) -> str:
-    return str(tokens[0, -_TOKENS:].tolist())
 
 
 def save(session: Session) -> list[Row]:
     """Save merged; compare names and bits with what the plain model saves."""
     if not _merges(session):
-        quantized = bool(stored_weights(session.plain))
-        why = (
-            "quantized weights with adapters are not merged" if quantized else "the plain module has no save_pretrained"
-        )
+        adapted = "quantized weights with adapters are not merged"
+        why = adapted if stored_weights(session.plain) else "the plain module has no save_pretrained"
         return [Row("save", "merged checkpoint", None, note=why)]
     plain: Any = session.plain
     with _folder() as folder:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -26,7 +25,6 @@ from autopar.tools.verification.recording import running
 from autopar.tools.verification.report import Row
 from autopar.tools.verification.session import Session, switched_on
 
-_OTHERS = "a stage draws other numbers than the plain model, or in another order"
 _RATE = 0.2  # where a model has none that is on
 
 
@@ -112,8 +110,14 @@ def wrong_draws(plain: Sequence[Draw], everyone: Mapping[Place, Sequence[Draw]])
             continue
         for number, whole in enumerate(wholes):
             held = {place: _joined(by_rank[place][module], number, len(wholes)) for place in ranks}
-            if text := _problem(whole, held):
-                yield module, text
+            draws = list(held.values())
+            if any(draw.rate != whole.rate for draw in draws):
+                yield module, f"drops {draws[0].rate:g} of its elements, and the plain model's {whole.rate:g}"
+            elif any(draw.shape != whole.shape for draw in draws):
+                if not _are_apart(held):
+                    yield module, f"draws alike on ranks that hold different parts {list(draws[0].shape)}"
+            elif len({draw.state for draw in draws}) > 1:
+                yield module, "draws differently on ranks that hold the same activation"
 
 
 def _by_module(draws: Sequence[Draw]) -> dict[str, list[Draw]]:
@@ -133,28 +137,14 @@ def _joined(draws: Sequence[Draw], number: int, count: int) -> Draw:
     return parts[0]._replace(shape=(runs, *parts[0].shape), rate=rate)  # states part at the first one
 
 
-def _problem(whole: Draw, holders: Mapping[Place, Draw]) -> str:
-    """Say what is wrong with one draw on the ranks of a stage."""
-    draws = list(holders.values())
-    if any(draw.rate != whole.rate for draw in draws):
-        return f"drops {draws[0].rate:g} of its elements, and the plain model's {whole.rate:g}"
-    if all(draw.shape == whole.shape for draw in draws):
-        alike = len({draw.state for draw in draws}) == 1
-        return "" if alike else "draws differently on ranks that hold the same activation"
-    return "" if _are_apart(holders) else f"draws alike on ranks that hold different parts {list(draws[0].shape)}"
-
-
 def _are_apart(holders: Mapping[Place, Draw]) -> bool:
     """Return whether all ranks draw apart, or those along one axis do, and are alike along the other."""
     states = {place: draw.state for place, draw in holders.items()}
     if len(set(states.values())) == len(states):
         return True
     for along in ("cp", "tp"):
-        groups = defaultdict(set)
-        for place, state in states.items():
-            groups[getattr(place, along)].add(state)
-        sizes = [len(group) for group in groups.values()]
-        if len(groups) > 1 and set(sizes) == {1} and len(set.union(*groups.values())) == len(groups):
+        pairs = {(getattr(place, along), state) for place, state in states.items()}
+        if 1 < len(pairs) == len({place for place, _ in pairs}) == len({state for _, state in pairs}):
             return True
     return False
 
@@ -182,7 +172,8 @@ def _of_stages(session: Session) -> list[Row]:
     pairs = same_floats(expected, outputs)
     found = [Named(name, measure(theirs, own)) for name, own, theirs in pairs if theirs is not None]
     row = worst_row("dropout", "outputs, with the plain model's draws", found, session.tolerance, show=False)
-    return [row if row.holds is not False or row.note else replace(row, note=_OTHERS)]
+    others = "a stage draws other numbers than the plain model, or in another order"
+    return [row if row.holds is not False or row.note else replace(row, note=others)]
 
 
 def _of_ranks(session: Session) -> list[Row]:
@@ -202,8 +193,8 @@ def _of_ranks(session: Session) -> list[Row]:
     note = f"{module or 'the model'} {wrong}" if wrong else f"{len(plain)} draws"
     return [
         Row("dropout", "random draws", not wrong, name=module, note=note),
-        _row_alike("generators behind the forward", {at: state for at, _, state, _ in everyone}),
-        _row_alike("outputs of all ranks", {at: text for at, _, _, text in everyone}),
+        _row_alike("generators behind the forward", {(at.pp, state) for at, _, state, _ in everyone}),
+        _row_alike("outputs of all ranks", {(at.pp, text) for at, _, _, text in everyone}),
     ]
 
 
@@ -213,12 +204,9 @@ def _comparable(session: Session, draws: list[Draw]) -> list[Draw]:
     return [draw for draw in draws if not draw.module.startswith(inside)] if inside else draws
 
 
-def _row_alike(what: str, found: Mapping[Place, str]) -> Row:
+def _row_alike(what: str, found: set[tuple[int, str]]) -> Row:
     """The ranks of a stage must have the same behind the forward."""
-    stages: dict[int, set[str]] = defaultdict(set)
-    for place, text in found.items():
-        stages[place.pp].add(text)
-    alike = all(len(texts) == 1 for texts in stages.values())
+    alike = len(found) == len({stage for stage, _ in found})
     return Row("dropout", what, alike, note="" if alike else "they differ between ranks that hold the same activations")
 
 

@@ -34,20 +34,16 @@ def derived_tree(model: PreTrainedModel) -> dict[str, Any]:
     Raises:
         UnsupportedModelError: as :func:`~autopar.tools.derivation.derive.derive`.
     """
-    tree, losses = _tree(model), losses_of(model)
+    tree = None
+    if sum(parameter.numel() for parameter in model.parameters()) >= LARGE:
+        try:
+            with kept():
+                tree = derive(build_small(type(model), model.config)).tree
+            check_plan(model, "", make_plan(model, read_user_policy(tree), 2))
+        except AutoparError:  # it cannot be small, or is another one then
+            tree = None
+    tree, losses = tree or derive(model).tree, losses_of(model)
     return {**tree, "loss": losses} if losses else tree
-
-
-def _tree(model: PreTrainedModel) -> dict[str, Any]:
-    if sum(parameter.numel() for parameter in model.parameters()) < LARGE:
-        return derive(model).tree
-    try:
-        with kept():
-            tree = derive(build_small(type(model), model.config)).tree
-        check_plan(model, "", make_plan(model, read_user_policy(tree), 2))
-    except AutoparError:  # it cannot be small, or is another one then
-        return derive(model).tree
-    return tree
 
 
 def losses_of(model: PreTrainedModel) -> dict[str, str]:
@@ -73,17 +69,13 @@ def measured_kind(model: PreTrainedModel) -> str | None:
     with kept(), torch.no_grad():
         try:
             (batch,) = make_batches(model, count=1, rows=_SAMPLES, length=_TOKENS)
-        except AutoparError:
-            return None
-        labels = batch.get("labels")
-        if not isinstance(labels, torch.Tensor):
-            return None
-        if labels.ndim == 2 and not labels.is_floating_point():
-            batch["labels"] = torch.cat([labels[:1].index_fill(1, torch.arange(2, labels.shape[1]), -100), labels[1:]])
-        floats = {name: x.double() for name, x in batch.items() if torch.is_tensor(x) and x.is_floating_point()}
-        try:
+            labels = batch["labels"]
+            if labels.ndim == 2 and not labels.is_floating_point():
+                counted = labels[:1].index_fill(1, torch.arange(2, labels.shape[1]), -100)
+                batch["labels"] = torch.cat([counted, labels[1:]])
+            floats = {name: x.double() for name, x in batch.items() if torch.is_tensor(x) and x.is_floating_point()}
             return _measured(copy.deepcopy(model).eval().double(), batch | floats)
-        except Exception:  # whatever its code stumbles over: fp64, a single sample
+        except Exception:  # it takes no labels, or its code fails with fp64 or a single sample
             return None
 
 
@@ -99,10 +91,13 @@ def _measured(model: Any, batch: dict[str, Any]) -> str | None:
     samples = split(batch, batch_size(batch, main_input), 1, None, model.config)
     alone = [loss(sample) for sample in samples]
 
+    def close(found: torch.Tensor) -> bool:
+        return torch.allclose(found.double(), whole.double(), rtol=_SEEN, atol=_SEEN)
+
     def adds_up(shifted: bool) -> bool:
         weights = weights_of(samples, main_input, "tokens", shifted)
         counted = [each * weight for each, weight in zip(alone, weights, strict=True) if weight and each is not None]
-        return _close(torch.stack(counted).sum(), whole)
+        return close(torch.stack(counted).sum())
 
     plainly, shifted = adds_up(False), adds_up(True)
     if plainly and shifted and batch["labels"].ndim > 1:
@@ -115,10 +110,6 @@ def _measured(model: Any, batch: dict[str, Any]) -> str | None:
         halved = loss(batch, num_items_in_batch=2 * (counted != -100).sum())
     except TypeError:  # its forward takes no such argument
         halved = None
-    if halved is None or not _close(2 * halved, whole):
+    if halved is None or not close(2 * halved):
         return "shifted_mean" if shifted else "mean"
     return "loss_function" if OwnLoss(model, "loss_function").shifted is shifted else "other"
-
-
-def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.allclose(found.double(), expected.double(), rtol=_SEEN, atol=_SEEN)

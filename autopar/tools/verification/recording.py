@@ -39,11 +39,6 @@ class Entry:
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     readers: dict[str, list[str]] = field(default_factory=dict)
 
-    @property
-    def key(self) -> tuple[str, str, int]:
-        """Return the key that pairs it with the entry of another model."""
-        return self.path, self.kind, self.call
-
 
 class Recording:
     """The record of one model.
@@ -141,11 +136,6 @@ class Collective(NamedTuple):
     elements: int
     dtype: torch.dtype
 
-    @property
-    def bytes(self) -> int:
-        """The bytes that a rank contributes."""
-        return self.elements * self.dtype.itemsize
-
 
 class _Recorder(TensorTracking):
     def __init__(self) -> None:
@@ -187,25 +177,15 @@ def recording_of(axis: Axis | None = None) -> Iterator[list[Collective]]:
             del transport.run
 
 
-_KINDS = {  # torch's and the transport's names -> the field's
-    "allreduce": "all-reduce",
-    "all_reduce": "all-reduce",
-    "allgather": "all-gather",
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "alltoall": "all-to-all",
-    "all_to_all": "all-to-all",
-    "broadcast": "broadcast",
-    "send": "send",
-    "recv": "receive",
-}
+_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send", "receive")
 
 
 def counted(collectives: Sequence[Collective]) -> tuple[Traffic, ...]:
     """Add them up by kind, the largest first. Received messages are left out: another rank has sent them."""
     calls, sizes = Counter[str](), Counter[str]()
     for each in collectives:
-        kind = next((kind for name, kind in _KINDS.items() if each.name.startswith(name)), each.name)
+        name = each.name.replace("_", "").replace("recv", "receive")  # as torch and the transport write it
+        kind = next((kind for kind in _KINDS if name.startswith(kind.replace("-", ""))), each.name)
         calls[kind] += 1
-        sizes[kind] += each.bytes
+        sizes[kind] += each.elements * each.dtype.itemsize
     return tuple(Traffic(kind, calls[kind], size) for kind, size in sizes.most_common() if kind != "receive")

@@ -263,18 +263,19 @@ def build_small(
     wanted: Any = kind.config_class or PretrainedConfig  # of a model with several towers the config of this class
     inner = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
     own = next((each for each in (config, *inner) if isinstance(each, wanted)), config)
+    known = kind.__module__.startswith("transformers.")  # names may not tell the sizes of other classes
     try:
-        model = _built(kind, small_config(own, block=block))
-    except Exception as error:  # whatever a constructor stumbles over
-        if not _keeps_its_sizes(kind, own):
+        model: PreTrainedModel | None = _built(kind, small_config(own, block=block))
+        if not known and not _runs(model):
+            model = _with_its_sizes(kind, own) or model
+    except Exception as error:  # whatever a constructor raises
+        model = None if known else _with_its_sizes(kind, own)
+        if model is None:
             raise ConfigError(
                 f"{kind.__name__} cannot be built small: {type_and_text(error, 120)}\n"
                 "  Name a folder with a config of small sizes, or code that returns a small model: my_model.py:make."
             ) from error
-        model = _built(kind, own)
-    else:
-        if _is_of_others(kind) and not _runs(model) and _keeps_its_sizes(kind, own):
-            model = _built(kind, own)
+    assert model is not None
     if dtype is not None:
         nn.Module.to(model, dtype)
     return model
@@ -289,21 +290,15 @@ def _built(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedM
     return model
 
 
-def _is_of_others(kind: type[PreTrainedModel]) -> bool:
-    """Return whether transformers does not have the class: names may tell one of its sizes and not the next."""
-    return not kind.__module__.startswith("transformers.")
-
-
-def _keeps_its_sizes(kind: type[PreTrainedModel], config: PretrainedConfig) -> bool:
-    """Return whether a class of others runs with the sizes that its config has, and is small with them."""
-    if not _is_of_others(kind):
-        return False
+def _with_its_sizes(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel | None:
+    """Build a class with the sizes that its config has; None if it is large, or does not run with them."""
     try:
         with torch.device("meta"):
             empty: Any = from_config(kind, copy.deepcopy(config))
-        return sum(p.numel() for p in empty.parameters()) < LARGE and _runs(_built(kind, config))
-    except Exception:  # whatever a constructor stumbles over
-        return False
+        model = _built(kind, config) if sum(p.numel() for p in empty.parameters()) < LARGE else None
+        return model if model is not None and _runs(model) else None
+    except Exception:  # whatever a constructor raises
+        return None
 
 
 def _runs(model: PreTrainedModel) -> bool:
