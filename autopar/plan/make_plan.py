@@ -161,13 +161,18 @@ def make_plan(root: nn.Module, policy: Policy | Described, tp: int, *, experts: 
     _refuse_replicas_in_regions(modules)
     _watch_parents(modules)
     _check_ties(root, layouts, modules, {match.path for match in matches if not isinstance(match.module, nn.Module)})
-    _check_coverage(model, prefix, layouts, policy)
+    if missing := [join(prefix, name) for name, parameter in model.named_parameters() if parameter not in layouts]:
+        raise PolicyError(
+            f"no rule covers {len(missing)} parameters of {type(model).__name__}: {listed(missing)}. "
+            "Every parameter needs a rule; 'replicated' keeps one whole.",
+            policy.where,
+        )
     expert_attributes += adapted_experts(root, modules) if experts > 1 else ()
     mixtures = mixtures_in(expert_attributes, modules)
     attributes = [attribute for attribute in attributes if attribute.path not in mixtures]
     if tp == 1 and experts > 1:  # all other modules stay as they are
-        of_experts = {path: plan for path, plan in modules.items() if path in mixtures or _is_wide(plan, experts)}
-        modules, attributes = of_experts, []
+        wide = {path for path, plan in modules.items() if any(x.axis_size == experts for x in plan.layouts.values())}
+        modules, attributes = {path: plan for path, plan in modules.items() if path in mixtures | wide}, []
     by_id, over_replicas = layouts.over(tp, max(tp, experts))
     tensors = plan_tensors(root, prefix, model, by_id, layouts.places())
     return Plan(
@@ -180,10 +185,6 @@ def make_plan(root: nn.Module, policy: Policy | Described, tp: int, *, experts: 
         shards=max(tp, experts),
         experts=frozenset(n for n, p in root.state_dict(keep_vars=True).items() if id(p) in over_replicas),
     )
-
-
-def _is_wide(plan: ModulePlan, ranks: int) -> bool:
-    return any(layout.axis_size == ranks for layout in plan.layouts.values())
 
 
 def _replicated_if_too_few(match: RuleMatch) -> list[RuleMatch]:
@@ -347,13 +348,3 @@ def _check_ties(root: nn.Module, layouts: _Layouts, modules: Mapping[str, Module
                     "but has no rule that shards it",
                     other.rule.where,
                 )
-
-
-def _check_coverage(model: nn.Module, prefix: str, layouts: _Layouts, policy: Policy) -> None:
-    missing = [join(prefix, name) for name, parameter in model.named_parameters() if parameter not in layouts]
-    if missing:
-        raise PolicyError(
-            f"no rule covers {len(missing)} parameters of {type(model).__name__}: {listed(missing)}. "
-            "Every parameter needs a rule; 'replicated' keeps one whole.",
-            policy.where,
-        )

@@ -8,7 +8,6 @@ itself and would skip the all-reduce. A policy names such functions under ``with
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from torch import nn
 
@@ -22,21 +21,16 @@ def check_kernels(policy: Policy, model: nn.Module) -> None:
     """Raise UnsupportedModelError if a function that the policy names is not transformers' own torch code."""
     for name in policy.without_kernels:
         function = getattr(sys.modules.get(type(model).__module__), name, None)
-        if _is_foreign(function):
+        variables = getattr(getattr(function, "__code__", None), "co_freevars", ())
+        cells = getattr(function, "__closure__", None) or ()
+        wrapped = dict(zip(variables, (cell.cell_contents for cell in cells), strict=True))  # by transformers
+        if wrapped.get("is_new_implementation"):
             raise UnsupportedModelError(
                 f"{type(model).__name__} would compute with the kernel '{name}' of an installed package, which "
                 "multiplies by weights that tensor parallelism shards and never sums the result.\n"
                 "  Uninstall that package (mamba-ssm, causal-conv1d) here, or leave tensor_parallel_size at 1 "
                 f"({policy.where})."
             )
-
-
-def _is_foreign(function: Any) -> bool:
-    """Return whether transformers' wrapper around a function has found another implementation than its own."""
-    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    cells = getattr(function, "__closure__", None) or ()
-    found = dict(zip(names, (cell.cell_contents for cell in cells), strict=True))
-    return bool(found.get("is_new_implementation", False))
 
 
 _LAYERS = ("column", "row", "embedding")

@@ -161,14 +161,14 @@ def _extend(node: Node, place: _Place, common: Node | None = None) -> Node:
     layers = [] if common is None else [common]
     if "extends" in own:
         layers += _layers(own.pop("extends"), place)
-    if _has_extends(own.get("blocks")):
+    if _has(own.get("blocks"), "extends"):
         inside = dict(own["blocks"].value)
         layers += _layers(inside.pop("extends"), place, in_block=True)
         own["blocks"] = Node(inside, own["blocks"].where)
     towers = own.get("towers")
     if towers is not None and isinstance(towers.value, dict):
         inner = {
-            name: _extend(tower, place) if _has_extends(tower) or _has_extends(tower, "blocks") else tower
+            name: _extend(tower, place) if _has(tower, "extends") or _has(tower, "blocks", "extends") else tower
             for name, tower in towers.value.items()
         }
         own["towers"] = Node(inner, towers.where)
@@ -185,10 +185,6 @@ def _has(node: Node | None, *keys: str) -> bool:
             return False
         node = node.value[key]
     return True
-
-
-def _has_extends(node: Node | None, *inside: str) -> bool:
-    return _has(node, *inside, "extends")
 
 
 def _without_range(layer: Node) -> Node:

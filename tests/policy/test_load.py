@@ -9,7 +9,8 @@ import pytest
 
 from autopar.errors import PolicyError
 from autopar.plan.make_plan import make_plan
-from autopar.policy.load import load_policy, own_policies, policy_folder, read_user_policy
+from autopar.policy.files import policy_folder
+from autopar.policy.load import load_policy, own_policies, read_user_policy
 from autopar.policy.schema import SUPPORTED
 from tests.policy.written import refused, write
 from tests.small import llama

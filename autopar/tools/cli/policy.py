@@ -48,7 +48,8 @@ EP = Annotated[
 def list_types(as_json: Json = False) -> None:
     """Print every model type that has a policy, and the file of that policy."""
     with errors(as_json):
-        from autopar.policy.load import own_policies, policy_folder
+        from autopar.policy.files import policy_folder
+        from autopar.policy.load import own_policies
 
         listed = [(kind, Path(own.where.file).name) for own in own_policies().values() for kind in own.model_types]
         found = {kind: str(policy_folder() / file) for kind, file in sorted(listed)}
