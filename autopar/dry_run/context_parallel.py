@@ -24,7 +24,7 @@ from autopar.context_parallel.heads import Heads, heads_of
 from autopar.context_parallel.state import OwnModule, RowPlan, WholeModule
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
-from autopar.dry_run.handed_states import Call, calls_of, hand_on_states
+from autopar.dry_run.handed_states import Call, hand_on_states
 from autopar.dry_run.inputs import meta_copy
 from autopar.dry_run.row_tracking import Misfit, MixedRows, RowSearch, RowTracking, longest_of, prime_beside
 from autopar.dry_run.tensor_parallel import check_plan
@@ -202,22 +202,31 @@ class _Search(RowSearch):
         state.tracking, state.watch = tracking, _Watch(self.plan, tracking)
         stack: list[str] = []
         done: list[str] = []
+        self.copied, self.calls = model, {}
         for path, module in model.named_modules():
 
-            def before(_: nn.Module, args: Any, path: str = path) -> None:
+            def before(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
                 stack.append(path)
+                if path in self.plan.whole:
+                    self.calls[path] = (args, kwargs)
 
             def after(_: nn.Module, args: Any, out: Any, path: str = path) -> None:
                 stack.pop()
                 done.extend([path] if path in self.blocks else [])
 
-            module.register_forward_pre_hook(before)
+            module.register_forward_pre_hook(before, with_kwargs=True)
             module.register_forward_hook(after)
-        self.copied, self.calls = model, calls_of(model, self.plan.whole)
+
+        def experts(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            with tracking.paused():
+                made = torch.empty_like(hidden_states)
+            marked: torch.Tensor = tracking.mark_rows(made) if tracking.holds_rows(hidden_states) else made
+            return marked
+
         for module in model.modules():
             names = () if isinstance(module, nn.ModuleList | nn.ModuleDict) else argument_names(module)
             if names[:1] == ("hidden_states",) and {"top_k_index", "top_k_weights"} <= set(names):
-                module.forward = _Experts(tracking)  # a token in, a token out
+                module.forward = experts  # a token in, a token out, whatever experts were chosen for it
         try:
             with torch.no_grad(), warnings.catch_warnings(), tracking:
                 warnings.simplefilter("ignore")
@@ -262,19 +271,6 @@ class _Watch:
             made = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
         marked: torch.Tensor = tracking.mark_rows(made)
         return marked
-
-
-class _Experts:
-    """The forward of experts, which takes each token to those that were chosen for it."""
-
-    def __init__(self, tracking: RowTracking) -> None:
-        self.tracking = tracking
-
-    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        held = self.tracking.holds_rows(hidden_states)
-        with self.tracking.paused():
-            made = torch.empty_like(hidden_states)
-        return self.tracking.mark_rows(made) if held else made
 
 
 def modules_by_heads(model: nn.Module, policy: Policy, plan: RowPlan, ranks: int) -> dict[str, Heads]:

@@ -16,7 +16,7 @@ import functools
 import types
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -52,12 +52,7 @@ Place = tuple[str, str]
 
 @dataclass(frozen=True)
 class EqualBlocks:
-    """Blocks that are equal but for plain attributes.
-
-    Attributes:
-        paths: of the blocks, in forward order; two or more.
-        differing: attributes whose values are not the same in all of them.
-    """
+    """Paths of blocks, in forward order, that are equal but for the plain attributes that are ``differing``."""
 
     paths: tuple[str, ...]
     differing: tuple[Place, ...]
@@ -129,7 +124,14 @@ class _Comparison:
             if id(module) in self._shared or any(id(tensor) in self._shared for tensor in tensors.values()):
                 return None
             place = f"{path}.{inner}" if inner else path
-            structure.append((inner, type(module), list(own_modules(module)), self._facts(place, tensors)))
+            facts: list[Any] = [(name, type(x), tuple(x.shape), x.stride(), x.dtype) for name, x in tensors.items()]
+            if self._plan is not None:
+                rule = self._plan.modules.get(place)
+                planned = [self._plan.tensors.get(f"{place}.{name}") for name in tensors]
+                facts.append(rule and [getattr(rule, name) for name in _RULE])
+                facts.append([tensor and tensor.layout for tensor in planned])
+                facts.append(self._attributes.get(place))
+            structure.append((inner, type(module), list(own_modules(module)), facts))
             for name, value in vars(module).items():
                 if name in _EVERY_MODULE or name.startswith("_autopar"):
                     continue
@@ -140,18 +142,6 @@ class _Comparison:
                 structure.append((name, "plain" if type(value) in _PLAIN else _comparable(value)))
         return structure, plain
 
-    def _facts(self, path: str, tensors: Mapping[str, torch.Tensor]) -> list[Any]:
-        facts: list[Any] = [
-            (name, type(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype) for name, tensor in tensors.items()
-        ]
-        if self._plan is not None:
-            rule = self._plan.modules.get(path)
-            facts.append(rule and [getattr(rule, name) for name in _RULE])
-            planned = [self._plan.tensors.get(f"{path}.{name}") for name in tensors]
-            facts.append([tensor and tensor.layout for tensor in planned])
-            facts.append(self._attributes.get(path))
-        return facts
-
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     own = {**own_parameters(module), **own_buffers(module)}
@@ -160,10 +150,6 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def _typed(value: Any) -> Any:
     return type(value), value  # 1, 1.0 and True are not the same
-
-
-class _Only:
-    """Equal to itself alone."""
 
 
 def _comparable(value: Any) -> Any:
@@ -181,7 +167,7 @@ def _comparable(value: Any) -> Any:
     plain = isinstance(value, type | types.FunctionType | types.BuiltinFunctionType)
     held = () if plain else getattr(value, "__dict__", {}).values()  # results depend on more than the block then
     if isinstance(value, nn.Module | types.MethodType) or any(isinstance(x, nn.Module | torch.Tensor) for x in held):
-        return _Only()
+        return object()  # equal to itself alone
     return id(value)
 
 
@@ -259,9 +245,17 @@ class BlockReplay(ABC):
         for number, group in enumerate(groups):
             for block in map(model.get_submodule, group.paths):
                 if "forward" not in vars(block):
-                    replayed = functools.partial(self._call, block, number, group.differing, block.forward)
-                    block.forward = functools.wraps(block.forward)(replayed)  # type: ignore[method-assign]
-                    self._blocks.append(block)
+                    self._attach(block, number, group.differing)
+
+    def _attach(self, block: nn.Module, group: int, differing: tuple[Place, ...]) -> None:
+        forward = block.forward
+
+        @functools.wraps(forward)
+        def replayed(*args: Any, **kwargs: Any) -> Any:
+            return self._call(block, group, differing, forward, args, kwargs)
+
+        block.forward = replayed
+        self._blocks.append(block)
 
     def __enter__(self) -> BlockReplay:
         return self
@@ -292,7 +286,7 @@ class BlockReplay(ABC):
         yield
 
     def _call(
-        self, block: nn.Module, group: int, differing: tuple[Place, ...], forward: Any, /, *args: Any, **kwargs: Any
+        self, block: nn.Module, group: int, differing: tuple[Place, ...], forward: Any, args: Any, kwargs: Any
     ) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
         key = self._key(group, leaves, structure) if self.comparable(block) else None

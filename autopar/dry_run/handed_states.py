@@ -13,7 +13,7 @@ import inspect
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -196,26 +196,12 @@ _LARGE = 1 << 16  # numbers of a weight that is not made
 _CHUNK = 4  # rows that scans take at a time: few rows are several chunks
 
 
-def calls_of(model: nn.Module, paths: Iterable[str]) -> dict[str, Call]:
-    """Return the arguments that the modules at ``paths`` get, with all rows; filled while the model runs."""
-    calls: dict[str, Call] = {}
-    for path in paths:
-
-        def note(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-            calls[path] = (args, kwargs)
-
-        model.get_submodule(path).register_forward_pre_hook(note, with_kwargs=True)
-    return calls
-
-
 def hand_on_states(
     model: nn.Module, copied: nn.Module, plan: RowPlan, calls: Mapping[str, Call], rows: int, batch: int
 ) -> None:
-    """Let modules of ``plan`` hand on their states, where they make the same of rows then.
+    """Let modules of ``plan`` pass their states on, where they make the same of rows then. ``model`` is only read.
 
-    Args:
-        model: is only read; ``copied``: its copy without memory, which has run.
-        calls: arguments of the modules in the rehearsal: ``rows`` rows of ``batch`` sequences.
+    ``copied``: its copy without memory, which has run with ``calls``, of ``rows`` rows and ``batch`` sequences.
     """
     undo(copied)
     known: dict[Any, HandedStates | None] = {}

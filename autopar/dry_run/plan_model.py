@@ -109,8 +109,8 @@ class ModelPlans:
         def make() -> StagePlan:
             from autopar.dry_run.pipeline_parallel import find_reads
 
-            how = {"chunks": chunks, "folded": folded, "layers_per_stage": layers}
-            reads = self._once("reads", lambda: find_reads(self.model, self._described)) if pp > 1 else None
+            how: dict[str, Any] = {"chunks": chunks, "folded": folded, "layers_per_stage": layers}
+            reads: Any = self._once("reads", lambda: find_reads(self.model, self._described)) if pp > 1 else None
             reads = reads and (reads if dry_run else dataclasses.replace(reads, dry_run=None))
             return make_stages(self.model, self._described, pp, reads=reads, **how)
 

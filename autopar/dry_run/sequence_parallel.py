@@ -9,7 +9,7 @@ is refused. Parameters that rows were computed with have their gradients summed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
@@ -117,7 +117,11 @@ class _Search(RowSearch):
 
     def _plan(self) -> SequencePlan:
         self.expected = self._expected()
-        self.entries, self.wholes = _entries_of(self.plan_inside, self.blocks, dict(_wrapped(self.model)))
+        layers = ((path, name) for path, layer in tuner_layers(self.model) for name, _ in layer.named_modules())
+        wrapped = {f"{path}.{name}": path for path, name in layers if name}
+        copies = ((path, saved_copies(module)) for path, module in self.model.named_modules())
+        wrapped |= {f"{path}.{name}": path for path, listed in copies for name, _ in listed}
+        self.entries, self.wholes = _entries_of(self.plan_inside, self.blocks, wrapped)
         inside = [path for path in self.kinds if self.block_of(path) not in ("", path)]
         # Of modules that draw one number for a sample: whether to drop its path around a layer.
         drawn = {path for path in inside if vars(self.model.get_submodule(path)).get("drop_prob")}
@@ -264,14 +268,6 @@ class _Search(RowSearch):
             found |= {start + name for start, copied in copies.items() for name, _ in copied.named_parameters()
                       if name in own}  # fmt: skip
         return tuple(sorted(found))
-
-
-def _wrapped(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the paths of modules inside of PEFT's wrappers, each with that of its outermost wrapper."""
-    for path, layer in tuner_layers(model):
-        yield from ((f"{path}.{name}", path) for name, _ in layer.named_modules() if name)
-    for path, module in model.named_modules():
-        yield from ((f"{path}.{name}", path) for name, _ in saved_copies(module))
 
 
 def _entries_of(plan: Plan, blocks: Sequence[str], wrapped: Mapping[str, str]) -> tuple[set[str], set[str]]:

@@ -78,14 +78,7 @@ def _check_model(model: PreTrainedModel, prefix: str, plan: Plan) -> bool:
 
 
 def check_plan_with(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Run the shard of the first tp rank with these arguments, and that of the last one, on the meta device.
-
-    Returns:
-        whether the full model runs there.
-
-    Raises:
-        PolicyError: as :func:`check_plan`.
-    """
+    """Try a plan with these arguments, as :func:`check_plan`; returns whether the full model runs without data."""
     equal = equal_blocks(model, plan)
     expected = None
     for blocks in (equal, []) if equal else ([],):

@@ -98,8 +98,8 @@ def _scaled(value: int, ratio: Ratio, counts: Mapping[str, int], scope: Scope, s
     return tuple(values)
 
 
-def sliced_inputs(scope: Scope) -> Iterator[tuple[str, InputPlan, str]]:
-    """Yield each argument of a scope that is sliced: path of the module, its plan, and the place of its entry."""
+def sliced_inputs(scope: Scope) -> Iterator[tuple[str, InputPlan]]:
+    """Yield each argument of a scope that is sliced: path of the module, and its plan."""
     for pattern, entry in scope.inputs.items():
         if scope.table.stays_whole(entry.unit, scope.block):
             continue
@@ -117,7 +117,7 @@ def sliced_inputs(scope: Scope) -> Iterator[tuple[str, InputPlan, str]]:
                 raise PolicyError(f"'{entry.unit}' is inferred: the input {name} needs a count", entry.where)
             ranges = scope.table.ranges(entry.unit, count, scope.table.size, scope.block)
             layout = Layout.of(entry.dim, [Block(entry.unit, count, 1, ranges)])
-            yield join(scope.path, path), InputPlan(name, layout, str(entry.where)), str(entry.where)
+            yield join(scope.path, path), InputPlan(name, layout, str(entry.where))
 
 
 def make_plan(root: nn.Module, policy: Policy | Described, tp: int, *, experts: int = 1) -> Plan:
@@ -153,13 +153,16 @@ def make_plan(root: nn.Module, policy: Policy | Described, tp: int, *, experts: 
     check_regions(matches, modules)
     attributes = [replace(a, path=names[a.path]) for scope in scopes for a in scaled_attributes(scope, modules)]
     for scope in scopes:
-        for path, plan, where in sliced_inputs(scope):
-            known = modules.get(names[path]) or ModulePlan(names[path], "", where)
-            if any(other.name == plan.name for other in known.inputs):
-                continue  # a module that several blocks share
-            modules[known.path] = replace(known, inputs=(*known.inputs, plan))
+        for path, sliced in sliced_inputs(scope):
+            known = modules.get(names[path]) or ModulePlan(names[path], "", sliced.where)
+            if all(other.name != sliced.name for other in known.inputs):  # else a module that several blocks share
+                modules[known.path] = replace(known, inputs=(*known.inputs, sliced))
     _refuse_replicas_in_regions(modules)
-    _watch_parents(modules)
+    for plan in list(modules.values()):  # a mixer that reads the weight of its convolution itself sums the gradient
+        special = plan.summed or any(layout.replicated for layout in plan.layouts.values())
+        parent = plan.path.rpartition(".")[0]
+        if special and plan.rule in ("sharded", "replicated", "norm_over") and parent and parent not in modules:
+            modules[parent] = ModulePlan(parent, "", plan.where)
     _check_ties(root, layouts, modules, {match.path for match in matches if not isinstance(match.module, nn.Module)})
     if missing := [join(prefix, name) for name, parameter in model.named_parameters() if parameter not in layouts]:
         raise PolicyError(
@@ -303,15 +306,6 @@ def _refuse_replicas_in_regions(modules: Mapping[str, ModulePlan]) -> None:
                         f"tensor_parallel_size={layout.axis_size} does not fit {join(path, name)}: a region needs at "
                         f"least one unit of each kind a rank ({plan.where})."
                     )
-
-
-def _watch_parents(modules: dict[str, ModulePlan]) -> None:
-    """Plan a mixer that reads the weight of its convolution itself: its forward must be seen, to sum the gradient."""
-    for plan in list(modules.values()):
-        special = plan.summed or any(layout.replicated for layout in plan.layouts.values())
-        parent = plan.path.rpartition(".")[0]
-        if special and plan.rule in ("sharded", "replicated", "norm_over") and parent and parent not in modules:
-            modules[parent] = ModulePlan(parent, "", plan.where)
 
 
 def _words(layout: Layout | None) -> str:

@@ -139,7 +139,14 @@ def saved_form(model: PreTrainedModel, names: Mapping[str, str]) -> tuple[dict[s
                 renamed[name] = saved
             else:
                 pieces.setdefault(name, []).append(piece)
-        _check_complete(state, renamed, pieces)
+        parts = [part for listed in pieces.values() for part in listed]
+        sources = set(pieces) | {name for part in parts for name in part.sources()}
+        if absent := [name for name in state if (name in renamed) == (name in sources)]:
+            raise ValueError(f"{absent[0]} is {'saved twice' if absent[0] in renamed else 'not saved'}")
+        before = sum(state[name].numel() for name in sources)
+        after = sum(math.prod(part.shape) - part.zeros() for part in parts)
+        if before != after:
+            raise ValueError(f"{before} elements become {after}")
     except (RuntimeError, ValueError) as error:
         warnings.warn(
             f"how save_pretrained converts {type(model).__name__} cannot be followed ({error}): merged checkpoints get "
@@ -148,19 +155,6 @@ def saved_form(model: PreTrainedModel, names: Mapping[str, str]) -> tuple[dict[s
         )
         return {name: name for name in state}, {}
     return renamed, {name: tuple(parts) for name, parts in pieces.items()}
-
-
-def _check_complete(state: dict[str, torch.Tensor], renamed: dict[str, str], pieces: dict[str, list[Piece]]) -> None:
-    """Raise ``ValueError`` unless each element of each tensor is saved once, as far as sizes tell."""
-    parts = [part for listed in pieces.values() for part in listed]
-    sources = set(pieces) | {name for part in parts for name in part.sources()}
-    absent = [name for name in state if (name in renamed) == (name in sources)]
-    if absent:
-        raise ValueError(f"{absent[0]} is {'saved twice' if absent[0] in renamed else 'not saved'}")
-    before = sum(state[name].numel() for name in sources)
-    after = sum(math.prod(part.shape) - part.zeros() for part in parts)
-    if before != after:
-        raise ValueError(f"{before} elements become {after}")
 
 
 class _ViewTracking(TorchDispatchMode):

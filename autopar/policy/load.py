@@ -144,17 +144,12 @@ def _parse_units(
             spec = _mapping(entry, _UNIT, f"unit '{name}'")
             if "count" not in spec:
                 raise PolicyError(f"unit '{name}' has no 'count'", entry.where)
-            units[name] = UnitSpec(
-                name,
-                str(spec["count"].value),
-                entry.where,
-                follows=_text(spec["follows"], "follows") if "follows" in spec else None,
-                **{flag: _flag(spec[flag], flag) for flag in ("replicate", "or_whole") if flag in spec},
-                **{key: _number(spec[key], key) for key in ("multiple", "align") if key in spec},
-            )
-            for key in ("multiple", "align"):
-                if (number := getattr(units[name], key)) < 1:
-                    raise PolicyError(f"'{key}' must be at least 1, not {number}", spec[key].where)
+            readers = {"follows": _text, "replicate": _flag, "or_whole": _flag, "multiple": _number, "align": _number}
+            more: dict[str, Any] = {key: reader(spec[key], key) for key, reader in readers.items() if key in spec}
+            for key in {"multiple", "align"} & more.keys():
+                if more[key] < 1:
+                    raise PolicyError(f"'{key}' must be at least 1, not {more[key]}", spec[key].where)
+            units[name] = UnitSpec(name, str(spec["count"].value), entry.where, **more)
         else:
             counted = literal and type(entry.value) is int
             units[name] = UnitSpec(name, str(entry.value) if counted else _text(entry, name), entry.where)

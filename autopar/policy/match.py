@@ -158,7 +158,13 @@ def find_policy(model: nn.Module, policy: str | Path | Mapping[str, Any] | Polic
     _, model = hugging_face_model(model)
     config = model.config
     listed = policies_of(config.model_type)
-    found = [candidate for candidate in listed if _fits(candidate, model)]
+    kinds = {kind.__name__ for kind in type(model).__mro__}
+    found = [
+        each
+        for each in listed
+        if (not each.classes or kinds & set(each.classes))
+        and all(getattr(config, key, None) == value for key, value in each.config.items())
+    ]
     if len(found) > 1:
         raise PolicyError(
             f"{' and '.join(str(p.where) for p in found)} both match model_type {config.model_type}: "
@@ -228,12 +234,6 @@ def _may_list(path: Path, model_type: str, word: re.Pattern[str]) -> bool:
     return not all(lists) or any(word.search(listed) for listed in lists)
 
 
-def _fits(policy: Policy, model: PreTrainedModel) -> bool:
-    if policy.classes and not {kind.__name__ for kind in type(model).__mro__} & set(policy.classes):
-        return False
-    return all(getattr(model.config, key, None) == value for key, value in policy.config.items())
-
-
 def _check_version(policy: Policy, config: PretrainedConfig) -> None:
     wanted = policy.range_of(config.model_type)
     try:
@@ -283,7 +283,7 @@ def _derived_policy(model: PreTrainedModel) -> Policy:
     if not dist.is_initialized() or dist.get_rank() == 0:
         kind = type(model).__name__
         tell(_log, f"deriving a policy for {kind}: seconds, or minutes where forward loops in Python")
-    tree = tool("verification.policy_of_small").derived_tree(model)
+    tree = tool("verification.small_models").derived_tree(model)
     return read_user_policy(tree, place=f"policy derived from {type(model).__name__}")
 
 

@@ -29,7 +29,7 @@ from autopar.plan.make_plan import make_plan
 from autopar.policy.match import find_policy
 from autopar.tools.cli.policy_check import check_policy
 from autopar.tools.derivation.derive import derive
-from autopar.tools.verification import policy_of_small
+from autopar.tools.verification import small_models
 from tests.parity import check, language_batches
 from tests.pool import pooled
 
@@ -217,14 +217,14 @@ def test_a_large_model_takes_the_policy_of_a_small_one(monkeypatch: pytest.Monke
     with torch.device("meta"):
         model = OwnForCausalLM(OwnConfig(**sizes, num_attention_heads=64, num_key_value_heads=8))
     seen = []
-    monkeypatch.setattr(policy_of_small, "derive", lambda small: seen.append(small) or derive(small))
+    monkeypatch.setattr(small_models, "derive", lambda small: seen.append(small) or derive(small))
     drawn = torch.get_rng_state()
     plan = make_plan(model, find_policy(model), 8)
     assert torch.equal(drawn, torch.get_rng_state()) and sum(p.numel() for p in seen[0].parameters()) < 1e6
     assert plan.tensors["model.layers.79.self_attn.q_proj.weight"].local_shape(7) == (1024, 8192)
     assert plan.tensors["model.layers.79.self_attn.k_proj.weight"].local_shape(7) == (128, 8192)
-    monkeypatch.setattr(policy_of_small, "build_small", lambda *_: own(3, 3))  # another structure: no grouped keys
-    monkeypatch.setattr(policy_of_small, "LARGE", 0)
+    monkeypatch.setattr(small_models, "build_small", lambda *_: own(3, 3))  # another structure: no grouped keys
+    monkeypatch.setattr(small_models, "LARGE", 0)
     found = make_plan(own(8, 2), find_policy(own(8, 2)), 2)
     assert found.tensors["model.layers.0.self_attn.k_proj.weight"].local_shape(0) == (8, 64)
 

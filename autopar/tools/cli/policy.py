@@ -341,8 +341,7 @@ def _drafted(source: str, tp: int, trust: bool) -> dict[str, Any]:
     from autopar.tools.cli.models import heads
     from autopar.tools.derivation.derive import derive
     from autopar.tools.derivation.policy_tree import yaml_text
-    from autopar.tools.verification.policy_of_small import losses_of
-    from autopar.tools.verification.small_models import build_small
+    from autopar.tools.verification.small_models import build_small, losses_of
 
     built: Any = build(heads(source, trust=trust)[0])
     if not isinstance(built, PreTrainedModel):

@@ -32,6 +32,7 @@ from autopar.dry_run.tensor_parallel import check_plan, check_plan_with, differe
 from autopar.errors import AutoparError, ConfigError, PolicyError, first_line
 from autopar.foreign.tensors import own_modules, own_parameters, tree_leaves
 from autopar.plan.make_plan import make_plan
+from autopar.plan.matching import join
 from autopar.plan.plan import Plan
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import base_of, config_of
@@ -78,37 +79,34 @@ class Candidate:
     @property
     def key(self) -> str:
         """The entry under ``attributes``."""
-        return ".".join(part for part in (self.module, self.name) if part)
+        return join(self.module, self.name)
 
 
 def candidates(root: nn.Module, each: BlockList, named: list[Named], names: Names) -> dict[str, list[Candidate]]:
     """Return the attributes of modules in the blocks that have the value of some count: module -> candidates."""
     found: dict[str, dict[str, Candidate]] = {}
-    values: dict[str, set[int]] = {}
     for block in each.blocks:
         length = len(block.split("."))
+        live = [n for n in named if block in n.of_blocks and not n.gathered]
         for path, module in root.get_submodule(block).named_modules():
-            full = f"{block}.{path}" if path else block
-            live = [n for n in named if block in n.of_blocks and not n.gathered]  # which lie in the module
-            families = [n for n in live if any(m.path.startswith(full + ".") for m in n.of_blocks[block].members)]
+            full = join(block, path)  # and the families which lie in the module
+            inside = [n for n in live if any(m.path.startswith(f"{full}.") for m in n.of_blocks[block].members)]
             shown = ".".join(names(full).split(".")[length:])
             for attribute, value in _integers(module):
-                key = f"{shown}.{attribute}"
-                shares = [share for n in families if (share := _share(value, n, block, attribute)) is not None]
-                if shares:
-                    values.setdefault(key, set()).add(value)
-                    found.setdefault(shown, {}).setdefault(attribute, Candidate(shown, attribute, *shares[0]))
+                shares = (share for n in inside if (share := _share(value, n, block, attribute)) is not None)
+                if (share := next(shares, None)) is not None:
+                    found.setdefault(shown, {}).setdefault(attribute, Candidate(shown, attribute, *share))
     return {module: list(own.values()) for module, own in found.items()}
 
 
 def _integers(module: nn.Module) -> Iterator[tuple[str, int]]:
-    for name, value in vars(module).items() if own_modules(module) or not own_parameters(module) else ():
+    of_layer = own_parameters(module) and not own_modules(module)
+    for name, value in () if of_layer else vars(module).items():
         if type(value) is int and value > 1 and not name.startswith("_") and not _NEVER.search(name):
             yield name, value
-    if "config" in vars(module):
-        for name, value in vars(config_of(module)).items():
-            if type(value) is int and value > 1 and "head" in name and "dim" not in name:
-                yield f"config.{name}", value
+    for name, value in vars(config_of(module)).items() if "config" in vars(module) else ():
+        if type(value) is int and value > 1 and "head" in name and "dim" not in name:
+            yield f"config.{name}", value
 
 
 def _share(value: int, named: Named, block: str, name: str) -> tuple[Any, bool] | None:
@@ -127,11 +125,8 @@ def _share(value: int, named: Named, block: str, name: str) -> tuple[Any, bool] 
         if value == total and len(member.widths) > 1:
             return named.parts(member.widths), True
         if value in {count * w for w in member.widths}:
-            wide = (
-                named.heads
-                and value % (count * named.ratio) == 0
-                and value == max(count * w for m in family.members for w in m.widths)
-            )
+            widest = value == max(count * w for m in family.members for w in m.widths)
+            wide = named.heads and widest and value % (count * named.ratio) == 0
             return (named.heads if wide else named.unit), True
     return None
 
@@ -144,7 +139,8 @@ def choices(own: list[Candidate]) -> Iterator[tuple[Candidate, ...]]:
     usual = [(), counts, counts + wide, wide, config, counts + config, counts + wide + config]
     rest = own if len(own) <= _MOST else []
     subsets = [s for size in range(1, len(rest) + 1) for s in itertools.combinations(rest, size)]
-    yield from dict.fromkeys((*map(tuple, usual), *subsets))
+    options = [*map(tuple, usual), *subsets]
+    yield from (option for place, option in enumerate(options) if option not in options[:place])
 
 
 _SIZES = (2, 4)
@@ -228,11 +224,8 @@ def _derived(trial: _Trial, decisions: Decisions, lists: list[BlockList], seen: 
     tree = trial.tree_with(trial.chosen)
     names = re.findall(r"'([^']*)':", str(tree))
     if not any(kind in name for name in names for kind in ("column", "row", "sharded", "embedding")):
-        why = (
-            "no layers follow one another so that units of the first meet those of the second, and no table has "
-            "config.vocab_size rows"
-        )
-        raise underivable(trial.model, why, by_hand=False)
+        why = "no layers follow one another so that units of the first meet those of the second"
+        raise underivable(trial.model, f"{why}, and no table has config.vocab_size rows", by_hand=False)
     ran = set(seen.order)
     unseen = tuple(each.path for each in lists if not ran & set(each.blocks))
     called = {seen.names(path) for path in ran}
@@ -319,23 +312,18 @@ class _Trial:
             plan = make_plan(self.model, read_user_policy(self.tree_with(self.chosen)), size)
             check_plan(self.model, "", plan)
             if size == _SIZES[0]:
-                self._check_loss(plan)
+                first, taken = self.models[0], inspect.signature(self.models[0].model.forward).parameters
+                words = first.inputs.get("decoder_input_ids", first.inputs.get("input_ids"))
+                rows = torch.empty(len(next(iter(first.inputs.values()))), dtype=torch.int64, device="meta")
+                for labels in (words, rows) if not first.path and "labels" in taken else ():  # a loss may read sizes
+                    given = {**first.inputs, "labels": labels}
+                    if labels is not None and check_plan_with(self.model, plan, (), given):
+                        break
                 blocks = tuple(block for each in self.lists for block in each.blocks)
                 check_units(self.models, blocks, self.decisions, self.seen, plan)
         except AutoparError as error:
             return error
         return None
-
-    def _check_loss(self, plan: Plan) -> None:
-        """Run the model with labels, too: its loss may read sizes that nothing else reads."""
-        first = self.models[0]
-        if first.path or "labels" not in inspect.signature(first.model.forward).parameters:
-            return
-        words = first.inputs.get("decoder_input_ids", first.inputs.get("input_ids"))
-        classes = torch.empty(len(next(iter(first.inputs.values()))), dtype=torch.int64, device="meta")
-        for labels in (classes,) if words is None else (words, classes):
-            if check_plan_with(self.model, plan, (), {**first.inputs, "labels": labels}):
-                return
 
     def tree_with(self, chosen: dict[tuple[int, str], tuple[Candidate, ...]]) -> dict[str, Any]:
         """Return the policy with attributes."""
@@ -362,7 +350,7 @@ class _Trial:
         name = candidate.name.removeprefix("config.")
         holders: list[Any] = found if name == candidate.name else [getattr(module, "config", None) for module in found]
         everywhere = not lacking and all(type(getattr(holder, name, None)) is int for holder in holders)
-        return candidate.key if everywhere else ".".join(part for part in (shown, candidate.name + "?") if part)
+        return candidate.key if everywhere else join(shown, f"{candidate.name}?")
 
     def _place(self, text: str) -> str:
         """The first path in an error that is one of the model's."""
@@ -374,18 +362,15 @@ class _Trial:
         """The module of which other attributes are tried next."""
         place = self._place(text)
         block = self.seen.names.block_of(place) if place else None
-        best: tuple[int, tuple[int, str]] | None = None
-        for group, options in left.items():
-            tower, module = group
-            if not options or (block is not None and block not in self.lists[tower].blocks):
-                continue
-            shown = ".".join(self.seen.names(place).split(".")[len(block.split(".")) :]) if block is not None else ""
-            alike = sum(1 for a, b in zip(shown.split("."), module.split("."), strict=False) if a == b)
+        shown = ".".join(self.seen.names(place).split(".")[len(block.split(".")) :]) if block is not None else ""
+
+        def score(group: tuple[int, str]) -> int:
+            alike = sum(1 for a, b in zip(shown.split("."), group[1].split("."), strict=False) if a == b)
             named = any(candidate.key in text for candidate in self.chosen[group])
-            score = alike * 4 + 2 * (shown.startswith(module)) + 8 * named
-            if best is None or score > best[0]:
-                best = score, group
-        return None if best is None else best[1]
+            return alike * 4 + 2 * shown.startswith(group[1]) + 8 * named
+
+        fitting = (group for group in left if left[group] and (block is None or block in self.lists[group[0]].blocks))
+        return max(fitting, key=score, default=None)
 
     def _columns_near(self, text: str) -> list[str]:
         """The columns of the families in the module that an error names; of all, if it names none."""
@@ -398,10 +383,9 @@ class _Trial:
             wanted = set(family.units)
             sources = [p for p in self.seen.tracking.first_of if wanted & set(components(self.seen, p).tolist())]
             scored.append((alike, family.columns if family.gathered else sources))
-        if scored:
-            most = max(score for score, _ in scored)
-            return [path for score, paths in scored if score == most for path in paths]
-        return list(self.seen.tracking.first_of)
+        most = max((score for score, _ in scored), default=0)
+        near = [path for score, paths in scored if score == most for path in paths]
+        return near if scored else list(self.seen.tracking.first_of)
 
 
 _COPIES = frozenset(("alias", "clone", "contiguous", "detach", "_to_copy", "lift_fresh", "view_as", "copy"))

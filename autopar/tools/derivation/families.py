@@ -131,14 +131,13 @@ def _alone_too_few(
             result.append(path)
     if result and len(result) < len(kinds):
         return result
-    best: tuple[int, str] | None = None
+    gained: dict[str, int] = {}
     for kind, path in kinds.items():  # the one without which most is left
         others = trace(models, blocks, replace(decisions, whole=decisions.whole | {kind}))
-        left = [p for p in together if p != path and p in others.tracking.first_of]
-        gained = sum(len(components(others, p)) for p in left if len(components(others, p).unique()) > 1)
-        if gained and (best is None or gained > best[0]):
-            best = gained, path
-    return [best[1]] if best is not None else together
+        found = [components(others, p) for p in together if p != path and p in others.tracking.first_of]
+        gained[path] = sum(len(each) for each in found if len(each.unique()) > 1)
+    most = max(gained, key=lambda path: gained[path])
+    return [most] if gained[most] else together
 
 
 _KEYS = ("key_value", "kv")
@@ -147,14 +146,9 @@ _SHORT = ("n_q", "n_kv")  # of heads
 
 @dataclass(eq=False)
 class Member:
-    """One dim of what a family shards.
+    """One dim of what a family shards: a column, row, norm or parameter, by its path.
 
-    Attributes:
-        path: of a layer or norm, or the name of a parameter.
-        kind: column, row, norm, or parameter.
-        line: the component of each place along the dim.
-        dim: of a parameter.
-        widths: of one unit, in each run of all units.
+    ``line``: the component of each place along the dim; ``widths``: of one unit, in each run of all units.
     """
 
     path: str
@@ -236,20 +230,14 @@ def _members(seen: Trace) -> Iterator[Member]:
     for name, dims in tracking.touched.items():
         if any(name.startswith(norm) for norm in norms):
             continue
-        found = [(dim, own) for dim in range(len(dims)) if (own := _line(seen, name, dim)) is not None]
+        found: list[Member] = []  # along dims of which each place has one component, and not all have the same
+        for dim, events in enumerate(dims):
+            pairs = torch.cat([torch.zeros(0, 2, dtype=torch.long), *events])
+            places, own = unique_pairs(pairs[:, 0], tracking.components.of(pairs[:, 1])).unbind(1)
+            if torch.equal(places, torch.arange(tracking.shapes[name][dim])) and len(own.unique()) > 1:
+                found.append(Member(name, "parameter", own, dim))
         if len(found) == 1:
-            yield Member(name, "parameter", found[0][1], found[0][0])
-
-
-def _line(seen: Trace, name: str, dim: int) -> torch.Tensor | None:
-    """The component at each place of a parameter along ``dim``; None if places have several, or all the same."""
-    tracking = seen.tracking
-    pairs = torch.cat([torch.zeros(0, 2, dtype=torch.long), *tracking.touched[name][dim]])
-    pairs = unique_pairs(pairs[:, 0], tracking.components.of(pairs[:, 1]))
-    size = tracking.shapes[name][dim]
-    if len(pairs) != size or not torch.equal(pairs[:, 0], torch.arange(size)) or len(pairs[:, 1].unique()) == 1:
-        return None
-    return pairs[:, 1]
+            yield found[0]
 
 
 def _grouped(block: str, members: list[Member]) -> list[Family]:

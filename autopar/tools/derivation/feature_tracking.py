@@ -370,7 +370,12 @@ class FeatureTracking(ValuelessTracking):
         ]
         for name in {name for x in leaves for name in (self.mark_of(x) or base).places}:
             for dim in range(len(self.shapes[name])):
-                places = run(lambda x, n=name, d=dim: _place(self.mark_of(x), n, d), -1)  # type: ignore[misc]
+
+                def place(x: torch.Tensor, name: str = name, dim: int = dim) -> torch.Tensor | None:
+                    known = (self.mark_of(x) or base).places
+                    return known[name][dim] if name in known else None
+
+                places = run(place, -1)
                 for mark, found in zip(made, places or (), strict=False):
                     mark.places.setdefault(name, []).append(found)
         return made
@@ -525,10 +530,6 @@ class FeatureTracking(ValuelessTracking):
             return [replace(base) for _ in outputs]
         joined = self.components.join_along(torch.cat(some), [0])
         return [replace(base, features=joined.reshape([1] * x.ndim).expand(x.shape), fresh=False) for x in outputs]
-
-
-def _place(mark: Mark | None, name: str, dim: int) -> torch.Tensor | None:
-    return None if mark is None or name not in mark.places else mark.places[name][dim]
 
 
 def _indexed_dims(func: Any, args: tuple[Any, ...]) -> list[int]:

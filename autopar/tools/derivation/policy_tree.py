@@ -92,8 +92,10 @@ def _tower(
     for n in named:
         units |= n.counts
     tower: dict[str, Any] = {"units": units}
-    config = _config_path(root, each)
-    if config:
+    wanted, own_config = config_of(root.get_submodule(each.owner)), config_of(root)
+    parts = {name: value for name, value in vars(own_config).items() if hasattr(value, "model_type")}
+    parts |= {f"{name}.{inner}": below for name, value in parts.items() for inner, below in vars(value).items()}
+    if wanted is not own_config and (config := next((name for name, part in parts.items() if part is wanted), "")):
         tower["config"] = config
     path = each.path[len(start) :] if each.path.startswith(start) else each.path
     tower["blocks"] = {"path": path, "modules": {marked(key, lacking[key]): rule for key, rule in modules.items()}}
@@ -123,20 +125,6 @@ def missing(block: nn.Module, key: str) -> set[str]:
 def marked(key: str, lacking: set[str]) -> str:
     parts = key.split(".")
     return ".".join(part + ("?" if ".".join(parts[: n + 1]) in lacking else "") for n, part in enumerate(parts))
-
-
-def _config_path(root: nn.Module, each: BlockList) -> str:
-    """The part of the model's config that the blocks' model has."""
-    wanted, own = config_of(root.get_submodule(each.owner)), config_of(root)
-    if wanted is own:
-        return ""
-    for name, value in vars(own).items():
-        if value is wanted:
-            return name
-        for inner, below in vars(value).items() if hasattr(value, "model_type") else ():
-            if below is wanted:
-                return f"{name}.{inner}"
-    return ""
 
 
 def _covered(

@@ -134,13 +134,7 @@ _LAYERS_OF_A_BLOCK = 2
 
 @dataclass(frozen=True)
 class BlockList:
-    """Lists of blocks that one ``blocks.path`` names (``encoder.layers.*.blocks``).
-
-    Attributes:
-        path: from the root, with ``*``.
-        blocks: paths of all blocks.
-        owner: path of the Hugging Face model around it.
-    """
+    """Lists of blocks that one ``blocks.path`` with ``*`` names, and the path of the Hugging Face model around them."""
 
     path: str
     blocks: tuple[str, ...]
@@ -457,7 +451,7 @@ class _ModuleHooks:
                 self.tracking.touch(f"{self.path}.{name}", 0, torch.arange(len(line)), line)
 
     def _mark_norm(self, tensors: list[torch.Tensor], results: list[torch.Tensor]) -> None:
-        tracking, width = self.tracking, own_parameters(self.module)["weight"].shape[0]  # type: ignore[union-attr]
+        tracking, width = self.tracking, own_parameters(self.module)["weight"].shape[0]
         found = [(x, tracking.features_of(x)) for x in tensors if x.shape[-1] == width]
         numbered = [(x, features.reshape(-1, width)) for x, features in found if features is not None]
         lines = [tracking.components.join_along(rows, [0])[0] for _, rows in numbered]

@@ -14,7 +14,7 @@ import math
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -56,13 +56,7 @@ class Event(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The first difference.
-
-    Attributes:
-        event: where it shows.
-        module: that is to blame.
-        since: paths of modules between the last event that was right and this one.
-    """
+    """The first difference: where it shows, the module to blame, and the modules ``since`` the last right event."""
 
     event: Event
     module: str
@@ -100,16 +94,21 @@ class Comparison:
 
     def forward(self, plain: Recording, mine: Recording) -> list[Event]:
         """Return an event for each tensor that a module was given or returned, in the plain model's order."""
-        pairs = _paired(plain, mine)
-        here = _owners(plain.entries, self.stages)
         events: list[Event] = []
-        for entry, owner in zip(plain.entries, here, strict=True):
-            other = pairs.get((entry.path, entry.kind, entry.call)) if owner == self.rank else None
+        for entry, other in self._paired(plain, mine):
             for name, expected in entry.tensors.items():
                 actual = None if other is None else other.tensors.get(name)
                 distance = None if actual is None else self._compare(entry.path, actual, expected, 0.0)
                 events.append(self._event(entry, entry.kind, name, distance))
         return events
+
+    def _paired(self, plain: Recording, mine: Recording) -> list[tuple[Entry, Entry | None]]:
+        """Return the plain model's entries, each with this rank's: of more calls than there the last ones."""
+        expected, found = (Counter((entry.path, entry.kind) for entry in each.entries) for each in (plain, mine))
+        more = {place: max(0, count - expected[place]) for place, count in found.items()}
+        own = {(each.path, each.kind, each.call - more[each.path, each.kind]): each for each in mine.entries}
+        owners = zip(plain.entries, _owners(plain.entries, self.stages), strict=True)
+        return [(e, own.get((e.path, e.kind, e.call)) if owner == self.rank else None) for e, owner in owners]
 
     def backward(
         self, plain: Recording, mine: Recording, models: tuple[nn.Module, nn.Module], largest: float
@@ -120,19 +119,16 @@ class Comparison:
             models: the plain one, and this rank's, whose parameters have their gradients.
             largest: element of all gradients of parameters.
         """
-        pairs = _paired(plain, mine)
-        here = _owners(plain.entries, self.stages)
         scale = max((float(g.abs().max()) for e in plain.entries for g in e.gradients.values() if g.numel()), default=0)
         events: list[Event] = []
-        for entry, owner in reversed(list(zip(plain.entries, here, strict=True))):
-            other = pairs.get((entry.path, entry.kind, entry.call)) if owner == self.rank else None
+        for entry, other in reversed(self._paired(plain, mine)):
             for name, expected in entry.gradients.items():
                 actual = None if other is None else other.gradients.get(name)
-                partial = self._is_partial_gradient(entry.path)
                 if actual is not None and self.slices.mpu.cp.size > 1:  # of own rows, as many times as there are ranks
                     actual = None if actual.shape == expected.shape else actual / self.slices.mpu.cp.size
                 distance = None if actual is None else self._compare(entry.path, actual, expected, _SMALL * scale)
-                unknown = partial and distance is not None and distance.relative > OF_GRADIENTS * self.tolerance
+                large = distance is not None and distance.relative > OF_GRADIENTS * self.tolerance
+                unknown = large and self._is_partial_gradient(entry.path)
                 listed = dict.fromkeys([entry.path] if entry.kind == "input" else entry.readers.get(name, ()))
                 readers = [path for path in listed if not any(other.startswith(f"{path}.") for other in listed)]
                 events.append(self._event(entry, "gradient", name, None if unknown else distance, tuple(readers)))
@@ -193,13 +189,6 @@ def _owners(entries: Sequence[Entry], stages: StagePlan) -> list[int]:
             stage = stages.stage_of(places[block])
         result.append(stages.rank_of[stage])
     return result
-
-
-def _paired(plain: Recording, mine: Recording) -> dict[Any, Entry]:
-    """Return the entries of this rank by path, kind and call in the plain recording: of more calls the last ones."""
-    expected, found = (Counter((entry.path, entry.kind) for entry in each.entries) for each in (plain, mine))
-    more = {place: max(0, count - expected[place]) for place, count in found.items()}
-    return {(each.path, each.kind, each.call - more[each.path, each.kind]): each for each in mine.entries}
 
 
 _ORDER = (None, True, False)  # of verdicts

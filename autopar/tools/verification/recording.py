@@ -22,14 +22,9 @@ from autopar.tools.verification.report import Traffic
 
 @dataclass
 class Entry:
-    """One call of a module: what it was given, or what it returned.
+    """One call of a module: what it was given (``input``) or returned (``output``), by name, and gradients.
 
-    Attributes:
-        kind: ``input`` or ``output``.
-        call: how often the module was called before.
-        tensors: by their names among arguments or results.
-        gradients: of those that had one.
-        readers: name -> paths of modules that were given the tensor, for an output.
+    ``call``: number of calls before; ``readers``: name of an output -> paths of modules that were given it.
     """
 
     path: str
@@ -59,26 +54,24 @@ class Recording:
         entry = Entry(path, kind, call)
         self.entries.append(entry)
         for name, value in leaves(values):
-            if isinstance(value, torch.Tensor) and not value.is_meta:
-                self._note_tensor(entry, name, value)
+            if not isinstance(value, torch.Tensor) or value.is_meta:
+                continue
+            self._alive.append(value)
+            made = self._made.get(id(value))
+            if kind == "input" and made is not None:  # compared where it was made
+                source, output = made
+                source.readers.setdefault(output, []).append(path)
+                continue
+            if kind == "output" and made is None:
+                self._made[id(value)] = (entry, name)
+            with torch.no_grad():
+                entry.tensors[name] = value.detach().clone()
+            if value.requires_grad and type(value) in PLAIN and made is None:
 
-    def _note_tensor(self, entry: Entry, name: str, value: torch.Tensor) -> None:
-        self._alive.append(value)
-        made = self._made.get(id(value))
-        if entry.kind == "input" and made is not None:
-            source, output = made
-            source.readers.setdefault(output, []).append(entry.path)
-            return  # compared where it was made
-        if entry.kind == "output" and made is None:
-            self._made[id(value)] = (entry, name)
-        with torch.no_grad():
-            entry.tensors[name] = value.detach().clone()
-        if value.requires_grad and type(value) in PLAIN and made is None:
+                def keep(gradient: torch.Tensor, name: str = name) -> None:
+                    entry.gradients[name] = gradient.detach().clone()
 
-            def keep(gradient: torch.Tensor) -> None:
-                entry.gradients[name] = gradient.detach().clone()
-
-            value.register_hook(keep)
+                value.register_hook(keep)
 
 
 @contextmanager

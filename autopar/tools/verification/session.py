@@ -41,12 +41,7 @@ _LAYERS = re.compile(r"layer_?drop")
 
 
 class Rate(NamedTuple):
-    """One place where a rate is kept: an attribute of a module or of a config.
-
-    Attributes:
-        place: path of the module, ``config`` for all configs.
-        owner: the object itself.
-    """
+    """One rate: the path of its module (``config`` for all configs), the object that has it, name and value."""
 
     place: str
     owner: Any

@@ -38,14 +38,13 @@ from autopar.distributed.rng import kept
 from autopar.errors import AutoparError, ConfigError, VerificationError, in_one_line, nearest
 from autopar.policy.schema import Policy
 from autopar.quantized.layers import form_kept, stored_weights
-from autopar.tools.verification.batches import make_batches
-from autopar.tools.verification.checks import backward, forward, generate, reshard, save, step, weights
+from autopar.tools.verification.batches import Batch, make_batches
+from autopar.tools.verification.checks import backward, dropout, forward, generate, reshard, save, step, weights
 from autopar.tools.verification.diagnosis import culprit_of_error, diagnose
-from autopar.tools.verification.draws import dropout
 from autopar.tools.verification.outputs import gathered, of_first
 from autopar.tools.verification.recording import counted
 from autopar.tools.verification.report import Culprit, Report, Row, merged
-from autopar.tools.verification.session import Batch, PlainModelError, Session
+from autopar.tools.verification.session import PlainModelError, Session
 
 _BATCHES = 2  # whose gradients add up
 
