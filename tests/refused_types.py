@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 
-def _names(text: str) -> set[str]:
-    return {*text.split()}
+def names(text: str) -> frozenset[str]:
+    """Return the words of a text."""
+    return frozenset(text.split())
 
 
 # Model types whose plain forward does not run on the meta device, so that no rehearsal looks at their policies.
-NOT_REHEARSED = _names(
+NOT_REHEARSED = names(
     """
     blip_2_qformer blt clap dia dots3_note_audio_encoder dots3_note_vision_encoder funnel gemma3n_audio idefics
     jetmoe instructblip instructblipvideo kosmos-2 led longformer lxmert musicgen musicgen_decoder musicgen_melody
@@ -19,7 +20,7 @@ NOT_REHEARSED = _names(
 )
 
 # Model types whose blocks sequence parallelism refuses: its rehearsal cannot run them, or they mix rows themselves.
-NOT_BY_ROWS = _names(
+NOT_BY_ROWS = names(
     """
     beit blip_2_qformer blt bridgetower canary clap clipseg cohere_asr cpmant data2vec-vision deberta deepseek_v4
     dia diffusion_gemma donut-swin dots3_note_audio_encoder dots3_note_vision_encoder evolla flaubert fsmt funnel
@@ -38,7 +39,7 @@ NOT_BY_ROWS = _names(
 ROWS_ON_FOUR = {"gpt2", "bert", "t5", "bloom", "mixtral", "mamba2", "gemma3_text", "whisper", "deepseek_v3"}
 
 # Model types that context parallelism refuses, and which its rehearsal cannot see whole (those say so in the forward).
-NOT_IN_CONTEXT = _names(
+NOT_IN_CONTEXT = names(
     """
     aimv2_vision_model altclip_vision_model audio-spectrogram-transformer beit blip_2_qformer blip_2_vision_model
     blip_vision_model blt bridgetower canine chinese_clip_vision_model clap clip clip_vision_model clipseg
@@ -56,14 +57,6 @@ NOT_IN_CONTEXT = _names(
     vivit voxtral_realtime wav2vec2 wav2vec2-bert wav2vec2-conformer wavlm xlnet yolos
     """
 )
-LATE_IN_CONTEXT = {
-    "evolla",
-    "funnel",
-    "instructblip_qformer",
-    "instructblipvideo_qformer",
-    "mllama",
-    "musicgen_decoder",
-    "speecht5",
-}
+LATE_IN_CONTEXT = names("evolla funnel instructblip_qformer instructblipvideo_qformer mllama musicgen_decoder speecht5")
 # Model types whose merged folder has the names in memory: their tensors for the hub are computed, not views.
 NAMES_IN_MEMORY = {"inkling2_loop", "inkling2_loop_text"}

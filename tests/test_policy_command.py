@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForC
 from typer.testing import CliRunner
 
 import autopar
-from autopar.policy.load import policy_folder
+from autopar.policy.files import policy_folder
 from autopar.policy.match import supported_model_types
 from autopar.tools.cli import app
 from tests.own_modules import GPT_POLICY
@@ -240,7 +240,7 @@ def test_code_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert of(run("check", "some_code:small", "--json"))["holds"], "a module that can be imported from here"
     result = run("check", "some_code.py:Renamed")
     assert result.exit_code == 1
-    assert "no policy lists model_type 'renamed'" in result.stderr and "closest in structure is gpt2" in result.stderr
+    assert "no policy lists model_type 'renamed'" in result.stderr and "policy='derive'" in result.stderr
     for name, told in {
         "smal": "some_code.py has no class or function 'smal'. Did you mean 'small'?",
         "takes": "takes needs layers; name a function without arguments",

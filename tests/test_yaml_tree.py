@@ -13,7 +13,8 @@ import yaml
 from autopar.config import ParallelConfig
 from autopar.errors import ConfigError, PolicyError
 from autopar.policy import yaml_reader as module
-from autopar.policy.load import policy_folder, read_user_policy
+from autopar.policy.files import policy_folder
+from autopar.policy.load import read_user_policy
 from autopar.policy.yaml_reader import plain, yaml_tree
 
 LOADERS = [yaml.SafeLoader] + ([yaml.CSafeLoader] if yaml.__with_libyaml__ else [])

@@ -24,7 +24,7 @@ from autopar.distributed.agree import same_on_every_rank
 from autopar.distributed.mesh import MPU
 from autopar.dry_run.plan_model import Plans, plan_model, plans_of, uncollected, warn_no_dry_run
 from autopar.errors import ConfigError, nearest
-from autopar.plan.own_forwards import check_forwards
+from autopar.plan.matching import check_forwards
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.stages import elements_of
 from autopar.policy.match import Described, find_policy, given_policy, model_inside

@@ -25,8 +25,8 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
-from autopar.dry_run.equal_blocks import BlockReplay, EqualBlocks, form_of, tensor_of
-from autopar.dry_run.operators import CONSTANT, ValuelessTracking, name_of
+from autopar.dry_run.equal_blocks import BlockReplay, EqualBlocks
+from autopar.dry_run.operators import CONSTANT, ValuelessTracking, form_of, name_of, tensor_of
 from autopar.dry_run.row_tracking import MixedRows, RowTracking
 from autopar.errors import PolicyError
 from autopar.foreign.tensors import base_of, own_parameters, tree_leaves
@@ -72,35 +72,32 @@ class ActivationTracking(ValuelessTracking):
         self.summed_inside: set[str] = set()
         self.summed_outside: set[str] = set()
 
-    def mark_parameter(self, name: str, parameter: torch.Tensor) -> None:
-        """Mark a replicated parameter."""
-        self._kinds[parameter] = Kind("parameter", frozenset([name]))
-        self._names[id(parameter)] = name
-
     def mark_parameters(self, shard: nn.Module, plan: Plan) -> None:
         """Mark all parameters of a shard, by their layouts in the plan."""
         for name, parameter in shard.named_parameters():
             if plan.tensors[plan.canonical(name)].layout is None:
-                self.mark_parameter(name, parameter)
+                self._kinds[parameter] = Kind("parameter", frozenset([name]))
+                self._names[id(parameter)] = name
             else:
-                self.mark_sharded(parameter)
+                self._kinds[parameter] = _SHARDED
+
+    def mark(self, value: Any, kind: Kind) -> Any:
+        """Give every tensor in ``value`` a kind; returns ``value``."""
+        for tensor in tensors_in(value):
+            self._kinds[tensor] = kind
+        return value
 
     def mark_inputs(self, values: Any) -> None:
         """Mark the model's inputs."""
-        for tensor in tensors_in(values):
-            self._kinds[tensor] = _INPUT
+        self.mark(values, _INPUT)
 
     def mark_sharded(self, value: Any) -> Any:
         """Mark every tensor in ``value`` as sharded; returns ``value``."""
-        for tensor in tensors_in(value):
-            self._kinds[tensor] = _SHARDED
-        return value
+        return self.mark(value, _SHARDED)
 
     def mark_replicated(self, value: Any) -> Any:
         """Mark every tensor in ``value`` as replicated; returns ``value``."""
-        for tensor in tensors_in(value):
-            self._kinds[tensor] = _REPLICATED
-        return value
+        return self.mark(value, _REPLICATED)
 
     def mark_summed(self, x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         """Return a parameter as another tensor, marked as one whose gradient is summed."""
@@ -144,13 +141,12 @@ class ActivationTracking(ValuelessTracking):
             norm: whether its parameters are vectors; a layer next to it whose output it reads counts, too.
         """
         self._calls += 1
+        before = self._last_maker(args, "replicated") if norm else None
+        parents = [(each, each.rpartition(".")[0]) for each in (before[1] if before else ()) if each != path]
+        next_to_it = [each for each, parent in parents if parent == path.rpartition(".")[0]]
         for tensor in tensors_in(value):
-            if not layer and tensor in self._makers:
-                continue
-            before = self._last_maker(args, "replicated") if norm else None
-            parent = path.rpartition(".")[0]
-            next_to_it = [each for each in before[1] if each.rpartition(".")[0] == parent] if before else []
-            self._makers[tensor] = (self._calls, (*(each for each in next_to_it if each != path), path))
+            if layer or tensor not in self._makers:
+                self._makers[tensor] = (self._calls, (*next_to_it, path))
 
     def makers_of(self, value: Any, kind: str = "replicated") -> tuple[str, ...]:
         """Return the path of the module that made the last tensor of this kind in ``value``, then of a norm after it.
@@ -161,23 +157,12 @@ class ActivationTracking(ValuelessTracking):
         return () if maker is None else maker[1]
 
     def _last_maker(self, value: Any, kind: str) -> tuple[int, tuple[str, ...]] | None:
-        found = [
-            maker
-            for tensor in tensors_in(value)
-            if (maker := self._makers.get(tensor)) is not None and (known := self._kinds.get(tensor)) is not None
-            if known.name == kind
-        ]
-        return max(found, default=None)
+        of_kind = (x for x in tensors_in(value) if (known := self._kinds.get(x)) is not None and known.name == kind)
+        return max((maker for x in of_kind if (maker := self._makers.get(x)) is not None), default=None)
 
     def kind_of(self, tensor: torch.Tensor) -> Kind | None:
         """Return what is known of a tensor; None: a constant."""
         return self._kinds.get(tensor)
-
-    def set_kind(self, tensor: torch.Tensor, kind: Kind | None) -> torch.Tensor:
-        """Give a tensor a kind that :meth:`kind_of` returned; returns the tensor."""
-        if kind is not None:
-            self._kinds[tensor] = kind
-        return tensor
 
     def _combine(self, kinds: list[Kind]) -> Kind:
         parameters = frozenset().union(*(kind.parameters for kind in kinds))
@@ -221,7 +206,8 @@ class TrackedReplay(BlockReplay):
 
     def make(self, kept: Any, block: nn.Module, arguments: list[torch.Tensor]) -> torch.Tensor:
         form, kind = kept
-        return self._tracking.set_kind(tensor_of(form), kind)
+        made: torch.Tensor = tensor_of(form) if kind is None else self._tracking.mark(tensor_of(form), kind)
+        return made
 
 
 MADE_BY = "\n  The activation was made by "
@@ -264,31 +250,25 @@ def tracking_hooks(shard: nn.Module, plan: Plan, tracking: ActivationTracking, s
 
 
 def _check_input(rule: ModulePlan, values: Any, tracking: ActivationTracking, plan: Plan) -> None:
-    sharded = tracking.is_sharded(values)
-    wrong = _wrong_input(rule, sharded, values, tracking)
+    kind, sharded, wrong = rule.rule, tracking.is_sharded(values), ""
+    inside = kind == "column" and rule.inside
+    if sharded and not rule.closes and not inside:
+        if kind in ("column", "embedding", "region", *_EXPERTS) or rule.split_input:
+            wrong = f"is a {kind}, but its input is sharded already"
+    elif not sharded:
+        if kind == "row" and not rule.split_input:
+            wrong = "is a row, but its input is replicated: no column feeds it"
+        elif rule.closes:
+            wrong = "closes a region, but its input is replicated"
+        elif inside:
+            wrong = "is a column inside a region, but its input is replicated"
+        elif kind in ("norm_over", "gathered"):
+            wrong = f"is {kind}, but its input is replicated"
+        elif kind == "sharded" and tracking.is_replicated(values):
+            wrong = "is sharded, but its input is replicated and needs a gradient: make it a column, or feed it by one"
     if wrong:
         makers = tracking.makers_of(values, "sharded" if sharded else "replicated")
         raise PolicyError(f"{rule.path} {wrong}{made_by(plan, makers)}", rule.where)
-
-
-def _wrong_input(rule: ModulePlan, sharded: bool, values: Any, tracking: ActivationTracking) -> str:
-    """Return what is wrong with the input of a module, as the end of a sentence; empty if it fits."""
-    kind = rule.rule
-    if kind == "row" and not rule.split_input and not sharded:
-        return "is a row, but its input is replicated: no column feeds it"
-    if rule.closes:
-        if not sharded:
-            return "closes a region, but its input is replicated"
-    elif kind == "column" and rule.inside:
-        if not sharded:
-            return "is a column inside a region, but its input is replicated"
-    elif sharded and (kind in ("column", "embedding", "region", *_EXPERTS) or rule.split_input):
-        return f"is a {kind}, but its input is sharded already"
-    if kind in ("norm_over", "gathered") and not sharded:
-        return f"is {kind}, but its input is replicated"
-    if kind == "sharded" and not sharded and tracking.is_replicated(values):
-        return "is sharded, but its input is replicated and needs a gradient: make it a column, or feed it by one"
-    return ""
 
 
 def made_by(plan: Plan, makers: Sequence[str]) -> str:
@@ -340,16 +320,11 @@ class SequenceTracking(ActivationTracking):
 
     def mark_rows(self, value: Any) -> Any:
         """Mark every tensor in ``value`` as rows; returns ``value``."""
-        self.rows.mark_rows(value)
-        for tensor in tensors_in(value):
-            self.set_kind(tensor, _ROWS)
-        return value
+        return self.mark(self.rows.mark_rows(value), _ROWS)
 
     def mark_replicated(self, value: Any) -> Any:
         """Mark every tensor in ``value`` that holds no rows as replicated; returns ``value``."""
-        for tensor in tensors_in(value):
-            if not self.rows.holds_rows(tensor):
-                super().mark_replicated(tensor)
+        self.mark([tensor for tensor in tensors_in(value) if not self.rows.holds_rows(tensor)], _REPLICATED)
         return value
 
     def mark_sharded(self, value: Any) -> Any:
@@ -422,13 +397,11 @@ class ModuleNotes:
             return
         given = [*zip(argument_names(module), args, strict=False), *kwargs.items()]
         held = {name for name, value in given if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))}
-        if isinstance(module, PreTrainedModel):
-            self.seen |= held
+        self.seen |= held if isinstance(module, PreTrainedModel) else set()
         if is_block:
             self.given |= held
-            for name, value in given[1:]:
-                if isinstance(value, torch.Tensor) and value.ndim == 3 and value.shape[1] == self._length:
-                    self.beside.add(name)
+            self.beside |= {name for name, value in given[1:] if isinstance(value, torch.Tensor)
+                            and value.ndim == 3 and value.shape[1] == self._length}  # fmt: skip
 
 
 class SampleRows(RowsOfList):

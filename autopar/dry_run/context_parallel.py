@@ -22,7 +22,7 @@ from autopar.context_parallel.block_boundary import may_own_rows
 from autopar.context_parallel.state import RowPlan, WholeModule
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
-from autopar.dry_run.handed_states import Call, calls_of, hand_on_states
+from autopar.dry_run.handed_states import Call, hand_on_states
 from autopar.dry_run.inputs import meta_copy
 from autopar.dry_run.row_tracking import Misfit, MixedRows, RowSearch, RowTracking, longest_of, prime_beside
 from autopar.errors import ConfigError, first_line
@@ -85,16 +85,6 @@ def _refusal(model: nn.Module, ranks: int, reason: str) -> ConfigError:
     return ConfigError(f"context_parallel_size={ranks} does not fit {type(model).__name__}: {reason}")
 
 
-def _looks_between(model: PreTrainedModel, block: str) -> bool:
-    """Return whether what runs the blocks takes images of its own: it adds them to all rows between blocks (deepstack).
-
-    A rehearsal with text alone does not come there.
-    """
-    runner = model.get_submodule(block.rpartition(".")[0].rpartition(".")[0])
-    names = inspect.signature(type(runner).forward).parameters
-    return any(part in name for name in names for part in ("deepstack", "visual", "vision", "image"))
-
-
 class _Search(RowSearch):
     """The search for the plan of one model.
 
@@ -108,7 +98,11 @@ class _Search(RowSearch):
 
     def __init__(self, model: PreTrainedModel, lists: tuple[tuple[str, ...], ...], ranks: int) -> None:
         super().__init__(model, ranks, [block for each in lists for block in each])
-        words, between = model.get_output_embeddings(), _looks_between(model, lists[-1][0])
+        words = model.get_output_embeddings()
+        # What runs the blocks may add images to all rows between blocks (deepstack). Text alone does not come there.
+        runner = model.get_submodule(lists[-1][0].rpartition(".")[0].rpartition(".")[0])
+        names = inspect.signature(type(runner).forward).parameters
+        between = any(part in name for name in names for part in ("deepstack", "visual", "vision", "image"))
         head = None if words is None else next((path for path, m in model.named_modules() if m is words), None)
         self.plan = RowPlan(lists, head=head, through=head is not None and not between, between=between)
         longest = longest_of(model.config.get_text_config(decoder=True))  # an encoder may have another
@@ -183,11 +177,32 @@ class _Search(RowSearch):
         tracking = RowTracking(self.prime, self.ranks)
         state.tracking, state.watch = tracking, _Watch(self.plan, tracking)
         stack: list[str] = []
-        done = _follow(model, stack, set(self.blocks))
-        self.copied, self.calls = model, calls_of(model, self.plan.whole)
+        done: list[str] = []
+        self.copied, self.calls = model, {}
+        for path, module in model.named_modules():
+
+            def before(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+                stack.append(path)
+                if path in self.plan.whole:
+                    self.calls[path] = (args, kwargs)
+
+            def after(_: nn.Module, args: Any, out: Any, path: str = path) -> None:
+                stack.pop()
+                done.extend([path] if path in self.blocks else [])
+
+            module.register_forward_pre_hook(before, with_kwargs=True)
+            module.register_forward_hook(after)
+
+        def experts(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            with tracking.paused():
+                made = torch.empty_like(hidden_states)
+            marked: torch.Tensor = tracking.mark_rows(made) if tracking.holds_rows(hidden_states) else made
+            return marked
+
         for module in model.modules():
-            if _is_experts(module):
-                module.forward = _Experts(tracking)
+            names = () if isinstance(module, nn.ModuleList | nn.ModuleDict) else argument_names(module)
+            if names[:1] == ("hidden_states",) and {"top_k_index", "top_k_weights"} <= set(names):
+                module.forward = experts  # a token in, a token out, whatever experts were chosen for it
         try:
             with torch.no_grad(), warnings.catch_warnings(), tracking:
                 warnings.simplefilter("ignore")
@@ -205,24 +220,6 @@ class _Search(RowSearch):
             raise Misfit("", f"{rows[0]} is made of rows")
         if missing := [each[0] for number, each in enumerate(self.plan.lists) if number not in state.entered]:
             raise Misfit("", f"{missing[0]} does not run over words")
-
-
-def _follow(model: nn.Module, stack: list[str], blocks: set[str]) -> list[str]:
-    """Keep the paths of the modules that run on ``stack``, also of one that fails; returns the blocks that have run."""
-    done: list[str] = []
-    for path, module in model.named_modules():
-
-        def before(_: nn.Module, args: Any, path: str = path) -> None:
-            stack.append(path)
-
-        def after(_: nn.Module, args: Any, out: Any, path: str = path) -> None:
-            stack.pop()
-            if path in blocks:
-                done.append(path)
-
-        module.register_forward_pre_hook(before)
-        module.register_forward_hook(after)
-    return done
 
 
 class _Watch:
@@ -249,22 +246,3 @@ class _Watch:
             made = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
         marked: torch.Tensor = tracking.mark_rows(made)
         return marked
-
-
-def _is_experts(module: nn.Module) -> bool:
-    """Return whether a module takes each token to the experts that were chosen for it."""
-    names = argument_names(module) if not isinstance(module, nn.ModuleList | nn.ModuleDict) else ()
-    return names[:1] == ("hidden_states",) and {"top_k_index", "top_k_weights"} <= set(names)
-
-
-class _Experts:
-    """The forward of experts: a token in, a token out."""
-
-    def __init__(self, tracking: RowTracking) -> None:
-        self.tracking = tracking
-
-    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        held = self.tracking.holds_rows(hidden_states)
-        with self.tracking.paused():
-            made = torch.empty_like(hidden_states)
-        return self.tracking.mark_rows(made) if held else made

@@ -16,7 +16,7 @@ import functools
 import types
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from autopar.adapters import is_adapted
+from autopar.dry_run.operators import form_of
 from autopar.foreign.tensors import (
     TreeSpec,
     own_buffers,
@@ -51,12 +52,7 @@ Place = tuple[str, str]
 
 @dataclass(frozen=True)
 class EqualBlocks:
-    """Blocks that are equal but for plain attributes.
-
-    Attributes:
-        paths: of the blocks, in forward order; two or more.
-        differing: attributes whose values are not the same in all of them.
-    """
+    """Paths of blocks, in forward order, that are equal but for the plain attributes that are ``differing``."""
 
     paths: tuple[str, ...]
     differing: tuple[Place, ...]
@@ -106,19 +102,17 @@ class _Comparison:
             look = self._look(own, block)
             if look is None:
                 continue
-            structure, plain = look
-            for known, paths, values in kinds:
-                if known == structure:
-                    paths.append(own)
-                    values.append(plain)
-                    break
-            else:
-                kinds.append((structure, [own], [plain]))
+            kind = next((kind for kind in kinds if kind[0] == look[0]), None)
+            if kind is None:
+                kinds.append(kind := (look[0], [], []))
+            kind[1].append(own)
+            kind[2].append(look[1])
         found = []
-        for _, paths, (first, *others) in kinds:
-            same = {place for place, value in first.items() if all(_typed(o[place]) == _typed(value) for o in others)}
-            if others:
-                found.append(EqualBlocks(tuple(paths), tuple(place for place in first if place not in same)))
+        for _, paths, values in kinds:
+            forms = {place: [_typed(each[place]) for each in values] for place in values[0]}
+            if len(paths) > 1:
+                differing = (place for place, (one, *others) in forms.items() if any(each != one for each in others))
+                found.append(EqualBlocks(tuple(paths), tuple(differing)))
         return found
 
     def _look(self, path: str, block: nn.Module) -> tuple[list[Any], dict[Place, Any]] | None:
@@ -130,7 +124,14 @@ class _Comparison:
             if id(module) in self._shared or any(id(tensor) in self._shared for tensor in tensors.values()):
                 return None
             place = f"{path}.{inner}" if inner else path
-            structure.append((inner, type(module), list(own_modules(module)), self._facts(place, tensors)))
+            facts: list[Any] = [(name, type(x), tuple(x.shape), x.stride(), x.dtype) for name, x in tensors.items()]
+            if self._plan is not None:
+                rule = self._plan.modules.get(place)
+                planned = [self._plan.tensors.get(f"{place}.{name}") for name in tensors]
+                facts.append(rule and [getattr(rule, name) for name in _RULE])
+                facts.append([tensor and tensor.layout for tensor in planned])
+                facts.append(self._attributes.get(place))
+            structure.append((inner, type(module), list(own_modules(module)), facts))
             for name, value in vars(module).items():
                 if name in _EVERY_MODULE or name.startswith("_autopar"):
                     continue
@@ -141,18 +142,6 @@ class _Comparison:
                 structure.append((name, "plain" if type(value) in _PLAIN else _comparable(value)))
         return structure, plain
 
-    def _facts(self, path: str, tensors: Mapping[str, torch.Tensor]) -> list[Any]:
-        facts: list[Any] = [
-            (name, type(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype) for name, tensor in tensors.items()
-        ]
-        if self._plan is not None:
-            rule = self._plan.modules.get(path)
-            facts.append(rule and [getattr(rule, name) for name in _RULE])
-            planned = [self._plan.tensors.get(f"{path}.{name}") for name in tensors]
-            facts.append([tensor and tensor.layout for tensor in planned])
-            facts.append(self._attributes.get(path))
-        return facts
-
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     own = {**own_parameters(module), **own_buffers(module)}
@@ -161,10 +150,6 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def _typed(value: Any) -> Any:
     return type(value), value  # 1, 1.0 and True are not the same
-
-
-class _Only:
-    """Equal to itself alone."""
 
 
 def _comparable(value: Any) -> Any:
@@ -182,25 +167,11 @@ def _comparable(value: Any) -> Any:
     plain = isinstance(value, type | types.FunctionType | types.BuiltinFunctionType)
     held = () if plain else getattr(value, "__dict__", {}).values()  # results depend on more than the block then
     if isinstance(value, nn.Module | types.MethodType) or any(isinstance(x, nn.Module | torch.Tensor) for x in held):
-        return _Only()
+        return object()  # equal to itself alone
     return id(value)
 
 
 _ARGUMENTS = (*PLAIN, Layout)
-
-Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Shape, strides, dtype."""
-
-
-def form_of(tensor: torch.Tensor) -> Form:
-    """Return what a tensor on the meta device is made of."""
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
-def tensor_of(form: Form) -> torch.Tensor:
-    """Return a tensor on the meta device of that form."""
-    shape, strides, dtype = form
-    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
 class _ReadsSeen:
@@ -272,8 +243,7 @@ class BlockReplay(ABC):
         self._known: dict[Any, list[_Known]] = {}
         self._blocks: list[nn.Module] = []
         for number, group in enumerate(groups):
-            for path in group.paths:
-                block = model.get_submodule(path)
+            for block in map(model.get_submodule, group.paths):
                 if "forward" not in vars(block):
                     self._attach(block, number, group.differing)
 
@@ -325,11 +295,9 @@ class BlockReplay(ABC):
         arguments = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         for known in self._known.get(key, ()):
             if known.values == [_value_at(block, place) for place in known.read]:
-                arguments_or_none = [*leaves, None]
-                outputs = [
-                    self.make(kept, block, arguments) if place is None else arguments_or_none[place]
-                    for place, kept in known.outputs
-                ]
+                given = [*leaves, None]
+                outputs = [self.make(kept, block, arguments) if place is None else given[place]
+                           for place, kept in known.outputs]  # fmt: skip
                 return tree_unflatten(outputs, known.structure)
         versions = [version_of(tensor) for tensor in arguments]
         self.alone = True

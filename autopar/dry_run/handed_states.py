@@ -12,7 +12,8 @@ import copy
 import inspect
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,10 +46,24 @@ _CLOSE, _FAR = 1e-4, 1e-3  # parts of the largest number
 
 
 def goes_on(module: nn.Module, how: HandedStates, call: Call, where: WholeModule) -> bool:
-    """Return whether ``module`` makes the same of rows in pieces, as ``how`` says, as of all of ``call``."""
+    """Return whether ``module`` makes the same of rows in pieces, as ``how`` says, as of all of ``call``.
+
+    So must be its gradients. Without one of the states it must make something else.
+    """
+    keys: set[Key] = set()
     try:
         with _plain_functions(module):
-            return _is_equal_in_pieces(module, how, call, where)
+            pieces = _in_pieces(module.train(), how, call, where, keys)
+            if _difference(_at_once(module, call, where), pieces) >= _CLOSE:
+                return False
+            module.eval()
+            with torch.no_grad():
+                for each in (call, _with_padding(module, call)):
+                    expected = _at_once(module, each, where)
+                    if _difference(expected, _in_pieces(module, how, each, where, keys)) >= _CLOSE:
+                        return False
+                without = [_in_pieces(module, how, each, where, set(), dropped=key) for key in keys]
+            return bool(keys) and all(_difference(expected, each) > _FAR for each in without)
     except Exception:  # it asks for more than states, or returns what is no tensor of rows
         return False
 
@@ -63,21 +78,6 @@ def _plain_functions(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         names.update(kernels)
-
-
-def _is_equal_in_pieces(module: nn.Module, how: HandedStates, call: Call, where: WholeModule) -> bool:
-    """Return whether pieces make what all rows make, also of gradients, and not without their states."""
-    keys: set[Key] = set()
-    if _difference(_at_once(module.train(), call, where), _in_pieces(module, how, call, where, keys)) >= _CLOSE:
-        return False
-    module.eval()
-    with torch.no_grad():
-        for each in (call, _with_padding(module, call)):
-            expected = _at_once(module, each, where)
-            if _difference(expected, _in_pieces(module, how, each, where, keys)) >= _CLOSE:
-                return False
-        without = [_in_pieces(module, how, each, where, set(), dropped=key) for key in keys]
-    return bool(keys) and all(_difference(expected, each) > _FAR for each in without)
 
 
 def _with_padding(module: nn.Module, call: Call) -> Call:
@@ -105,26 +105,34 @@ def _in_pieces(
     """The same of pieces; ``keys`` is filled with their states, of which ``dropped`` is not handed on."""
     call, ends = _leaves(call), list(itertools.accumulate(_PIECES))
     layout = Layout.of(1, [Block("row", ends[-1], 1, tuple(zip([0, *ends], ends, strict=False)))])
-    pieces, before, ties = [], None, _Ties()
+    pieces, before, ties = [], None, Counter[str]()
     for number in range(len(_PIECES)):
         states = _StatesOfPiece(how, before, ties, dropped)
         values = own_arguments(module, call, how, where.inputs, layout, number)
         args, kwargs = with_states(module, values, how, states)
         pieces.append(_outputs(module(*args, **kwargs), where))
-        states.check()
+        if states.left:
+            raise ValueError(f"{list(states.left)} of the piece before are not taken")
         keys.update(states.given)
         before = states
     dims = where.outputs.values()
     made = [torch.cat(parts, dim) for parts, dim in zip(zip(*pieces, strict=True), dims, strict=True)]
     found = _with_gradients(module, call, made)
-    ties.check()
+    if ties["made"] != ties["seen"]:
+        raise ValueError("rows that were put in front of others are not used")
     return found
 
 
 class _StatesOfPiece(States):
-    """States of the piece before, and for the piece behind, in one graph."""
+    """States of the piece before, and for the piece behind, in one graph.
 
-    def __init__(self, how: HandedStates, before: _StatesOfPiece | None, ties: _Ties, dropped: Key | None) -> None:
+    Attributes:
+        ties: how many tensors are passed on beside states, and how many of them had a gradient.
+    """
+
+    def __init__(
+        self, how: HandedStates, before: _StatesOfPiece | None, ties: Counter[str], dropped: Key | None
+    ) -> None:
         super().__init__(how, first=before is None)
         self.left: dict[Key, torch.Tensor] = {} if before is None else dict(before.given)
         self.given: dict[Key, torch.Tensor] = {}
@@ -140,35 +148,11 @@ class _StatesOfPiece(States):
         if key in self.given or (through is not None and any(kind == "recurrent" for kind, _ in self.given)):
             raise ValueError(f"{key} is handed on a second time, or after a recurrence")
         self.given[key] = state
-        return through if through is None else self.ties.tie(through)
-
-    def check(self) -> None:
-        """Raise ValueError if a state of the piece before was not taken."""
-        if self.left:
-            raise ValueError(f"{list(self.left)} are not taken")
-
-
-class _Ties:
-    """Tensors passed to the next rank beside states, and whether gradients came through all of them."""
-
-    def __init__(self) -> None:
-        self.made = self.seen = 0
-
-    def tie(self, through: torch.Tensor) -> torch.Tensor:
-        """Return the same, watched."""
-        if through.requires_grad:
+        if through is not None and through.requires_grad:
             through = through.view_as(through)
-            through.register_hook(self._see)
-            self.made += 1
+            through.register_hook(lambda _: self.ties.update(["seen"]))
+            self.ties["made"] += 1
         return through
-
-    def check(self) -> None:
-        """Raise ValueError if something was not used."""
-        if self.made != self.seen:
-            raise ValueError("rows that were put in front of others are not used")
-
-    def _see(self, grad: torch.Tensor) -> None:
-        self.seen += 1
 
 
 def _leaves(call: Call) -> Call:
@@ -202,10 +186,8 @@ def _with_gradients(module: nn.Module, call: Call, outputs: list[torch.Tensor]) 
 
 def _difference(expected: list[torch.Tensor], found: list[torch.Tensor]) -> float:
     """The largest difference, as a part of the largest number of its tensor."""
-    parts = [
-        float(((a - b).abs().max() / a.abs().max().clamp(min=1e-6)).detach())
-        for a, b in zip(expected, found, strict=True)
-    ]
+    pairs = zip(expected, found, strict=True)
+    parts = [float(((a - b).abs().max() / a.abs().max().clamp(min=1e-6)).detach()) for a, b in pairs]
     return max(parts) if all(part == part for part in parts) else float("inf")
 
 
@@ -214,26 +196,12 @@ _LARGE = 1 << 16  # numbers of a weight that is not made
 _CHUNK = 4  # rows that scans take at a time: few rows are several chunks
 
 
-def calls_of(model: nn.Module, paths: Iterable[str]) -> dict[str, Call]:
-    """Return the arguments that the modules at ``paths`` get, with all rows; filled while the model runs."""
-    calls: dict[str, Call] = {}
-    for path in paths:
-
-        def note(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-            calls[path] = (args, kwargs)
-
-        model.get_submodule(path).register_forward_pre_hook(note, with_kwargs=True)
-    return calls
-
-
 def hand_on_states(
     model: nn.Module, copied: nn.Module, plan: RowPlan, calls: Mapping[str, Call], rows: int, batch: int
 ) -> None:
-    """Let modules of ``plan`` hand on their states, where they make the same of rows then.
+    """Let modules of ``plan`` pass their states on, where they make the same of rows then. ``model`` is only read.
 
-    Args:
-        model: is only read; ``copied``: its copy without memory, which has run.
-        calls: arguments of the modules in the rehearsal: ``rows`` rows of ``batch`` sequences.
+    ``copied``: its copy without memory, which has run with ``calls``, of ``rows`` rows and ``batch`` sequences.
     """
     undo(copied)
     known: dict[Any, HandedStates | None] = {}

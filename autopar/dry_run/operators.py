@@ -95,61 +95,48 @@ def matrices_of(name: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, torch.T
 
 _LIMIT = 5_000  # forms of an operator's arguments; a model needs some tens
 
-_META = torch.device("meta")
-_Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
-_Made = tuple[type | None, list[_Spec]]  # a tensor, or tensors in a tuple or list; none: the first argument
+Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides, dtype."""
 
-_results: dict[Any, tuple[bool | None, dict[Any, _Made]]] = {}  # of each operator: whether it writes, what it makes
+
+def form_of(tensor: torch.Tensor) -> Form:
+    """Return what a tensor on the meta device is made of."""
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def tensor_of(form: Form) -> torch.Tensor:
+    """Return a tensor on the meta device of that form."""
+    shape, strides, dtype = form
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+
+_Made = tuple[type | None, list[Form]]  # a tensor, or tensors in a tuple or list
+
+_results: dict[Any, dict[Any, _Made] | None] = {}  # of each operator: what it makes; None: it writes, or makes views
 
 
 def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func``; what makes meta tensors, once for each form of the arguments: then make tensors of its form."""
-    found = _results.get(func)
-    if found is None:
-        found = _results[func] = _writes(func), {}
-    writes, known = found
-    key = None if writes is None else _key(args, kwargs)
-    if key is None:
+    if func not in _results:
+        schema = schema_of(func)
+        shares = any(value.alias_info is not None for value in (*schema.arguments, *schema.returns))
+        _results[func] = None if shares else {}
+    known = _results[func]
+    key = None if known is None else _key(args, kwargs)
+    if known is None or key is None:
         return func(*args, **kwargs)
-    made = known.get(key)
-    if made is not None:
-        kind, specs = made
-        if not specs:
-            return args[0]
-        tensors = [torch.empty_strided(shape, steps, dtype=dtype, device=_META) for shape, steps, dtype in specs]
-        return tensors[0] if kind is None else kind(tensors)
+    if key in known:
+        kind, forms = known[key]
+        return tensor_of(forms[0]) if kind is None else kind(map(tensor_of, forms))
     out = func(*args, **kwargs)
-    made = _made_by(func, args, kwargs, key, out, writes)
-    if made is not None:
-        if len(known) >= _LIMIT:
-            known.clear()
-        known[key] = made
-    return out
-
-
-def _made_by(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any, out: Any, writes: bool | None
-) -> _Made | None:
-    """Return the form of a result; None if it is another one the next time."""
-    if writes:
-        return (None, []) if out is args[0] and _key(args, kwargs) == key else None  # it has the shape that it had
     listed = [out] if isinstance(out, torch.Tensor) else list(out) if type(out) in (tuple, list) else []
     given = {storage_key(x) for x in tensors_in((args, kwargs))}  # some views say that they are none: _unsafe_view
     made_anew = all(type(x) is torch.Tensor and x.is_meta and storage_key(x) not in given for x in listed)
-    if not (listed and made_anew and (given or kwargs.get("device") is not None)):
-        return None
-    specs = [(tuple(value.shape), value.stride(), value.dtype) for value in listed]
-    return None if isinstance(out, torch.Tensor) else type(out), specs
-
-
-def _writes(func: Any) -> bool | None:
-    """Return whether an operator writes to its first argument and returns that; None: views, or other writes."""
-    schema = schema_of(func)
-    shared = [value.alias_info is not None for value in (*schema.arguments, *schema.returns)]
-    if not any(shared):
-        return False
-    in_place = len(schema.returns) == 1 and shared[0] and shared[-1] and sum(shared) == 2 and schema.is_mutable
-    return True if in_place and torch.Tag.inplace_view not in func.tags else None
+    if listed and made_anew and (given or kwargs.get("device") is not None):
+        if len(known) >= _LIMIT:
+            known.clear()
+        known[key] = None if isinstance(out, torch.Tensor) else type(out), list(map(form_of, listed))
+    return out
 
 
 def _key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -191,7 +178,10 @@ class ValuelessTracking(TensorTracking):
         if func is torch.ops.aten.nonzero.default and args[0].is_meta:  # "which experts?": one of them
             return args[0].new_empty((1, args[0].ndim), dtype=torch.long)
         if func is torch.ops.aten.index.Tensor and args[0].is_meta:
-            args = (args[0], [place for index in args[1] for place in _places(index)], *args[2:])
+            masks = [index.ndim if index is not None and index.dtype == torch.bool else 0 for index in args[1]]
+            places = [[index] if not mask else [index.new_empty(1, dtype=torch.long)] * mask  # it selects one element
+                      for index, mask in zip(args[1], masks, strict=True)]  # fmt: skip
+            args = (args[0], [place for each in places for place in each], *args[2:])
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -213,10 +203,3 @@ def autocast_on_meta() -> Iterator[None]:
 def _autocast(self: Any, plain: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
     """Make a context of another device in the place of meta's, which torch does not have."""
     plain(self, "cpu" if device_type == "meta" else device_type, *args, **kwargs)
-
-
-def _places(index: Any) -> list[Any]:
-    """An index as positions: a mask selects one element."""
-    if isinstance(index, torch.Tensor) and index.dtype == torch.bool:
-        return [index.new_empty(1, dtype=torch.long) for _ in range(index.ndim)]
-    return [index]

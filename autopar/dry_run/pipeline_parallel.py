@@ -25,8 +25,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.distributed.rng import kept
-from autopar.dry_run.equal_blocks import BlockReplay, EqualBlocks, Form, equal_blocks, form_of, tensor_of
+from autopar.dry_run.equal_blocks import BlockReplay, EqualBlocks, equal_blocks
 from autopar.dry_run.inputs import meta_copy, sample_inputs
+from autopar.dry_run.operators import Form, form_of, tensor_of
 from autopar.errors import UnsupportedModelError, first_line
 from autopar.foreign.tensors import own_buffers
 from autopar.pipeline_parallel.outputs import Provenance, examine
@@ -79,18 +80,19 @@ def trace_reads(
     start = f"{prefix}." if prefix else ""
     around = {".".join(path.split(".")[:end]) for path in elements for end in range(1, path.count(".") + 1)}
     equal = [group for group in equal_blocks(model) if around.isdisjoint(start + path for path in group.paths)]
+    no_cache = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     for copied, blocks in ((meta_copy(model, gradients=True), equal), (model, [])):
         device = next((parameter.device for parameter in copied.parameters()), torch.device("cpu"))
         if copied is model and device.type == "meta":
             return None
         real = {name: torch.zeros_like(value, device=device) for name, value in inputs.items()}
         for variant in _variants(copied, real):
+            given = {**variant, **no_cache}
             for replayed in (blocks, []) if blocks else ([],):
                 try:
-                    reads = _trace(copied, start, elements, encoder, variant, replayed)
+                    reads = _trace(copied, start, elements, encoder, given, replayed)
                 except Exception:  # it does not run so, which says nothing about the model
                     continue
-                given = _without_cache(copied, variant)
                 reads.within = start
                 reads.dry_run = functools.partial(rehearse_stages, copied, start, inputs=given, equal=replayed)
                 return reads
@@ -113,15 +115,11 @@ def _trace(
             hooks.append(modules[path.removeprefix(start)].register_forward_hook(reading.behind(place)))
         with evaluating(model), _ReadsReplay(model, equal), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            reading.note(len(elements), model(**_without_cache(model, inputs)))
+            reading.note(len(elements), model(**inputs))
     finally:
         for hook in hooks:
             hook.remove()
     return reading.reads
-
-
-def _without_cache(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    return {**inputs, **({"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {})}
 
 
 def _variants(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -261,23 +259,23 @@ def rehearse_stages(
     Raises:
         UnsupportedModelError: a stage fails, or needs what no stage could hold.
     """
-    if equal:
-        try:
-            return _rehearse(model, start, plan, inputs, equal)
-        except UnsupportedModelError:  # every block speaks for itself
-            pass
-    return _rehearse(model, start, plan, inputs, ())
+    try:
+        return _rehearse(model, start, plan, inputs, equal)
+    except UnsupportedModelError:
+        if not equal:
+            raise
+        return _rehearse(model, start, plan, inputs, ())  # every block speaks for itself
 
 
 def _rehearse(
     model: PreTrainedModel, start: str, plan: StagePlan, inputs: Mapping[str, Any], equal: Sequence[EqualBlocks]
 ) -> dict[str, set[int]]:
     names: dict[int, list[str]] = {}
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    for name, tensor in tensors:
+    by_id: dict[int, torch.Tensor] = {}
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         if start + name in plan.tensors:
             names.setdefault(id(tensor), []).append(start + name)
-    by_id = {id(tensor): tensor for _, tensor in tensors}
+            by_id[id(tensor)] = tensor
     missing: dict[str, set[int]] = {}
     received: Any = None
     context = StageContext(plan.encoder)
@@ -318,8 +316,6 @@ class _StageReplay(BlockReplay):
     def __init__(self, model: nn.Module, equal: Sequence[EqualBlocks], context: StageContext) -> None:
         super().__init__(model, equal)
         self._context = context
-        self._held: Mapping[str, torch.Tensor] | None = None  # the placeholders that _elsewhere is of
-        self._elsewhere: set[int] = set()
         self._all = {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())} if equal else set()
         self._own = {block: (*block.parameters(), *block.buffers()) for block in self._blocks}
 
@@ -328,10 +324,8 @@ class _StageReplay(BlockReplay):
         return None if self._context.forward is None else self._context.forward.provenance
 
     def comparable(self, block: nn.Module) -> bool:
-        if self._held is not self._context.placeholders:
-            self._held = self._context.placeholders
-            self._elsewhere = {id(tensor) for tensor in self._held.values()}
-        return self._elsewhere.isdisjoint(map(id, self._own[block]))
+        elsewhere = {id(tensor) for tensor in self._context.placeholders.values()}
+        return elsewhere.isdisjoint(map(id, self._own[block]))
 
     def describe(self, tensor: torch.Tensor) -> Any:
         followed = self._provenance

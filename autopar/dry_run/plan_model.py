@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from autopar.config import ParallelConfig
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan
-from autopar.plan.stages import Reads, StagePlan, make_stages
+from autopar.plan.stages import StagePlan, make_stages
 from autopar.policy.match import Described, find_policy, given_policy, model_inside
 from autopar.policy.schema import Policy
 
@@ -105,18 +105,16 @@ class ModelPlans:
             folded: the last stage is on the first rank, too.
             dry_run: run each stage without data; some models' hold more than is read off one forward.
         """
-        return self._once(
-            ("stages", pp, chunks, tuple(layers), folded, dry_run),
-            lambda: make_stages(
-                self.model,
-                self._described,
-                pp,
-                reads=self._reads(dry_run=dry_run) if pp > 1 else None,
-                chunks=chunks,
-                folded=folded,
-                layers_per_stage=layers,
-            ),
-        )
+
+        def make() -> StagePlan:
+            from autopar.dry_run.pipeline_parallel import find_reads
+
+            how: dict[str, Any] = {"chunks": chunks, "folded": folded, "layers_per_stage": layers}
+            reads: Any = self._once("reads", lambda: find_reads(self.model, self._described)) if pp > 1 else None
+            reads = reads and (reads if dry_run else dataclasses.replace(reads, dry_run=None))
+            return make_stages(self.model, self._described, pp, reads=reads, **how)
+
+        return self._once(("stages", pp, chunks, tuple(layers), folded, dry_run), make)
 
     def rows(self, cp: int) -> RowPlan:
         """Find what runs over rows of the sequence on ``cp`` ranks."""
@@ -131,12 +129,6 @@ class ModelPlans:
         plan = self.tensors(tp, experts=experts)
         key = ("sequence", tp, experts, stages.bounds, routers)
         return self._once(key, lambda: plan_sequence(self.inner, self.prefix, plan, stages, routers=routers))
-
-    def _reads(self, *, dry_run: bool) -> Reads | None:
-        from autopar.dry_run.pipeline_parallel import find_reads
-
-        reads: Reads | None = self._once("reads", lambda: find_reads(self.model, self._described))
-        return reads if reads is None or dry_run else dataclasses.replace(reads, dry_run=None)
 
     def _once(self, key: Any, make: Callable[[], T]) -> T:
         if key not in self._kept:

@@ -68,12 +68,9 @@ def longest_of(config: Any, names: Sequence[str] = LENGTHS) -> int | None:
 
 
 class Misfit(Exception):
-    """A run over rows that fails, or makes something else.
+    """A run over rows that fails in the module ``path``, or ``between`` blocks, or makes something else.
 
-    Attributes:
-        path: the innermost module that ran.
-        between: whether it happened between blocks.
-        inputs: names of other arguments of blocks that are as long as the sequence.
+    ``inputs``: names of other arguments of blocks that are as long as the sequence.
     """
 
     def __init__(self, path: str, reason: str, between: bool = False, inputs: tuple[str, ...] = ()) -> None:
@@ -125,18 +122,16 @@ class RowSearch(ABC):
 
     def settle(self) -> None:
         """Change the plan until it holds. Raises ConfigError if it never does."""
-        first: Misfit | None = None
-        for _ in range(_TRIES):
+        failures: list[Misfit] = []
+        while len(failures) < _TRIES:
             try:
                 self.attempt()
                 return
             except Misfit as error:
-                failure = error
-            first = first or failure
-            if not self.change(failure):
-                raise self.refusal(self.words(failure))
-        assert first is not None
-        raise self.refusal(self.words(first))
+                failures.append(error)
+            if not self.change(failures[-1]):
+                raise self.refusal(self.words(failures[-1]))
+        raise self.refusal(self.words(failures[0]))
 
     def sample(self, batch: int) -> dict[str, Any]:
         """Return inputs for all ranks, on the meta device."""
@@ -193,10 +188,7 @@ class RowTracking(ValuelessTracking):
         with self.paused():
             return tree_map(lambda x: torch.empty_like(x) if isinstance(x, torch.Tensor) else x, value)
 
-    @staticmethod
-    def mixed(what: str, *, between: bool = False) -> MixedRows:
-        """Return the error that says what mixes rows; ``between``: blocks that are one by one right."""
-        return MixedRows(what, between)
+    mixed = MixedRows
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -221,12 +213,18 @@ class RowTracking(ValuelessTracking):
             raise MixedRows(f"{name}: uses a table of rows by rows")
         held = [tensor for tensor in tensors_in((args, kwargs)) if tensor in self._rows]
         if not held:
-            if name in _COUNTING and any(self._of_rows(size) for x in tensors_in(result) for size in x.shape):
+            sizes = [size for x in tensors_in(result) for size in x.shape] if name in _COUNTING else []
+            if any(size and size % self.prime == 0 and size // self.prime % self.ranks for size in sizes):
                 raise MixedRows(f"{name}: counts the rows of one rank from 0")
             return
         if name in CONSTANT | EMPTY | SIZES:
             return
-        self._check(func, name, args, kwargs, held[0])
+        if torch.Tag.pointwise not in func.tags and name not in _APART:
+            rule, row = _BY_DIM.get(name), self._dims(held[0])
+            if rule is None:
+                raise MixedRows(f"{name}: not known to work on each row by itself")
+            if row and row[0] in {dim % held[0].ndim for dim in rule(held[0], _named(func, args, kwargs))}:
+                raise MixedRows(f"{name}: works along the rows of {list(held[0].shape)}")
         for tensor in tensors_in(result):
             dims = self._dims(tensor)
             if len(dims) != 1:
@@ -236,21 +234,8 @@ class RowTracking(ValuelessTracking):
             if base_of(tensor) is not None and schema_of(func).is_mutable:
                 self._rows[base_of(tensor)] = True
 
-    def _check(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], held: torch.Tensor) -> None:
-        if torch.Tag.pointwise in func.tags or name in _APART:
-            return
-        rule = _BY_DIM.get(name)
-        if rule is None:
-            raise MixedRows(f"{name}: not known to work on each row by itself")
-        row = self._dims(held)
-        if row and row[0] in {dim % held.ndim for dim in rule(held, _named(func, args, kwargs))}:
-            raise MixedRows(f"{name}: works along the rows of {list(held.shape)}")
-
     def _dims(self, tensor: torch.Tensor) -> list[int]:
         return [dim for dim, size in enumerate(tensor.shape) if size and size % self.prime == 0]
-
-    def _of_rows(self, size: int) -> bool:
-        return size > 0 and size % self.prime == 0 and (size // self.prime) % self.ranks != 0
 
 
 def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -285,11 +270,6 @@ _APART = frozenset(
 )
 
 
-def _indexed(held: torch.Tensor, given: dict[str, Any]) -> list[int]:
-    """Return the dims of rows that are picked; if rows look something up, none."""
-    return [dim for dim, index in enumerate(given["indices"]) if index is not None] if given["self"] is held else []
-
-
 # What works along one dim, or several, and keeps its size: those must not be the rows'.
 _BY_DIM: dict[str, Callable[[torch.Tensor, dict[str, Any]], list[int]]] = {
     **dict.fromkeys((*ALONG, "flip", "roll", "renorm", "cat", "stack", "glu", "gather", "index_select"), _along),
@@ -300,6 +280,11 @@ _BY_DIM: dict[str, Callable[[torch.Tensor, dict[str, Any]], list[int]]] = {
         lambda _, given: [-1 - n for n in range(len(given["normalized_shape"]))],
     ),
     **dict.fromkeys(("convolution", "native_group_norm"), lambda held, _: list(range(1, held.ndim))),
-    **dict.fromkeys(("index", "index_put", "index_put_", "_unsafe_index"), _indexed),
+    **dict.fromkeys(
+        ("index", "index_put", "index_put_", "_unsafe_index"),  # of rows that are picked; not where rows look one up
+        lambda held, given: [
+            n for n, index in enumerate(given["indices"]) if index is not None and given["self"] is held
+        ],
+    ),
     "embedding": lambda held, given: [] if given["indices"] is held else [0],
 }

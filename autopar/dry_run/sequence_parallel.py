@@ -9,10 +9,10 @@ is refused. Parameters that rows were computed with have their gradients summed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -97,7 +97,12 @@ class _Search(RowSearch):
 
     def plan(self) -> SequencePlan:
         """Return what was found out, with a sequence as long as the model takes if it fits with no other."""
-        longest = _longest(self.model, self.lists)
+        modules, lengths = dict(self.model.named_modules(remove_duplicate=False)), []
+        for blocks in self.lists:
+            near = (modules[path] for path in (blocks[0], *around(blocks[0])))
+            around_it: Any = next((module for module in near if isinstance(module, PreTrainedModel)), self.model)
+            lengths.append(longest_of(around_it.config, LENGTHS[:1]))
+        longest = min((length for length in lengths if length is not None), default=None)
         inside = nn.ModuleList([self.model.get_submodule(path) for path in self.blocks])
         problem = self.refusal(f"no length of a sequence up to {longest} tells its rows from other sizes")
         for limit in dict.fromkeys((None, longest)):
@@ -112,7 +117,11 @@ class _Search(RowSearch):
 
     def _plan(self) -> SequencePlan:
         self.expected = self._expected()
-        self.entries, self.wholes = _entries_of(self.plan_inside, self.blocks, dict(_wrapped(self.model)))
+        layers = ((path, name) for path, layer in tuner_layers(self.model) for name, _ in layer.named_modules())
+        wrapped = {f"{path}.{name}": path for path, name in layers if name}
+        copies = ((path, saved_copies(module)) for path, module in self.model.named_modules())
+        wrapped |= {f"{path}.{name}": path for path, listed in copies for name, _ in listed}
+        self.entries, self.wholes = _entries_of(self.plan_inside, self.blocks, wrapped)
         inside = [path for path in self.kinds if self.block_of(path) not in ("", path)]
         # Of modules that draw one number for a sample: whether to drop its path around a layer.
         drawn = {path for path in inside if vars(self.model.get_submodule(path)).get("drop_prob")}
@@ -122,16 +131,34 @@ class _Search(RowSearch):
         self.settle()
         if self.wholes.issuperset(self.blocks):
             raise self.refusal("none of its blocks ran with rows of a sequence")
-        return self._full(replace(self.chosen, routers_whole=self._routers_are_whole(self.chosen)))
+
+        def named(paths: Sequence[str]) -> tuple[str, ...]:
+            return tuple(f"{self.start}{path}" for path in paths)
+
+        found = self.chosen
+        return replace(
+            found,
+            lists=tuple(map(named, found.lists)),
+            entries=named(found.entries),
+            wholes=named(found.wholes),
+            parameters={f"{self.start}{block}": named(names) for block, names in found.parameters.items()},
+            routers_whole=self._routers_are_whole(found),
+        )
 
     def attempt(self) -> None:
         while True:
             chosen = SequencePlan(self.lists, tuple(sorted(self.entries)), tuple(sorted(self.wholes)), self.inputs)
-            found, *_ = [self._run(chosen, rank) for rank in different_ranks(self.plan_inside)]
-            if not (idle := self._idle(found)):
+            (self.chosen, worked, ran), *_ = [self._run(chosen, rank) for rank in different_ranks(self.plan_inside)]
+            idle = {block for block in self.blocks if block not in worked}  # nothing ran with rows
+            for block in self.blocks:
+                above = {name[:end] for name in ran[block] for end, letter in enumerate(name) if letter == "."}
+                inside = (path for path in self.kinds if path.startswith(f"{block}."))
+                idle |= {path for path in inside if path not in ran[block] and path not in above}
+            known = self.entries | self.wholes
+            idle = {path for path in _outermost(idle) if not any(lies_in(path, k) for k in known)}
+            if not idle:
                 break
             self._make_whole(idle)
-        self.chosen = replace(chosen, parameters=found.parameters, seen=found.seen, given=found.given)
 
     def change(self, failure: Misfit) -> bool:
         path, block = failure.path, self.block_of(failure.path)
@@ -168,17 +195,6 @@ class _Search(RowSearch):
             return False
         return True
 
-    def _idle(self, found: _Found) -> set[str]:
-        """Return modules of which nothing was seen: blocks, and modules in blocks, that did not run with rows."""
-        idle = {block for block in self.blocks if block not in found.worked}
-        for block in self.blocks:
-            ran = found.ran[block]
-            above = {name[:end] for name in ran for end, letter in enumerate(name) if letter == "."}
-            start = f"{block}."
-            idle |= {path for path in self.kinds if path.startswith(start) and path not in ran and path not in above}
-        known = self.entries | self.wholes
-        return {path for path in _outermost(idle) if not any(lies_in(path, k) for k in known)}
-
     def _copy(self) -> PreTrainedModel:
         copied = meta_copy(self.model)
         enable_all(copied)
@@ -198,8 +214,12 @@ class _Search(RowSearch):
             reason = f"it does not run without data, so nothing is known of its blocks ({first_line(error)})"
             raise _refused(self.model, reason) from None
 
-    def _run(self, chosen: SequencePlan, rank: int) -> _Found:
-        """Run the shard of a rank. Raises Misfit."""
+    def _run(self, chosen: SequencePlan, rank: int) -> tuple[SequencePlan, set[str], dict[str, set[str]]]:
+        """Run the shard of a rank. Raises Misfit.
+
+        Returns:
+            The plan with what was seen, the blocks that computed with rows, and the modules that ran in each block.
+        """
         shard = self._copy()
         region = Region(Axis("tp", None, range(self.ranks), rank))
         parallelize.apply(shard, self.plan_inside, region.axis, region)
@@ -230,7 +250,8 @@ class _Search(RowSearch):
         if rows.holds_rows(out) or shapes_of(out) != self.expected:
             raise Misfit("", f"its outputs have shapes {shapes_of(out)}, those of the full model {self.expected}")
         named = {block: self._parameters(block, tracking, notes.ran) for block in tracking.on_rows}
-        return _Found(named, tracking.worked, notes.ran, tuple(sorted(notes.seen)), tuple(sorted(notes.given)))
+        seen, given = tuple(sorted(notes.seen)), tuple(sorted(notes.given))
+        return replace(chosen, parameters=named, seen=seen, given=given), tracking.worked, notes.ran
 
     def _parameters(self, block: str, tracking: SequenceTracking, ran: dict[str, set[str]]) -> tuple[str, ...]:
         names = tracking.on_rows[block]
@@ -240,42 +261,13 @@ class _Search(RowSearch):
                 raise Misfit(owner, f"{self.start}{name} works on rows and on whole sequences")
             if owner not in ran[block]:
                 raise Misfit("", f"rows of {self.start}{block} meet what was made of {self.start}{name} outside")
-        return tuple(sorted(names | self._copies_of(names)))
-
-    def _copies_of(self, names: set[str]) -> set[str]:
-        """Return the parameters of modules that may run in place of those that ran (``modules_to_save``)."""
-        found = set[str]()
+        found = set(names)
         for path, module in self.model.named_modules():
-            copies = saved_copies(module)
-            starts = [f"{path}.{inside}." for inside, _ in copies]
-            own = {name.removeprefix(start) for start in starts for name in names if name.startswith(start)}
-            inside = [
-                (start, dict(copied.named_parameters())) for start, (_, copied) in zip(starts, copies, strict=True)
-            ]
-            found |= {start + name for start, parameters in inside for name in own & parameters.keys()}
-        return found
-
-    def _full(self, found: SequencePlan) -> SequencePlan:
-        """With names from the root."""
-
-        def named(paths: Sequence[str]) -> tuple[str, ...]:
-            return tuple(f"{self.start}{path}" for path in paths)
-
-        return replace(
-            found,
-            lists=tuple(map(named, found.lists)),
-            entries=named(found.entries),
-            wholes=named(found.wholes),
-            parameters={f"{self.start}{block}": named(names) for block, names in found.parameters.items()},
-        )
-
-
-def _wrapped(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the paths of modules inside of PEFT's wrappers, each with that of its outermost wrapper."""
-    for path, layer in tuner_layers(model):
-        yield from ((f"{path}.{name}", path) for name, _ in layer.named_modules() if name)
-    for path, module in model.named_modules():
-        yield from ((f"{path}.{name}", path) for name, _ in saved_copies(module))
+            copies = {f"{path}.{inside}.": copied for inside, copied in saved_copies(module)}  # may run in its place
+            own = {name.removeprefix(start) for start in copies for name in names if name.startswith(start)}
+            found |= {start + name for start, copied in copies.items() for name, _ in copied.named_parameters()
+                      if name in own}  # fmt: skip
+        return tuple(sorted(found))
 
 
 def _entries_of(plan: Plan, blocks: Sequence[str], wrapped: Mapping[str, str]) -> tuple[set[str], set[str]]:
@@ -305,24 +297,3 @@ _WHOLE = ("region", "experts", "expert_modules", "calls_experts", "embedding", "
 def _outermost(paths: set[str], others: AbstractSet[str] = frozenset()) -> set[str]:
     """Return the paths that do not lie below another one of them, nor below or among the others."""
     return {path for path in paths - others if not any(path.startswith(f"{other}.") for other in paths | others)}
-
-
-def _longest(model: PreTrainedModel, lists: Sequence[Sequence[str]]) -> int | None:
-    """Return the longest sequence that the models next around the blocks take, as far as their configs say."""
-    modules, found = dict(model.named_modules(remove_duplicate=False)), []
-    for blocks in lists:
-        near = (modules[path] for path in (blocks[0], *around(blocks[0])))
-        around_it: Any = next((module for module in near if isinstance(module, PreTrainedModel)), model)
-        found.append(longest_of(around_it.config, LENGTHS[:1]))
-    return min((length for length in found if length is not None), default=None)
-
-
-class _Found(NamedTuple):
-    """Findings of a run: the parameters of each block that work on rows, the blocks that had rows,
-    paths of the modules that ran in each, and names of arguments that the models in it and the blocks got."""
-
-    parameters: dict[str, tuple[str, ...]]
-    worked: set[str]
-    ran: dict[str, set[str]]
-    seen: tuple[str, ...]
-    given: tuple[str, ...]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -78,20 +78,15 @@ def _check_model(model: PreTrainedModel, prefix: str, plan: Plan) -> bool:
 
 
 def check_plan_with(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Run the shard of the first tp rank with these arguments, and that of the last one, on the meta device.
-
-    Returns:
-        whether the full model runs there.
-
-    Raises:
-        PolicyError: as :func:`check_plan`.
-    """
-    call = _Call(model, plan, args, kwargs)
+    """Try a plan with these arguments, as :func:`check_plan`; returns whether the full model runs without data."""
     equal = equal_blocks(model, plan)
     expected = None
     for blocks in (equal, []) if equal else ([],):
+        plain, tracking = meta_copy(model), ActivationTracking()
+        TrackedReplay(plain, blocks, tracking)
         try:
-            expected = call.expected(blocks)
+            with tracking:
+                expected = shapes_of(run(plain, args, kwargs))
             break
         except Exception:  # the plain model does not run on the meta device, whatever the policy
             continue
@@ -99,11 +94,11 @@ def check_plan_with(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs:
         return False
     for rank in different_ranks(plan):
         try:
-            call.check(rank, equal, expected)
+            _check_shard(model, plan, rank, equal, expected, args, kwargs)
         except PolicyError:
             if not equal:
                 raise
-            call.check(rank, [], expected)  # every block speaks for itself
+            _check_shard(model, plan, rank, [], expected, args, kwargs)  # every block speaks for itself
     return True
 
 
@@ -124,89 +119,76 @@ def different_ranks(plan: Plan) -> list[int]:
     return [0] if alike else [0, last]
 
 
-class _Call(NamedTuple):
-    """The model to run, and its arguments."""
+def _check_shard(
+    model: nn.Module,
+    plan: Plan,
+    rank: int,
+    equal: Sequence[EqualBlocks],
+    expected: list[tuple[int, ...]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Run the shard of a rank. Raises PolicyError if it fails, is wrong, or has outputs of other shapes."""
+    shard, region = meta_copy(model), Region(Axis("tp", None, range(plan.tp), rank))
+    apply(shard, plan, region.axis, region)
+    stack: list[str] = []
 
-    model: nn.Module
-    plan: Plan
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    def mixed() -> None:
+        makers, met = tracking.makers_of(tracking.operands), stack[-1]
+        inside = bool(makers) and lies_in(makers[0], met)
+        raise PolicyError(
+            f"in {met or 'the model'} a replicated activation meets sharded ones: its gradient would be "
+            "partial. The module that made it needs {enter_output: UNIT}, or a rule that shards it"
+            f"{made_by(plan, makers)}",
+            (line_of(plan, makers[0]) if inside else "") or _where(plan, met),
+        )
 
-    def expected(self, equal: Sequence[EqualBlocks]) -> list[tuple[int, ...]]:
-        """Run the plain model: return the shapes of its outputs."""
-        plain, tracking = meta_copy(self.model), ActivationTracking()
-        TrackedReplay(plain, equal, tracking)
+    tracking = ActivationTracking(mixed)
+    tracking.mark_parameters(shard, plan)
+    tracking.mark_inputs((args, kwargs))
+    region.tracking = tracking
+    hooks = list(tracking_hooks(shard, plan, tracking, stack))
+    TrackedReplay(shard, equal, tracking)
+    try:
         with tracking:
-            return shapes_of(run(plain, self.args, self.kwargs))
-
-    def check(self, rank: int, equal: Sequence[EqualBlocks], expected: list[tuple[int, ...]]) -> None:
-        """Run the shard of a rank. Raises PolicyError if it fails or is wrong."""
-        _, plan, args, kwargs = self
-        shard, region = meta_copy(self.model), Region(Axis("tp", None, range(plan.tp), rank))
-        apply(shard, plan, region.axis, region)
-        stack: list[str] = []
-
-        def mixed() -> None:
-            makers, met = tracking.makers_of(tracking.operands), stack[-1]
-            inside = bool(makers) and lies_in(makers[0], met)
-            raise PolicyError(
-                f"in {met or 'the model'} a replicated activation meets sharded ones: its gradient would be "
-                "partial. The module that made it needs {enter_output: UNIT}, or a rule that shards it"
-                f"{made_by(plan, makers)}",
-                (line_of(plan, makers[0]) if inside else "") or _where(plan, met),
-            )
-
-        tracking = ActivationTracking(mixed)
-        tracking.mark_parameters(shard, plan)
-        tracking.mark_inputs((args, kwargs))
-        region.tracking = tracking
-        hooks = list(tracking_hooks(shard, plan, tracking, stack))
-        TrackedReplay(shard, equal, tracking)
-        try:
-            with tracking:
-                out = run(shard, args, kwargs)
-        except PolicyError:
-            raise
-        except Exception as error:
-            raise PolicyError(
-                f"the shard of one of {plan.tp} ranks fails in {stack[-1] or 'the model'}, where the full model does "
-                f"not: {first_line(error)}\n  A layer beside it may lack its rule, or an attribute that forward() "
-                "reads may not be scaled (attributes).",
-                _where(plan, stack[-1]),
-            ) from error
-        finally:
-            for hook in hooks:
-                hook.remove()
-        _check_sums(plan, tracking)
-        last = _where(plan, "")
-        for output, value in _entries(out):
-            if isinstance(value, torch.Tensor) and tracking.is_sharded(value):
-                raise PolicyError(f"output '{output}' is still sharded: some row or gather_output is missing", last)
-        if shapes_of(out) != expected:
-            raise PolicyError(f"outputs have shapes {shapes_of(out)}, those of the full model {expected}", last)
+            out = run(shard, args, kwargs)
+    except PolicyError:
+        raise
+    except Exception as error:
+        raise PolicyError(
+            f"the shard of one of {plan.tp} ranks fails in {stack[-1] or 'the model'}, where the full model does "
+            f"not: {first_line(error)}\n  A layer beside it may lack its rule, or an attribute that forward() "
+            "reads may not be scaled (attributes).",
+            _where(plan, stack[-1]),
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    _check_sums(plan, tracking)
+    last = _where(plan, "")
+    for output, value in _entries(out):
+        if isinstance(value, torch.Tensor) and tracking.is_sharded(value):
+            raise PolicyError(f"output '{output}' is still sharded: some row or gather_output is missing", last)
+    if shapes_of(out) != expected:
+        raise PolicyError(f"outputs have shapes {shapes_of(out)}, those of the full model {expected}", last)
 
 
 def _check_sums(plan: Plan, tracking: ActivationTracking) -> None:
     """Raise unless the replicated parameters inside the region have their gradients summed, and only those."""
-    for name in sorted(tracking.partial):
+    if tracking.partial:
+        name = min(tracking.partial)
         path, _, own = name.rpartition(".")
         rule = plan.modules.get(path)
-        if rule is None or own not in rule.summed:
-            raise PolicyError(
-                f"{name} works on sharded activations, but its rule leaves its gradient partial: "
-                "write {replicated: UNIT} to have it summed, or shard it",
-                _where(plan, path),
-            )
-        raise PolicyError(
-            f"{name} works on sharded activations outside the forward of {path or 'the model'}, where its gradient "
-            "is not summed",
-            rule.where,
-        )
-    for name in sorted(tracking.summed_outside - tracking.summed_inside):
-        path = name.rpartition(".")[0]
+        if rule is not None and own in rule.summed:
+            text = f"outside the forward of {path or 'the model'}, where its gradient is not summed"
+            raise PolicyError(f"{name} works on sharded activations {text}", rule.where)
+        text = "its rule leaves its gradient partial: write {replicated: UNIT} to have it summed, or shard it"
+        raise PolicyError(f"{name} works on sharded activations, but {text}", _where(plan, path))
+    if others := tracking.summed_outside - tracking.summed_inside:
+        name = min(others)
         raise PolicyError(
             f"{name} works on replicated activations: its gradient must not be summed, write 'replicated'",
-            _where(plan, path),
+            _where(plan, name.rpartition(".")[0]),
         )
 
 
@@ -247,10 +229,7 @@ def below(plan: Plan, prefix: str) -> Plan:
     """Return the part of a plan for the model at ``prefix``, with names from there."""
     if not prefix:
         return plan
-    start = prefix + "."
-
-    def inside(path: str) -> bool:
-        return path.startswith(start) or path == prefix
+    start = f"{prefix}."
 
     def relative(path: str) -> str:
         return path[len(start) :]
@@ -261,10 +240,9 @@ def below(plan: Plan, prefix: str) -> Plan:
         for name in (tensor.name, *tensor.aliases)
         if name.startswith(start)
     }
-    modules = {
-        relative(path): replace(rule, path=relative(path)) for path, rule in plan.modules.items() if inside(path)
-    }
-    attributes = tuple(replace(a, path=relative(a.path)) for a in plan.attributes if inside(a.path))
+    inside = {relative(path): rule for path, rule in plan.modules.items() if lies_in(path, prefix)}
+    modules = {path: replace(rule, path=path) for path, rule in inside.items()}
+    attributes = tuple(replace(a, path=relative(a.path)) for a in plan.attributes if lies_in(a.path, prefix))
     return replace(plan, tensors=tensors, modules=modules, attributes=attributes)
 
 

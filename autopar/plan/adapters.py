@@ -82,17 +82,14 @@ def _low_rank(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) 
     where = str(match.rule.where) if plan is None else plan.where
     for name in layer.lora_A:
         a, b = join(path, "lora_A", name), join(path, "lora_B", name)
-        dropout = join(path, "lora_dropout", name)
-        first, second = layer.lora_A[name], layer.lora_B[name]
+        first, second, kind = layer.lora_A[name], layer.lora_B[name], ""
         if name in layer.lora_magnitude_vector:
             yield _magnitude(join(path, "lora_magnitude_vector", name), layer, name, None if whole else plan, match)
-        drops = isinstance(layer.lora_dropout[name], nn.Dropout)
         if plan is None or whole or plan.rule == "enter_output":
             yield TensorRule(None, _whole(first))
             entering = ModulePlan(b, "enter_output", where, enter_output=True)
             yield TensorRule(None if whole else entering, _whole(second))
-            if drops:
-                yield TensorRule(ModulePlan(dropout, "dropout_alike", where))
+            kind = "dropout_alike"
         elif plan.rule == "column":
             if plan.inside:  # x has entered already: its gradient is summed further up, and so is A's
                 summed = frozenset(n for n, _ in first.named_parameters())
@@ -100,27 +97,25 @@ def _low_rank(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) 
             else:
                 yield TensorRule(None, _whole(first))
             yield _sharded(b, second, "column", 0, plan, aside=True)
-            if drops:
-                yield TensorRule(ModulePlan(dropout, "dropout_alike", where))
+            kind = "dropout_alike"
         elif plan.rule == "row":
             yield _sharded(a, first, "row", 1, plan)
             if plan.enter_output:
                 yield TensorRule(ModulePlan(b, "enter_output", where, enter_output=True), _whole(second))
             else:
                 yield TensorRule(None, _whole(second))
-            if drops:
-                kind = "dropout_alike" if plan.split_input else "dropout_apart"
-                yield TensorRule(ModulePlan(dropout, kind, where))
+            kind = "dropout_alike" if plan.split_input else "dropout_apart"
         elif plan.rule == "sharded" and isinstance(layer.get_base_layer(), nn.Linear):
             yield from _inside(path, name, layer, plan)
-            if drops and plan.layouts["weight"].dim == 0:
-                yield TensorRule(ModulePlan(dropout, "dropout_alike", where))
+            kind = "dropout_alike" if plan.layouts["weight"].dim == 0 else ""
         elif plan.rule == "replicated" and plan.summed:  # the base works on sharded activations, as a whole
             for place, module in ((a, first), (b, second)):
                 summed = frozenset(n for n, _ in module.named_parameters())
                 yield TensorRule(ModulePlan(place, "replicated", where, summed=summed), _whole(module))
         else:
             raise _cannot_follow(path, plan, match)
+        if kind and isinstance(layer.lora_dropout[name], nn.Dropout):
+            yield TensorRule(ModulePlan(join(path, "lora_dropout", name), kind, where))
 
 
 def _magnitude(path: str, layer: Any, name: str, plan: ModulePlan | None, match: RuleMatch) -> TensorRule:

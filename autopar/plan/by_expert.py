@@ -144,11 +144,21 @@ def rules_of(match: RuleMatch, root: nn.Module) -> Iterator[TensorRule]:
     if not names:
         yield TensorRule(ModulePlan(match.path, "experts", where, layout))
         return
-    _check_beside(match, module, names)
+    if others := [name for name, _ in module.named_parameters() if name.split(".")[0] not in names]:
+        raise ConfigError(
+            f"expert_parallel_size: {match.path} ({type(module).__name__}) holds {others[0]} beside {len(names)} "
+            "experts that are modules, so it cannot be sharded by expert.\n  Leave it out: each expert is sharded "
+            "instead."
+        )
     yield TensorRule(ModulePlan(match.path, "expert_modules", where, layout))
     if type(module).forward is nn.Module.forward:
         above = match.path.rpartition(".")[0]
-        _check_caller(match, root.get_submodule(above))
+        caller = type(root.get_submodule(above))
+        if caller.forward is nn.Module.forward:
+            raise ConfigError(
+                f"expert_parallel_size: neither {match.path} nor the {caller.__name__} around it has a forward that "
+                f"would call the experts ({where}).\n  Leave it out: each expert is sharded instead."
+            )
         yield TensorRule(ModulePlan(above, "calls_experts", where))
     for number, name in enumerate(names):
         yield from _one_expert(match, join(match.path, name), module.get_submodule(name), number, len(names))
@@ -180,26 +190,6 @@ def _one_expert(match: RuleMatch, path: str, expert: nn.Module, number: int, of:
                 ModulePlan(shown, "one_expert", str(match.rule.where), first, layouts),
                 [(name, parameter, layouts[name]) for name, parameter in own.items()],
             )
-
-
-def _check_beside(match: RuleMatch, module: nn.Module, names: tuple[str, ...]) -> None:
-    """Check that a list holds nothing but experts that all ranks would have to hold."""
-    others = [name for name, _ in module.named_parameters() if name.split(".")[0] not in names]
-    if others:
-        raise ConfigError(
-            f"expert_parallel_size: {match.path} ({type(module).__name__}) holds {others[0]} beside {len(names)} "
-            "experts that are modules, so it cannot be sharded by expert.\n  Leave it out: each expert is sharded "
-            "instead."
-        )
-
-
-def _check_caller(match: RuleMatch, caller: nn.Module) -> None:
-    """Check that the module around a list without a forward has one, which calls the experts."""
-    if type(caller).forward is nn.Module.forward:
-        raise ConfigError(
-            f"expert_parallel_size: neither {match.path} nor the {type(caller).__name__} around it has a forward that "
-            f"would call the experts ({match.rule.where}).\n  Leave it out: each expert is sharded instead."
-        )
 
 
 def mixtures_in(attributes: list[AttributePlan], modules: Mapping[str, ModulePlan]) -> set[str]:

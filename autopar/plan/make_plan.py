@@ -98,8 +98,8 @@ def _scaled(value: int, ratio: Ratio, counts: Mapping[str, int], scope: Scope, s
     return tuple(values)
 
 
-def sliced_inputs(scope: Scope) -> Iterator[tuple[str, InputPlan, str]]:
-    """Yield each argument of a scope that is sliced: path of the module, its plan, and the place of its entry."""
+def sliced_inputs(scope: Scope) -> Iterator[tuple[str, InputPlan]]:
+    """Yield each argument of a scope that is sliced: path of the module, and its plan."""
     for pattern, entry in scope.inputs.items():
         if scope.table.stays_whole(entry.unit, scope.block):
             continue
@@ -117,7 +117,7 @@ def sliced_inputs(scope: Scope) -> Iterator[tuple[str, InputPlan, str]]:
                 raise PolicyError(f"'{entry.unit}' is inferred: the input {name} needs a count", entry.where)
             ranges = scope.table.ranges(entry.unit, count, scope.table.size, scope.block)
             layout = Layout.of(entry.dim, [Block(entry.unit, count, 1, ranges)])
-            yield join(scope.path, path), InputPlan(name, layout, str(entry.where)), str(entry.where)
+            yield join(scope.path, path), InputPlan(name, layout, str(entry.where))
 
 
 def make_plan(root: nn.Module, policy: Policy | Described, tp: int, *, experts: int = 1) -> Plan:
@@ -153,21 +153,29 @@ def make_plan(root: nn.Module, policy: Policy | Described, tp: int, *, experts: 
     check_regions(matches, modules)
     attributes = [replace(a, path=names[a.path]) for scope in scopes for a in scaled_attributes(scope, modules)]
     for scope in scopes:
-        for path, plan, where in sliced_inputs(scope):
-            known = modules.get(names[path]) or ModulePlan(names[path], "", where)
-            if any(other.name == plan.name for other in known.inputs):
-                continue  # a module that several blocks share
-            modules[known.path] = replace(known, inputs=(*known.inputs, plan))
+        for path, sliced in sliced_inputs(scope):
+            known = modules.get(names[path]) or ModulePlan(names[path], "", sliced.where)
+            if all(other.name != sliced.name for other in known.inputs):  # else a module that several blocks share
+                modules[known.path] = replace(known, inputs=(*known.inputs, sliced))
     _refuse_replicas_in_regions(modules)
-    _watch_parents(modules)
+    for plan in list(modules.values()):  # a mixer that reads the weight of its convolution itself sums the gradient
+        special = plan.summed or any(layout.replicated for layout in plan.layouts.values())
+        parent = plan.path.rpartition(".")[0]
+        if special and plan.rule in ("sharded", "replicated", "norm_over") and parent and parent not in modules:
+            modules[parent] = ModulePlan(parent, "", plan.where)
     _check_ties(root, layouts, modules, {match.path for match in matches if not isinstance(match.module, nn.Module)})
-    _check_coverage(model, prefix, layouts, policy)
+    if missing := [join(prefix, name) for name, parameter in model.named_parameters() if parameter not in layouts]:
+        raise PolicyError(
+            f"no rule covers {len(missing)} parameters of {type(model).__name__}: {listed(missing)}. "
+            "Every parameter needs a rule; 'replicated' keeps one whole.",
+            policy.where,
+        )
     expert_attributes += adapted_experts(root, modules) if experts > 1 else ()
     mixtures = mixtures_in(expert_attributes, modules)
     attributes = [attribute for attribute in attributes if attribute.path not in mixtures]
     if tp == 1 and experts > 1:  # all other modules stay as they are
-        of_experts = {path: plan for path, plan in modules.items() if path in mixtures or _is_wide(plan, experts)}
-        modules, attributes = of_experts, []
+        wide = {path for path, plan in modules.items() if any(x.axis_size == experts for x in plan.layouts.values())}
+        modules, attributes = {path: plan for path, plan in modules.items() if path in mixtures | wide}, []
     by_id, over_replicas = layouts.over(tp, max(tp, experts))
     tensors = plan_tensors(root, prefix, model, by_id, layouts.places())
     return Plan(
@@ -180,10 +188,6 @@ def make_plan(root: nn.Module, policy: Policy | Described, tp: int, *, experts: 
         shards=max(tp, experts),
         experts=frozenset(n for n, p in root.state_dict(keep_vars=True).items() if id(p) in over_replicas),
     )
-
-
-def _is_wide(plan: ModulePlan, ranks: int) -> bool:
-    return any(layout.axis_size == ranks for layout in plan.layouts.values())
 
 
 def _replicated_if_too_few(match: RuleMatch) -> list[RuleMatch]:
@@ -304,15 +308,6 @@ def _refuse_replicas_in_regions(modules: Mapping[str, ModulePlan]) -> None:
                     )
 
 
-def _watch_parents(modules: dict[str, ModulePlan]) -> None:
-    """Plan a mixer that reads the weight of its convolution itself: its forward must be seen, to sum the gradient."""
-    for plan in list(modules.values()):
-        special = plan.summed or any(layout.replicated for layout in plan.layouts.values())
-        parent = plan.path.rpartition(".")[0]
-        if special and plan.rule in ("sharded", "replicated", "norm_over") and parent and parent not in modules:
-            modules[parent] = ModulePlan(parent, "", plan.where)
-
-
 def _words(layout: Layout | None) -> str:
     if layout is None:
         return "replicated"
@@ -347,13 +342,3 @@ def _check_ties(root: nn.Module, layouts: _Layouts, modules: Mapping[str, Module
                     "but has no rule that shards it",
                     other.rule.where,
                 )
-
-
-def _check_coverage(model: nn.Module, prefix: str, layouts: _Layouts, policy: Policy) -> None:
-    missing = [join(prefix, name) for name, parameter in model.named_parameters() if parameter not in layouts]
-    if missing:
-        raise PolicyError(
-            f"no rule covers {len(missing)} parameters of {type(model).__name__}: {listed(missing)}. "
-            "Every parameter needs a rule; 'replicated' keeps one whole.",
-            policy.where,
-        )

@@ -1,8 +1,15 @@
-"""Which rule of a policy matches which module of a model, and whether the rules of a region agree."""
+"""Which rule of a policy matches which module of a model, and whether the rules of a region agree.
+
+Code that would run in the place of sharded layers, or read their weights, is refused. A ``forward`` set on a module
+object is called instead of its class's. transformers takes a fused kernel from an installed package (mamba-ssm) where
+there is one, and its own torch code otherwise: a kernel multiplies by weights itself and would skip the all-reduce. A
+policy names such functions under ``without_kernels``.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,14 +19,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.adapters import seen_through
-from autopar.errors import PolicyError, nearest
+from autopar.errors import ConfigError, PolicyError, UnsupportedModelError, nearest
 from autopar.foreign.tensors import own_buffers, own_modules, own_parameters
+from autopar.foreign.transformers import has_accelerate_hook
 from autopar.layout import Layout
-from autopar.plan.own_forwards import check_kernels
-from autopar.plan.plan import ModulePlan
+from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.units import UnitTable
 from autopar.policy.match import base_of, config_of, find_policy
-from autopar.policy.schema import BY_EXPERT, Input, Part, Policy, Ratio, Rule, Tower, UnitSpec
+from autopar.policy.schema import BY_EXPERT, Input, Part, Policy, Ratio, Rule, UnitSpec
 from autopar.policy.yaml_reader import Where
 from autopar.quantized.layers import block_of
 
@@ -102,12 +109,14 @@ def all_scopes(
             yield Scope(base_path, base, f"{base_path}/{tower.name}/{section}", table, rules, {}, {}, tower.where)
         everywhere = f"{base_path}/{tower.name}"
         yield Scope(base_path, base, everywhere, table, {}, tower.attributes, tower.inputs, tower.where)
-        for path, block in _blocks(tower, base_path, base):
-            yield Scope(
-                *(path, block, path, table, tower.blocks, tower.block_attributes, tower.block_inputs),
-                tower.where,
-                block,
-            )
+        lists = () if tower.blocks_where is None else walk(base, tower.blocks_path, tower.blocks_where)
+        for list_path, blocks in lists:
+            if not isinstance(blocks, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+                words = f"blocks.path '{tower.blocks_path}' is no ModuleList of {type(base).__name__}"
+                raise PolicyError(words, tower.blocks_where)
+            for name, block in blocks.named_children():
+                path, own = join(base_path, list_path, name), (tower.block_attributes, tower.block_inputs)
+                yield Scope(path, block, path, table, tower.blocks, *own, tower.where, block)
     table = UnitTable(_aligned(policy.units, together), config_of(model), type(model).__name__, tp, rows, model)
     yield Scope(prefix, model, f"{prefix}/head", table, policy.head, policy.head_attributes, {}, policy.where)
     for pattern, where in policy.models.items():
@@ -134,18 +143,6 @@ def rows_of(policy: Policy) -> frozenset[str]:
     )
 
 
-def _blocks(tower: Tower, base_path: str, base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    if tower.blocks_where is None:
-        return
-    for list_path, listed in walk(base, tower.blocks_path, tower.blocks_where):
-        if not isinstance(listed, nn.ModuleList | nn.Sequential | nn.ModuleDict):
-            raise PolicyError(
-                f"blocks.path '{tower.blocks_path}' is no ModuleList of {type(base).__name__}", tower.blocks_where
-            )
-        for name, block in listed.named_children():
-            yield join(base_path, list_path, name), block
-
-
 def matches_of(scope: Scope) -> Iterator[RuleMatch]:
     """Yield every rule of a scope with what it matches."""
     for pattern, rule in scope.rules.items():
@@ -166,7 +163,8 @@ def walk(root: nn.Module, pattern: str, where: Where) -> Iterator[tuple[str, nn.
             if name == "*":
                 children = list(module.named_children())
             else:
-                child = _member(module, name)
+                tables = (own_modules, own_parameters, own_buffers) if isinstance(module, nn.Module) else ()
+                child = getattr(module, name) if any(name in table(module) for table in tables) else None
                 children = [] if child is None else [(name, child)]
             if not children and not optional and not (name == "*" and isinstance(module, nn.ModuleList)):
                 known = [known for known, _ in root.named_modules() if known]
@@ -180,14 +178,6 @@ def walk(root: nn.Module, pattern: str, where: Where) -> Iterator[tuple[str, nn.
             ]
         found = below
     yield from found
-
-
-def _member(module: Any, name: str) -> Any:
-    if isinstance(module, nn.Module):
-        for members in (own_modules(module), own_parameters(module), own_buffers(module)):
-            if name in members:
-                return getattr(module, name)
-    return None
 
 
 def around(path: str) -> Iterator[str]:
@@ -239,28 +229,26 @@ def check_regions(matches: list[RuleMatch], modules: Mapping[str, ModulePlan]) -
         opened = {family: match for family, match in families if _opens(match.rule)}
         closed = {family: match for family, match in families if _closes(match.rule)}
         entered = {family for family, m in families if m.rule.kind in _ENTERS and not m.rule.closes} | {*opened}
-        for family, match in opened.items():
-            if family not in closed:
-                unit = next(unit for unit in match.rule.units if table.family(unit) == family)
-                advice = "that no row closes; add a row rule, or gather_output: true" + advise(match, unit, inside)
-                raise _alone(match, "opens a region sharded by", advice, unit)
-        for family, match in closed.items():
-            if family not in entered:
-                advice = "that no column opens; add a column rule, or split_input: true"
-                raise _alone(match, "closes a region sharded by", advice)
+        alone = [
+            (m, "opens", next(unit for unit in m.rule.units if table.family(unit) == family), _NO_ROW)
+            for family, m in opened.items()
+            if family not in closed
+        ]
+        alone += [(m, "closes", m.rule.units[0], _NO_COLUMN) for family, m in closed.items() if family not in entered]
+        for match, does, unit, advice in alone:
+            raise PolicyError(f"{match.shown} {does} a region sharded by '{unit}' {advice}", match.rule.where)
         for match in inside:
             if match.rule.kind in ("replicated", "once") and match.rule.units:
-                family = table.family(match.rule.units[0])
-                for_blocks = name.endswith("/every_stage") and (id(table), family) in of_towers
-                if family not in entered and not for_blocks:
-                    raise _alone(match, "works on activations sharded by", "but no column opens them", comma=",")
+                unit = match.rule.units[0]
+                for_blocks = name.endswith("/every_stage") and (id(table), table.family(unit)) in of_towers
+                if table.family(unit) not in entered and not for_blocks:
+                    text = f"{match.shown} works on activations sharded by '{unit}', but no column opens them"
+                    raise PolicyError(text, match.rule.where)
         _check_counts(inside, modules)
 
 
-def _alone(match: RuleMatch, does: str, advice: str, unit: str = "", comma: str = "") -> PolicyError:
-    return PolicyError(f"{match.shown} {does} '{unit or match.rule.units[0]}'{comma} {advice}", match.rule.where)
-
-
+_NO_ROW = "that no row closes; add a row rule, or gather_output: true"
+_NO_COLUMN = "that no column opens; add a column rule, or split_input: true"
 _ENTERS = ("region", "enter_output", "sharded")
 
 
@@ -293,54 +281,63 @@ def _closes(rule: Rule) -> bool:
     return rule.closes or (rule.kind == "row" and not rule.split_input)
 
 
-def advise(opening: RuleMatch, unit: str, inside: Sequence[RuleMatch]) -> str:
-    """Return a line to end the error on ``opening`` with, from the rules of its scope; empty if none is likely.
+def check_kernels(policy: Policy, model: nn.Module) -> None:
+    """Raise UnsupportedModelError if a function that the policy names is not transformers' own torch code."""
+    for name in policy.without_kernels:
+        function = getattr(sys.modules.get(type(model).__module__), name, None)
+        variables = getattr(getattr(function, "__code__", None), "co_freevars", ())
+        cells = getattr(function, "__closure__", None) or ()
+        wrapped = dict(zip(variables, (cell.cell_contents for cell in cells), strict=True))  # by transformers
+        if wrapped.get("is_new_implementation"):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} would compute with the kernel '{name}' of an installed package, which "
+                "multiplies by weights that tensor parallelism shards and never sums the result.\n"
+                "  Uninstall that package (mamba-ssm, causal-conv1d) here, or leave tensor_parallel_size at 1 "
+                f"({policy.where})."
+            )
 
-    Args:
-        unit: the one that no row has.
+
+_LAYERS = ("column", "row", "embedding")
+
+
+def check_forwards(model: nn.Module, plan: Plan) -> None:
+    """Raise where a layer that the plan shards has a ``forward`` of its own object.
+
+    Python finds an attribute of the object before the method of its class, so the sum over ranks would be left out.
+
+    Raises:
+        ConfigError: naming the first such layer, and what sets such attributes.
     """
-    table = opening.scope.table
-    family = table.family(unit)
-    beside = [match for match in inside if _parent(match) == _parent(opening)]
-    for row in beside:
-        if row.rule.kind != "row":
-            continue
-        if table.family(row.rule.units[0]) == family:
-            return (
-                f"\n  {row.shown} is a row of '{row.rule.units[0]}' with split_input: true, which is for an input that "
-                f"arrives whole ({row.rule.where}); without it this row closes the region."
-            )
-        if advice := _grouped(opening, unit, row):
-            return advice
-    widths = {_size(match, 0) for match in beside if match.rule.kind == "column" and match.rule.units[:1] == (unit,)}
-    for match in beside:
-        if match.rule.kind == "replicated" and not match.rule.units and _size(match, 1) in widths - {None}:
-            return (
-                f"\n  {match.shown} reads {_size(match, 1)} features, as many as the region has, and is replicated "
-                f"({match.rule.where}); {{row: {unit}}} closes the region."
-            )
-    return ""
-
-
-def _grouped(opening: RuleMatch, few: str, row: RuleMatch) -> str:
-    """Say that query heads have to follow KV heads, if their numbers allow it."""
-    many = row.rule.units[0]
-    fewer, more = opening.count(few), row.count(many)
-    if fewer is None or more is None or more % fewer:
-        return ""
-    spec = opening.scope.table.specs[many]
-    return (
-        f"\n  {row.shown} closes a region of '{many}' ({row.rule.where}). In grouped-query attention each of the "
-        f"{fewer} '{few}' serves {more // fewer} of the {more} '{many}', so they must follow:"
-        f"\n    {many}: {{count: {spec.count}, follows: {few}}}   ({spec.where})"
+    if plan.tp == 1:
+        return
+    found = [
+        path
+        for path, module in plan.modules.items()
+        if module.rule in _LAYERS and _has_another(model.get_submodule(path))
+    ]
+    if not found:
+        return
+    first, more = model.get_submodule(found[0]), f", and {len(found) - 1} more" if len(found) > 1 else ""
+    if has_accelerate_hook(first):
+        cause = (
+            "  accelerate's hooks do that (device_map=..., cpu_offload). Take them off before initialize:\n"
+            "  accelerate.hooks.remove_hook_from_module(model, recurse=True)"
+        )
+    else:
+        cause = "  Use register_forward_hook or register_forward_pre_hook, or a subclass in the layer's place."
+    raise ConfigError(
+        f"{found[0]}{more} ({plan.modules[found[0]].rule}, tensor_parallel_size={plan.tp}) has a forward that was set "
+        f"on the object: it would be called\n  in the place of the sharded one, and results would be wrong.\n{cause}"
     )
 
 
-def _parent(match: RuleMatch) -> str:
-    return match.path.rpartition(".")[0]
+def _has_another(module: nn.Module) -> bool:
+    """Return whether a module's own ``forward`` is another one than its class's, which removed hooks leave there."""
+    own = vars(module).get("forward")
+    return own is not None and getattr(own, "__func__", None) is not type(module).forward
 
 
-def _size(match: RuleMatch, dim: int) -> int | None:
-    """Return the output (0) or input features (1) of a linear layer; None of another module."""
-    names = ("out_features", "nf") if dim == 0 else ("in_features", "nx")
-    return next((getattr(match.module, name) for name in names if hasattr(match.module, name)), None)
+def drop_plain_forward(module: nn.Module) -> None:
+    """Take away a ``forward`` of the object that is its class's: the class is about to be another."""
+    if not _has_another(module):
+        vars(module).pop("forward", None)

@@ -56,7 +56,9 @@ class Blocks:
         self.paths = [*before, *after]
         self._place_of = {path: place for place, path in reversed(list(enumerate(self.paths)))}
         self.encoder_place = len(before) if before else None
-        self._encoder = _tower(first, main) if before else ""
+        outer = first.split(".")  # the encoder is the outermost module around its blocks that is not around the others
+        around_it = (".".join(outer[: end + 1]) for end in range(len(outer)))
+        self._encoder = next(path for path in around_it if not lies_in(main, path)) if before else ""
         self._everywhere: list[str] = []
         self._behind_encoder: list[str] = []
         self._behind: list[str] = []
@@ -184,7 +186,11 @@ class Blocks:
         around = {path.rpartition(".")[0].rpartition(".")[0] for path in self.paths}
         if any(name.startswith(f"{path}." if path else "") for name in unread for path in around):
             return True  # so does the module that runs the blocks
-        words = {id(p) for p in _embedding(model).parameters()}
+        try:
+            embedding = model.get_input_embeddings()
+        except NotImplementedError:
+            embedding = None
+        words = {id(p) for p in embedding.parameters()} if isinstance(embedding, nn.Module) else set()
         read_at = [reads.get(join(self.prefix, n), set()) for n, p in model.named_parameters() if id(p) in words]
         entries = {0, len(list(self.elements()))}  # where words are read in any model
         entries |= {self.encoder_place + 1} if self.encoder_place is not None else set()
@@ -195,21 +201,6 @@ class Blocks:
             return False
         taken = inspect.signature(decoder.forward).parameters.values()
         return any("Tensor" in str(each.annotation) and each.name not in _USUAL for each in taken)
-
-
-def _embedding(model: PreTrainedModel) -> nn.Module:
-    try:
-        found = model.get_input_embeddings()
-    except NotImplementedError:
-        found = None
-    return found if isinstance(found, nn.Module) else nn.Identity()
-
-
-def _tower(inner: str, other: str) -> str:
-    """Return the outermost module around one list of blocks that is not around the other."""
-    parts = inner.split(".")
-    outer = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
-    return next(path for path in outer if not lies_in(other, path))
 
 
 def _choose(chains: Mapping[str, list[Scope]], prefix: str, model: nn.Module) -> tuple[str, str]:
@@ -400,7 +391,12 @@ def _bounds(blocks: Blocks, ranks: int, chunks: int, by_hand: Sequence[int], rea
     place = f"{type(blocks.model).__name__} ({', '.join(blocks.lists) or 'no list of blocks'})"
     splits = list(range(count + 1)) if reads is None else _split_points(blocks, reads, place)
     if by_hand:
-        bounds = _by_hand(by_hand, count, stages, place)
+        if len(by_hand) != stages or sum(by_hand) != count:
+            raise ConfigError(
+                f"pipeline.layers_per_stage={list(by_hand)} has {len(by_hand)} stages with {sum(by_hand)} "
+                f"blocks in all; there are {stages} stages, and {place} has {count} blocks."
+            )
+        bounds = [0, *accumulate(by_hand)]
         for bound in bounds:
             if bound not in splits:
                 raise ConfigError(
@@ -442,15 +438,6 @@ def _split_points(blocks: Blocks, reads: Reads, place: str) -> list[int]:
             if origin != called[-1]:  # an element between that was not called left its output where it was
                 splits -= set(range(blocks.block(origin) + 1, min(blocks.block(reader), last) + 1))
     return sorted(splits)
-
-
-def _by_hand(layers: Sequence[int], count: int, stages: int, place: str) -> list[int]:
-    if len(layers) != stages or sum(layers) != count:
-        raise ConfigError(
-            f"pipeline.layers_per_stage={list(layers)} has {len(layers)} stages with {sum(layers)} blocks in all; "
-            f"there are {stages} stages, and {place} has {count} blocks."
-        )
-    return [0, *accumulate(layers)]
 
 
 def rank_of_stage(ranks: int, chunks: int, *, folded: bool = False) -> tuple[int, ...]:

@@ -125,11 +125,28 @@ def saved_form(model: PreTrainedModel, names: Mapping[str, str]) -> tuple[dict[s
         if name not in ignored
     }
     views = _ViewTracking(state)
+    renamed: dict[str, str] = {}
+    pieces: dict[str, list[Piece]] = {}
     try:
         with torch.no_grad(), views, as_never_quantized(model):
             converted = dict(revert_weight_conversion(model, dict(state)))
-        renamed, pieces = _named(converted, views)
-        _check_complete(state, renamed, pieces)
+        for saved, tensor in converted.items():
+            source = views.piece(tensor, saved)
+            if source is None or not source[0]:
+                raise ValueError(f"{saved} is computed")
+            name, piece = source
+            if tensor is views.stored.get(name):
+                renamed[name] = saved
+            else:
+                pieces.setdefault(name, []).append(piece)
+        parts = [part for listed in pieces.values() for part in listed]
+        sources = set(pieces) | {name for part in parts for name in part.sources()}
+        if absent := [name for name in state if (name in renamed) == (name in sources)]:
+            raise ValueError(f"{absent[0]} is {'saved twice' if absent[0] in renamed else 'not saved'}")
+        before = sum(state[name].numel() for name in sources)
+        after = sum(math.prod(part.shape) - part.zeros() for part in parts)
+        if before != after:
+            raise ValueError(f"{before} elements become {after}")
     except (RuntimeError, ValueError) as error:
         warnings.warn(
             f"how save_pretrained converts {type(model).__name__} cannot be followed ({error}): merged checkpoints get "
@@ -138,36 +155,6 @@ def saved_form(model: PreTrainedModel, names: Mapping[str, str]) -> tuple[dict[s
         )
         return {name: name for name in state}, {}
     return renamed, {name: tuple(parts) for name, parts in pieces.items()}
-
-
-def _named(converted: dict[str, torch.Tensor], views: _ViewTracking) -> tuple[dict[str, str], dict[str, list[Piece]]]:
-    renamed: dict[str, str] = {}
-    pieces: dict[str, list[Piece]] = {}
-    for saved, tensor in converted.items():
-        source = views.piece(tensor, saved)
-        if source is None or not source[0]:
-            raise ValueError(f"{saved} is computed")
-        name, piece = source
-        if tensor is views.stored.get(name):
-            renamed[name] = saved
-        else:
-            pieces.setdefault(name, []).append(piece)
-    return renamed, pieces
-
-
-def _check_complete(state: dict[str, torch.Tensor], renamed: dict[str, str], pieces: dict[str, list[Piece]]) -> None:
-    """Raise ``ValueError`` unless each element of each tensor is saved once, as far as sizes tell."""
-    parts = [part for listed in pieces.values() for part in listed]
-    sources = set(pieces) | {name for part in parts for name in part.sources()}
-    absent = [name for name in state if (name in renamed) == (name in sources)]
-    if absent:
-        raise ValueError(f"{absent[0]} is {'saved twice' if absent[0] in renamed else 'not saved'}")
-    before, after = (
-        sum(state[name].numel() for name in sources),
-        sum(math.prod(part.shape) - part.zeros() for part in parts),
-    )
-    if before != after:
-        raise ValueError(f"{before} elements become {after}")
 
 
 class _ViewTracking(TorchDispatchMode):
@@ -215,11 +202,10 @@ class _ViewTracking(TorchDispatchMode):
         if func is _ATEN.new_zeros.default:  # rows that fill a table up
             self._zeros.append(result)  # kept, so that its id stays its own
             self._names[id(result)] = ""
-        if func is _ATEN.cat.default:
-            self._note(result, *_arguments(*args, **kwargs))
-        elif func is _ATEN.stack.default:
-            parts, dim = _arguments(*args, **kwargs)
-            self._note(result, parts, dim % result.ndim, stacked=True)
+        if func in (_ATEN.cat.default, _ATEN.stack.default):
+            dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+            stacked = func is _ATEN.stack.default
+            self._note(result, args[0], dim % result.ndim if stacked else dim, stacked=stacked)
         return result
 
     def _note(
@@ -240,7 +226,3 @@ class _ViewTracking(TorchDispatchMode):
         if math.prod(joined.shape()) == result.numel():
             self._made[id(result)] = result, joined
         return result
-
-
-def _arguments(tensors: Sequence[torch.Tensor], dim: int = 0) -> tuple[Sequence[torch.Tensor], int]:
-    return tensors, dim

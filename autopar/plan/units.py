@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,22 +90,16 @@ class UnitTable:
         for step in path:
             inside = holder if isinstance(holder, Mapping) else None
             if step not in inside if inside is not None else not hasattr(holder, step):
-                raise PolicyError(
-                    f"'{what}' is {name}, which {self._shown(holder)} lacks.{nearest(step, self._known(holder))}", where
-                )
+                own = self.root is not None and isinstance(holder, SimpleNamespace)  # of a model without config
+                shown = self.model if own else type(holder).__name__
+                known = holder if inside is not None else getattr(holder, "__dict__", {})
+                if isinstance(holder, SimpleNamespace):
+                    known = {**vars(self.root or holder), **known}
+                raise PolicyError(f"'{what}' is {name}, which {shown} lacks.{nearest(step, known)}", where)
             holder = getattr(holder, step) if inside is None else inside[step]
         if type(holder) is not int:
             raise PolicyError(f"'{what}' is {name}={holder!r} in the config, which is no count", where)
         return holder
-
-    def _shown(self, holder: Any) -> str:
-        """Return the name, for messages, of what was asked for an attribute: of a model without config its own."""
-        return self.model if self.root is not None and isinstance(holder, SimpleNamespace) else type(holder).__name__
-
-    def _known(self, holder: Any) -> Iterable[str]:
-        if isinstance(holder, SimpleNamespace):
-            return {**vars(self.root or holder), **vars(holder)}
-        return holder if isinstance(holder, Mapping) else vars(holder) if hasattr(holder, "__dict__") else ()
 
     def family(self, unit: str) -> str:
         """Return the unit at the end of the chain of ``follows``: query heads and KV heads are one family."""
@@ -128,15 +122,11 @@ class UnitTable:
 
     def ranges(self, unit: str, count: int, size: int, block: nn.Module | None = None) -> UnitRanges:
         """Return which of ``count`` units each of ``size`` ranks holds. ``ValueError`` if one would hold none."""
-        leader = self.specs[unit].follows
-        leaders = self.count(leader, block) if leader is not None else None
-        key = (unit, count, size, leaders)
-        if key not in self._ranges:
-            self._ranges[key] = self._distribute(unit, count, size, leaders, block)
-        return self._ranges[key]
-
-    def _distribute(self, unit: str, count: int, size: int, leaders: int | None, block: nn.Module | None) -> UnitRanges:
         spec = self.specs[unit]
+        leaders = self.count(spec.follows, block) if spec.follows is not None else None
+        key = (unit, count, size, leaders)
+        if key in self._ranges:
+            return self._ranges[key]
         if spec.follows is not None:
             if leaders is None:
                 raise PolicyError(f"'{unit}' follows '{spec.follows}', whose count is inferred", spec.where)
@@ -153,6 +143,7 @@ class UnitTable:
         if unit not in self.may_be_empty and any(start == stop for start, stop in ranges):
             few = f" in multiples of {spec.multiple}" if spec.multiple > 1 else ""
             raise ValueError(f"{count} {unit} cannot be sharded over {size} ranks{few}")
+        self._ranges[key] = ranges
         return ranges
 
     def layout(
@@ -205,17 +196,16 @@ class UnitTable:
         spec, size = self.specs[unit], self.size
         axis = "expert_parallel_size" if self.tp else "tensor_parallel_size"
         counted = "counted on the parameter" if spec.count == INFERRED else f"{spec.count}={count}"
-        fits = next((n for n in range(size - 1, 0, -1) if n % (self.tp or 1) == 0 and self._fits(n, block)), 1)
+
+        def fits(smaller: int) -> bool:
+            try:
+                return all(self.ranges(unit, count, smaller, block) for unit, count, _ in self.used)
+            except (ValueError, PolicyError):
+                return False
+
+        largest = next((n for n in range(size - 1, 0, -1) if n % (self.tp or 1) == 0 and fits(n)), 1)
         return ConfigError(
             f"{axis}={size} does not fit {self.model}: {error}.\n"
             f"  '{unit}' is {counted} ({spec.where}), sharded by {what} ({where}).\n"
-            f"  Largest size that fits this model: {fits}."
+            f"  Largest size that fits this model: {largest}."
         )
-
-    def _fits(self, size: int, block: nn.Module | None) -> bool:
-        try:
-            for unit, count, _ in self.used:
-                self.ranges(unit, count, size, block)
-        except (ValueError, PolicyError):
-            return False
-        return True

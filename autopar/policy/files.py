@@ -83,7 +83,6 @@ def fail_in(file: str) -> Fail:
     return fail
 
 
-_LONGEST_CHAIN = 50
 _VARIANT = re.compile(r"[\w-]+")
 _VARIANTS_IN_TEXT = re.compile(r"^variants:\n(.*)", re.MULTILINE | re.DOTALL)  # the last section of a file
 _NAME_IN_TEXT = re.compile(r"^  ([\w-]+):", re.MULTILINE)
@@ -161,20 +160,23 @@ def _extend(node: Node, place: _Place, common: Node | None = None) -> Node:
     layers = [] if common is None else [common]
     if "extends" in own:
         layers += _layers(own.pop("extends"), place)
-    if _has_extends(own.get("blocks")):
+    if _has(own.get("blocks"), "extends"):
         inside = dict(own["blocks"].value)
         layers += _layers(inside.pop("extends"), place, in_block=True)
         own["blocks"] = Node(inside, own["blocks"].where)
     towers = own.get("towers")
     if towers is not None and isinstance(towers.value, dict):
         inner = {
-            name: _extend(tower, place) if _has_extends(tower) or _has_extends(tower, "blocks") else tower
+            name: _extend(tower, place) if _has(tower, "extends") or _has(tower, "blocks", "extends") else tower
             for name, tower in towers.value.items()
         }
         own["towers"] = Node(inner, towers.where)
     top = Node(own, node.where)
     if _has(own.get("match"), "model_type"):  # the range of what is extended is that of other model types
-        layers = [_without_range(layer) for layer in layers]
+        for number, layer in enumerate(layers):
+            if _has(layer, "match", "transformers"):
+                kept = {key: entry for key, entry in layer.value["match"].value.items() if key != "transformers"}
+                layers[number] = Node({**layer.value, "match": Node(kept, layer.where)}, layer.where)
     return overlay(merge(layers, top) if layers else Node({}, node.where), top)
 
 
@@ -185,18 +187,6 @@ def _has(node: Node | None, *keys: str) -> bool:
             return False
         node = node.value[key]
     return True
-
-
-def _has_extends(node: Node | None, *inside: str) -> bool:
-    return _has(node, *inside, "extends")
-
-
-def _without_range(layer: Node) -> Node:
-    if not _has(layer, "match", "transformers"):
-        return layer
-    match = layer.value["match"]
-    kept = {key: entry for key, entry in match.value.items() if key != "transformers"}
-    return Node({**layer.value, "match": Node(kept, match.where)}, layer.where)
 
 
 def _layers(extends: Node, place: _Place, *, in_block: bool = False) -> list[Node]:
@@ -227,8 +217,6 @@ def _named(name: Node, place: _Place) -> Node:
     found = _find(name.value, place.folder, name.where)
     if found in place.seen:
         raise PolicyError(f"'{name.value}' extends itself", name.where)
-    if len(place.seen) > _LONGEST_CHAIN:
-        raise PolicyError(f"'{name.value}' is extended through more than {_LONGEST_CHAIN} files", name.where)
     return extended(found, place.done, place.seen)
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,6 @@ from autopar.policy.files import (
     extended,
     fail_in,
     policy_files,
-    policy_folder,
-    policy_text,
     policy_tree,
     user_tree,
     variants_of,
@@ -40,9 +38,6 @@ from autopar.policy.schema import (
     UnitSpec,
 )
 from autopar.policy.yaml_reader import Node, Where, plain, plain_tree
-
-__all__ = ["policy_files", "policy_folder", "policy_text"]
-
 
 _TOWER = ("units", "prefix", "every_stage", "blocks", "suffix", "attributes", "inputs")
 _TOP = ("match", *_TOWER, "towers", "head", "head_attributes", "models", "without_kernels", "loss")
@@ -67,7 +62,9 @@ def parse_policy(name: str, root: Node) -> Policy:
     if "units" not in top and not {"models", "towers"} & set(top):
         raise PolicyError(f"policy '{name}' has no section 'units'", root.where)
     match = _mapping(top["match"], _MATCH, "'match'") if "match" in top else {}
-    model_types = _parse_names(match, "model_type", top["match"].where) if "match" in top else ()
+    if "match" in top and "model_type" not in match:
+        raise PolicyError("'match' has no 'model_type'", top["match"].where)
+    model_types = _parse_names(match, "model_type")
     transformers, ranges = _parse_versions(match, model_types) if "match" in top else ("", {})
     units = _parse_units(top["units"], literal="match" not in top) if "units" in top else {}
     towers = [_parse_tower("", root.where, {key: top[key] for key in _TOWER if key in top}, units)]
@@ -75,35 +72,29 @@ def parse_policy(name: str, root: Node) -> Policy:
         keys = _mapping(entry, (*_TOWER, "config"), f"tower '{tower}'")
         merged = {**units, **(_parse_units(keys["units"], units) if "units" in keys else {})}
         towers.append(_parse_tower(tower, entry.where, keys, merged))
+    models = top.get("models", Node([], root.where))
+    if not isinstance(models.value, list):
+        raise PolicyError("'models' must be a list of paths", models.where)
+    config = _mapping(match["config"], None, "'config'") if "config" in match else {}
     return Policy(
         name=name,
         where=root.where,
         model_types=model_types,
         transformers=transformers,
         ranges=ranges,
-        config={key: plain(node) for key, node in _mapping(match["config"], None, "'config'").items()}
-        if "config" in match
-        else {},
-        classes=_parse_names(match, "class", top["match"].where) if "class" in match else (),
+        config={key: plain(node) for key, node in config.items()},
+        classes=_parse_names(match, "class"),
         towers=tuple(towers),
         head=_parse_rules(top["head"], units) if "head" in top else {},
         head_attributes=_parse_attributes(top["head_attributes"], units) if "head_attributes" in top else {},
-        models=_parse_models(top["models"]) if "models" in top else {},
+        models={_text(entry, "models"): entry.where for entry in models.value},
         loss=_parse_loss(top["loss"]) if "loss" in top else {},
-        without_kernels=_parse_names(top, "without_kernels", root.where) if "without_kernels" in top else (),
+        without_kernels=_parse_names(top, "without_kernels"),
     )
 
 
 def _parse_tower(name: str, where: Where, keys: Mapping[str, Node], units: Mapping[str, UnitSpec]) -> Tower:
-    sections: dict[str, Any] = {
-        section: _parse_rules(keys[section], units)
-        for section in ("prefix", "every_stage", "suffix")
-        if section in keys
-    }
-    if "attributes" in keys:
-        sections["attributes"] = _parse_attributes(keys["attributes"], units)
-    if "inputs" in keys:
-        sections["inputs"] = _parse_inputs(keys["inputs"], units)
+    sections = {key: parse(keys[key], units) for key, parse in _SECTIONS.items() if key in keys}
     if "blocks" in keys:
         blocks = _mapping(keys["blocks"], _BLOCKS, "'blocks'")
         for required in ("path", "modules"):
@@ -114,10 +105,8 @@ def _parse_tower(name: str, where: Where, keys: Mapping[str, Node], units: Mappi
             "blocks_where": keys["blocks"].where,
             "blocks": _parse_rules(blocks["modules"], units),
         }
-        if "attributes" in blocks:
-            sections["block_attributes"] = _parse_attributes(blocks["attributes"], units)
-        if "inputs" in blocks:
-            sections["block_inputs"] = _parse_inputs(blocks["inputs"], units)
+        more = [key for key in ("attributes", "inputs") if key in blocks]
+        sections |= {f"block_{key}": _SECTIONS[key](blocks[key], units) for key in more}
     return Tower(name, where, units, _text(keys["config"], "config") if "config" in keys else "", **sections)
 
 
@@ -135,15 +124,9 @@ def _parse_versions(match: Mapping[str, Node], model_types: tuple[str, ...]) -> 
     return SUPPORTED, {kind: _text(entry, "transformers") for kind, entry in node.value.items()}
 
 
-def _parse_models(node: Node) -> dict[str, Where]:
-    if not isinstance(node.value, list):
-        raise PolicyError("'models' must be a list of paths", node.where)
-    return {_text(entry, "models"): entry.where for entry in node.value}
-
-
-def _parse_names(match: Mapping[str, Node], key: str, where: Where) -> tuple[str, ...]:
+def _parse_names(match: Mapping[str, Node], key: str) -> tuple[str, ...]:
     if key not in match:
-        raise PolicyError(f"'match' has no '{key}'", where)
+        return ()
     node = match[key]
     nodes = node.value if isinstance(node.value, list) else [node]
     if not nodes:
@@ -161,18 +144,15 @@ def _parse_units(
             spec = _mapping(entry, _UNIT, f"unit '{name}'")
             if "count" not in spec:
                 raise PolicyError(f"unit '{name}' has no 'count'", entry.where)
-            units[name] = UnitSpec(
-                name,
-                str(spec["count"].value),
-                entry.where,
-                follows=_text(spec["follows"], "follows") if "follows" in spec else None,
-                **{flag: _flag(spec[flag], flag) for flag in ("replicate", "or_whole") if flag in spec},
-                multiple=_at_least_1(spec, "multiple"),
-                align=_at_least_1(spec, "align"),
-            )
+            readers = {"follows": _text, "replicate": _flag, "or_whole": _flag, "multiple": _number, "align": _number}
+            more: dict[str, Any] = {key: reader(spec[key], key) for key, reader in readers.items() if key in spec}
+            for key in {"multiple", "align"} & more.keys():
+                if more[key] < 1:
+                    raise PolicyError(f"'{key}' must be at least 1, not {more[key]}", spec[key].where)
+            units[name] = UnitSpec(name, str(spec["count"].value), entry.where, **more)
         else:
-            number = literal and type(entry.value) is int
-            units[name] = UnitSpec(name, str(entry.value) if number else _text(entry, name), entry.where)
+            counted = literal and type(entry.value) is int
+            units[name] = UnitSpec(name, str(entry.value) if counted else _text(entry, name), entry.where)
     known = {**(outer or {}), **units}
     for unit in units.values():
         if unit.name == HIDDEN:
@@ -186,15 +166,6 @@ def _parse_units(
             chain.append(leader)
             leader = known[leader].follows if leader in known else None
     return units
-
-
-def _at_least_1(spec: Mapping[str, Node], key: str) -> int:
-    if key not in spec:
-        return 1
-    number = _number(spec[key], key)
-    if number < 1:
-        raise PolicyError(f"'{key}' must be at least 1, not {number}", spec[key].where)
-    return number
 
 
 def _parse_rules(node: Node, units: Mapping[str, UnitSpec]) -> dict[str, Rule]:
@@ -299,6 +270,13 @@ def _parse_inputs(node: Node, units: Mapping[str, UnitSpec]) -> dict[str, Input]
     return inputs
 
 
+_SECTIONS: dict[str, Any] = {
+    **dict.fromkeys(("prefix", "every_stage", "suffix"), _parse_rules),
+    "attributes": _parse_attributes,
+    "inputs": _parse_inputs,
+}
+
+
 def _parse_loss(node: Node) -> dict[str, str]:
     kinds = {name: _text(entry, name) for name, entry in _mapping(node, None, "'loss'").items()}
     for name, kind in kinds.items():
@@ -325,22 +303,15 @@ def _mapping(node: Node, known: tuple[str, ...] | None, what: str) -> dict[str, 
     return node.value
 
 
-def _text(node: Node, what: str) -> str:
-    if not isinstance(node.value, str):
-        raise PolicyError(f"'{what}' must be text, not {plain(node)!r}", node.where)
+def _typed(kind: type, words: str, node: Node, what: str) -> Any:
+    if type(node.value) is not kind:
+        raise PolicyError(f"'{what}' must be {words}, not {plain(node)!r}", node.where)
     return node.value
 
 
-def _flag(node: Node, what: str) -> bool:
-    if not isinstance(node.value, bool):
-        raise PolicyError(f"'{what}' must be true or false, not {plain(node)!r}", node.where)
-    return node.value
-
-
-def _number(node: Node, what: str) -> int:
-    if type(node.value) is not int:
-        raise PolicyError(f"'{what}' must be an integer, not {plain(node)!r}", node.where)
-    return node.value
+_text: Callable[[Node, str], str] = functools.partial(_typed, str, "text")
+_flag: Callable[[Node, str], bool] = functools.partial(_typed, bool, "true or false")
+_number: Callable[[Node, str], int] = functools.partial(_typed, int, "an integer")
 
 
 @functools.cache
@@ -386,17 +357,6 @@ def _load(path: Path) -> tuple[Policy, ...]:
 _load_own = functools.cache(_load)
 
 
-def _own(name: str) -> str:
-    """Say what to do with the name of a policy that comes with autopar."""
-    names = own_policies().keys() | {kind for policy in own_policies().values() for kind in policy.model_types}
-    if name not in names:
-        return ""
-    return (
-        f".\n  autopar comes with one of the name {name}, and finds it by the model's type: leave policy= out.\n"
-        f"  One of your own can build on it: policy={{'extends': '{name}', ...}}"
-    )
-
-
 def read_user_policy(source: str | Path | Mapping[str, Any] | Policy, *, place: str = "policy dict") -> Policy:
     """Read a policy from a path, a dict, YAML text, or take a ready one.
 
@@ -411,9 +371,13 @@ def read_user_policy(source: str | Path | Mapping[str, Any] | Policy, *, place: 
     if isinstance(source, Path) or (text and "\n" not in text):
         path = Path(text)
         if not path.is_file():
-            raise PolicyError(
-                f"policy file '{path}' does not exist; a policy is a path, a dict or YAML text{_own(text)}"
+            known = own_policies().keys() | {kind for policy in own_policies().values() for kind in policy.model_types}
+            own = (
+                f".\n  autopar comes with one of the name {text}, and finds it by the model's type: leave policy= out."
+                f"\n  One of your own can build on it: policy={{'extends': '{text}', ...}}"
             )
+            words = "does not exist; a policy is a path, a dict or YAML text"
+            raise PolicyError(f"policy file '{path}' {words}{own if text in known else ''}")
         return load_policy(path.resolve())
     if isinstance(source, Mapping):
         root = plain_tree(source, place, fail_in(place))

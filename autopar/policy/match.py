@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -21,12 +21,11 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers import __version__ as transformers_version
 
-from autopar.errors import PolicyError, UnsupportedModelError, listed, nearest, tell
-from autopar.foreign.tensors import own_parameters
+from autopar.errors import PolicyError, UnsupportedModelError, nearest, tell
 from autopar.foreign.transformers import tensor_plan
 from autopar.on_demand import tool
-from autopar.policy.files import reference
-from autopar.policy.load import load_policies, own_policies, policy_files, policy_text, read_user_policy
+from autopar.policy.files import policy_files, policy_text, reference
+from autopar.policy.load import load_policies, own_policies, read_user_policy
 from autopar.policy.schema import DERIVED, Policy
 
 
@@ -41,8 +40,7 @@ def model_inside(root: nn.Module, policy: Policy | None) -> tuple[str, Any]:
     """
     if policy is not None and not policy.model_types:
         return "", root
-    found = _hugging_face_models(root)
-    if not found and policy is not None:
+    if policy is not None and not _hugging_face_models(root):
         return "", root
     return hugging_face_model(root)
 
@@ -105,21 +103,6 @@ def model_type_of(model: nn.Module) -> str:
     return str(getattr(config_of(model), "model_type", type(model).__name__))
 
 
-_MOST_NAMES = 6
-
-
-class _Likeness(NamedTuple):
-    """How like a model is to a policy. The greatest is the most alike, and of several the simplest."""
-
-    fitting: int  # kinds of modules that both have, less the modules and attributes that the model lacks
-    inherited: bool  # the model or its config derives from that of a listed type
-    spare: int  # less the kinds of modules that the model could have, heads apart
-    common: int  # types that the policy lists
-    name: str
-    without_rule: tuple[str, ...]
-    without_module: tuple[str, ...]
-
-
 def convolutional(model: nn.Module) -> str:
     """Return the reason why a convolutional net has no policy; empty for any other model."""
     if not isinstance(model, PreTrainedModel) or "heads" in str(model.config.to_dict()):
@@ -132,81 +115,17 @@ def convolutional(model: nn.Module) -> str:
     )
 
 
-def advice(model: PreTrainedModel, kinds: dict[str, str]) -> str:
-    """Say which name may have been meant, which policy is nearest and how to use it: at most ten lines."""
-    model_type = str(model.config.model_type)
+def advice(model_type: str, kinds: dict[str, str]) -> str:
+    """Say which name may have been meant, and how to get a policy."""
     hint = nearest(model_type, kinds, cutoff=0.7).strip()
-    lines = [hint] if hint else []
-    lines.append("autopar.initialize(model, config, policy='derive') derives a policy from what forward computes;")
-    lines.append("'autopar policy new MODEL' (a folder or a name on the hub) also proves it and writes it down.")
-    own = _Structure(model)
-    best = max(_likeness(policy, own) for policy in own_policies().values())
-    same = len(own.stored) - len(best.without_rule)
-    if 2 * same >= len(own.stored):
-        lines.append(f"By hand: closest in structure is {best.name} ({same} of {len(own.stored)} kinds of modules):")
-        lines.append(f"  policy={{'extends': '{best.name}', 'match': {{'model_type': '{model_type}'}}}}")
-        if best.without_rule:
-            lines.append(f"  to which rules must be added for: {listed(best.without_rule, _MOST_NAMES)}")
-        if best.without_module:
-            lines.append(
-                f"  and from which rules must be deleted (NAME: ~): {listed(best.without_module, _MOST_NAMES)}"
-            )
-    lines.append(f"'autopar policy check my.yaml' tries a policy without weights; its form is in {reference()}")
-    lines.append("'autopar policy list' prints the model types that have one.")
-    return "".join(f"\n  {line}" for line in lines)
-
-
-class _Structure:
-    """The names in a model, each for all modules that end in it."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        base = f"{model.base_model_prefix}."
-        modules = [(path.removeprefix(base), module) for path, module in model.named_modules() if path]
-        self.modules = {_end(path): module for path, module in modules}
-        self.around = {_end(path): {_end(outer) for outer in _and_around(path)} for path, _ in modules}
-        self.stored = {_end(path) for path, module in modules if own_parameters(module)}
-        self.parameters = {_end(path) for path, _ in model.named_parameters()}
-        configs = [type(model.config), *(getattr(kind, "config_class", None) for kind in type(model).mro())]
-        self.types = {getattr(kind, "model_type", "") for config in configs if config for kind in config.mro()}
-
-    def has_attribute(self, path: str) -> bool:
-        """Return whether a module has the attribute at the end of a rule's path."""
-        parent, _, attribute = path.rpartition(".")
-        parent, config, _ = parent.partition(".config")
-        module = self.modules.get(_end(parent))
-        return hasattr(getattr(module, "config", None) if config else module, attribute)
-
-
-def _likeness(policy: Policy, own: _Structure) -> _Likeness:
-    body = [
-        path for tower in policy.towers for section in (tower.prefix, tower.blocks, tower.suffix) for path in section
+    lines = [
+        *([hint] if hint else []),
+        "autopar.initialize(model, config, policy='derive') derives a policy from what forward computes;",
+        "'autopar policy new MODEL' (a folder or a name on the hub) also proves it and writes it down.",
+        f"'autopar policy check my.yaml' tries a policy without weights; its form is in {reference()}",
+        "'autopar policy list' prints the model types that have one.",
     ]
-    named = {_end(path): path for path in [*policy.head, *body]}
-    missing = named.keys() - own.modules.keys() - own.parameters
-    without_module = tuple(sorted(name for name in missing if "?" not in named[name]))
-    attributes = {path for tower in policy.towers for path in tower.block_attributes if "." in path and "?" not in path}
-    lacking = sum(not own.has_attribute(path) for path in attributes)
-    return _Likeness(
-        fitting=len(own.stored & named.keys()) - len(without_module) - lacking,
-        inherited=bool(own.types & set(policy.model_types)),
-        spare=-len(missing & {_end(path) for path in body}),
-        common=len(policy.model_types),
-        name=policy.name,
-        without_rule=tuple(sorted(name for name in own.stored if not own.around[name] & named.keys())),
-        without_module=without_module,
-    )
-
-
-def _and_around(path: str) -> list[str]:
-    names = path.split(".")
-    return [".".join(names[:length]) for length in range(1, len(names) + 1)]
-
-
-def _end(path: str) -> str:
-    """The last two names of a path behind its last number, without marks."""
-    names = [name.removesuffix("?") for name in path.split(".")]
-    behind = max((place + 1 for place, name in enumerate(names) if name.isdigit() or name == "*"), default=0)
-    return ".".join(names[behind:][-2:])
+    return "".join(f"\n  {line}" for line in lines)
 
 
 def supported_model_types() -> dict[str, str]:
@@ -239,7 +158,13 @@ def find_policy(model: nn.Module, policy: str | Path | Mapping[str, Any] | Polic
     _, model = hugging_face_model(model)
     config = model.config
     listed = policies_of(config.model_type)
-    found = [candidate for candidate in listed if _fits(candidate, model)]
+    kinds = {kind.__name__ for kind in type(model).__mro__}
+    found = [
+        each
+        for each in listed
+        if (not each.classes or kinds & set(each.classes))
+        and all(getattr(config, key, None) == value for key, value in each.config.items())
+    ]
     if len(found) > 1:
         raise PolicyError(
             f"{' and '.join(str(p.where) for p in found)} both match model_type {config.model_type}: "
@@ -257,14 +182,10 @@ def find_policy(model: nn.Module, policy: str | Path | Mapping[str, Any] | Polic
                 reason = f"{reason}, and {error}"
             reason = f"{reason.rstrip('.')}."
         else:
-            conditions = "; ".join(
-                " and ".join(
-                    [f"{p.name} wants {dict(p.config)}"] + ([f"class {' or '.join(p.classes)}"] if p.classes else [])
-                )
-                for p in listed
-            )
-            reason = f"no policy fits this config of model_type '{config.model_type}': {conditions}."
-        raise UnsupportedModelError(reason + advice(model, supported_model_types()))
+            wants = (f"{p.name} wants {dict(p.config)}" + (f" and class {' or '.join(p.classes)}" if p.classes else "")
+                     for p in listed)  # fmt: skip
+            reason = f"no policy fits this config of model_type '{config.model_type}': {'; '.join(wants)}."
+        raise UnsupportedModelError(reason + advice(str(config.model_type), supported_model_types()))
     _check_version(found[0], config)
     return found[0]
 
@@ -311,12 +232,6 @@ def _may_list(path: Path, model_type: str, word: re.Pattern[str]) -> bool:
         return "model_type" not in text
     lists = _LISTS.findall(text)
     return not all(lists) or any(word.search(listed) for listed in lists)
-
-
-def _fits(policy: Policy, model: PreTrainedModel) -> bool:
-    if policy.classes and not {kind.__name__ for kind in type(model).__mro__} & set(policy.classes):
-        return False
-    return all(getattr(model.config, key, None) == value for key, value in policy.config.items())
 
 
 def _check_version(policy: Policy, config: PretrainedConfig) -> None:
@@ -368,7 +283,7 @@ def _derived_policy(model: PreTrainedModel) -> Policy:
     if not dist.is_initialized() or dist.get_rank() == 0:
         kind = type(model).__name__
         tell(_log, f"deriving a policy for {kind}: seconds, or minutes where forward loops in Python")
-    tree = tool("verification.policy_of_small").derived_tree(model)
+    tree = tool("verification.small_models").derived_tree(model)
     return read_user_policy(tree, place=f"policy derived from {type(model).__name__}")
 
 

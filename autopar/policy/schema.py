@@ -139,7 +139,7 @@ class Policy:
     ``model_types`` is empty for a policy that is given by hand, without ``match``. ``models``: path (relative to the
     base model) -> place. Each is a Hugging Face model whose own policy, found by its own ``model_type``, holds below
     it. ``without_kernels``: functions of the modeling file that must be transformers' own (see
-    :mod:`autopar.plan.own_forwards`). ``loss``: class of a model -> one of :data:`LOSSES`, if its name does not tell.
+    :mod:`autopar.plan.matching`). ``loss``: class of a model -> one of :data:`LOSSES`, if its name does not tell.
     """
 
     name: str

@@ -23,7 +23,7 @@ from autopar.errors import CheckpointError, PolicyError
 from autopar.foreign.tensors import BatchNorm, Convolution, own_buffers, own_parameters
 from autopar.foreign.transformers import EXPERTS
 from autopar.layout import Layout
-from autopar.plan.own_forwards import drop_plain_forward
+from autopar.plan.matching import drop_plain_forward
 from autopar.plan.plan import AttributePlan, ModulePlan, Plan
 from autopar.quantized import stored as stored_form
 from autopar.quantized.layers import stored_weight

@@ -1,5 +1,4 @@
 """Random compositions of options against one process: what nobody would have thought of writing down as a test.
 
-``draw`` makes a composition of a seed, ``compare`` trains it beside the plain model, ``minimise`` drops options of one
-that fails while it goes on failing. ``python -m tests.compositions 17`` repeats seed 17.
+``draw`` makes a composition of a seed, ``compare`` trains it beside the plain model.
 """

@@ -22,8 +22,6 @@ from tests.compositions.draw import Composition
 from tests.parity import all_close, close, randomise
 from tests.random_models import build, cases, kind
 
-__all__ = ["STEPS", "compare"]
-
 STEPS = 4
 _BLOCKS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 _SEQ, _ROWS = 12, 4  # tokens of a sample; samples of a replica's step

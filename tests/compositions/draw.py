@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
-
-__all__ = ["MODEL_TYPES", "Composition", "draw", "simpler"]
 
 MODEL_TYPES = (
     "gpt2", "llama", "qwen3", "gemma2", "phi3", "falcon", "bloom", "gpt_neox", "opt", "mixtral", "deepseek_v3",
@@ -89,18 +86,6 @@ def draw(seed: int, ranks: int) -> Composition:
         wrapper=maybe(0.3, "ddp") if pp == 1 and zero != 3 else None,
     )
     return Composition(random_.choice(MODEL_TYPES), ranks, sizes, config, loop)
-
-
-def simpler(composition: Composition) -> Iterator[Composition]:
-    """Yield the compositions that have one option less."""
-    for part in ("config", "loop", "sizes"):
-        options: dict[str, Any] = getattr(composition, part)
-        for name in options:
-            needed = name == "given" and {"zero", "gradient_clipping"} & set(composition.config)
-            if not needed and (part, name) not in (("loop", "micro"), ("loop", "optimizer"), ("config", "pipeline")):
-                yield replace(composition, **{part: {key: value for key, value in options.items() if key != name}})
-    if composition.model_type != "llama":
-        yield replace(composition, model_type="llama")
 
 
 def _kept(**options: Any) -> dict[str, Any]:

@@ -12,12 +12,11 @@ from autopar.errors import PolicyError, UnsupportedModelError
 from autopar.plan.make_plan import make_plan
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
-from autopar.tools.derivation.decide import decide
-from autopar.tools.derivation.derive import derive
-from autopar.tools.derivation.marks import Components
+from autopar.tools.derivation.derive import check_units, derive
+from autopar.tools.derivation.families import decide
+from autopar.tools.derivation.feature_tracking import Components
 from autopar.tools.derivation.policy_tree import yaml_text
 from autopar.tools.derivation.trace import Decisions, traced
-from autopar.tools.derivation.unit_shapes import check_units
 from tests.derivation.odd_model import (
     LossByFeatures,
     LossByRows,

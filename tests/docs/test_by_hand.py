@@ -66,7 +66,7 @@ def holds(model: Any, queries: list[int]) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "line", "message"),
     [
-        (", follows: kv_heads", "", 0, "'heads', so they must follow:\n    heads: {count: heads, follows: kv_heads}"),
+        (", follows: kv_heads", "", 0, "opens a region sharded by 'kv_heads' that no row closes"),
         ("[heads, kv_heads, kv_heads]", "[heads, heads, kv_heads]", 0, "describes 14 equal parts"),
         ("    attention.heads: heads\n", "", 0, "attributes"),
         (", replicate: true", "", 1, "does not fit GroupedForCausalLM"),

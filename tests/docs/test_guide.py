@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from autopar.policy.load import policy_folder
+from autopar.policy.files import policy_folder
 from autopar.tools.cli import app
 from tests.docs.pages import DOCS, Code, codes, section
 from tests.tutorials.run_scripts import run_script

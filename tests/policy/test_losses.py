@@ -14,7 +14,7 @@ from autopar.pipeline_parallel.losses import OwnLoss, loss_in
 from autopar.pipeline_parallel.microbatch import batch_size, split, weights_of
 from autopar.policy.load import own_policies, read_user_policy
 from autopar.policy.match import loss_kind
-from autopar.tools.verification.policy_of_small import losses_of, measured_kind
+from autopar.tools.verification.small_models import losses_of, measured_kind
 from tests.random_models import Case, batches, build, cases, heads_of, kind
 from tests.representatives import REPRESENTATIVES, first_types
 from tests.small import Unshifted, gpt2, llama

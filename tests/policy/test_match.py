@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from autopar.errors import PolicyError, UnsupportedModelError
 from autopar.policy import match
-from autopar.policy.load import load_policies, own_policies, policy_folder
+from autopar.policy.files import policy_folder
+from autopar.policy.load import load_policies, own_policies
 from autopar.policy.match import find_policy, supported_model_types
 from autopar.policy.schema import Policy
 from tests.small import gpt2, llama
@@ -74,8 +74,6 @@ def test_a_model_type_that_no_file_lists() -> None:
         "no policy lists model_type 'nobodys_model' of GPT2LMHeadModel.\n"
         "  autopar.initialize(model, config, policy='derive') derives a policy from what forward computes;\n"
         "  'autopar policy new MODEL' (a folder or a name on the hub) also proves it and writes it down.\n"
-        "  By hand: closest in structure is gpt2 (10 of 10 kinds of modules):\n"
-        "    policy={'extends': 'gpt2', 'match': {'model_type': 'nobodys_model'}}\n"
         "  'autopar policy check my.yaml' tries a policy without weights; its form is in "
         f"{policy_folder() / 'README.md'}\n"
         "  'autopar policy list' prints the model types that have one."
@@ -84,53 +82,6 @@ def test_a_model_type_that_no_file_lists() -> None:
     assert find_policy(model, {"extends": "gpt2", "match": {"model_type": "nobodys_model"}}).name == "user"
     with pytest.raises(UnsupportedModelError, match=r"\n  Did you mean 'mistral'\?\n"):
         find_policy(of_type("mistrall"))
-
-
-# The class, the policy that must be named: that of the type or one that describes it equally well.
-PLAIN = {
-    "llama": (transformers.LlamaForCausalLM, "llama"),
-    "qwen2": (transformers.Qwen2Model, "llama"),
-    "qwen3": (transformers.Qwen3ForCausalLM, "qwen3"),
-    "mixtral": (transformers.MixtralForCausalLM, "mixtral"),
-    "gpt_oss": (transformers.GptOssForCausalLM, "gpt_oss"),
-    "bert": (transformers.BertForSequenceClassification, "bert"),
-    "roberta": (transformers.RobertaForMaskedLM, "roberta"),
-    "t5": (transformers.T5ForConditionalGeneration, "t5"),
-    "opt": (transformers.OPTForCausalLM, "opt"),
-    "whisper": (transformers.WhisperForConditionalGeneration, "whisper"),
-    "vit": (transformers.ViTForImageClassification, "vit"),
-}
-
-
-@pytest.mark.parametrize("kind", PLAIN)
-def test_a_plain_model_under_an_unknown_type(kind: str) -> None:
-    model_class, name = PLAIN[kind]
-    config_class = transformers.AutoConfig.for_model(kind).__class__
-    with torch.device("meta"):
-        model = model_class(config_class(**({"num_hidden_layers": 1} if kind != "whisper" else {})))
-    model.config.model_type = "my_model"
-    model._tp_plan, model.config.base_model_tp_plan = {}, {}  # with one that would be the policy
-    with pytest.raises(UnsupportedModelError) as info:
-        find_policy(model)
-    assert f"\n  By hand: closest in structure is {name} (" in str(info.value)
-    assert len(str(info.value).splitlines()) <= 10 and len(str(info.value)) < 1000
-
-
-def test_what_the_nearest_policy_lacks_and_what_it_has_beside() -> None:
-    with torch.device("meta"):
-        model = transformers.BertForSequenceClassification(transformers.BertConfig(num_hidden_layers=1))
-    layer = model.bert.encoder.layer[0]
-    layer.attention.gate = torch.nn.Linear(4, 4)
-    del layer.intermediate.dense
-    model.config.model_type = "my_model"
-    with pytest.raises(UnsupportedModelError) as info:
-        find_policy(model)
-    lines = str(info.value).splitlines()
-    assert lines[3] == "  By hand: closest in structure is bert (11 of 12 kinds of modules):"
-    assert lines[5:7] == [
-        "    to which rules must be added for: attention.gate",
-        "    and from which rules must be deleted (NAME: ~): intermediate.dense",
-    ]
 
 
 def test_a_config_that_the_policies_of_a_model_type_leave_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from autopar.plan.make_plan import make_plan
 from autopar.policy.match import find_policy
 from autopar.tools.cli.policy_check import check_policy
 from autopar.tools.derivation.derive import derive
-from autopar.tools.verification import policy_of_small
+from autopar.tools.verification import small_models
 from tests.parity import check, language_batches
 from tests.pool import pooled
 
@@ -73,18 +73,22 @@ def test_kv_heads_may_be_fewer_than_ranks() -> None:
 
 
 @pooled(world_size=2)
-def trains_as_the_plain_model() -> None:
+def test_an_unlisted_type_trains_as_the_plain_model() -> None:
     check(own, language_batches(131), 2)
     check(lambda: own(5, 1, tie_word_embeddings=True), language_batches(131), 2, step=False)
-
-
-@pytest.mark.tier("all")
-def test_an_unlisted_type_trains_as_the_plain_model() -> None:
-    trains_as_the_plain_model()
+    plain, batch = own().eval(), language_batches(131)[0]
+    model = autopar.initialize(own(), {"model_parallelism": {"pipeline_parallel_size": 2}}).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(**batch).loss, plain(**batch).loss, rtol=1e-5, atol=1e-5)
 
 
 @pooled(world_size=2)
-def notice(expected: str) -> None:
+def test_initialize_says_so_in_one_line() -> None:
+    expected = (
+        "no policy lists model_type 'someones_llama', which comes with a tp_plan: one is derived from what forward "
+        "computes ('autopar policy new' proves it and writes it down); it leaves 1% of the parameters whole on each of "
+        "2 ranks"
+    )
     records: list[str] = []
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -98,15 +102,6 @@ def notice(expected: str) -> None:
         logger.removeHandler(handler)
         logger.setLevel(level)
     assert records[:-1] == ([expected] if model.mpu.is_master else []) if records else not model.mpu.is_master
-
-
-@pytest.mark.tier("all")
-def test_initialize_says_so_in_one_line() -> None:
-    notice(
-        "no policy lists model_type 'someones_llama', which comes with a tp_plan: one is derived from what forward "
-        "computes ('autopar policy new' proves it and writes it down); it leaves 1% of the parameters whole on each of "
-        "2 ranks"
-    )
 
 
 def test_policy_check_says_so_too() -> None:
@@ -179,8 +174,9 @@ class Toy(PreTrainedModel):
 WRONG = {"blocks.*.attention.qkv": "colwise", "blocks.*.gate_up": "colwise", "blocks.*.down": "sequence_parallel"}
 
 
+@pytest.mark.tier("test")
 @pooled(world_size=2)
-def right_in_spite_of_its_plan() -> None:
+def test_what_forward_computes_decides_and_not_the_plan() -> None:
     """Both plans have fitting shapes: forward says how q, k, v and gate, up lie."""
     for kind in ("apart", "by head"):
         torch.manual_seed(0)
@@ -191,11 +187,6 @@ def right_in_spite_of_its_plan() -> None:
         ids = torch.arange(14).reshape(2, 7)
         ours, theirs = model(ids).last_hidden_state, plain(ids).last_hidden_state
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.tier("test")
-def test_what_forward_computes_decides_and_not_the_plan() -> None:
-    right_in_spite_of_its_plan()
 
 
 def test_a_model_of_which_nothing_can_be_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,14 +217,14 @@ def test_a_large_model_takes_the_policy_of_a_small_one(monkeypatch: pytest.Monke
     with torch.device("meta"):
         model = OwnForCausalLM(OwnConfig(**sizes, num_attention_heads=64, num_key_value_heads=8))
     seen = []
-    monkeypatch.setattr(policy_of_small, "derive", lambda small: seen.append(small) or derive(small))
+    monkeypatch.setattr(small_models, "derive", lambda small: seen.append(small) or derive(small))
     drawn = torch.get_rng_state()
     plan = make_plan(model, find_policy(model), 8)
     assert torch.equal(drawn, torch.get_rng_state()) and sum(p.numel() for p in seen[0].parameters()) < 1e6
     assert plan.tensors["model.layers.79.self_attn.q_proj.weight"].local_shape(7) == (1024, 8192)
     assert plan.tensors["model.layers.79.self_attn.k_proj.weight"].local_shape(7) == (128, 8192)
-    monkeypatch.setattr(policy_of_small, "build_small", lambda *_: own(3, 3))  # another structure: no grouped keys
-    monkeypatch.setattr(policy_of_small, "LARGE", 0)
+    monkeypatch.setattr(small_models, "build_small", lambda *_: own(3, 3))  # another structure: no grouped keys
+    monkeypatch.setattr(small_models, "LARGE", 0)
     found = make_plan(own(8, 2), find_policy(own(8, 2)), 2)
     assert found.tensors["model.layers.0.self_attn.k_proj.weight"].local_shape(0) == (8, 64)
 
@@ -244,19 +235,3 @@ def test_without_a_plan_none_is_derived_unasked() -> None:
         model._tp_plan, model.config.base_model_tp_plan = plan, {}
         with pytest.raises(UnsupportedModelError, match=r"lists model_type 'someones_llama' of OwnForCausalLM\."):
             find_policy(model)
-
-
-@pooled(world_size=2)
-def stages_of_an_unlisted_type() -> None:
-    plain = own().eval()
-    model = autopar.initialize(own(), {"model_parallelism": {"pipeline_parallel_size": 2}}).eval()
-    batch = language_batches(131)[0]
-    with torch.no_grad():
-        expected = plain(**batch).loss
-        got = model(**batch).loss
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.tier("all")
-def test_stages() -> None:
-    stages_of_an_unlisted_type()

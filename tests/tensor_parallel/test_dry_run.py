@@ -13,7 +13,8 @@ from torch import nn
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import PolicyError
 from autopar.plan.make_plan import make_plan
-from autopar.policy.load import policy_folder, read_user_policy
+from autopar.policy.files import policy_folder
+from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
 from tests.pool import pooled
 from tests.small import gpt2, llama

@@ -11,7 +11,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 import autopar
 from autopar.errors import ConfigError
 from autopar.plan.make_plan import make_plan
-from autopar.plan.own_forwards import check_forwards
+from autopar.plan.matching import check_forwards
 from autopar.policy.match import find_policy
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel

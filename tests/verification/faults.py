@@ -258,7 +258,7 @@ FAULTS = [
     Fault(
         "gradients not averaged over context parallelism",
         ("",),
-        and_then(patched("autopar.tools.verification.session.average_gradients", lambda original: lambda model: None)),
+        and_then(patched("autopar.tools.verification.checks.average_gradients", lambda original: lambda model: None)),
         model="llama",
         mesh=CP,
         checks=("backward",),

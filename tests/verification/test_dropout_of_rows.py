@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import T5Config, T5ForConditionalGeneration
 
 from autopar.config import ParallelConfig
-from autopar.tools.verification.draws import Draw, Place, wrong_draws
+from autopar.tools.verification.checks import Draw, Place, wrong_draws
 from autopar.tools.verification.report import Report
 from autopar.tools.verification.session import Session
 from autopar.tools.verification.verify import checks_of, verify_on_ranks

@@ -45,7 +45,8 @@ EP = Annotated[int, typer.Option("--ep", min=1, help="Expert-parallel size; abov
 def list_types(as_json: Json = False) -> None:
     """Print every model type that has a policy, and the file of that policy."""
     with errors(as_json):
-        from autopar.policy.load import own_policies, policy_folder
+        from autopar.policy.files import policy_folder
+        from autopar.policy.load import own_policies
 
         listed = [(kind, Path(own.where.file).name) for own in own_policies().values() for kind in own.model_types]
         found = {kind: str(policy_folder() / file) for kind, file in sorted(listed)}
@@ -323,8 +324,7 @@ def _drafted(source: str, tp: int, trust: bool) -> dict[str, Any]:
     from autopar.tools.derivation.derive import derive
     from autopar.tools.derivation.policy_tree import yaml_text
     from autopar.tools.derivation.reasons import meetings
-    from autopar.tools.verification.policy_of_small import losses_of
-    from autopar.tools.verification.small_models import build_small
+    from autopar.tools.verification.small_models import build_small, losses_of
     from autopar.tools.verification.verify import verify
 
     built: Any = build(heads(source, trust=trust)[0])

@@ -1,34 +1,58 @@
-"""Derive a policy from the structure of a model and one forward of it without data."""
+"""Derive a policy from the structure of a model and one forward of it without data.
+
+Shards of all the right shapes at the end may be wrong inside: where ``forward`` views features as ``(heads, -1)`` and
+nobody has divided ``heads``, four heads of half the width come out. The features of the full model's tensors say what
+each tensor of a shard must look like: every dim keeps the places that belong to the shard's own units, or to none. So
+:func:`check_units` compares operators in order, module by module, on one rank's shard.
+"""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
 from autopar.dry_run.activation_tracking import MADE_BY
-from autopar.dry_run.tensor_parallel import check_plan, check_plan_with
-from autopar.errors import AutoparError, ConfigError
-from autopar.foreign.tensors import own_modules, own_parameters
+from autopar.dry_run.operators import SHAPE_ONLY, ValuelessTracking, name_of
+from autopar.dry_run.tensor_parallel import check_plan, check_plan_with, different_ranks, run
+from autopar.errors import AutoparError, ConfigError, PolicyError, first_line
+from autopar.foreign.tensors import own_modules, own_parameters, tree_leaves
 from autopar.plan.make_plan import make_plan
+from autopar.plan.matching import join
 from autopar.plan.plan import Plan
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import base_of, config_of
-from autopar.tools.derivation.block_lists import BlockList, block_lists
-from autopar.tools.derivation.decide import components, decide
-from autopar.tools.derivation.families import Family, Named, families
+from autopar.tensor_parallel.parallelize import apply
+from autopar.tensor_parallel.regions import Region
+from autopar.tensor_tracking import tensors_in
+from autopar.tools.derivation.families import Family, Named, components, decide, families
+from autopar.tools.derivation.feature_tracking import ACTIVATION, FeatureTracking
 from autopar.tools.derivation.policy_tree import marked, missing, policy_tree
-from autopar.tools.derivation.trace import Decisions, Names, Trace, Traced, traced, underivable
-from autopar.tools.derivation.unit_shapes import check_units
+from autopar.tools.derivation.trace import (
+    BlockList,
+    Decisions,
+    Names,
+    Trace,
+    Traced,
+    block_lists,
+    trace,
+    traced,
+    underivable,
+)
 
 _NEVER = re.compile(
     r"head_dim|head_size$|head_width|kernel|chunk|rank|layer|state|hidden_size|d_model|experts|top_k|window"
@@ -55,37 +79,34 @@ class Candidate:
     @property
     def key(self) -> str:
         """The entry under ``attributes``."""
-        return ".".join(part for part in (self.module, self.name) if part)
+        return join(self.module, self.name)
 
 
 def candidates(root: nn.Module, each: BlockList, named: list[Named], names: Names) -> dict[str, list[Candidate]]:
     """Return the attributes of modules in the blocks that have the value of some count: module -> candidates."""
     found: dict[str, dict[str, Candidate]] = {}
-    values: dict[str, set[int]] = {}
     for block in each.blocks:
         length = len(block.split("."))
+        live = [n for n in named if block in n.of_blocks and not n.gathered]
         for path, module in root.get_submodule(block).named_modules():
-            full = f"{block}.{path}" if path else block
-            live = [n for n in named if block in n.of_blocks and not n.gathered]  # which lie in the module
-            families = [n for n in live if any(m.path.startswith(full + ".") for m in n.of_blocks[block].members)]
+            full = join(block, path)  # and the families which lie in the module
+            inside = [n for n in live if any(m.path.startswith(f"{full}.") for m in n.of_blocks[block].members)]
             shown = ".".join(names(full).split(".")[length:])
             for attribute, value in _integers(module):
-                key = f"{shown}.{attribute}"
-                shares = [share for n in families if (share := _share(value, n, block, attribute)) is not None]
-                if shares:
-                    values.setdefault(key, set()).add(value)
-                    found.setdefault(shown, {}).setdefault(attribute, Candidate(shown, attribute, *shares[0]))
+                shares = (share for n in inside if (share := _share(value, n, block, attribute)) is not None)
+                if (share := next(shares, None)) is not None:
+                    found.setdefault(shown, {}).setdefault(attribute, Candidate(shown, attribute, *share))
     return {module: list(own.values()) for module, own in found.items()}
 
 
 def _integers(module: nn.Module) -> Iterator[tuple[str, int]]:
-    for name, value in vars(module).items() if own_modules(module) or not own_parameters(module) else ():
+    of_layer = own_parameters(module) and not own_modules(module)
+    for name, value in () if of_layer else vars(module).items():
         if type(value) is int and value > 1 and not name.startswith("_") and not _NEVER.search(name):
             yield name, value
-    if "config" in vars(module):
-        for name, value in vars(config_of(module)).items():
-            if type(value) is int and value > 1 and "head" in name and "dim" not in name:
-                yield f"config.{name}", value
+    for name, value in vars(config_of(module)).items() if "config" in vars(module) else ():
+        if type(value) is int and value > 1 and "head" in name and "dim" not in name:
+            yield f"config.{name}", value
 
 
 def _share(value: int, named: Named, block: str, name: str) -> tuple[Any, bool] | None:
@@ -104,11 +125,8 @@ def _share(value: int, named: Named, block: str, name: str) -> tuple[Any, bool] 
         if value == total and len(member.widths) > 1:
             return named.parts(member.widths), True
         if value in {count * w for w in member.widths}:
-            wide = (
-                named.heads
-                and value % (count * named.ratio) == 0
-                and value == max(count * w for m in family.members for w in m.widths)
-            )
+            widest = value == max(count * w for m in family.members for w in m.widths)
+            wide = named.heads and widest and value % (count * named.ratio) == 0
             return (named.heads if wide else named.unit), True
     return None
 
@@ -117,24 +135,12 @@ def choices(own: list[Candidate]) -> Iterator[tuple[Candidate, ...]]:
     """Yield sets of attributes to divide: none, counts, counts and widths, then all others."""
     config = [c for c in own if c.name.startswith("config.")]
     own = [c for c in own if c not in config]
-    counts = [c for c in own if not c.wide]
-    wide = [c for c in own if c.wide]
-    tried: list[tuple[Candidate, ...]] = []
-    usual = [
-        (),
-        tuple(counts),
-        tuple(counts + wide),
-        tuple(wide),
-        tuple(config),
-        tuple(counts + config),
-        tuple(counts + wide + config),
-    ]
+    counts, wide = [c for c in own if not c.wide], [c for c in own if c.wide]
+    usual = [(), counts, counts + wide, wide, config, counts + config, counts + wide + config]
     rest = own if len(own) <= _MOST else []
     subsets = [s for size in range(1, len(rest) + 1) for s in itertools.combinations(rest, size)]
-    for choice in (*usual, *subsets):
-        if choice not in tried:
-            tried.append(choice)
-            yield choice
+    options = [*map(tuple, usual), *subsets]
+    yield from (option for place, option in enumerate(options) if option not in options[:place])
 
 
 _SIZES = (2, 4)
@@ -184,7 +190,7 @@ def _derive(model: PreTrainedModel) -> Derived:
     decisions, gathered, words = Decisions(), list[Family](), True
     while True:
         seen, decisions = decide(models, blocks, decisions)
-        if not seen.ran:
+        if not seen.runs:
             why = f" ({seen.failure})" if seen.failure else ""
             raise underivable(model, f"its forward does not run without data{why}")
         found, bad = families(seen, blocks)
@@ -216,12 +222,10 @@ def _derive(model: PreTrainedModel) -> Derived:
 
 def _derived(trial: _Trial, decisions: Decisions, lists: list[BlockList], seen: Trace) -> Derived:
     tree = trial.tree_with(trial.chosen)
-    if not any(kind in text for text in _leaves(tree) for kind in ("column", "row", "sharded", "embedding")):
-        why = (
-            "no layers follow one another so that units of the first meet those of the second, and no table has "
-            "config.vocab_size rows"
-        )
-        raise underivable(trial.model, why, by_hand=False)
+    names = re.findall(r"'([^']*)':", str(tree))
+    if not any(kind in name for name in names for kind in ("column", "row", "sharded", "embedding")):
+        why = "no layers follow one another so that units of the first meet those of the second"
+        raise underivable(trial.model, f"{why}, and no table has config.vocab_size rows", by_hand=False)
     ran = set(seen.order)
     unseen = tuple(each.path for each in lists if not ran & set(each.blocks))
     called = {seen.names(path) for path in ran}
@@ -230,13 +234,6 @@ def _derived(trial: _Trial, decisions: Decisions, lists: list[BlockList], seen: 
     left = decisions.whole - gathered
     whole = tuple(sorted(name for name in left if name in called or name.rpartition(".")[0] in called))
     return Derived(tree, tuple(sorted(gathered)), whole, unseen)
-
-
-def _leaves(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        for name, below in value.items():
-            yield str(name)
-            yield from _leaves(below)
 
 
 @dataclass
@@ -295,18 +292,14 @@ class _Trial:
                 self.chosen = passed  # right for fewer ranks
             else:
                 held.append(size)
-        self._leave_out_idle(held)
-        self.passed = True
-        return []
-
-    def _leave_out_idle(self, sizes: list[int]) -> None:
-        """Divide no attribute that the dry runs do without: a number that only has the value of a count is a number."""
-        for group in list(self.chosen):
+        for group in list(self.chosen):  # a number that only has the value of a count is a number
             for candidate in self.chosen[group]:
                 before = self.chosen[group]
                 self.chosen[group] = tuple(each for each in before if each is not candidate)
-                if any(self._try(size) is not None for size in sizes):
+                if any(self._try(size) is not None for size in held):
                     self.chosen[group] = before
+        self.passed = True
+        return []
 
     def families_of(self, columns: list[str]) -> list[Family]:
         """Return the families of all blocks that have these columns in one of them."""
@@ -319,23 +312,18 @@ class _Trial:
             plan = make_plan(self.model, read_user_policy(self.tree_with(self.chosen)), size)
             check_plan(self.model, "", plan)
             if size == _SIZES[0]:
-                self._check_loss(plan)
+                first, taken = self.models[0], inspect.signature(self.models[0].model.forward).parameters
+                words = first.inputs.get("decoder_input_ids", first.inputs.get("input_ids"))
+                rows = torch.empty(len(next(iter(first.inputs.values()))), dtype=torch.int64, device="meta")
+                for labels in (words, rows) if not first.path and "labels" in taken else ():  # a loss may read sizes
+                    given = {**first.inputs, "labels": labels}
+                    if labels is not None and check_plan_with(self.model, plan, (), given):
+                        break
                 blocks = tuple(block for each in self.lists for block in each.blocks)
                 check_units(self.models, blocks, self.decisions, self.seen, plan)
         except AutoparError as error:
             return error
         return None
-
-    def _check_loss(self, plan: Plan) -> None:
-        """Run the model with labels, too: its loss may read sizes that nothing else reads."""
-        first = self.models[0]
-        if first.path or "labels" not in inspect.signature(first.model.forward).parameters:
-            return
-        words = first.inputs.get("decoder_input_ids", first.inputs.get("input_ids"))
-        classes = torch.empty(len(next(iter(first.inputs.values()))), dtype=torch.int64, device="meta")
-        for labels in (classes,) if words is None else (words, classes):
-            if check_plan_with(self.model, plan, (), {**first.inputs, "labels": labels}):
-                return
 
     def tree_with(self, chosen: dict[tuple[int, str], tuple[Candidate, ...]]) -> dict[str, Any]:
         """Return the policy with attributes."""
@@ -356,8 +344,13 @@ class _Trial:
         blocks = [self.root.get_submodule(block) for block in each.blocks]
         lacking = {p for block in blocks for p in missing(block, path)} if path else set()
         shown = marked(path, lacking) if path else ""
-        everywhere = not lacking and all(_has(block, path, candidate.name) for block in blocks)
-        return candidate.key if everywhere else ".".join(part for part in (shown, candidate.name + "?") if part)
+        found = blocks
+        for part in path.split(".") if path else ():
+            found = [m for one in found for n, m in own_modules(one).items() if part in ("*", n) and m is not None]
+        name = candidate.name.removeprefix("config.")
+        holders: list[Any] = found if name == candidate.name else [getattr(module, "config", None) for module in found]
+        everywhere = not lacking and all(type(getattr(holder, name, None)) is int for holder in holders)
+        return candidate.key if everywhere else join(shown, f"{candidate.name}?")
 
     def _place(self, text: str) -> str:
         """The first path in an error that is one of the model's."""
@@ -369,18 +362,15 @@ class _Trial:
         """The module of which other attributes are tried next."""
         place = self._place(text)
         block = self.seen.names.block_of(place) if place else None
-        best: tuple[int, tuple[int, str]] | None = None
-        for group, options in left.items():
-            tower, module = group
-            if not options or (block is not None and block not in self.lists[tower].blocks):
-                continue
-            shown = ".".join(self.seen.names(place).split(".")[len(block.split(".")) :]) if block is not None else ""
-            alike = sum(1 for a, b in zip(shown.split("."), module.split("."), strict=False) if a == b)
+        shown = ".".join(self.seen.names(place).split(".")[len(block.split(".")) :]) if block is not None else ""
+
+        def score(group: tuple[int, str]) -> int:
+            alike = sum(1 for a, b in zip(shown.split("."), group[1].split("."), strict=False) if a == b)
             named = any(candidate.key in text for candidate in self.chosen[group])
-            score = alike * 4 + 2 * (shown.startswith(module)) + 8 * named
-            if best is None or score > best[0]:
-                best = score, group
-        return None if best is None else best[1]
+            return alike * 4 + 2 * shown.startswith(group[1]) + 8 * named
+
+        fitting = (group for group in left if left[group] and (block is None or block in self.lists[group[0]].blocks))
+        return max(fitting, key=score, default=None)
 
     def _columns_near(self, text: str) -> list[str]:
         """The columns of the families in the module that an error names; of all, if it names none."""
@@ -393,17 +383,156 @@ class _Trial:
             wanted = set(family.units)
             sources = [p for p in self.seen.tracking.first_of if wanted & set(components(self.seen, p).tolist())]
             scored.append((alike, family.columns if family.gathered else sources))
-        if scored:
-            most = max(score for score, _ in scored)
-            return [path for score, paths in scored if score == most for path in paths]
-        return list(self.seen.tracking.first_of)
+        most = max((score for score, _ in scored), default=0)
+        near = [path for score, paths in scored if score == most for path in paths]
+        return near if scored else list(self.seen.tracking.first_of)
 
 
-def _has(block: nn.Module, path: str, name: str) -> bool:
-    """Return whether all modules of a block at a path with ``*`` have an integer of that name (``config.NAME``)."""
-    found = [block]
-    for part in path.split(".") if path else ():
-        found = [m for one in found for n, m in own_modules(one).items() if part in ("*", n) and m is not None]
-    last = name.removeprefix("config.")
-    holders = found if name == last else [getattr(m, "config", None) for m in found]
-    return all(type(getattr(holder, last, None)) is int for holder in holders)
+_COPIES = frozenset(("alias", "clone", "contiguous", "detach", "_to_copy", "lift_fresh", "view_as", "copy"))
+_REPEATS = frozenset(("expand", "repeat", "repeat_interleave"))
+_VIEWS = frozenset(("view", "_unsafe_view", "reshape", "_reshape_alias", "expand"))
+
+_Calls = defaultdict[str, list[tuple[str, tuple[Any, ...]]]]
+"""Path of a module -> the operators of its forward, with the shapes of what they make."""
+
+
+def _note(calls: _Calls, stack: list[str], func: Any, args: Any, outputs: list[Any], shapes: tuple[Any, ...]) -> None:
+    """Note an operator that does more than copy, of the last module in ``stack``."""
+    name = name_of(func)
+    first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+    still = first is not None and len(outputs) == 1 and first.shape == outputs[0].shape
+    if name not in _COPIES and not (still and name in _VIEWS):
+        calls[stack[-1] if stack else ""].append(("view" if name in _VIEWS else name.rstrip("_"), shapes))
+
+
+def check_units(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, seen: Trace, plan: Plan) -> None:
+    """Compare the operators of the first rank's shard, and of the last one's if it is another, with the full model's.
+
+    Raises:
+        PolicyError: the shard fails, or makes a tensor that does not hold its units.
+    """
+    if seen.in_training is None:
+        root = models[0].model.train()
+        try:
+            trained, usual = trace(models, blocks, decisions, seen).tracking, seen.tracking
+        finally:
+            root.eval()
+        seen.in_training = sorted(
+            {*trained.bare_sinks, *trained.bare_sources} - {*usual.bare_sinks, *usual.bare_sources}
+        )
+    for name in seen.in_training:
+        raise PolicyError(f"{name} is multiplied outside of the forward of its layer, in training alone", plan.policy)
+    ranks = {rank: (_own_units(seen, plan, rank), _Calls(list)) for rank in different_ranks(plan)}
+    repeated: Any = WeakTensorKeyDictionary()  # whole, once for each unit that there is
+
+    def record(tracking: FeatureTracking, func: Any, args: Any, outputs: list[torch.Tensor]) -> None:
+        given = list(tensors_in(args))
+        more = name_of(func) in _REPEATS and outputs[0].numel() > given[0].numel()
+        if more or any(x in repeated for x in given):
+            repeated.update(dict.fromkeys((x for x in outputs if tracking.features_of(x) is None), True))
+        for own, expected in ranks.values():
+            shapes = tuple(None if x in repeated else _local(x, tracking, own) for x in outputs)
+            _note(expected, tracking.stack, func, args, outputs, shapes)
+
+    trace(models, blocks, decisions, seen, record)
+    for rank, (_, expected) in ranks.items():
+        actual = _run_shard(models, seen, plan, rank)
+        for place, calls in expected.items():
+            _compare(place, calls, actual.get(place, []), plan)
+
+
+def _own_units(seen: Trace, plan: Plan, rank: int) -> torch.Tensor:
+    """For each number whether it is a component of features that lie on a rank; one more for those of later ones."""
+    tracking = seen.tracking
+    found = []
+    for source, first in tracking.first_of.items():
+        layout = None if source in tracking.bare_sources else plan.tensors[plan.canonical(f"{source}.weight")].layout
+        if layout is not None:
+            found += [torch.arange(first + start, first + stop) for start, stop in layout.ranges(rank)]
+    for name, dims in tracking.touched.items():
+        layout = plan.tensors[plan.canonical(name)].layout
+        if layout is None or layout.dim >= len(dims):
+            continue
+        for pairs in dims[layout.dim]:
+            for start, stop in layout.ranges(rank):
+                found.append(pairs[(pairs[:, 0] >= start) & (pairs[:, 0] < stop), 1])
+    held = torch.zeros(tracking.components.count + 1, dtype=torch.bool)
+    if found:
+        held[tracking.components.of(torch.cat(found)).long()] = True
+    return held
+
+
+def _local(x: torch.Tensor, tracking: FeatureTracking, own: torch.Tensor) -> tuple[int, ...] | None:
+    """The shape of a rank's part of a tensor; None if that cannot be said."""
+    features, mark = tracking.features_of(x), tracking.mark_of(x)
+    if features is None:
+        return tuple(x.shape) if mark is not None and mark.kind >= ACTIVATION else None
+    held = own.index_select(0, features.reshape(-1).clamp(max=len(own) - 1)).reshape(features.shape)
+    none = features == 0
+    if not bool(held.any()):
+        return None
+    shape = []
+    for dim in range(held.ndim):
+        rows, empty = (x.movedim(dim, 0).reshape(x.shape[dim], -1) for x in (held, none))
+        shape.append(int((rows.any(1) | empty.all(1)).sum()))
+    return tuple(shape)
+
+
+class _ShardRecorder(ValuelessTracking):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.stack, self.suspended = _Calls(list), list[str](), 0
+
+    def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if not self.suspended and name_of(func) not in SHAPE_ONLY:
+            outputs = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+            shapes = tuple(tuple(x.shape) for x in outputs)
+            _note(self.calls, self.stack, func, args, outputs, shapes)
+
+
+def _run_shard(models: list[Traced], seen: Trace, plan: Plan, rank: int) -> _Calls:
+    shard: Any = copy.deepcopy(models[0].model)
+    region = Region(Axis("tp", None, range(plan.tp), rank))
+    apply(shard, plan, region.axis, region)
+    mode = _ShardRecorder()
+    for path, module in shard.named_modules():
+
+        def before(*_: Any, path: str = path) -> None:
+            mode.stack.append(path)
+            mode.suspended += path in seen.suspended
+
+        def after(*_: Any, path: str = path) -> None:
+            mode.stack.pop()
+            mode.suspended -= path in seen.suspended
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+    for path, inputs in seen.runs:
+        model: nn.Module = shard.get_submodule(path)
+        try:
+            with mode:
+                run(model, (), inputs)
+        except Exception as error:
+            place = mode.stack[-1] if mode.stack else path
+            raise PolicyError(
+                f"the shard of one of {plan.tp} ranks fails in {place or 'the model'}, where the full model does not: "
+                f"{first_line(error)}",
+                plan.policy,
+            ) from error
+    return mode.calls
+
+
+def _compare(place: str, plain: list[tuple[str, Any]], shard: list[tuple[str, Any]], plan: Plan) -> None:
+    names, others = [name for name, _ in plain], [name for name, _ in shard]
+    pairs = [(number, number) for number in range(len(names))]
+    if names != others:  # a step that is left out where there is one unit
+        blocks = SequenceMatcher(None, names, others, autojunk=False).get_matching_blocks()
+        pairs = [(block.a + n, block.b + n) for block in blocks for n in range(block.size)]
+    for one, other in pairs:
+        for wanted, made in zip(plain[one][1], shard[other][1], strict=False):
+            if wanted is not None and wanted != made:
+                raise PolicyError(
+                    f"in {place or 'the model'} {plain[one][0]} makes {list(made)} of a shard, whose units are "
+                    f"{list(wanted)} of the full model's: a number of units may not be scaled (attributes)",
+                    plan.policy,
+                )

@@ -1,6 +1,7 @@
-"""Families: layers of a block whose features form the same units, how units lie along each, and names for the units.
+"""Which layers become columns, and the families of layers whose features form the same units.
 
-Counts are written by the name of a config's attribute where one has the value.
+Columns are found by taking all layers, tracing, and leaving out what stands in the way, until nothing does. Families
+have names for their units; counts are written by the name of a config's attribute where one has the value.
 """
 
 from __future__ import annotations
@@ -12,11 +13,132 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.foreign.tensors import own_parameters
+from autopar.plan.matching import around
 from autopar.policy.match import config_of
-from autopar.tools.derivation.block_lists import BlockList
-from autopar.tools.derivation.decide import components
-from autopar.tools.derivation.marks import unique_pairs
-from autopar.tools.derivation.trace import Trace
+from autopar.tools.derivation.feature_tracking import unique_pairs
+from autopar.tools.derivation.trace import BlockList, Decisions, Trace, Traced, trace, underivable
+
+_ROUNDS = 60
+_MOST_ENTERED = 3
+
+
+def decide(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions) -> tuple[Trace, Decisions]:
+    """Return a trace in which every column leads to a row, and the decisions that made it so."""
+    for _ in range(_ROUNDS):
+        seen = trace(models, blocks, decisions)
+        if seen.tracking.bare_sinks:  # what is one unit in the end is no sum over several
+            seen = trace(models, blocks, decisions, seen)
+        other = _next(models, blocks, decisions, seen)
+        if other is None:
+            return seen, decisions
+        decisions = other
+    raise underivable(models[0].model, f"{_ROUNDS} traces did not settle which of its layers are columns")
+
+
+def _next(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, seen: Trace) -> Decisions | None:
+    """Return the decisions to try next; None if these hold."""
+    tracking, root = seen.tracking, models[0].model
+    called = set(seen.order)
+    around_it = {path: next((p for p in (path, *around(path)) if p in called), "") for path in tracking.first_of}
+    if cut_off := [path for path, holder in around_it.items() if holder not in seen.proven]:
+        return decisions.without(map(seen.names, cut_off))  # the model around them failed behind them
+    idle = []  # regions of which a module was not run: what it adds to the partial sums is not known
+    for path in (p for p, _ in root.named_modules() if seen.names(p) in decisions.regions and p in called):
+        if any(f"{path}.{below}" not in called for below, _ in root.get_submodule(path).named_modules() if below):
+            idle.append(f"{path}.")
+    if unknown := [path for path in tracking.first_of if path.startswith(tuple(idle))]:
+        return decisions.without(map(seen.names, unknown))
+    holders = {name: name.rpartition(".")[0] for name in tracking.bare_sinks}
+    regions = {seen.names(holder) for holder in holders.values()} - decisions.regions
+    if regions:
+        dims = {name: [p.ndim for p in own_parameters(root.get_submodule(holder)).values() if p is not None]
+                for name, holder in holders.items()}  # fmt: skip
+        single = [name for name, own in dims.items() if max(own) < 3 and sum(ndim >= 2 for ndim in own) < 2]
+        if single:
+            features = torch.cat([tracking.bare_sinks[name] for name in single])
+            return decisions.without(map(seen.names, sources_of(seen, features)))
+        return replace(decisions, regions=decisions.regions | regions)
+    enters: set[str] = set()
+    for event in tracking.events:
+        block = seen.names.block_of(event.where)
+        few = block is not None and 0 < len(event.producers) <= _MOST_ENTERED
+        if few and all(path.startswith(f"{block}.") for path in event.producers):
+            enters |= {seen.names(path) for path in event.producers}
+        elif enters - decisions.enters:
+            break
+        elif found := [p for p in sources_of(seen, event.features) if tracking.first_of[p] < event.before]:
+            return decisions.without(map(seen.names, found))
+        elif decisions.enters and block is not None:  # behind something that entered, and no row sums it
+            near = [path for path in tracking.first_of if path.startswith(block + ".")]
+            return decisions.without(map(seen.names, near or list(tracking.first_of)))
+    if enters - decisions.enters:
+        return replace(decisions, enters=decisions.enters | enters)
+    if contradictory := {seen.names(path) for path in seen.contradictory} - decisions.whole:
+        return replace(decisions, whole=decisions.whole | contradictory, enters=frozenset())
+    if few_units := _too_few(models, blocks, decisions, seen):
+        return decisions.without(map(seen.names, few_units))
+    return None
+
+
+def sources_of(seen: Trace, features: torch.Tensor) -> list[str]:
+    """Return the columns and bare parameters that have a feature in the components of ``features``."""
+    tracking = seen.tracking
+    wanted = tracking.components.of(features).unique()
+    wanted = wanted[wanted != 0]
+    return [path for path in tracking.first_of if bool(torch.isin(components(seen, path), wanted).any())]
+
+
+def components(seen: Trace, source: str) -> torch.Tensor:
+    """Return the component of each feature of a column."""
+    tracking = seen.tracking
+    first = tracking.first_of[source]
+    return tracking.components.of(torch.arange(first, first + tracking.count_of[source]))
+
+
+def _too_few(models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, seen: Trace) -> list[str]:
+    """Columns whose features are all computed with one another, or that no row follows."""
+    tracking = seen.tracking
+    lines = [tracking.components.of(line) for line in seen.sinks.values()]
+    lines += [
+        tracking.components.of(p[:, 1])
+        for name in tracking.bare_sinks
+        for d in tracking.touched.get(name, [])
+        for p in d
+    ]
+    closed = torch.cat(lines).unique() if lines else torch.zeros(0, dtype=torch.int32)
+    for path in tracking.first_of:
+        found = components(seen, path)
+        if not bool(torch.isin(found, closed).all()):
+            return sources_of(seen, found)
+        if len(found.unique()) == 1:
+            together = sources_of(seen, found)
+            if len(together) == 1:
+                return together
+            return _alone_too_few(models, blocks, decisions, seen, together)
+    return []
+
+
+def _alone_too_few(
+    models: list[Traced], blocks: tuple[str, ...], decisions: Decisions, seen: Trace, together: list[str]
+) -> list[str]:
+    """Return those columns that end in one component even without the others."""
+    kinds = {seen.names(path): path for path in together}
+    result = []
+    for kind, path in kinds.items():
+        alone = trace(models, blocks, replace(decisions, only=frozenset([kind])))
+        if path not in alone.tracking.first_of or len(components(alone, path).unique()) == 1:
+            result.append(path)
+    if result and len(result) < len(kinds):
+        return result
+    gained: dict[str, int] = {}
+    for kind, path in kinds.items():  # the one without which most is left
+        others = trace(models, blocks, replace(decisions, whole=decisions.whole | {kind}))
+        found = [components(others, p) for p in together if p != path and p in others.tracking.first_of]
+        gained[path] = sum(len(each) for each in found if len(each.unique()) > 1)
+    most = max(gained, key=lambda path: gained[path])
+    return [most] if gained[most] else together
+
 
 _KEYS = ("key_value", "kv")
 _SHORT = ("n_q", "n_kv")  # of heads
@@ -24,14 +146,9 @@ _SHORT = ("n_q", "n_kv")  # of heads
 
 @dataclass(eq=False)
 class Member:
-    """One dim of what a family shards.
+    """One dim of what a family shards: a column, row, norm or parameter, by its path.
 
-    Attributes:
-        path: of a layer or norm, or the name of a parameter.
-        kind: column, row, norm, or parameter.
-        line: the component of each place along the dim.
-        dim: of a parameter.
-        widths: of one unit, in each run of all units.
+    ``line``: the component of each place along the dim; ``widths``: of one unit, in each run of all units.
     """
 
     path: str
@@ -72,23 +189,18 @@ def families(seen: Trace, blocks: tuple[str, ...]) -> tuple[list[Family], list[s
         for family in _grouped(block, own):
             units = {x for member in family.members for x in member.line.tolist()}
             if not block:  # a table outside the blocks: its units are those of some block
-                near = next((f for f in found if set(f.units) & units), None)
-                family.units = near.units if near is not None else []
-            rows = [m for m in family.members if m.kind == "row"] or [
-                m for m in family.members if m.kind == "parameter"
-            ]
-            family.units = family.units or list(dict.fromkeys(x for x in rows[0].line.tolist()) if rows else ())
-            ok = len(family.units) > 1
-            for member in family.members:
-                widths = _widths(member.line.tolist(), family.units) if ok else None
-                if widths is None:
-                    ok = False
-                    break
-                member.widths = widths
-            if ok:
-                found.append(family)
-            else:
+                family.units = next((f.units for f in found if set(f.units) & units), [])
+            by_kind = {kind: member for kind in ("parameter", "row") for member in reversed(family.members)
+                       if member.kind == kind}  # fmt: skip
+            first = by_kind.get("row", by_kind.get("parameter"))
+            family.units = family.units or list(dict.fromkeys(first.line.tolist()) if first is not None else ())
+            widths = [_widths(m.line.tolist(), family.units) for m in family.members if len(family.units) > 1]
+            if not widths or None in widths:
                 bad += [m.path for m in family.members if m.kind == "column" or m.path in seen.tracking.first_of]
+                continue
+            for member, known in zip(family.members, widths, strict=True):
+                member.widths = known or ()
+            found.append(family)
     return found, bad
 
 
@@ -111,30 +223,21 @@ def _members(seen: Trace) -> Iterator[Member]:
     tracking = seen.tracking
     for path in seen.sources:
         yield Member(path, "column", components(seen, path))
-    for path, line in seen.sinks.items():
-        yield Member(path, "row", tracking.components.of(line))
-    for path, line in seen.norms.items():
-        yield Member(path, "norm", tracking.components.of(line))
+    for kind, lines in (("row", seen.sinks), ("norm", seen.norms)):
+        for path, line in lines.items():
+            yield Member(path, kind, tracking.components.of(line))
     norms = {f"{path}." for path in seen.norms}
     for name, dims in tracking.touched.items():
         if any(name.startswith(norm) for norm in norms):
             continue
-        found = [(dim, own) for dim in range(len(dims)) if (own := _line(seen, name, dim)) is not None]
+        found: list[Member] = []  # along dims of which each place has one component, and not all have the same
+        for dim, events in enumerate(dims):
+            pairs = torch.cat([torch.zeros(0, 2, dtype=torch.long), *events])
+            places, own = unique_pairs(pairs[:, 0], tracking.components.of(pairs[:, 1])).unbind(1)
+            if torch.equal(places, torch.arange(tracking.shapes[name][dim])) and len(own.unique()) > 1:
+                found.append(Member(name, "parameter", own, dim))
         if len(found) == 1:
-            yield Member(name, "parameter", found[0][1], found[0][0])
-
-
-def _line(seen: Trace, name: str, dim: int) -> torch.Tensor | None:
-    """The component at each place of a parameter along ``dim``; None if places have several, or all the same."""
-    tracking = seen.tracking
-    pairs = (
-        torch.cat(tracking.touched[name][dim]) if tracking.touched[name][dim] else torch.zeros(0, 2, dtype=torch.long)
-    )
-    pairs = unique_pairs(pairs[:, 0], tracking.components.of(pairs[:, 1]))
-    size = tracking.shapes[name][dim]
-    if len(pairs) != size or not torch.equal(pairs[:, 0], torch.arange(size)) or len(pairs[:, 1].unique()) == 1:
-        return None
-    return pairs[:, 1]
+            yield found[0]
 
 
 def _grouped(block: str, members: list[Member]) -> list[Family]:
@@ -152,16 +255,11 @@ def _widths(line: list[int], units: list[int]) -> tuple[int, ...] | None:
     """Return how wide each unit is in each run of all units; None if the line does not consist of such runs."""
     place, widths = 0, list[int]()
     while place < len(line):
-        width = 0
-        while place + width < len(line) and line[place + width] == units[0]:
-            width += 1
-        if width == 0:
+        widths.append(next((n for n, unit in enumerate(line[place:]) if unit != units[0]), len(line) - place))
+        run = [unit for unit in units for _ in range(widths[-1])]
+        if not run or line[place : place + len(run)] != run:
             return None
-        for unit in units:
-            if line[place : place + width] != [unit] * width:
-                return None
-            place += width
-        widths.append(width)
+        place += len(run)
     return tuple(widths)
 
 
@@ -282,32 +380,27 @@ def _integers(config: Any) -> dict[str, int]:
     return found
 
 
-def _integers_of_modules(block: nn.Module) -> Iterator[tuple[str, str, int]]:
-    """Yield the integer attributes of the modules in a block: path, name, value."""
-    for path, module in block.named_modules():
-        for name, value in vars(module).items():
-            if type(value) is int and value > 1 and not name.startswith("_"):
-                yield path, name, value
-
-
 def _count_of(
     value: Sequence[int], config: Any, blocks: Sequence[nn.Module], like: str, near: str = "", *, loose: bool = False
 ) -> str:
     """Return how a policy writes a count that is ``value`` in each block.
 
     Args:
-        like: ``heads``, ``keys`` (heads of keys and values) or ``width``: which names are preferred.
+        like: ``heads`` or ``keys`` (heads of keys and values): which names are preferred.
         loose: any attribute will do that is the only one of that value.
         near: a path in the block; attributes of modules near it are preferred.
     """
     if len(set(value)) == 1:
-        named = [name for name, number in _integers(config).items() if number == value[0] and _fits(name, like)]
+        named = [name for name, number in _integers(config).items() if number == value[0] and _fits(name)]
         if named:
             return min(named, key=lambda name: _rank(name, like))
     known: set[tuple[str, str]] | None = None
     for number, block in zip(value, blocks, strict=True):
         own = {
-            (path, name) for path, name, found in _integers_of_modules(block) if found == number and _fits(name, like)
+            (path, name)
+            for path, module in block.named_modules()
+            for name, found in vars(module).items()
+            if type(found) is int and found == number > 1 and not name.startswith("_") and _fits(name)
         }
         known = own if known is None else known & own
     if known:
@@ -316,33 +409,25 @@ def _count_of(
     same = [name for name, number in _integers(config).items() if len(set(value)) == 1 and number == value[0]]
     if loose and len(same) == 1:
         return same[0]
-    if len(set(value)) == 1 and (found := _quotient(value[0], _integers(config))):
-        return found
-    return str(value[0])
-
-
-def _fits(name: str, like: str) -> bool:
-    if like in ("heads", "keys"):
-        return (
-            (name in _SHORT or any(part in name for part in ("head", "group", "num_k", "num_v")))
-            and "dim" not in name
-            and "layer" not in name
-        )
-    return True
-
-
-def _rank(name: str, like: str) -> tuple[bool, bool, int]:
-    keys = any(part in name for part in _KEYS)
-    return keys != (like == "keys"), not name.startswith(("num", "n_")), len(name)
+    known_sizes = _integers(config).items() if len(set(value)) == 1 else ()
+    quotients = (
+        f"{top} / {bottom}"
+        for top, a in known_sizes
+        for bottom, b in known_sizes
+        if "head" in bottom and ("dim" in bottom or "size" in bottom) and a == value[0] * b
+    )
+    return next(quotients, str(value[0]))
 
 
 def _common(one: str, other: str) -> int:
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _quotient(value: int, known: dict[str, int]) -> str:
-    for top, a in known.items():
-        for bottom, b in known.items():
-            if ("dim" in bottom or "size" in bottom) and a == value * b and b > 1 and "head" in bottom:
-                return f"{top} / {bottom}"
-    return ""
+def _fits(name: str) -> bool:
+    counts = name in _SHORT or any(part in name for part in ("head", "group", "num_k", "num_v"))
+    return counts and "dim" not in name and "layer" not in name
+
+
+def _rank(name: str, like: str) -> tuple[bool, bool, int]:
+    keys = any(part in name for part in _KEYS)
+    return keys != (like == "keys"), not name.startswith(("num", "n_")), len(name)

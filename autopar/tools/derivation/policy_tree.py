@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 from autopar.foreign.tensors import own_modules, own_parameters
 from autopar.plan.matching import around, join
 from autopar.policy.match import base_of, config_of
-from autopar.tools.derivation.block_lists import BlockList, note_vocabulary, sections_around
 from autopar.tools.derivation.families import Family, Member, Named, named_families
-from autopar.tools.derivation.trace import Decisions, Trace, is_linear
+from autopar.tools.derivation.trace import BlockList, Decisions, Trace, is_linear
+
+_UNNAMED = ("*", "layers", "layer", "blocks", "block", "model", "h")  # parts of paths that are no names of a tower
 
 
 def policy_tree(
@@ -36,50 +37,31 @@ def policy_tree(
     start = f"{base_path}." if base_path else ""
     by_list = [(each, named_families(root, each, found, seen)) for each in lists]
     rules: dict[str, Any] = {}
-    towers: list[dict[str, Any]] = []
     vocab = note_vocabulary(root, rules) if words else ""
-    for each, named in by_list:
-        towers.append(_tower(root, each, named, seen, decisions, start))
-    names_taken = {unit for tower in towers for unit in tower["units"]}
+    towers = [_tower(root, each, named, seen, decisions, start) for each, named in by_list]
     inside_blocks = tuple(block + "." for each in lists for block in each.blocks)
     _outside(root, found, by_list, seen, inside_blocks, rules)
     covered = _covered(root, rules, inside_blocks)
     before, after, head = sections_around(seen, covered, lists, start)
     units = {"vocab": vocab} if vocab else {}
-    assert not names_taken & set(units)
     tree: dict[str, Any] = {"match": {"model_type": [root.config.model_type]}}
     if not towers:
         tree |= {"units": units or {"ffn": "inferred"}, "prefix": {**before, **after}, "head": head}
         return {name: value for name, value in tree.items() if value}, []
     if len(towers) == 1 and "config" not in towers[0]:
-        only = towers[0]
-        tree["units"] = {**only.pop("units"), **units}
-        tree["prefix"] = before
-        tree |= only
-        tree["suffix"] = after
+        tree |= {"units": {**towers[0].pop("units"), **units}, "prefix": before, **towers[0], "suffix": after}
     else:
-        tree["units"] = units
-        tree["prefix"] = before
-        tree["towers"] = dict(zip(_tower_names(lists), towers, strict=True))
-        last = list(tree["towers"].values())[-1]
-        last["suffix"] = after
-    tree["head"] = head
-    tree.setdefault("units", {})
-    tree["units"] = tree["units"] or {"ffn": "inferred"}
+        tree |= {"units": units, "prefix": before}
+        names: list[str] = []
+        for each in lists:
+            known = {*_UNNAMED, *names}
+            names.append(
+                next((part for part in reversed(each.path.split(".")) if part not in known), f"tower{len(names)}")
+            )
+        tree["towers"] = dict(zip(names, towers, strict=True))
+        towers[-1]["suffix"] = after
+    tree |= {"head": head, "units": tree["units"] or {"ffn": "inferred"}}
     return {name: value for name, value in tree.items() if value}, [named for _, named in by_list]
-
-
-def _tower_names(lists: list[BlockList]) -> list[str]:
-    result: list[str] = []
-    for each in lists:
-        words = [
-            part
-            for part in each.path.split(".")
-            if part not in ("*", "layers", "layer", "blocks", "block", "model", "h")
-        ]
-        name = next((word for word in reversed(words) if word not in result), f"tower{len(result)}")
-        result.append(name)
-    return result
 
 
 def _tower(
@@ -87,17 +69,21 @@ def _tower(
 ) -> dict[str, Any]:
     modules: dict[str, Any] = {}
     lacking: dict[str, set[str]] = {}
-    shared = {block: _shared(seen, block) for block in each.blocks}
+
+    def shared(block: str, path: str) -> str:
+        """Return the name below all blocks of a path below one."""
+        return ".".join(seen.names(path).split(".")[len(block.split(".")) :])
+
     rules = {block: _rules_of_block(root, block, named, seen, decisions) for block in each.blocks}
-    split = {shared[block](path) for block, own in rules.items() for path in own}
+    split = {shared(block, path) for block, own in rules.items() for path in own}
     for block in each.blocks:
         start_of_block = len(block) + 1
         below = [p for p, _ in root.get_submodule(block).named_modules() if p]
         below += [p for p, _ in root.get_submodule(block).named_parameters()]
-        busy = {path for path in below if any(one.startswith(shared[block](f"{block}.{path}") + ".") for one in split)}
+        busy = {path for path in below if any(one.startswith(shared(block, f"{block}.{path}") + ".") for one in split)}
         own_rules = {path[start_of_block:]: rule for path, rule in rules[block].items()}
         for path, rule in _covered(root.get_submodule(block), own_rules, (), busy).items():
-            key = shared[block](f"{block}.{path}")
+            key = shared(block, f"{block}.{path}")
             if modules.get(key, "replicated") == "replicated":
                 modules[key] = rule
     for key in modules:
@@ -106,18 +92,14 @@ def _tower(
     for n in named:
         units |= n.counts
     tower: dict[str, Any] = {"units": units}
-    config = _config_path(root, each)
-    if config:
+    wanted, own_config = config_of(root.get_submodule(each.owner)), config_of(root)
+    parts = {name: value for name, value in vars(own_config).items() if hasattr(value, "model_type")}
+    parts |= {f"{name}.{inner}": below for name, value in parts.items() for inner, below in vars(value).items()}
+    if wanted is not own_config and (config := next((name for name, part in parts.items() if part is wanted), "")):
         tower["config"] = config
     path = each.path[len(start) :] if each.path.startswith(start) else each.path
     tower["blocks"] = {"path": path, "modules": {marked(key, lacking[key]): rule for key, rule in modules.items()}}
     return tower
-
-
-def _shared(seen: Trace, block: str) -> Callable[[str], str]:
-    """Return a function: path below a block -> its name below all blocks."""
-    length = len(block.split("."))
-    return lambda path: ".".join(seen.names(path).split(".")[length:])
 
 
 def missing(block: nn.Module, key: str) -> set[str]:
@@ -143,20 +125,6 @@ def missing(block: nn.Module, key: str) -> set[str]:
 def marked(key: str, lacking: set[str]) -> str:
     parts = key.split(".")
     return ".".join(part + ("?" if ".".join(parts[: n + 1]) in lacking else "") for n, part in enumerate(parts))
-
-
-def _config_path(root: nn.Module, each: BlockList) -> str:
-    """The part of the model's config that the blocks' model has."""
-    wanted, own = config_of(root.get_submodule(each.owner)), config_of(root)
-    if wanted is own:
-        return ""
-    for name, value in vars(own).items():
-        if value is wanted:
-            return name
-        for inner, below in vars(value).items() if hasattr(value, "model_type") else ():
-            if below is wanted:
-                return f"{name}.{inner}"
-    return ""
 
 
 def _covered(
@@ -224,7 +192,7 @@ def _rules_of_block(
     own = [n for n in named if block in n.of_blocks]
     for each in own:
         for member in each.of_blocks[block].members:
-            rules.update(_gathered_rule(member, each) if each.gathered else _rule_of(root, member, each, seen))
+            rules.update(_rule_of(root, member, each, seen))
     own = [n for n in own if not n.gathered]
     for name in sorted(seen.tracking.inside):
         holder, _, _ = name.rpartition(".")
@@ -277,6 +245,9 @@ def _rule_of(root: nn.Module, member: Member, named: Named, seen: Trace) -> dict
     """Return the rule of what a family shards, by its path from the root."""
     parts = named.parts(member.widths)
     listed: Any = parts[0] if len(parts) == 1 else parts
+    if named.gathered:
+        flag = {"column": "gather_output", "row": "split_input"}.get(member.kind)
+        return {member.path: {member.kind: listed, flag: True}} if flag else {}
     if member.kind == "column":
         extra = {"inside": True} if seen.sources[member.path] else {}
         return {member.path: {"column": listed, **extra}}
@@ -295,10 +266,67 @@ def _rule_of(root: nn.Module, member: Member, named: Named, seen: Trace) -> dict
     return {path: {"sharded": listed, **({"dim": member.dim} if member.dim else {})}}
 
 
-def _gathered_rule(member: Member, named: Named) -> dict[str, Any]:
-    parts = named.parts(member.widths)
-    more = {"column": "gather_output", "row": "split_input"}.get(member.kind)
-    return {member.path: {member.kind: parts[0] if len(parts) == 1 else parts, more: True}} if more else {}
+def note_vocabulary(root: PreTrainedModel, rules: dict[str, Any]) -> str:
+    """Note the rules of embeddings of words and of what makes logits of words; returns the count of words."""
+    count = ""
+    tables = set()
+    for _, module in root.named_modules():
+        if not isinstance(module, PreTrainedModel):
+            continue
+        size = getattr(module.config, "vocab_size", None)
+        try:
+            words: Any = module.get_input_embeddings()
+        except (NotImplementedError, AttributeError):
+            words = None
+        if not isinstance(words, nn.Embedding) and module is root:
+            words = next((m for m in root.modules() if isinstance(m, nn.Embedding) and m.num_embeddings == size), None)
+        if isinstance(words, nn.Embedding) and type(size) is int and words.num_embeddings == size:
+            tables.add(id(words.weight))
+            same = size == getattr(root.config, "vocab_size", None)
+            count = "vocab_size" if same and count in ("", "vocab_size") else "inferred"
+    for path, module in root.named_modules():
+        if isinstance(module, nn.Embedding) and id(module.weight) in tables:
+            rules[path] = {"embedding": "vocab"}
+    for _, module in root.named_modules():
+        if isinstance(module, PreTrainedModel):
+            made: Any = module.get_output_embeddings()
+            if made is None and module is root:
+                size = getattr(root.config, "vocab_size", None)
+                linear = [child for child in root.children() if isinstance(child, nn.Linear)]
+                made = next((child for child in linear if child.out_features == size), None)
+            own = next((p for p, m in root.named_modules() if m is made), "") if made is not None else ""
+            sizes = {t.num_embeddings for t in root.modules() if isinstance(t, nn.Embedding) and id(t.weight) in tables}
+            if own and isinstance(made, nn.Linear) and made.out_features in sizes:
+                rules[own] = {"column": "vocab", "gather_output": True}
+    tied = {id(p) for path, rule in rules.items() for p in root.get_submodule(path).parameters()}
+    for path, module in root.named_modules():
+        if isinstance(module, nn.Linear) and path not in rules and id(module.weight) in tied:
+            rules[path] = {"column": "vocab", "gather_output": True}
+    return count
+
+
+def sections_around(
+    seen: Trace, covered: Mapping[str, Any], lists: list[BlockList], start: str
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Modules outside of the blocks: before them, behind them, and outside of the base model."""
+    starts = [seen.order.index(block) for each in lists for block in each.blocks if block in seen.order]
+    first = min(starts, default=0)
+    before: dict[str, Any] = {}
+    after: dict[str, Any] = {}
+    head: dict[str, Any] = {}
+    for path, rule in covered.items():
+        if not path.startswith(start):
+            name, _, rest = path.partition(".")
+            head[f"{name}?" + (f".{rest}" if rest else "")] = rule
+            continue
+        own = path[len(start) :]
+        called = [n for n, p in enumerate(seen.order) if p == path or p.startswith(path + ".")]
+        called = called or [n for n, p in enumerate(seen.order) if p == path.rpartition(".")[0]]
+        if not start and isinstance(rule, dict) and "column" in rule:
+            head[f"{own}?"] = rule  # the base model is the task model
+            continue
+        (before if called and called[0] < first else after)[own] = rule
+    return before, after, head
 
 
 _SECTIONS = ("prefix", "every_stage", "suffix", "head")

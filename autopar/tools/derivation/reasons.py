@@ -10,10 +10,8 @@ from transformers import PreTrainedModel
 
 from autopar.distributed.rng import kept
 from autopar.policy.match import base_of
-from autopar.tools.derivation.block_lists import block_lists
-from autopar.tools.derivation.feature_tracking import FeatureTracking
-from autopar.tools.derivation.marks import Components
-from autopar.tools.derivation.trace import Decisions, Names, trace, traced
+from autopar.tools.derivation.feature_tracking import Components, FeatureTracking
+from autopar.tools.derivation.trace import Decisions, Names, block_lists, trace, traced
 
 
 class _WatchedComponents(Components):

@@ -6,7 +6,7 @@ Before: the assumptions of a trace. After: its findings.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,10 +19,18 @@ from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.tensor_parallel import run
 from autopar.errors import UnsupportedModelError, type_and_text
 from autopar.foreign.tensors import no_dispatch_modes, own_modules, own_parameters
+from autopar.plan.stages import lies_in
 from autopar.policy.match import convolutional
 from autopar.tensor_tracking import tensors_in
-from autopar.tools.derivation.feature_tracking import FeatureTracking
-from autopar.tools.derivation.marks import ACTIVATION, CONSTANT, INPUT, INSIDE, PARAMETER, Mark
+from autopar.tools.derivation.feature_tracking import (
+    ACTIVATION,
+    CONSTANT,
+    INPUT,
+    INSIDE,
+    PARAMETER,
+    FeatureTracking,
+    Mark,
+)
 
 
 class Names:
@@ -39,20 +47,15 @@ class Names:
 
     def __call__(self, path: str) -> str:
         """Return the name of a module or parameter."""
-        known = self._known.get(path)
-        if known is None:
+        if path not in self._known:
             parts = path.split(".")
-            beginnings = [".".join(parts[: end + 1]) for end in range(len(parts))]
-            shown = [
-                "*" if part.isdigit() and own in self._stars else part
-                for part, own in zip(parts, beginnings, strict=True)
-            ]
-            known = self._known[path] = ".".join(shown)
-        return known
+            starred = [part.isdigit() and ".".join(parts[: n + 1]) in self._stars for n, part in enumerate(parts)]
+            self._known[path] = ".".join("*" if star else part for part, star in zip(parts, starred, strict=True))
+        return self._known[path]
 
     def block_of(self, path: str) -> str | None:
         """Return the path of the block that a module or parameter lies in."""
-        return next((block for block in self._blocks if path == block or path.startswith(block + ".")), None)
+        return next((block for block in self._blocks if lies_in(path, block)), None)
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,6 @@ class Trace:
     entered: set[str] = field(default_factory=set)
     order: list[str] = field(default_factory=list)
     contradictory: set[str] = field(default_factory=set)
-    ran: list[str] = field(default_factory=list)
     suspended: set[str] = field(default_factory=set)
     proven: set[str] = field(default_factory=set)
     runs: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -124,6 +126,68 @@ def is_linear(module: nn.Module) -> bool:
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         return module.groups == 1 and all(size == 1 for size in module.kernel_size)
     return isinstance(module, nn.Linear | Conv1D)
+
+
+_LISTS = (nn.ModuleList, nn.Sequential)
+_LAYERS_OF_A_BLOCK = 2
+
+
+@dataclass(frozen=True)
+class BlockList:
+    """Lists of blocks that one ``blocks.path`` with ``*`` names, and the path of the Hugging Face model around them."""
+
+    path: str
+    blocks: tuple[str, ...]
+    owner: str
+
+
+def block_lists(root: nn.Module) -> list[BlockList]:
+    """Find the outermost lists of blocks with linear layers; of lists of stages the lists in them."""
+    found: dict[str, list[str]] = {}
+    for path in _outermost(root):
+        members = [f"{path}.{name}" for name, _ in root.get_submodule(path).named_children()]
+        inner = [f"{one}.{below}" for one in members for below in _outermost(root.get_submodule(one))]
+        inner = [one for one in inner if _is_blocks(root.get_submodule(one))]
+        inner = [one for one in inner if len({type(child) for child in root.get_submodule(one).children()}) == 1]
+        if inner and all(
+            _only_around(root.get_submodule(one), [i[len(one) + 1 :] for i in inner if i.startswith(one + ".")])
+            for one in members
+        ):
+            for one in inner:
+                blocks = [f"{one}.{name}" for name, _ in root.get_submodule(one).named_children()]
+                below = one[len(path) + 1 :].partition(".")[2]
+                found.setdefault(f"{path}.*.{below}", []).extend(blocks)
+        else:
+            found.setdefault(path, []).extend(members)
+    models = [path for path, module in root.named_modules() if isinstance(module, PreTrainedModel)]
+    around = {path: [p for p in models if blocks[0].startswith(f"{p}." if p else "")] for path, blocks in found.items()}
+    return [BlockList(path, tuple(blocks), max(around[path], key=len, default="")) for path, blocks in found.items()]
+
+
+def _outermost(root: nn.Module) -> Iterator[str]:
+    below = ""
+    for path, module in root.named_modules():
+        if below and path.startswith(below):
+            continue
+        if path and isinstance(module, _LISTS) and _is_blocks(module):
+            below = path + "."
+            yield path
+
+
+def _is_blocks(listed: nn.Module) -> bool:
+    children = list(listed.children())
+    return bool(children) and max(sum(map(_layer, child.modules())) for child in children) >= _LAYERS_OF_A_BLOCK
+
+
+def _layer(module: nn.Module) -> bool:
+    return is_linear(module) or sum(p.ndim > 1 for p in own_parameters(module).values() if p is not None) > 1
+
+
+def _only_around(stage: nn.Module, inner: list[str]) -> bool:
+    """Return whether a member of a list is a stage: what has layers of its own in it lies in inner lists."""
+    outside = [m for p, m in stage.named_modules() if p and not any(lies_in(p, i) or lies_in(i, p) for i in inner)]
+    layers = max((sum(map(_layer, module.modules())) for module in outside), default=0)
+    return bool(inner) and layers < _LAYERS_OF_A_BLOCK
 
 
 @dataclass(frozen=True)
@@ -155,7 +219,6 @@ def trace(
     decisions: Decisions,
     known: Trace | None = None,
     record: Callable[..., None] | None = None,
-    prepare: Callable[[FeatureTracking], None] = lambda tracking: None,
 ) -> Trace:
     """Run the models.
 
@@ -164,7 +227,6 @@ def trace(
         known: a trace of the same decisions, of which the components are taken: all that ever met are together from
             the start.
         record: called behind each operator with the tracking, its arguments and the tensors that it has made.
-        prepare: called with the tracking before the models run.
 
     Returns:
         what was seen.
@@ -181,58 +243,45 @@ def trace(
     if known is not None:
         tracking.components = known.tracking.components
         tracking.first_of, tracking.count_of = known.tracking.first_of, known.tracking.count_of
-    prepare(tracking)
     seen = Trace(tracking, shared)
     hooks: list[Any] = []
     for path, module in root.named_modules():
         around = _ModuleHooks(path, module, path in blocks, inside, decisions, seen)
         hooks.append(module.register_forward_pre_hook(_untracked(around.before), with_kwargs=True))
         hooks.append(module.register_forward_hook(_untracked(around.after), with_kwargs=True))
-    ran = seen.ran
     try:
         for each in models:
             own = [block for block in blocks if block.startswith(each.path + ".")]
             if each.path and own and seen.proven.issuperset(own):
-                ran.append(each.path)
                 continue  # a model around it has called it
             for tensor in tensors_in(each.inputs):
                 tracking.set_mark(tensor, Mark(INPUT))
-            found = _run(each, root, tracking, seen)
-            if found is None:
-                continue
-            out, before = found
-            ran.append(each.path)
-            seen.proven.update(seen.order[before:])
-            for tensor in tensors_in(out):
+            for tensor in tensors_in(_run(each, root, seen)):
                 features = tracking.features_of(tensor)
                 if features is not None:
-                    tracking.spoil("an output of the model", features)
+                    tracking.spoil(features)  # an output of the model
     finally:
         for hook in hooks:
             hook.remove()
     return seen
 
 
-def _run(each: Traced, root: nn.Module, tracking: FeatureTracking, seen: Trace) -> tuple[Any, int] | None:
-    """Run a model, or where it stumbles over something its base model; None if both do.
-
-    Returns:
-        outputs, and how many modules had run before it.
-    """
+def _run(each: Traced, root: nn.Module, seen: Trace) -> Any:
+    """Run a model, or its base model where it fails; returns the outputs, None if both fail."""
     base: Any = each.model.base_model
     for model in dict.fromkeys((each.model, each.model if each.path else base)):
         before = len(seen.order)
         try:
-            with tracking:
+            with seen.tracking:
                 out = run(model, (), each.inputs)
-        except Exception as error:  # whatever it stumbles over without data
+        except Exception as error:  # whatever a forward without data raises
             seen.failure = seen.failure or type_and_text(error, 120)
-            tracking.stack.clear()
-            tracking.suspended = 0
+            seen.tracking.stack.clear()
+            seen.tracking.suspended = 0
             continue
-        path = next(path for path, module in root.named_modules() if module is model)
-        seen.runs.append((path, each.inputs))
-        return out, before
+        seen.runs.append((next(path for path, module in root.named_modules() if module is model), each.inputs))
+        seen.proven.update(seen.order[before:])
+        return out
     return None
 
 
@@ -294,26 +343,21 @@ class _ModuleHooks:
             if self.layer:
                 self._mark_layer(tensors[0], results)
             else:
-                _mark_norm(self.path, m, tensors, results, self.seen)
+                self._mark_norm(tensors, results)
         elif self.region:
             for x in results:
                 features = tracking.features_of(x)
                 if features is not None:
-                    tracking.spoil(f"the output of {self.path}", features)
+                    tracking.spoil(features)
                 tracking.set_mark(x, Mark(ACTIVATION, None, frozenset([self.path])))
-        elif own_parameters(m) and not own_modules(m):
-            self._mark_parameters(results)
-
-    def _mark_parameters(self, results: list[Any]) -> None:
-        """Mark what a norm on the residual stream, or a table, has made."""
-        for x in results:
-            mark = self.tracking.mark_of(x)
-            if mark is not None and mark.kind == ACTIVATION:
-                if self.seen.names(self.path) in self.decisions.enters:
-                    self.seen.entered.add(self.path)
-                    self.tracking.set_mark(x, Mark(INSIDE))
-                else:
-                    self.tracking.set_mark(x, replace(mark, producers=frozenset([self.path])))
+        elif own_parameters(m) and not own_modules(m):  # a norm on the residual stream, or a table
+            enters = self.seen.names(self.path) in self.decisions.enters
+            for x in results:
+                mark = tracking.mark_of(x)
+                if mark is not None and mark.kind == ACTIVATION:
+                    self.seen.entered |= {self.path} if enters else set()
+                    known = replace(mark, producers=frozenset([self.path]))
+                    tracking.set_mark(x, Mark(INSIDE) if enters else known)
 
     # -- layers ----------------------------------------------------------------------------------------------------
 
@@ -346,9 +390,9 @@ class _ModuleHooks:
     def _made(self, mark: Mark, features: torch.Tensor | None, out: torch.Tensor, channels: bool) -> Mark:
         """The mark of its output; the features, if any, along the last dim alone."""
         tracking, path, seen = self.tracking, self.path, self.seen
-        if _is_depthwise(self.module):
-            return self._per_channel(mark, features)
         names = [f"{path}.{name}" for name, p in own_parameters(self.module).items() if p is not None]
+        if _is_depthwise(self.module):
+            return self._per_channel(mark, features, names)
         if features is not None:
             rows = features.reshape(-1, features.shape[-1])
             line = tracking.components.join_along(rows, [0])[0]
@@ -372,9 +416,9 @@ class _ModuleHooks:
     def _row(self, mark: Mark, line: torch.Tensor) -> Mark:
         tracking, path, seen = self.tracking, self.path, self.seen
         if bool((line == 0).any()):
-            tracking.spoil(f"{path} sums over sharded and whole features", line)
+            tracking.spoil(line)  # a sum over sharded and full features
         if mark.fresh:
-            tracking.spoil(f"{path} follows without anything between", line)
+            tracking.spoil(line)  # nothing is between it and the column
         known = seen.sinks.setdefault(path, line)
         tracking.components.join(known, line)
         if path in seen.sources:
@@ -388,21 +432,36 @@ class _ModuleHooks:
             return Mark(INSIDE, None, frozenset([self.path]))
         return Mark(ACTIVATION, None, frozenset([self.path]))
 
-    def _per_channel(self, mark: Mark, features: torch.Tensor | None) -> Mark:
+    def _per_channel(self, mark: Mark, features: torch.Tensor | None, names: list[str]) -> Mark:
         tracking = self.tracking
         if features is None:
             if mark.kind == INSIDE:
-                tracking.inside.update(
-                    f"{self.path}.{name}" for name, p in own_parameters(self.module).items() if p is not None
-                )
+                tracking.inside.update(names)
                 return replace(mark, places={})
             return Mark(ACTIVATION, None, frozenset([self.path]))
         line = tracking.components.join_along(features.reshape(-1, features.shape[-1]), [0])[0]
-        for name, parameter in own_parameters(self.module).items():
-            if parameter is not None:
-                tracking.shapes[f"{self.path}.{name}"] = tuple(parameter.shape)
-                tracking.touch(f"{self.path}.{name}", 0, torch.arange(len(line)), line)
+        self._touch(line)
         return replace(mark, features=line.to(torch.int32), places={})
+
+    def _touch(self, line: torch.Tensor) -> None:
+        """Note that the layer's or norm's own parameters are computed with the features of ``line``."""
+        for name, parameter in own_parameters(self.module).items():
+            if parameter is not None and (self.layer or parameter.ndim == 1):
+                self.tracking.shapes[f"{self.path}.{name}"] = tuple(parameter.shape)
+                self.tracking.touch(f"{self.path}.{name}", 0, torch.arange(len(line)), line)
+
+    def _mark_norm(self, tensors: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+        tracking, width = self.tracking, own_parameters(self.module)["weight"].shape[0]
+        found = [(x, tracking.features_of(x)) for x in tensors if x.shape[-1] == width]
+        numbered = [(x, features.reshape(-1, width)) for x, features in found if features is not None]
+        lines = [tracking.components.join_along(rows, [0])[0] for _, rows in numbered]
+        for other in lines[1:]:
+            tracking.components.join(lines[0], other)
+        line = self.seen.norms[self.path] = tracking.components.of(lines[0])
+        self._touch(line)
+        mark = tracking.mark_of(numbered[0][0]) or Mark(INSIDE)
+        for out in results:
+            tracking.set_mark(out, replace(mark, features=line.to(torch.int32).expand(out.shape)))
 
 
 def _is_depthwise(module: nn.Module) -> bool:
@@ -431,31 +490,6 @@ def _is_over_features(module: nn.Module, tensors: list[torch.Tensor], tracking: 
             differ = bool((features != features[..., :1]).any())
             return differ and bool((features != 0).all()) and bool((rows == rows[0]).all())
     return False
-
-
-def _mark_norm(
-    path: str, module: nn.Module, tensors: list[torch.Tensor], results: list[torch.Tensor], seen: Trace
-) -> None:
-    tracking = seen.tracking
-    weight: Any = module.weight
-    numbered = [x for x in tensors if tracking.features_of(x) is not None and x.shape[-1] == weight.shape[0]]
-    lines = []
-    for x in numbered:
-        features = tracking.features_of(x)
-        assert features is not None
-        lines.append(tracking.components.join_along(features.reshape(-1, x.shape[-1]), [0])[0])
-    for other in lines[1:]:
-        tracking.components.join(lines[0], other)
-    line = tracking.components.of(lines[0])
-    seen.norms[path] = line
-    for name, parameter in own_parameters(module).items():
-        if parameter is not None and parameter.ndim == 1:
-            tracking.shapes[f"{path}.{name}"] = tuple(parameter.shape)
-            tracking.touch(f"{path}.{name}", 0, torch.arange(len(line)), line)
-    mark = tracking.mark_of(numbered[0])
-    assert mark is not None
-    for out in results:
-        tracking.set_mark(out, replace(mark, features=line.to(torch.int32).expand(out.shape)))
 
 
 def _untracked(hook: Callable[..., None]) -> Callable[..., None]:

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 from autopar.activation_checkpoint import recomputed_layers, saved_operators
 from autopar.distributed.recompute_tape import Tape
 from autopar.distributed.rng import kept
-from autopar.dry_run.equal_blocks import BlockReplay, EqualBlocks, Form, form_of, tensor_of
-from autopar.dry_run.operators import autocast_on_meta
+from autopar.dry_run.equal_blocks import BlockReplay, EqualBlocks
+from autopar.dry_run.operators import Form, autocast_on_meta, form_of, tensor_of
 from autopar.foreign.tensors import sequence_number, tree_map_only
 from autopar.pipeline_parallel.engine import backward_halves
 from autopar.tensor_tracking import tensors_in

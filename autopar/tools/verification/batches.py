@@ -64,7 +64,12 @@ def make_batches(model: PreTrainedModel, *, count: int, rows: int, length: int) 
 
 
 def _filled(model: PreTrainedModel, candidate: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, Any]:
-    vocabulary = _vocabulary(model)
+    try:
+        table = model.get_input_embeddings()
+    except NotImplementedError:  # towers without words
+        table = None
+    words = getattr(table, "num_embeddings", None) or getattr(_text_config(model), "vocab_size", None)
+    vocabulary = int(words or 16)
     taken = inspect.signature(model.forward).parameters
     inputs: dict[str, Any] = {}
     for name, empty in candidate.items():
@@ -83,14 +88,6 @@ def _filled(model: PreTrainedModel, candidate: dict[str, torch.Tensor], generato
     return inputs
 
 
-def _vocabulary(model: PreTrainedModel) -> int:
-    try:
-        rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    except NotImplementedError:  # towers without words
-        rows = None
-    return int(rows or getattr(_text_config(model), "vocab_size", None) or 16)
-
-
 def _text_config(model: PreTrainedModel) -> Any:
     try:
         return model.config.get_text_config()
@@ -107,17 +104,16 @@ def _labels(
     classes = int(getattr(model.config, "num_labels", _CLASSES))
     ids = [each for inputs in made if (each := inputs.get("decoder_input_ids", inputs.get("input_ids"))) is not None]
     if "labels" in taken and ids:
-        words = [{"labels": _where_real(each, inputs)} for each, inputs in zip(ids, made, strict=True)]
+        drawn = list(zip(ids, made, strict=True))
+        words = [{"labels": _where_real(each, inputs)} for each, inputs in drawn]
         if "decoder_input_ids" in made[0]:
             for inputs in made:
                 inputs.pop("decoder_input_ids")  # made of the labels
             yield words
-            for inputs, each in zip(made, ids, strict=True):
+            for each, inputs in drawn:
                 inputs["decoder_input_ids"] = each
         yield words
-        yield [
-            {"labels": _where_real(_draw(generator, classes, each.shape), i)} for each, i in zip(ids, made, strict=True)
-        ]
+        yield [{"labels": _where_real(_draw(generator, classes, each.shape), inputs)} for each, inputs in drawn]
     if "labels" in taken:
         yield [{"labels": _draw(generator, classes, (rows,))} for _ in made]
     if "start_positions" in taken and ids:
@@ -264,9 +260,8 @@ def _required(
 ) -> dict[str, torch.Tensor]:
     """Add what the forward takes without a default: other ids, or sequences of vectors."""
     found = dict(inputs)
-    for name, parameter in taken.items():
-        if name in found or parameter.default is not parameter.empty or parameter.kind is parameter.VAR_KEYWORD:
-            continue
+    needed = [name for name, each in taken.items() if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
+    for name in (name for name in needed if name not in inputs):
         if name.endswith("input_ids"):
             found[name] = torch.zeros(rows, length, dtype=torch.long, device="meta")
         elif name.endswith(("embeds", "states", "context")):
@@ -286,12 +281,7 @@ def _patches(config: PretrainedConfig, rows: int, taken: Any) -> Iterator[dict[s
     sizes = torch.tensor([[1, _SIDE, _SIDE]] * rows)
     count, frames = rows * _SIDE * _SIDE, int(getattr(config, "temporal_patch_size", 1))
     merge = int(getattr(config, "spatial_merge_size", 1) or 1)
-    shapes: list[tuple[int, ...]] = [
-        (count, channels * frames * side * side),
-        (count, channels * side * side),
-        (count, channels, side, side),
-        (1, count, channels, side, side),
-        (count, side * merge, side * merge, channels),
-    ]
-    for shape in dict.fromkeys(shapes):
+    flat = [(count, channels * frames * side * side), (count, channels * side * side)]
+    pictures = [(count, channels, side, side), (1, count, channels, side, side)]
+    for shape in dict.fromkeys((*flat, *pictures, (count, side * merge, side * merge, channels))):
         yield {main: torch.empty(shape, device="meta"), grid: sizes, **more}

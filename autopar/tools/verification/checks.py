@@ -1,13 +1,20 @@
-"""The checks of ``verify``: weights, outputs, tokens, gradients, a step and checkpoints against the plain model's."""
+"""The checks of ``verify``: weights, outputs, tokens, gradients, a step and checkpoints against the plain model's.
+
+So are random draws: those of what ranks hold alike must be alike, those of different parts apart, and rates are the
+plain model's. No seed gives the plain model the draws of several ranks, so states of generators are compared, not
+masks. Stages alone draw from streams that the plain model can be given: then it drops the same elements, and returns
+the same outputs.
+"""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,22 +27,29 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.checkpoint.offline import merge_checkpoint, reshard_checkpoint
+from autopar.data_parallel.gradients import average_gradients
+from autopar.distributed.digest import of_tensor
 from autopar.errors import type_and_text
+from autopar.foreign.tensors import in_backward, schema_of
 from autopar.quantized.layers import stored_weights
+from autopar.tensor_tracking import TensorTracking, tensors_in
 from autopar.tools.verification.outputs import (
     OF_GRADIENTS,
     Distance,
+    floats_of,
+    gathered,
     local,
     local_part,
     measure,
+    named,
     of_first,
     reseed,
     same_floats,
     size_of_loss,
 )
-from autopar.tools.verification.recording import recording_of
+from autopar.tools.verification.recording import recording_of, running
 from autopar.tools.verification.report import RankMemory, Row
-from autopar.tools.verification.session import Session
+from autopar.tools.verification.session import Session, switched_on
 
 _SMALL = 0.05  # of the largest gradient or step: what is smaller is measured by this
 _TOKENS = 6  # that are generated
@@ -99,11 +113,9 @@ def forward(session: Session) -> list[Row]:
 
 
 def _outputs(expected: Any, actual: Any) -> list[Named]:
-    found = []
-    for name, theirs, mine in same_floats(expected, actual):
-        missing = Distance(math.inf, "the output is missing")
-        found.append(Named(name, missing if mine is None else measure(mine, theirs)))
-    return found
+    missing = Distance(math.inf, "the output is missing")
+    pairs = same_floats(expected, actual)
+    return [Named(name, missing if mine is None else measure(mine, theirs)) for name, theirs, mine in pairs]
 
 
 def _output_rows(check: str, found: list[Named], allowed: float) -> list[Row]:
@@ -132,7 +144,8 @@ def backward(session: Session) -> list[Row]:
         if actual is not None and session.mpu.dp.size == 1:
             outputs += [each for each in _outputs(expected, actual) if not each.name.endswith("loss")]
     with recording_of(session.mpu.tp) as averaged:
-        session.finish_gradients()
+        if not session.piped and session.mpu.cp.size > 1:  # what execute_pipeline does by itself
+            average_gradients(session.parallel)
     session.sent = [*sent, *averaged]
     rows = [worst_row("backward", "loss", losses, session.tolerance, show=False)]
     rows += [row for row in _output_rows("backward", outputs, session.tolerance) if row.what != "loss"]
@@ -163,7 +176,10 @@ def step(session: Session) -> list[Row]:
     """Compare what an optimizer step adds to the weights; after :func:`backward`."""
     before = {name: local(mine).clone() for name, mine, _ in pairs(session)}
     plain, parallel = session.optimizers
-    _steady(session)
+    gradients = (p.grad.abs().max().item() for p in session.plain.parameters() if p.grad is not None and p.grad.numel())
+    largest = of_first(max(gradients, default=1.0))
+    for group in (*plain.param_groups, *parallel.param_groups):
+        group["eps"] = 0.1 * largest or 1.0  # with a small one AdamW makes a full step of what is only rounding
     if session.config.gradient_clipping:
         torch.nn.utils.clip_grad_norm_(session.plain.parameters(), session.config.gradient_clipping)
     plain.step()
@@ -177,15 +193,6 @@ def step(session: Session) -> list[Row]:
     return [row]
 
 
-def _steady(session: Session) -> None:
-    """Let AdamW's ``eps`` follow the gradients: with a small one it makes a full step of what is only rounding."""
-    gradients = (p.grad.abs().max().item() for p in session.plain.parameters() if p.grad is not None and p.grad.numel())
-    largest = of_first(max(gradients, default=1.0))
-    for optimizer in session.optimizers:
-        for group in optimizer.param_groups:
-            group["eps"] = 0.1 * largest or 1.0
-
-
 def _changes(session: Session, before: dict[str, torch.Tensor]) -> Iterator[Named]:
     changes = []
     for name, mine, theirs in pairs(session):
@@ -195,12 +202,11 @@ def _changes(session: Session, before: dict[str, torch.Tensor]) -> Iterator[Name
         else:  # the optimizer steps fp32 weights; the model's are rounded
             changes.append((name, local(mine), expected, expected))
     largest = max((change.abs().max().item() for _, _, change, _ in changes if change.numel()), default=0.0)
-    for name, mine_, theirs_, weight in changes:
+    for name, own, wanted, weight in changes:
         rounding = torch.finfo(weight.dtype).eps if weight.is_floating_point() else 0.0
         size = weight.abs().max().item() if weight.numel() else 0.0
-        yield Named(
-            name, measure(mine_, theirs_, max(_SMALL * largest, 2 * rounding * size / session.tolerance / OF_GRADIENTS))
-        )
+        floor = max(_SMALL * largest, 2 * rounding * size / session.tolerance / OF_GRADIENTS)
+        yield Named(name, measure(own, wanted, floor))
 
 
 def memory_of(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> RankMemory:
@@ -214,18 +220,6 @@ def memory_of(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 # -- generation -------------------------------------------------------------------------------------------------------
-
-
-def _why_not(session: Session) -> str:
-    """Return why generation is left out; empty if it is not."""
-    model = session.plain
-    if not isinstance(model, PreTrainedModel) or not model.can_generate():
-        return f"{type(model).__name__} does not generate"
-    if session.mpu.cp.size > 1:
-        return "context parallelism does not shorten what is generated token by token"
-    if "input_ids" not in session.batches[0]:
-        return "its batch has no input_ids"
-    return ""
 
 
 def prompt_of(session: Session) -> dict[str, Any]:
@@ -261,7 +255,13 @@ def generated(model: nn.Module, inputs: dict[str, Any]) -> Any:
 
 def generate(session: Session) -> list[Row]:
     """Compare tokens and logits."""
-    reason = _why_not(session)
+    model, reason = session.plain, ""
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
+        reason = f"{type(model).__name__} does not generate"
+    elif session.mpu.cp.size > 1:
+        reason = "context parallelism does not shorten what is generated token by token"
+    elif "input_ids" not in session.batches[0]:
+        reason = "its batch has no input_ids"
     if reason:
         return [Row("generate", "tokens", None, note=reason)]
     inputs = prompt_of(session)
@@ -271,26 +271,21 @@ def generate(session: Session) -> list[Row]:
         return [Row("generate", "tokens", None, note=f"the plain model does not: {type_and_text(error, 120)}")]
     actual = generated(session.parallel, inputs)
     same = torch.equal(actual.sequences, expected.sequences)
-    note = "" if same else f"{_shown(actual.sequences)}, the plain model's are {_shown(expected.sequences)}"
+    mine, theirs = (output.sequences[0, -_TOKENS:].tolist() for output in (actual, expected))
+    note = "" if same else f"{mine}, the plain model's are {theirs}"
     rows = [Row("generate", "tokens", same, note=note)]
     logits = [
-        Named(f"token {number + 1}", Distance(float("inf"), "missing") if mine is None else measure(mine, theirs))
-        for number, (theirs, mine) in enumerate(zip(expected.logits or (), actual.logits or (), strict=False))
+        Named(f"token {number}", Distance(math.inf, "missing") if own is None else measure(own, wanted))
+        for number, (wanted, own) in enumerate(zip(expected.logits or (), actual.logits or (), strict=False), 1)
     ]
     return [*rows, worst_row("generate", "logits", logits, session.tolerance, show=False)] if logits else rows
-
-
-def _shown(tokens: torch.Tensor) -> str:
-    return str(tokens[0, -_TOKENS:].tolist())
 
 
 def save(session: Session) -> list[Row]:
     """Save merged; compare names and bits with what the plain model saves."""
     if not _merges(session):
-        quantized = bool(stored_weights(session.plain))
-        why = (
-            "quantized weights with adapters are not merged" if quantized else "the plain module has no save_pretrained"
-        )
+        adapted = "quantized weights with adapters are not merged"
+        why = adapted if stored_weights(session.plain) else "the plain module has no save_pretrained"
         return [Row("save", "merged checkpoint", None, note=why)]
     plain: Any = session.plain
     with _folder() as folder:
@@ -371,3 +366,193 @@ def _tensors(folder: Path) -> dict[str, Path]:
         with safe_open(path, "pt") as file:
             found |= dict.fromkeys(file.keys(), path)
     return found
+
+
+# -- random draws -----------------------------------------------------------------------------------------------------
+
+_RATE = 0.2  # where a model has none that is on
+
+
+class Draw(NamedTuple):
+    """One draw: its module, the shape, the state of the generator before, and the rate of zeros (0: no dropout)."""
+
+    module: str
+    shape: tuple[int, ...]
+    state: str
+    rate: float
+
+
+class _Draws(TensorTracking):
+    """Notes random draws by their operators; those in the backward, where blocks are recomputed, by themselves."""
+
+    def __init__(self, stack: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.stack, self.forward, self.backward = stack, list[Draw](), list[Draw]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            names = [each.name for each in schema_of(func).arguments]
+            named, fused = dict(zip(names, args, strict=False)) | kwargs, "dropout_p" in names
+            tensors = list(tensors_in(list(named.values())))
+            given = named.get("dropout_p" if fused else "p")
+            rate = given if type(given) is float else 0.0
+            rate = 1 - rate if func.__name__.startswith("bernoulli") and type(given) is float else rate
+            if tensors and (rate or not fused):
+                x = tensors[0]
+                shape = (*x.shape[:-1], tensors[1].shape[-2]) if fused else tuple(x.shape)  # of the scores
+                draw = Draw(self.stack[-1] if self.stack else "", shape, generator_state(x.device), rate)
+                (self.backward if in_backward() else self.forward).append(draw)
+        return func(*args, **kwargs)
+
+
+def generator_state(device: torch.device) -> str:
+    """Return a digest of the state of the default generator of a device."""
+    on_host = device.type in ("cpu", "meta")
+    state = torch.get_rng_state() if on_host else torch.get_device_module(device).get_rng_state(device)
+    return hashlib.blake2b(state.numpy().tobytes(), digest_size=8).hexdigest()
+
+
+class Place(NamedTuple):
+    """The place of a rank in its replica."""
+
+    pp: int
+    cp: int
+    tp: int
+
+
+def wrong_draws(plain: Sequence[Draw], everyone: Mapping[Place, Sequence[Draw]]) -> Iterator[tuple[str, str]]:
+    """Yield module and problem of each draw that is alike where it must differ, or the other way round. Pure.
+
+    Args:
+        plain: the draws of the plain model, whose shapes say what is sharded.
+        everyone: those of each rank of a replica.
+    """
+    expected = _by_module(plain)
+    by_rank = {place: _by_module(draws) for place, draws in everyone.items()}
+    for module in {name: None for found in (expected, *by_rank.values()) for name in found}:
+        wholes = expected.get(module, [])
+        stages = {place.pp for place, found in by_rank.items() if module in found}
+        ranks = [place for place in everyone if place.pp in stages]
+        counts = [len(by_rank[place].get(module, [])) for place in ranks or everyone]
+        if not wholes or not all(counts) or any(count % len(wholes) for count in counts):
+            listed = ", ".join(map(str, counts))
+            yield module, f"draws {listed} times on the ranks, {len(wholes)} times in the plain model"
+            continue
+        for number, whole in enumerate(wholes):
+            held = {place: _joined(by_rank[place][module], number, len(wholes)) for place in ranks}
+            draws = list(held.values())
+            if any(draw.rate != whole.rate for draw in draws):
+                yield module, f"drops {draws[0].rate:g} of its elements, and the plain model's {whole.rate:g}"
+            elif any(draw.shape != whole.shape for draw in draws):
+                if not _are_apart(held):
+                    yield module, f"draws alike on ranks that hold different parts {list(draws[0].shape)}"
+            elif len({draw.state for draw in draws}) > 1:
+                yield module, "draws differently on ranks that hold the same activation"
+
+
+def _by_module(draws: Sequence[Draw]) -> dict[str, list[Draw]]:
+    found: dict[str, list[Draw]] = {}
+    for draw in draws:
+        found.setdefault(draw.module, []).append(draw)
+    return found
+
+
+def _joined(draws: Sequence[Draw], number: int, count: int) -> Draw:
+    """Return one of ``count`` draws of a module; attention over two runs of rows draws twice for one."""
+    runs = len(draws) // count
+    parts = draws[number * runs : (number + 1) * runs]
+    if runs == 1:
+        return parts[0]
+    rate = parts[0].rate if len({part.rate for part in parts}) == 1 else -1.0
+    return parts[0]._replace(shape=(runs, *parts[0].shape), rate=rate)  # states part at the first one
+
+
+def _are_apart(holders: Mapping[Place, Draw]) -> bool:
+    """Return whether all ranks draw apart, or those along one axis do, and are alike along the other."""
+    states = {place: draw.state for place, draw in holders.items()}
+    if len(set(states.values())) == len(states):
+        return True
+    for along in ("cp", "tp"):
+        pairs = {(getattr(place, along), state) for place, state in states.items()}
+        if 1 < len(pairs) == len({place for place, _ in pairs}) == len({state for _, state in pairs}):
+            return True
+    return False
+
+
+def dropout(session: Session) -> list[Row]:
+    """Compare what the ranks draw with what the plain model does. Dropout is on in both models."""
+    tp, pp, cp = session.mpu.tp, session.mpu.pp, session.mpu.cp
+    if tp.size == pp.size == cp.size == 1:
+        return [Row("dropout", "random draws", None, note="only ranks of a model do")]
+    with switched_on((session.plain, session.parallel), session.rates, _RATE) as switched:
+        if not switched:
+            return [Row("dropout", "random draws", None, note="the model has no dropout")]
+        rows = _of_stages(session) if tp.size == cp.size == 1 else _of_ranks(session)
+        if session.config.activation_checkpointing and rows[0].holds is not None:
+            with _Draws() as draws:
+                session.train_parallel(0)
+            session.zero_gradients()
+            others = set(draws.backward) - set(draws.forward)
+            drawn = f"{len(others)} of {len(draws.backward)} are others than in the forward" if others else ""
+            note = drawn if draws.backward else "nothing was drawn again"
+            rows += [Row("dropout", "recomputed draws", not others if draws.backward else None, note=note)]
+    return rows
+
+
+def _of_stages(session: Session) -> list[Row]:
+    """Compare outputs with those of the plain model, which is given the streams of the stages."""
+    plain, expected = _run(session, session.plain)
+    _, outputs = _run(session, session.parallel)
+    if not plain:
+        return [Row("dropout", "random draws", None, note="the model has no dropout")]
+    pairs = same_floats(expected, outputs)
+    found = [Named(name, measure(theirs, own)) for name, own, theirs in pairs if theirs is not None]
+    row = worst_row("dropout", "outputs, with the plain model's draws", found, session.tolerance, show=False)
+    others = "a stage draws other numbers than the plain model, or in another order"
+    return [row if row.holds is not False or row.note else replace(row, note=others)]
+
+
+def _of_ranks(session: Session) -> list[Row]:
+    """Compare the draws of all ranks of a replica by their states, their rates, and what comes after them."""
+    session.evaluate(session.parallel, copy.deepcopy(session.own_part(session.batches[0])))  # the first may run twice
+    plain, _ = _run(session, session.plain)
+    mine, outputs = _run(session, session.parallel)
+    mpu = session.mpu
+    place, after = Place(mpu.pp.rank, mpu.cp.rank, mpu.tp.rank), generator_state(mpu.device)
+    digest = repr([of_tensor(value + 0) for _, value in floats_of(outputs)])
+    everyone = gathered((place, mine, after, digest), mpu.model.group)
+    if not plain:
+        return [Row("dropout", "random draws", None, note="the model has no dropout")]
+    draws = {at: _comparable(session, found) for at, found, _, _ in everyone}
+    plain = _comparable(session, plain)
+    module, wrong = next(wrong_draws(plain, draws), ("", ""))
+    note = f"{module or 'the model'} {wrong}" if wrong else f"{len(plain)} draws"
+    return [
+        Row("dropout", "random draws", not wrong, name=module, note=note),
+        _row_alike("generators behind the forward", {(at.pp, state) for at, _, state, _ in everyone}),
+        _row_alike("outputs of all ranks", {(at.pp, text) for at, _, _, text in everyone}),
+    ]
+
+
+def _comparable(session: Session, draws: list[Draw]) -> list[Draw]:
+    """Return the draws without those of experts that one rank computes, for tokens of all."""
+    inside = tuple(f"{path}." for path, rule in session.plan.modules.items() if rule.rule == "expert_modules")
+    return [draw for draw in draws if not draw.module.startswith(inside)] if inside else draws
+
+
+def _row_alike(what: str, found: set[tuple[int, str]]) -> Row:
+    """The ranks of a stage must have the same behind the forward."""
+    alike = len(found) == len({stage for stage, _ in found})
+    return Row("dropout", what, alike, note="" if alike else "they differ between ranks that hold the same activations")
+
+
+def _run(session: Session, model: nn.Module) -> tuple[list[Draw], Any]:
+    """Return the draws of a forward in training mode, and its outputs; the plain model draws as stages do."""
+    model.train()
+    reseed(7)
+    batch = copy.deepcopy(session.own_part(session.batches[0]))
+    streams = session.drawing_as_stages() if model is session.plain else nullcontext()
+    with session.own_failure(model), streams, running(model) as stack, _Draws(stack) as draws, torch.no_grad():
+        outputs = named(model(**batch))
+    return [draw for draw in draws.forward if draw.rate], outputs

@@ -12,9 +12,10 @@ import copy
 import itertools
 import math
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from torch import nn
 from autopar.dry_run.activation_tracking import line_of
 from autopar.errors import ConsistencyError, PolicyError, clip, first_line, listed, type_and_text
 from autopar.plan.matching import around
-from autopar.plan.plan import ModulePlan, Plan, TensorPlan, rule_of
+from autopar.plan.plan import ModulePlan, Plan, rule_of
 from autopar.plan.stages import StagePlan
 from autopar.tools.verification.checks import generated, prompt_of
 from autopar.tools.verification.outputs import OF_GRADIENTS, Distance, gathered, local, local_part, measure, reseed
@@ -58,13 +59,7 @@ class Event(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The first difference.
-
-    Attributes:
-        event: where it shows.
-        module: that is to blame.
-        since: paths of modules between the last event that was right and this one.
-    """
+    """The first difference: where it shows, the module to blame, and the modules ``since`` the last right event."""
 
     event: Event
     module: str
@@ -102,16 +97,21 @@ class Comparison:
 
     def forward(self, plain: Recording, mine: Recording) -> list[Event]:
         """Return an event for each tensor that a module was given or returned, in the plain model's order."""
-        pairs = _paired(plain, mine)
-        here = _owners(plain.entries, self.stages)
         events: list[Event] = []
-        for entry, owner in zip(plain.entries, here, strict=True):
-            other = pairs.get(entry.key) if owner == self.rank else None
+        for entry, other in self._paired(plain, mine):
             for name, expected in entry.tensors.items():
                 actual = None if other is None else other.tensors.get(name)
                 distance = None if actual is None else self._compare(entry.path, actual, expected, 0.0)
                 events.append(self._event(entry, entry.kind, name, distance))
         return events
+
+    def _paired(self, plain: Recording, mine: Recording) -> list[tuple[Entry, Entry | None]]:
+        """Return the plain model's entries, each with this rank's: of more calls than there the last ones."""
+        expected, found = (Counter((entry.path, entry.kind) for entry in each.entries) for each in (plain, mine))
+        more = {place: max(0, count - expected[place]) for place, count in found.items()}
+        own = {(each.path, each.kind, each.call - more[each.path, each.kind]): each for each in mine.entries}
+        owners = zip(plain.entries, _owners(plain.entries, self.stages), strict=True)
+        return [(e, own.get((e.path, e.kind, e.call)) if owner == self.rank else None) for e, owner in owners]
 
     def backward(
         self, plain: Recording, mine: Recording, models: tuple[nn.Module, nn.Module], largest: float
@@ -122,19 +122,16 @@ class Comparison:
             models: the plain one, and this rank's, whose parameters have their gradients.
             largest: element of all gradients of parameters.
         """
-        pairs = _paired(plain, mine)
-        here = _owners(plain.entries, self.stages)
         scale = max((float(g.abs().max()) for e in plain.entries for g in e.gradients.values() if g.numel()), default=0)
         events: list[Event] = []
-        for entry, owner in reversed(list(zip(plain.entries, here, strict=True))):
-            other = pairs.get(entry.key) if owner == self.rank else None
+        for entry, other in reversed(self._paired(plain, mine)):
             for name, expected in entry.gradients.items():
                 actual = None if other is None else other.gradients.get(name)
-                partial = self._is_partial_gradient(entry.path)
                 if actual is not None and self.slices.mpu.cp.size > 1:  # of own rows, as many times as there are ranks
                     actual = None if actual.shape == expected.shape else actual / self.slices.mpu.cp.size
                 distance = None if actual is None else self._compare(entry.path, actual, expected, _SMALL * scale)
-                unknown = partial and distance is not None and distance.relative > OF_GRADIENTS * self.tolerance
+                large = distance is not None and distance.relative > OF_GRADIENTS * self.tolerance
+                unknown = large and self._is_partial_gradient(entry.path)
                 listed = dict.fromkeys([entry.path] if entry.kind == "input" else entry.readers.get(name, ()))
                 readers = [path for path in listed if not any(other.startswith(f"{path}.") for other in listed)]
                 events.append(self._event(entry, "gradient", name, None if unknown else distance, tuple(readers)))
@@ -197,17 +194,7 @@ def _owners(entries: Sequence[Entry], stages: StagePlan) -> list[int]:
     return result
 
 
-def _paired(plain: Recording, mine: Recording) -> dict[Any, Entry]:
-    """The entries of this rank by their key in the plain recording: of more calls than there the last ones."""
-    counts: dict[tuple[str, str], list[int]] = {}
-    for which, recording in enumerate((plain, mine)):
-        for entry in recording.entries:
-            counts.setdefault((entry.path, entry.kind), [0, 0])[which] += 1
-    result = {}
-    for entry in mine.entries:
-        expected, found = counts[entry.path, entry.kind]
-        result[entry.path, entry.kind, entry.call - max(0, found - expected)] = entry
-    return result
+_ORDER = (None, True, False)  # of verdicts
 
 
 def over_ranks(everyone: Sequence[Sequence[Event]]) -> list[Event]:
@@ -216,13 +203,7 @@ def over_ranks(everyone: Sequence[Sequence[Event]]) -> list[Event]:
     for events in sorted(everyone, key=len, reverse=True):  # replicas may be given other arguments (a mask)
         for event in events:
             found.setdefault((event.path, event.kind, event.name, event.call), []).append(event)
-    result = []
-    for same in found.values():
-        verdicts = {event.verdict for event in same}
-        verdict = False if False in verdicts else True if True in verdicts else None
-        worst = max(same, key=lambda event: (event.verdict is False, event.difference))
-        result.append(worst._replace(verdict=verdict))
-    return result
+    return [max(same, key=lambda event: (_ORDER.index(event.verdict), event.difference)) for same in found.values()]
 
 
 def diagnose(session: Session, check: str, rows: Sequence[Row]) -> Culprit | None:
@@ -260,15 +241,20 @@ def _with_contradicting(culprit: Culprit, layers: Sequence[str], plan: Plan) -> 
 def _first_culprit(session: Session, check: str, rows: Sequence[Row]) -> Culprit | None:
     failed = [row for row in rows if row.holds is False]
     found = None
-    if check in ("forward", "generate", "backward"):
-        events = _training(session) if check == "backward" else _evaluation(session, check)
-        found = first_difference(over_ranks(gathered(events)))
+    if check == "backward":
+        found = first_difference(over_ranks(gathered(_training(session))))
+    elif check in ("forward", "generate"):
+        inputs, recordings = session.batches[0] if check == "forward" else prompt_of(session), []
+        for model in (session.plain, session.parallel):
+            with recorded(model) as recording:
+                session.evaluate(model, inputs) if check == "forward" else generated(model, dict(inputs))
+            recordings.append(recording)
+        found = first_difference(over_ranks(gathered(Comparison(session).forward(*recordings))))
     if found is not None:
         return _culprit_of_found(found, session.plan, session.policy)
     if check == "backward" and any(row.what == "loss" for row in failed):
-        return Culprit(
-            "", "the loss of the batch differs, and no module's output: its parts are weighed in another way"
-        )
+        text = "the loss of the batch differs, and no module's output: its parts are weighed in another way"
+        return Culprit("", text)
     parameters = dict(session.plain.named_parameters())
     named = next((row for row in failed if row.name in parameters), None)
     if named is not None and 2 * named.failing > named.of:
@@ -284,16 +270,6 @@ def _first_culprit(session: Session, check: str, rows: Sequence[Row]) -> Culprit
         lines = tuple(_lines_of(session.plan, (module,), session.policy)) if module else ()
         return Culprit(module, drawn.note, lines, (module,))
     return None
-
-
-def _evaluation(session: Session, check: str) -> list[Event]:
-    inputs = session.batches[0] if check == "forward" else prompt_of(session)
-    recordings = []
-    for model in (session.plain, session.parallel):
-        with recorded(model) as recording:
-            session.evaluate(model, inputs) if check == "forward" else generated(model, dict(inputs))
-        recordings.append(recording)
-    return Comparison(session).forward(*recordings)
 
 
 def _training(session: Session) -> list[Event]:
@@ -408,33 +384,23 @@ def _lines_of(plan: Plan, modules: Sequence[str], policy: str) -> Iterator[str]:
 
 def _own_lines(plan: Plan, path: str) -> list[str]:
     rule = plan.modules.get(path)
-    lines = [f"{a.where}: {path}.{a.name} is {a.whole}, on ranks {_few(a.values)}" for a in plan.attributes
-             if a.path == path]  # fmt: skip
-    of_tensors = [t for t in plan.tensors.values() if t.name.rpartition(".")[0] == path and _where(t)]
+    lines = []
+    for each in (attribute for attribute in plan.attributes if attribute.path == path):
+        values = ", ".join(map(str, each.values[:4])) + (" ..." if len(each.values) > 4 else "")
+        lines.append(f"{each.where}: {path}.{each.name} is {each.whole}, on ranks {values}")
+    of_tensors = [t for t in plan.tensors.values() if t.name.rpartition(".")[0] == path and t.where]
     if rule is None and of_tensors:
-        lines.append(f"{_where(of_tensors[0])}: {path}: {rule_of(plan, of_tensors[0])}")
+        lines.append(f"{of_tensors[0].where}: {path}: {rule_of(plan, of_tensors[0])}")
     if rule is not None:
         named = rule.rule or (f"summed {', '.join(sorted(rule.summed))}" if rule.summed else "parameters")
         lines.append(f"{rule.where}: {path}: {named}")
     return lines
 
 
-def _where(tensor: TensorPlan) -> str:
-    return str(getattr(tensor, "where", ""))
-
-
 def _near_lines(plan: Plan, path: str) -> Iterator[str]:
     """Those of the modules inside; if there are none, those of the nearest module around it."""
-    start = f"{path}." if path else ""
-    inside = [other for other in plan.modules if other.startswith(start)]
-    if path and inside:
-        for other in inside[:4]:
-            yield from _own_lines(plan, other)
-    while path and not inside:
-        path = path.rpartition(".")[0]
-        yield from _own_lines(plan, path)
-        inside = _own_lines(plan, path)
-
-
-def _few(values: Sequence[Any]) -> str:
-    return ", ".join(map(str, values[:4])) + (" ..." if len(values) > 4 else "")
+    inside = [other for other in plan.modules if other.startswith(f"{path}.")]
+    for other in inside[:4]:
+        yield from _own_lines(plan, other)
+    if not inside:
+        yield from next((lines for outer in around(path) if (lines := _own_lines(plan, outer))), [])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,26 +72,28 @@ def total_loss(output: Any, lacking: Collection[str] = ()) -> torch.Tensor:
     Args:
         lacking: entries that do not count, since the last pipeline stage does not have them.
     """
-    output = _present(output, lacking)
-    losses = [value for key, value in output.items() if str(key).endswith("loss") and value is not None]
-    return torch.stack(losses).sum() if losses else torch.stack(list(_weighed(output))).sum()
+    losses, others = _losses(output, lacking)
+    return torch.stack(losses or list(_weighed(others))).sum()
 
 
-def _present(output: Any, lacking: Collection[str]) -> Mapping[str, Any]:
-    return {name: value for name, value in named(complete(output)).items() if name not in lacking}
-
-
+@torch.no_grad()
 def size_of_loss(output: Any, lacking: Collection[str] = ()) -> float:
     """Return how large the terms of :func:`total_loss` are, where they are weighed elements that may cancel; else 0."""
-    output = _present(output, lacking)
-    if any(str(key).endswith("loss") and value is not None for key, value in output.items()):
-        return 0.0
-    with torch.no_grad():
-        return sum(each.item() for each in _weighed(output, of=torch.abs))
+    losses, others = _losses(output, lacking)
+    return 0.0 if losses else sum(each.item() for each in _weighed(others, of=torch.abs))
 
 
-def _weighed(output: Any, of: Callable[[torch.Tensor], torch.Tensor] = lambda terms: terms) -> Iterator[torch.Tensor]:
-    tensors = [value for value in output.values() if isinstance(value, torch.Tensor) and value.is_floating_point()]
+def _losses(output: Any, lacking: Collection[str]) -> tuple[list[torch.Tensor], list[Any]]:
+    """Return the losses of an output, and all entries that are there."""
+    present = {name: value for name, value in named(complete(output)).items() if name not in lacking}
+    losses = [value for key, value in present.items() if str(key).endswith("loss") and value is not None]
+    return losses, list(present.values())
+
+
+def _weighed(
+    values: list[Any], of: Callable[[torch.Tensor], torch.Tensor] = lambda terms: terms
+) -> Iterator[torch.Tensor]:
+    tensors = [value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()]
     rows = [tensor.reshape(len(tensor), -1) if tensor.ndim > 1 else tensor.reshape(-1, 1) for tensor in tensors]
     most = max(max((row.shape[1] for row in rows), default=0) / 350, 1)  # a sum over many has gradients as large
     for row in rows:
@@ -118,12 +120,7 @@ OF_GRADIENTS = 10
 
 
 class Distance(NamedTuple):
-    """How far a tensor is from the expected one.
-
-    Attributes:
-        relative: largest difference, as a part of the largest element that was expected; 0: equal to the bit.
-        problem: why they cannot be compared: shapes, or numbers that are not finite.
-    """
+    """Largest difference, as a part of the largest expected element; ``problem``: why it cannot be measured."""
 
     relative: float
     problem: str = ""
@@ -197,12 +194,12 @@ class Slices:
 
     def __init__(self, plan: Plan, mpu: MPU) -> None:
         self.plan, self.mpu = plan, mpu
-        found: dict[str, Layout] = {}
-        planned = [tensor.layout for tensor in plan.tensors.values()]
-        planned += [module.layout for module in plan.modules.values()]
-        for layout in (layout for layout in planned if layout is not None):
-            for part in (layout, *(Layout.of(0, [block]) for block in layout.blocks)):
-                found.setdefault(repr([(b.count, b.width, b.ranges) for b in part.blocks]), part)
+        found: dict[Any, Layout] = {}
+        layouts = [tensor.layout for tensor in plan.tensors.values()]
+        layouts += [module.layout for module in plan.modules.values()]
+        for blocks in (layout.blocks for layout in layouts if layout is not None):
+            for part in (blocks, *((block,) for block in blocks)):
+                found.setdefault(tuple((b.count, b.width, b.ranges) for b in part), Layout.of(0, part))
         self._layouts = list(found.values())
         self._cuts: dict[tuple[int, int], list[torch.Tensor]] = {}
 
@@ -239,12 +236,11 @@ class Slices:
         """The indices along a dim of ``size`` that make ``local``, without doubles."""
         key = (size, local)
         if key not in self._cuts:
-            found: dict[tuple[int, ...], None] = {}
-            for ranges in self._candidates(size):
-                indices = tuple(number for start, stop in ranges for number in range(start, stop))
-                if len(indices) == local:
-                    found.setdefault(indices)
-            self._cuts[key] = [torch.tensor(indices, dtype=torch.long) for indices in found]
+            found = (
+                tuple(n for start, stop in ranges for n in range(start, stop)) for ranges in self._candidates(size)
+            )
+            fitting = dict.fromkeys(indices for indices in found if len(indices) == local)
+            self._cuts[key] = [torch.tensor(indices, dtype=torch.long) for indices in fitting]
         return self._cuts[key]
 
     def _candidates(self, size: int) -> Iterator[list[tuple[int, int]]]:

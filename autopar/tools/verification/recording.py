@@ -22,14 +22,9 @@ from autopar.tools.verification.report import Traffic
 
 @dataclass
 class Entry:
-    """One call of a module: what it was given, or what it returned.
+    """One call of a module: what it was given (``input``) or returned (``output``), by name, and gradients.
 
-    Attributes:
-        kind: ``input`` or ``output``.
-        call: how often the module was called before.
-        tensors: by their names among arguments or results.
-        gradients: of those that had one.
-        readers: name -> paths of modules that were given the tensor, for an output.
+    ``call``: number of calls before; ``readers``: name of an output -> paths of modules that were given it.
     """
 
     path: str
@@ -38,11 +33,6 @@ class Entry:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     readers: dict[str, list[str]] = field(default_factory=dict)
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        """Return the key that pairs it with the entry of another model."""
-        return self.path, self.kind, self.call
 
 
 class Recording:
@@ -64,26 +54,24 @@ class Recording:
         entry = Entry(path, kind, call)
         self.entries.append(entry)
         for name, value in leaves(values):
-            if isinstance(value, torch.Tensor) and not value.is_meta:
-                self._note_tensor(entry, name, value)
+            if not isinstance(value, torch.Tensor) or value.is_meta:
+                continue
+            self._alive.append(value)
+            made = self._made.get(id(value))
+            if kind == "input" and made is not None:  # compared where it was made
+                source, output = made
+                source.readers.setdefault(output, []).append(path)
+                continue
+            if kind == "output" and made is None:
+                self._made[id(value)] = (entry, name)
+            with torch.no_grad():
+                entry.tensors[name] = value.detach().clone()
+            if value.requires_grad and type(value) in PLAIN and made is None:
 
-    def _note_tensor(self, entry: Entry, name: str, value: torch.Tensor) -> None:
-        self._alive.append(value)
-        made = self._made.get(id(value))
-        if entry.kind == "input" and made is not None:
-            source, output = made
-            source.readers.setdefault(output, []).append(entry.path)
-            return  # compared where it was made
-        if entry.kind == "output" and made is None:
-            self._made[id(value)] = (entry, name)
-        with torch.no_grad():
-            entry.tensors[name] = value.detach().clone()
-        if value.requires_grad and type(value) in PLAIN and made is None:
+                def keep(gradient: torch.Tensor, name: str = name) -> None:
+                    entry.gradients[name] = gradient.detach().clone()
 
-            def keep(gradient: torch.Tensor) -> None:
-                entry.gradients[name] = gradient.detach().clone()
-
-            value.register_hook(keep)
+                value.register_hook(keep)
 
 
 @contextmanager
@@ -141,11 +129,6 @@ class Collective(NamedTuple):
     elements: int
     dtype: torch.dtype
 
-    @property
-    def bytes(self) -> int:
-        """The bytes that a rank contributes."""
-        return self.elements * self.dtype.itemsize
-
 
 class _Recorder(TensorTracking):
     def __init__(self) -> None:
@@ -187,25 +170,15 @@ def recording_of(axis: Axis | None = None) -> Iterator[list[Collective]]:
             del transport.run
 
 
-_KINDS = {  # torch's and the transport's names -> the field's
-    "allreduce": "all-reduce",
-    "all_reduce": "all-reduce",
-    "allgather": "all-gather",
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "alltoall": "all-to-all",
-    "all_to_all": "all-to-all",
-    "broadcast": "broadcast",
-    "send": "send",
-    "recv": "receive",
-}
+_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send", "receive")
 
 
 def counted(collectives: Sequence[Collective]) -> tuple[Traffic, ...]:
     """Add them up by kind, the largest first. Received messages are left out: another rank has sent them."""
     calls, sizes = Counter[str](), Counter[str]()
     for each in collectives:
-        kind = next((kind for name, kind in _KINDS.items() if each.name.startswith(name)), each.name)
+        name = each.name.replace("_", "").replace("recv", "receive")  # as torch and the transport write it
+        kind = next((kind for kind in _KINDS if name.startswith(kind.replace("-", ""))), each.name)
         calls[kind] += 1
-        sizes[kind] += each.bytes
+        sizes[kind] += each.elements * each.dtype.itemsize
     return tuple(Traffic(kind, calls[kind], size) for kind, size in sizes.most_common() if kind != "receive")

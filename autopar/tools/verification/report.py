@@ -138,9 +138,16 @@ class Report:
         Raises:
             VerificationError: something differs; names what, by how much, and where first.
         """
-        if not self.ok:
-            raise VerificationError("\n".join(self._explanation()))
-        return self
+        if self.ok:
+            return self
+        failed = [row for row in self.rows if row.holds is False]
+        mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items() if size > 1) or "one rank"
+        text = [f"{self.model} on {mesh} is not the plain model: {len(failed)} of {len(self.rows)} comparisons fail."]
+        blamed = str(self.culprit).splitlines() if self.culprit else []
+        room = _LINES - 2 - len(blamed)
+        text += [f"  {clip(str(row), 240)}" for row in failed[:room]]
+        text += [f"  ... and {len(failed) - room} more"] if len(failed) > room else []
+        raise VerificationError("\n".join([*text, *(f"  {line}" for line in blamed)]))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, as ``autopar verify --json`` prints it. A difference that is not a number is null."""
@@ -150,18 +157,6 @@ class Report:
                 None if row["difference"] is None or math.isinf(row["difference"]) else row["difference"]
             )
         return {"ok": self.ok, **data, "mesh": dict(self.mesh)}
-
-    def _explanation(self) -> Iterator[str]:
-        failed = [row for row in self.rows if row.holds is False]
-        mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items() if size > 1) or "one rank"
-        yield f"{self.model} on {mesh} is not the plain model: {len(failed)} of {len(self.rows)} comparisons fail."
-        blamed = str(self.culprit).splitlines() if self.culprit else []
-        room = _LINES - 2 - len(blamed)
-        for row in failed[:room]:
-            yield f"  {clip(str(row), 240)}"
-        if len(failed) > room:
-            yield f"  ... and {len(failed) - room} more"
-        yield from (f"  {line}" for line in blamed)
 
     # -- shown -----------------------------------------------------------------------------------------------------
 
@@ -174,7 +169,17 @@ class Report:
         mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
         yield f"[bold]{escape(self.model)}[/]: {self.parameters:,} parameters, {escape(self.policy)}"
         yield f"{mesh}, {self.dtype} on {self.device}, {self.seconds:.0f} s"
-        yield from filter(None, (self._comparisons(), self._held(), self._sent()))
+        yield self._comparisons()
+        if self.memory and self.plain_memory is not None:
+            held = table("memory", "weights", "gradients", "optimizer")
+            for name, one in [*((f"rank {one.rank}", one) for one in self.memory), ("plain model", self.plain_memory)]:
+                held.add_row(name, size(one.weights), size(one.gradients), size(one.optimizer))
+            yield held
+        if self.traffic:
+            sent = table("sent in a step by rank 0", "calls", "of together")
+            for each in self.traffic:
+                sent.add_row(each.kind, str(each.calls), size(each.bytes))
+            yield sent
         if self.culprit is not None:
             yield f"[red]{escape(str(self.culprit))}[/]"
         yield "[green]all holds[/]" if self.ok else "[red]does not hold[/]"
@@ -190,28 +195,10 @@ class Report:
             allowed = f"{row.allowed:.0e}" if row.allowed else "none" if row.allowed == 0 else "-"
             verdict = _VERDICTS[row.holds]
             place = f" (rank {row.rank})" if row.holds is False and row.rank is not None else ""
-            what = (
-                ": ".join(filter(None, (row.what, row.name)))
-                + row._others
-                + place
-                + (f": {row.note}" if row.note else "")
-            )
+            name = ": ".join(filter(None, (row.what, row.name)))
+            what = ": ".join(filter(None, (f"{name}{row._others}{place}", row.note)))
             rows.add_row(row.check, escape(what), difference, allowed, verdict)
         return rows
-
-    def _held(self) -> Table | None:
-        if not self.memory or self.plain_memory is None:
-            return None
-        rows = table("memory", "weights", "gradients", "optimizer")
-        for name, one in [*((f"rank {one.rank}", one) for one in self.memory), ("plain model", self.plain_memory)]:
-            rows.add_row(name, size(one.weights), size(one.gradients), size(one.optimizer))
-        return rows
-
-    def _sent(self) -> Table | None:
-        rows = table("sent in a step by rank 0", "calls", "of together")
-        for one in self.traffic:
-            rows.add_row(one.kind, str(one.calls), size(one.bytes))
-        return rows if self.traffic else None
 
 
 def merged(everyone: Sequence[Sequence[Row]]) -> tuple[Row, ...]:

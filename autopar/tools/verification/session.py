@@ -14,7 +14,6 @@ from transformers import PretrainedConfig
 
 import autopar.api
 from autopar.config import ParallelConfig
-from autopar.data_parallel.gradients import average_gradients
 from autopar.data_parallel.precision import DTYPES
 from autopar.distributed import gloo_collectives
 from autopar.distributed.broadcast_data import sync_parameters
@@ -42,12 +41,7 @@ _LAYERS = re.compile(r"layer_?drop")
 
 
 class Rate(NamedTuple):
-    """One place where a rate is kept: an attribute of a module or of a config.
-
-    Attributes:
-        place: path of the module, ``config`` for all configs.
-        owner: the object itself.
-    """
+    """One rate: the path of its module (``config`` for all configs), the object that has it, name and value."""
 
     place: str
     owner: Any
@@ -61,28 +55,22 @@ class Rate(NamedTuple):
 
 def rates(model: nn.Module) -> list[Rate]:
     """Find all rates of a model: ``p`` of dropouts, numbers called ``*drop*`` on modules and in their configs."""
-    found: list[Rate] = []
-    seen = set[int]()
+    found, configs = list[Rate](), dict[int, PretrainedConfig]()
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             called = "drop" in name or "jitter" in name or (name == "p" and isinstance(module, Dropout))
             if called and type(value) in (float, int):
                 found.append(Rate(path, module, name, value))
-        config = getattr(module, "config", None)
-        if isinstance(config, PretrainedConfig):
-            found += _of_config(config, seen)
+        open_ = [getattr(module, "config", None)]
+        for config in open_:
+            if isinstance(config, PretrainedConfig) and id(config) not in configs:
+                configs[id(config)] = config
+                open_ += vars(config).values()
+    for config in configs.values():
+        for name, value in vars(config).items():
+            if ("drop" in name or "jitter" in name) and type(value) in (float, int):
+                found.append(Rate("config", config, name, value))
     return found
-
-
-def _of_config(config: PretrainedConfig, seen: set[int]) -> Iterator[Rate]:
-    if id(config) in seen:
-        return
-    seen.add(id(config))
-    for name, value in vars(config).items():
-        if isinstance(value, PretrainedConfig):
-            yield from _of_config(value, seen)
-        elif ("drop" in name or "jitter" in name) and type(value) in (float, int):
-            yield Rate("config", config, name, value)
 
 
 def switch_off(model: nn.Module) -> list[Rate]:
@@ -115,8 +103,6 @@ def switched_on(models: Sequence[nn.Module], known: Sequence[Rate], default: flo
         for rate in found:
             rate.set(0)
 
-
-__all__ = ["Batch", "PlainModelError", "Session"]
 
 _RATE = 1e-2  # of learning: a step changes fp32 weights by much more than their rounding
 
@@ -183,10 +169,6 @@ class Session:
         self.memory: RankMemory | None = None
         self.plain_memory: RankMemory | None = None
         self.has_loss = loss_in(self.evaluate(self.plain, self.batches[0])) is not None
-
-    def close(self) -> None:
-        """Destroy the process groups that were made."""
-        self.mpu.destroy()
 
     # -- evaluation ------------------------------------------------------------------------------------------------
 
@@ -267,11 +249,6 @@ class Session:
         loss = total_loss(output)
         scale(loss).backward()
         return output, loss.detach()
-
-    def finish_gradients(self) -> None:
-        """Average what ``execute_pipeline`` would have: gradients over the ranks of cp."""
-        if not self.piped and self.mpu.cp.size > 1:
-            average_gradients(self.parallel)
 
     def mean_loss(self, number: int, loss: torch.Tensor) -> torch.Tensor:
         """Return the mean of the replicas' losses of a batch, each counting by its labels, as its gradients do."""

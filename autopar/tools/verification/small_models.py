@@ -3,6 +3,10 @@
 Sizes are known by their names. Ratios that matter are kept: grouped keys stay grouped, tied weights stay tied, and one
 layer of each kind stays. ``small_fields.yaml`` lists fields that neither names nor other fields tell. Norms, biases and
 matrices of zeros get random values, since constants hide mistakes.
+
+How features meet does not depend on how many they are, and following each feature of a model of billions takes minutes.
+So a policy is derived from a small model of the class, and tried on the model itself in a dry run, which takes a
+second. The kind of its own loss is measured: the losses of samples beside that of their batch.
 """
 
 from __future__ import annotations
@@ -22,8 +26,15 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from autopar.distributed.rng import kept
-from autopar.errors import ConfigError, type_and_text
+from autopar.dry_run.tensor_parallel import check_plan
+from autopar.errors import AutoparError, ConfigError, type_and_text
 from autopar.foreign.transformers import from_config
+from autopar.pipeline_parallel.losses import OwnLoss, loss_in
+from autopar.pipeline_parallel.microbatch import batch_size, split, weights_of
+from autopar.plan.make_plan import make_plan
+from autopar.policy.load import read_user_policy
+from autopar.policy.match import loss_kind
+from autopar.tools.derivation.derive import derive
 from autopar.tools.verification.batches import make_batches
 
 LARGE = 1 << 24  # parameters; a model with fewer is small enough for what is done with small ones
@@ -85,20 +96,29 @@ def _shrink(config: PretrainedConfig, block: int = 1) -> None:
                 setattr(config, name, type(value)([min(each, 1 if len(value) > 1 else _LAYERS) for each in value]))
         _set_fields(config, small_fields(config.model_type))
         return
-    inner = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
-    for each in inner:
+    for each in [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]:
         _shrink(each, block)
     _set_layers(config)
     changes = dict(_changes(config, block))
     changes |= dict(_tokens(config, changes.get("vocab_size", getattr(config, "vocab_size", None))))
     for name, value in changes.items():
         setattr(config, name, value)
-    _set_unset(config)
+    found = vars(config)
+    heads = next((value for name, value in _numbers(config) if _HEAD_COUNTS.fullmatch(name)), _HEADS)
+    unset = {"num_key_value_heads": heads, "vocab_size": _VOCABULARY}  # what the code of some models wants
+    unset |= {"head_dim": found["hidden_size"] // heads} if "hidden_size" in found else {}
+    for name, value in unset.items():
+        if name in found and found[name] is None:
+            setattr(config, name, value)
     parts = [vars(config).get(f"qk_{part}_head_dim") for part in ("rope", "nope")]
     if all(type(part) is int for part in parts) and "qk_head_dim" in vars(config):
         config.qk_head_dim = sum(parts)  # with and without rotary angles
     _set_rotary(config)
-    _set_states(config)
+    inner = int(found.get("expand") or found.get("mamba_expand") or 0) * int(found.get("hidden_size") or 0)
+    for count, width in _STATE_HEADS:  # the heads of a state space fill its width
+        if inner and type(found.get(count)) is int and type(found.get(width)) is int:
+            setattr(config, width, min(found[width], 2 * _WIDTH))
+            setattr(config, count, inner // found[width])
     _set_fields(config, small_fields(config.model_type))
     if hasattr(config, "initializer_range"):
         config.initializer_range = 0.1
@@ -171,28 +191,6 @@ def _set_fields(config: PretrainedConfig, fields: Mapping[str, Any]) -> None:
             setattr(config, name, copy.deepcopy(value))
 
 
-def _set_unset(config: PretrainedConfig) -> None:
-    """Give what the code of some models wants, and their configs leave out, a value that follows from the others."""
-    found = vars(config)
-    heads = next((value for name, value in _numbers(config) if _HEAD_COUNTS.fullmatch(name)), _HEADS)
-    values = {"num_key_value_heads": heads, "vocab_size": _VOCABULARY}
-    if "hidden_size" in found:
-        values["head_dim"] = found["hidden_size"] // heads
-    for name, value in values.items():
-        if name in found and found[name] is None:
-            setattr(config, name, value)
-
-
-def _set_states(config: PretrainedConfig) -> None:
-    """Let the heads of a state space fill its width."""
-    found = vars(config)
-    inner = int(found.get("expand") or found.get("mamba_expand") or 0) * int(found.get("hidden_size") or 0)
-    for count, width in _STATE_HEADS:
-        if inner and type(found.get(count)) is int and type(found.get(width)) is int:
-            setattr(config, width, min(found[width], 2 * _WIDTH))
-            setattr(config, count, inner // found[width])
-
-
 def _set_rotary(config: PretrainedConfig) -> None:
     """Let the sections of rotary angles (of time, height, width) fill the small heads."""
     heads = next((value for name, value in _numbers(config) if _HEAD_COUNTS.fullmatch(name)), _HEADS)
@@ -263,18 +261,17 @@ def build_small(
     wanted: Any = kind.config_class or PretrainedConfig  # of a model with several towers the config of this class
     inner = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
     own = next((each for each in (config, *inner) if isinstance(each, wanted)), config)
+    known = kind.__module__.startswith("transformers.")  # names may not tell the sizes of other classes
     try:
-        model = _built(kind, small_config(own, block=block))
-    except Exception as error:  # whatever a constructor stumbles over
-        if not _keeps_its_sizes(kind, own):
+        small = _built(kind, small_config(own, block=block))
+        model = small if known or _runs(small) else _with_its_sizes(kind, own) or small
+    except Exception as error:  # whatever a constructor raises
+        if known or (found := _with_its_sizes(kind, own)) is None:
             raise ConfigError(
                 f"{kind.__name__} cannot be built small: {type_and_text(error, 120)}\n"
                 "  Name a folder with a config of small sizes, or code that returns a small model: my_model.py:make."
             ) from error
-        model = _built(kind, own)
-    else:
-        if _is_of_others(kind) and not _runs(model) and _keeps_its_sizes(kind, own):
-            model = _built(kind, own)
+        model = found
     if dtype is not None:
         nn.Module.to(model, dtype)
     return model
@@ -289,21 +286,15 @@ def _built(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedM
     return model
 
 
-def _is_of_others(kind: type[PreTrainedModel]) -> bool:
-    """Return whether transformers does not have the class: names may tell one of its sizes and not the next."""
-    return not kind.__module__.startswith("transformers.")
-
-
-def _keeps_its_sizes(kind: type[PreTrainedModel], config: PretrainedConfig) -> bool:
-    """Return whether a class of others runs with the sizes that its config has, and is small with them."""
-    if not _is_of_others(kind):
-        return False
+def _with_its_sizes(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel | None:
+    """Build a class with the sizes that its config has; None if it is large, or does not run with them."""
     try:
         with torch.device("meta"):
             empty: Any = from_config(kind, copy.deepcopy(config))
-        return sum(p.numel() for p in empty.parameters()) < LARGE and _runs(_built(kind, config))
-    except Exception:  # whatever a constructor stumbles over
-        return False
+        model = _built(kind, config) if sum(p.numel() for p in empty.parameters()) < LARGE else None
+        return model if model is not None and _runs(model) else None
+    except Exception:  # whatever a constructor raises
+        return None
 
 
 def _runs(model: PreTrainedModel) -> bool:
@@ -343,3 +334,93 @@ def read_data(path: Path) -> Mapping[str, Any]:
 def small_fields(model_type: str) -> Mapping[str, Any]:
     """Return the fields that a small config of a model type sets besides; for most there are none."""
     return read_data(Path(__file__).with_name("small_fields.yaml")).get(model_type, {})
+
+
+_SAMPLES, _TOKENS, _SEEN = 3, 10, 1e-6  # of a batch whose loss is measured; the difference that is one
+
+
+def derived_tree(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the derived policy of a model as plain data. The model is only read.
+
+    Raises:
+        UnsupportedModelError: as :func:`~autopar.tools.derivation.derive.derive`.
+    """
+    tree = None
+    if sum(parameter.numel() for parameter in model.parameters()) >= LARGE:
+        try:
+            with kept():
+                tree = derive(build_small(type(model), model.config)).tree
+            check_plan(model, "", make_plan(model, read_user_policy(tree), 2))
+        except AutoparError:  # it cannot be small, or is another one then
+            tree = None
+    tree, losses = tree or derive(model).tree, losses_of(model)
+    return {**tree, "loss": losses} if losses else tree
+
+
+def losses_of(model: PreTrainedModel) -> dict[str, str]:
+    """Return what a policy of the model says under ``loss``: nothing where its class is known.
+
+    A small random model of its class is measured.
+    """
+    if loss_kind(model) is not None:
+        return {}
+    try:
+        with kept():
+            found = measured_kind(build_small(type(model), model.config))
+    except AutoparError:  # it cannot be small
+        return {}
+    return {} if found is None else {type(model).__name__: found}
+
+
+def measured_kind(model: PreTrainedModel) -> str | None:
+    """Return one of :data:`~autopar.policy.schema.LOSSES`; None if the model has no loss, or no inputs are known.
+
+    A copy in fp64 is measured, so that samples whose losses are nearly the same still tell how they are weighed.
+    """
+    with kept(), torch.no_grad():
+        try:
+            (batch,) = make_batches(model, count=1, rows=_SAMPLES, length=_TOKENS)
+            labels = batch["labels"]
+            if labels.ndim == 2 and not labels.is_floating_point():
+                counted = labels[:1].index_fill(1, torch.arange(2, labels.shape[1]), -100)
+                batch["labels"] = torch.cat([counted, labels[1:]])
+            floats = {name: x.double() for name, x in batch.items() if torch.is_tensor(x) and x.is_floating_point()}
+            return _measured(copy.deepcopy(model).eval().double(), batch | floats)
+        except Exception:  # it takes no labels, or its code fails with fp64 or a single sample
+            return None
+
+
+def _measured(model: Any, batch: dict[str, Any]) -> str | None:
+    def loss(inputs: dict[str, Any], **more: Any) -> torch.Tensor | None:
+        copied = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+        found: torch.Tensor | None = loss_in(model(**copied, **more))
+        return found
+
+    whole, main_input = loss(batch), getattr(model, "main_input_name", "")
+    if whole is None:
+        return None
+    samples = split(batch, batch_size(batch, main_input), 1, None, model.config)
+    alone = [loss(sample) for sample in samples]
+
+    def close(found: torch.Tensor) -> bool:
+        return torch.allclose(found.double(), whole.double(), rtol=_SEEN, atol=_SEEN)
+
+    def adds_up(shifted: bool) -> bool:
+        weights = weights_of(samples, main_input, "tokens", shifted)
+        counted = [each * weight for each, weight in zip(alone, weights, strict=True) if weight and each is not None]
+        return close(torch.stack(counted).sum())
+
+    plainly, shifted = adds_up(False), adds_up(True)
+    if plainly and shifted and batch["labels"].ndim > 1:
+        return None  # the losses of all samples are the same
+    if not plainly and not shifted:
+        return "other"
+    shifted = not plainly
+    counted = batch["labels"][..., 1:] if shifted else batch["labels"]
+    try:
+        halved = loss(batch, num_items_in_batch=2 * (counted != -100).sum())
+    except TypeError:  # its forward takes no such argument
+        halved = None
+    if halved is None or not close(2 * halved):
+        return "shifted_mean" if shifted else "mean"
+    return "loss_function" if OwnLoss(model, "loss_function").shifted is shifted else "other"

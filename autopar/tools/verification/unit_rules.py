@@ -16,9 +16,8 @@ from torch import nn
 
 from autopar.distributed.rng import kept
 from autopar.plan.plan import Plan
-from autopar.tools.derivation.block_lists import block_lists
-from autopar.tools.derivation.decide import components
-from autopar.tools.derivation.trace import Decisions, Names, Trace, trace, traced
+from autopar.tools.derivation.families import components
+from autopar.tools.derivation.trace import Decisions, Names, Trace, block_lists, trace, traced
 
 _Line = tuple[str, list[int], list[int]]
 

@@ -38,14 +38,13 @@ from autopar.distributed.rng import kept
 from autopar.errors import AutoparError, ConfigError, VerificationError, in_one_line, nearest
 from autopar.policy.schema import Policy
 from autopar.quantized.layers import form_kept, stored_weights
-from autopar.tools.verification.batches import make_batches
-from autopar.tools.verification.checks import backward, forward, generate, reshard, save, step, weights
+from autopar.tools.verification.batches import Batch, make_batches
+from autopar.tools.verification.checks import backward, dropout, forward, generate, reshard, save, step, weights
 from autopar.tools.verification.diagnosis import culprit_of_error, diagnose
-from autopar.tools.verification.draws import dropout
 from autopar.tools.verification.outputs import gathered, of_first
 from autopar.tools.verification.recording import counted
 from autopar.tools.verification.report import Culprit, Report, Row, merged
-from autopar.tools.verification.session import Batch, PlainModelError, Session
+from autopar.tools.verification.session import PlainModelError, Session
 
 _BATCHES = 2  # whose gradients add up
 
@@ -90,8 +89,14 @@ def verify(
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"device must be cpu or cuda, not {device!r}")
     chosen = checks_of(checks)
-    job = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    world = job if job > 1 else _world(config, data_parallel_size)
+    if data_parallel_size < 1:
+        raise ConfigError(f"data_parallel_size must be at least 1, not {data_parallel_size}")
+    world = job = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if job == 1:
+        sizes = ParallelConfig.parse(config)
+        tp = sizes.tensor_parallel_size
+        replicas = max(data_parallel_size, sizes.expert_parallel_size // tp)
+        world = tp * sizes.pipeline_parallel_size * sizes.context_parallel_size * replicas
     parsed = ParallelConfig.parse(config, world)
     lacking = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if lacking is not None:
@@ -112,16 +117,6 @@ def verify(
             return run_on_ranks(work, world, device=device, timeout=timeout)
         with kept():  # the script goes on with its own random states
             return work()
-
-
-def _world(config: Any, dp: int) -> int:
-    """Return how many processes are started."""
-    if dp < 1:
-        raise ConfigError(f"data_parallel_size must be at least 1, not {dp}")
-    parsed = ParallelConfig.parse(config)
-    tp = parsed.tensor_parallel_size
-    replicas = max(dp, parsed.expert_parallel_size // tp)
-    return tp * parsed.pipeline_parallel_size * parsed.context_parallel_size * replicas
 
 
 def _make(model: nn.Module, config: ParallelConfig, world: int, sequence: int) -> list[dict[str, Any]]:
@@ -214,7 +209,7 @@ def verify_on_ranks(
             seconds=of_first(time.monotonic() - start),
         )
     finally:
-        session.close()
+        session.mpu.destroy()
 
 
 def _check_parts(batches: Sequence[Batch], config: ParallelConfig) -> None:
@@ -240,11 +235,9 @@ def _empty_report(model: nn.Module, config: ParallelConfig) -> Report:
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()})
     dtype = ", ".join(kinds) or "no parameters"
     dtype += f", precision {config.precision}" if config.precision != "fp32" else ""
-    mesh = _mesh(config, dist.get_world_size())
     device = "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"
-    return Report(
-        type(model).__name__, sum(p.numel() for p in model.parameters()), "no policy", mesh, dtype, device, ()
-    )
+    count, mesh = sum(p.numel() for p in model.parameters()), _mesh(config, dist.get_world_size())
+    return Report(type(model).__name__, count, "no policy", mesh, dtype, device, ())
 
 
 def _mesh(config: ParallelConfig, world: int) -> dict[str, int]:
@@ -277,9 +270,16 @@ def _run(session: Session, checks: Sequence[str], tell: _Tell) -> tuple[list[Row
             failed[check] = f"{check} differs already"
             if error is not None or any("raises" in row.what for row in wrong):
                 failed[""] = f"{check} has raised an error"
-            if culprit is None:
-                culprit = _culprit(session, check, found, error)
+            if culprit is None and not any("raises" in row.what for row in found):
+                culprit = diagnose(session, check, found)
+            elif culprit is None:
+                found_by = gathered(None if error is None else _culprit_of(session, error))
+                culprit = next((each for each in found_by if each is not None), None)
     return rows, culprit
+
+
+def _culprit_of(session: Session, error: Exception) -> Culprit | None:
+    return culprit_of_error(error, session.parallel, session.plan, session.policy)
 
 
 def _tried(session: Session, check: str, tell: _Tell) -> tuple[tuple[Row, ...], Exception | None]:
@@ -293,20 +293,13 @@ def _tried(session: Session, check: str, tell: _Tell) -> tuple[tuple[Row, ...], 
         error = raised
         what, note = f"raises {type(raised).__name__}", in_one_line(raised, 400)
         mine = [Row(check, what, False, note=note, rank=dist.get_rank())]
-        tell(mine, culprit_of_error(raised, session.parallel, session.plan, session.policy))
+        tell(mine, _culprit_of(session, raised))
     everyone = gathered((mine, error is not None))
     raising = [(rank, rows) for rank, (rows, raised) in enumerate(everyone) if raised]
     if raising:
         rank, rows = raising[0]
         return (Row(**{**vars(rows[0]), "rank": rank}),), error
     return merged([rows for rows, _ in everyone]), None
-
-
-def _culprit(session: Session, check: str, rows: Sequence[Row], error: Exception | None) -> Culprit | None:
-    if not any("raises" in row.what for row in rows):
-        return diagnose(session, check, rows)
-    mine = None if error is None else culprit_of_error(error, session.parallel, session.plan, session.policy)
-    return next((culprit for culprit in gathered(mine) if culprit is not None), None)
 
 
 Work = Callable[..., Report]
