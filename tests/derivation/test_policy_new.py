@@ -17,6 +17,7 @@ from autopar.policy.load import read_user_policy
 from autopar.tools.cli import app, policy
 from autopar.tools.derivation.derive import derive
 from autopar.tools.derivation.reasons import meetings
+from autopar.tools.verification import verify
 from tests.pool import pooled
 from tests.small import llama
 
@@ -103,12 +104,11 @@ def test_new_refuses(model: str, message: str) -> None:
 
 
 def test_what_is_not_proven_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def mistaken(small: Any, tree: dict[str, Any], tp: int) -> Any:
-        tree = {**tree, "blocks": {**tree["blocks"], "attributes": {}}}
-        return prove(small, tree, tp)
+    def mistaken(small: Any, config: Any, *, policy: dict[str, Any], **how: Any) -> Any:
+        return prove(small, config, policy={**policy, "blocks": {**policy["blocks"], "attributes": {}}}, **how)
 
-    prove = policy._proof
-    monkeypatch.setattr(policy, "_proof", mistaken)
+    prove = verify.verify
+    monkeypatch.setattr(verify, "verify", mistaken)
     result = run("policy", "new", f"{ODD}:OddForCausalLM", "-o", tmp_path / "odd.yaml")
     assert result.exit_code == 1 and not (tmp_path / "odd.yaml").exists()
     assert "error: the derived policy is wrong, nothing is written: OddForCausalLM on tp 2" in result.stderr
