@@ -247,9 +247,9 @@ def _linear(
         ctx.axis, ctx.args = axis, args
         return forward(x, axis, *args)
 
-    @any_order(lambda ctx, grad: (again(grad, ctx.axis, *ctx.args), None, *(None for _ in ctx.args)))
+    @any_order(lambda ctx, grad: (again(grad, ctx.axis, *ctx.args), None, *(None,) * len(ctx.args)))
     def run_backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return backward(grad, ctx.axis, *ctx.args), None, *(None for _ in ctx.args)
+        return backward(grad, ctx.axis, *ctx.args), None, *(None,) * len(ctx.args)
 
     members = {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward), "__module__": __name__}
     return type(name, (torch.autograd.Function,), members)

@@ -34,7 +34,7 @@ from autopar.foreign.c10d import left_out_of_ddp, meshes_of_fsdp
 from autopar.foreign.tensors import no_overrides, own_modules, own_parameters
 from autopar.foreign.transformers import forget_own_adapters
 from autopar.guards.messages import group_call
-from autopar.guards.step import forget, listen
+from autopar.guards.step import ClassHook, forget, listen
 
 _WHEN = (
     "  Add or replace modules (adapters, heads, parametrizations) before autopar.initialize, or take the model back\n"
@@ -80,11 +80,6 @@ class ModuleTree:
                 and all(map(operator.is_, now, self._objects))
                 and list(map(_SHAPE, self._parameters)) == self._shapes
             )
-
-    @property
-    def model(self) -> nn.Module:
-        """The model whose tree it is."""
-        return self._seen[0].module
 
     def check(self, model: nn.Module) -> bool:
         """Compare the tree with the last one; True if it has changed in a way that sharding allows.
@@ -206,8 +201,7 @@ class WrapperCheck:
         self._handle: Any = None
         if mpu.model.size > 1 or shares_experts or fully_sharded:
             listen(self)
-            self._kind = type(model)
-            self._handle = model.register_forward_pre_hook(self._check_fully_sharded)
+            self._handle = model.register_forward_pre_hook(ClassHook(model, self._check_fully_sharded))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WrapperCheck:
         return self
@@ -278,15 +272,11 @@ class WrapperCheck:
                     "DistributedDataParallel, autopar.average_gradients, or zero: {stage: 3}."
                 )
 
-    def _check_fully_sharded(self, model: nn.Module, _: Any) -> None:
-        """Look at the meshes where ``fully_shard`` has changed the class; what raises once raises again."""
-        if type(model) is self._kind:
-            return
+    def _check_fully_sharded(self, model: nn.Module) -> None:
         found = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
         for module in model.modules():  # weights of the outermost are whole by now
             found |= meshes_of_fsdp(module)
         _check_meshes(found, self.mpu)
-        self._kind = type(model)
 
     def _is_ours(self, modules: Iterable[nn.Module]) -> bool:
         """Return whether the model, a part of it, or a copy of it is among ``modules``."""

@@ -6,8 +6,7 @@ replica) write digests of gradients and weights into torch.distributed's key-val
 other ranks: no collective, in which a rank that skips its step would leave the others waiting. The first step waits for
 the digests of the other ranks, later ones wait only some seconds, and what comes late is compared late.
 
-Reads of shards are silent in a step: :meth:`StepCheck.when_new` has looked at the optimizer before its first one. They
-warn in optimizers that could not be tried (:data:`untried`).
+Reads of shards are silent in a step, except in optimizers that could not be tried (:data:`untried`).
 """
 
 from __future__ import annotations
@@ -66,7 +65,6 @@ def listen(listener: object) -> None:
 
     ``when_new(optimizer)``: before the first step of any optimizer, and the first after parameters were added.
     ``before_step(optimizer, args, kwargs)``: before each step; ``args`` begin with the optimizer.
-    ``after_step(optimizer, args, kwargs)``: after it.
     ``before_registration(module, name, submodule)``: before a module becomes part of another one.
     """
     _register()
@@ -107,10 +105,8 @@ def _before_step(optimizer: Optimizer, *arguments: Any) -> None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _after_step(optimizer: Optimizer, *arguments: Any) -> None:
-    switch.off, switch.in_hook = True, False
-    _call("after_step", optimizer, *arguments)
-    switch.off = False
+def _after_step(*_: Any) -> None:
+    switch.off = switch.in_hook = False
     switch.hide(switch.generating)
 
 
@@ -118,6 +114,19 @@ def _call(method: str, *arguments: Any) -> None:
     for listener in [other() for other in _listeners]:
         if hasattr(listener, method):
             getattr(listener, method)(*arguments)
+
+
+class ClassHook:
+    """Forward pre-hook that calls ``then(module)`` where the class of ``module`` has changed: ``fully_shard`` does."""
+
+    def __init__(self, module: nn.Module, then: Callable[[nn.Module], None]) -> None:
+        self._kind, self._then = type(module), then
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        """Compare the class; what raises once raises in the next forward, too."""
+        if type(module) is not self._kind:
+            self._then(module)
+            self._kind = type(module)
 
 
 # -- the guard ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,9 +51,12 @@ class OwnLoss:
     def shifted(self) -> bool:
         """Whether the loss leaves out the first label of each sequence, as those of causal models do."""
         if self.kind == "loss_function":  # encoder-decoders give their labels as those of a shift that has been done
-            encodes = isinstance(self.model, PreTrainedModel) and is_encoder_decoder(self.model)
-            return not encodes and self._function is ForCausalLMLoss
+            return not self._has_encoder and self._function is ForCausalLMLoss
         return self.kind in ("shifted_mean", "shifted_attended_mean")
+
+    @functools.cached_property
+    def _has_encoder(self) -> bool:
+        return isinstance(self.model, PreTrainedModel) and is_encoder_decoder(self.model)
 
     def counted(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the batch with -100 in place of labels that ``ignore_index`` or ``attention_mask`` leaves out."""
