@@ -79,11 +79,7 @@ def rotate(target: Path, keep_last: int) -> list[Path]:
 
     Returns:
         The checkpoints that were deleted, in this order.
-
-    Raises:
-        CheckpointError: as :func:`check_keep_last`.
     """
-    check_keep_last(target, keep_last)
     target = Path(os.path.realpath(target))
     stem, _ = series(target) or ("", 0)
     for path, kind in _folders(target.parent, stem):

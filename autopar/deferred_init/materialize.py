@@ -66,7 +66,7 @@ class Materializer:
         self._model = model
         self._pending = _pending(model, plan)
         self._steps = InitSteps(model, inner, {key: p for key, p in self._pending.items() if p.drawn})
-        touched = self._steps.touched()
+        touched = set[int]().union(*self._steps.first)
         lacking = [p.name for key, p in self._pending.items() if p.source is None and key not in touched]
         if lacking:
             raise ConfigError(_uninitialised(model, lacking))
@@ -285,10 +285,6 @@ class InitSteps:
         for touched in reversed(touches):
             self.last.insert(0, touched - later)
             later |= touched
-
-    def touched(self) -> set[int]:
-        """Return the parameters that some step touches."""
-        return set().union(*self.first)
 
     def _add_resets(self, touches: list[set[int]]) -> None:
         """Add steps for parameters that no _init_weights touches: they keep the initialization of their constructor."""
