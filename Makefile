@@ -180,8 +180,9 @@ check: $(VENV) ## lint what has changed, run all tests in one process (90 second
 test: $(VENV) ## also run what a change needs first over ranks (5 minutes)
 	$(PYTEST) $(PYTEST_ARGS) --tier test
 
-test-all: $(VENV) fetch ## also run every policy, all other tests over ranks, the oldest transformers (25 minutes more)
-	$(PYTEST) $(PYTEST_ARGS) --tier all
+# TESTED=1: make test has just run on this tree.
+test-all: $(VENV) fetch $(if $(TESTED),,test) ## also run every policy, all other tests over ranks, the oldest transformers (25 minutes more)
+	$(PYTEST) $(PYTEST_ARGS) --tier all --after test
 	PYTHONPATH="$(CURDIR)/$(dir $(OLDEST))" $(PYTEST) $(PYTEST_ARGS) --tier all tests/test_version_ends.py
 
 newest: $(VENV) $(NEWEST) ## run what versions can break with the newest that pyproject.toml admits; new model types (minutes)

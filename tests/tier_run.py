@@ -22,6 +22,7 @@ _GROWN = 1.2  # a tier may be a fifth over its seconds
 
 def add_options(parser: pytest.Parser) -> None:
     parser.addoption("--tier", choices=list(TIERS), help="run the tests of this tier and of those before it")
+    parser.addoption("--after", choices=list(TIERS), help="leave out the tests of this tier, which have just run")
     parser.addoption("--seed", type=int, help="run the tests of a tier in an order drawn from this seed")
     parser.addoption("--record", action="store_true", help="write what tests took to tests/durations.json")
 
@@ -52,6 +53,8 @@ class TierRun:
     def _pick(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Leave in the tests of the tier, in the order in which workers take them."""
         wanted = up_to(self.tier) if self.tier is not None else list(TIERS)
+        after = config.getoption("--after")
+        wanted = wanted[len(up_to(after)) if after else 0 :]
         late = beyond(items, lambda item: _seconds(item, self.known))
         taken, left = [], []
         for item in items:

@@ -134,6 +134,7 @@ def _replaced(rank: int, size: int, told: World) -> list[tuple[Any, str, Any]]:
     """Return what is replaced in a fake world: object, name, and what comes in its place."""
     new_group, broadcast_objects = distributed_c10d._new_group_with_tag, dist.broadcast_object_list
     format_of: Any = torch.Tensor.__format__
+    sizes = getattr(ShardingPropagator, SIZES_OF_DTENSORS)
 
     def made(ranks: Any = None, timeout: Any = None, *args: Any, **named: Any) -> Any:
         named |= dict(zip(_BEHIND, args, strict=False)) | {"backend": None, "backend_options": None}
@@ -157,6 +158,10 @@ def _replaced(rank: int, size: int, told: World) -> list[tuple[Any, str, Any]]:
         told.note_wait(work)
         return True
 
+    def sizes_of_dtensors(*args: Any) -> Any:
+        with no_dispatch_modes():  # which would count those tensors
+            return sizes(*args)
+
     def shown(value: torch.Tensor, form: str) -> str:
         number = value.is_meta and value.ndim == 0
         return format(value.item(), form) if number else str(format_of(value, form))
@@ -173,21 +178,13 @@ def _replaced(rank: int, size: int, told: World) -> list[tuple[Any, str, Any]]:
         (torch.accelerator, "current_stream", lambda *_: _Stream()),
         (FSDPParamGroup, "_validate_no_meta_params", lambda self: None),
         (distributed, "_verify_param_shape_across_processes", _compare_shapes),
-        (ShardingPropagator, SIZES_OF_DTENSORS, _without_modes(getattr(ShardingPropagator, SIZES_OF_DTENSORS))),
+        (ShardingPropagator, SIZES_OF_DTENSORS, sizes_of_dtensors),
         (_fsdp_param, "alloc_storage", _and_then(_fsdp_param.alloc_storage, told.note_resize)),
         (_fsdp_param, "free_storage", _and_then(_fsdp_param.free_storage, told.note_resize)),
     ]
 
 
 SIZES_OF_DTENSORS = "_propagate_tensor_meta_non_cached"  # finds them with tensors of the whole sizes
-
-
-def _without_modes(function: Any) -> Any:
-    def run(*args: Any) -> Any:
-        with no_dispatch_modes():  # which would count those tensors
-            return function(*args)
-
-    return run
 
 
 _HOMES = (dist, distributed_c10d)  # of monitored_barrier, which only gloo has

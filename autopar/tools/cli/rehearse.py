@@ -55,6 +55,7 @@ def rehearse(
 
     Exit code 0 if every collective and message finds its like and all ranks come to an end, else 1.
     """
+    sizes: dict[str, Any] = {"batch": batch, "sequence": sequence, "gpus_per_node": gpus_per_node}
     card = gpu or ("h100" if trace is not None else None)
     with errors(as_json):
         from autopar.config import ParallelConfig
@@ -73,16 +74,7 @@ def rehearse(
             raise ConfigError(f"--dp {dp}: the other sizes leave {left} replicas on {gpus:,} GPUs")
         built: Any = heads(model, trust=trust)[0].build()
         try:
-            found = run(
-                built,
-                parsed,
-                gpus,
-                batch=batch,
-                sequence=sequence,
-                gpus_per_node=gpus_per_node,
-                gpu=card,
-                optimizer=optimizer,
-            )
+            found = run(built, parsed, gpus, gpu=card, optimizer=optimizer, **sizes)
         except RuntimeError as error:
             raise AutoparError(str(error)) from error
     if trace is not None and found.timeline is not None:

@@ -309,11 +309,6 @@ class ActivationBytes(NamedTuple):
     logits: int
     work: int
 
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return sum(self)
-
 
 class State(NamedTuple):
     """A moment of one rank's list: what runs, and what waits.
@@ -367,7 +362,7 @@ def peak_of(states: Sequence[State], costs: Sequence[StageCost]) -> ActivationBy
         logits = sum(costs[s].logits * full + costs[s].late_logits * late for s, full, late in state.waiting)
         every = _kept(state, costs) + sum(costs[s].gradients * late for s, _, late in state.waiting)
         work = costs[state.stage].forward_work if state.forward else costs[state.stage].backward_work
-        if every + work > most.total:
+        if every + work > sum(most):
             most = ActivationBytes(every - logits, logits, work)
     return most
 

@@ -169,14 +169,12 @@ def _main(
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")
         without_disk()
 
-        def note(call: Call) -> None:
-            notes.note(answers.as_issued(call))
-
         told = World(notes.note_group, answers.gives_for, notes.note_resize, notes.note_wait)
         world = fake_world(rank, job.world, told)
         counted = nullcontext() if count is None else count.counted()
         read = _without_data if count is None else without_data
-        with world, counted, autocast_on_meta(), Recorder(note, answers, read):
+        recorder = Recorder(lambda call: notes.note(answers.as_issued(call)), answers, read)
+        with world, counted, autocast_on_meta(), recorder:
             train(job, job.model, notes.now, *([] if count is None else [count.see]))
     except LeftAloneError:
         stands_at = notes.last
@@ -223,7 +221,7 @@ class _Notes:
 
     def note_resize(self, tensor: torch.Tensor) -> None:
         if self._count is not None:
-            self._count.resized(tensor)
+            self._count.storages.resized(tensor)
 
     def finishes(self, work: FakeWork, finish: Callable[[], None] | None) -> None:
         """Remember the handle of the message that was noted last."""

@@ -125,10 +125,11 @@ def rehearse(
             raise ConfigError(f"rehearse: {name}={size}, and at least {fits} fits")
     start = time.perf_counter()
     card = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    built: Any = model
     if not isinstance(model, nn.Module):
         with lazy_init():
-            model = AutoModelForCausalLM.from_config(model)
-    whole = without_memory(model, counted=card is not None, cache=loop is not None and card is None)
+            built = AutoModelForCausalLM.from_config(model)
+    whole = without_memory(built, counted=card is not None, cache=loop is not None and card is None)
     parsed = replace(ParallelConfig.parse(config, world), **_UNLIKE)
     tp, pp, cp = parsed.tensor_parallel_size, parsed.pipeline_parallel_size, parsed.context_parallel_size
     sizes = MeshSizes(tp, pp, parsed.data_parallel_size(world), cp)

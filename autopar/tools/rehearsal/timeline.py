@@ -59,11 +59,12 @@ class WorkCount:
     Attributes:
         held: what has been seen of the states.
         after: work behind the last call of the step; None before its end.
+        storages: what lives, and what is computed.
     """
 
     def __init__(self, gpu: Gpu, precision: str) -> None:
         self._gpu, self._precision = gpu, precision
-        self._storages = Storages()
+        self.storages = Storages()
         self._name = self._ended = ""  # of the action that runs, of one whose last work has no call behind it
         self._uncounted = 0  # bytes of weights that lived before it counted
         self._before_step = 0
@@ -73,8 +74,8 @@ class WorkCount:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Count what runs inside."""
-        self._storages.start_operations()
-        with self._storages, FusedKernels(self._storages), listening(self._action):
+        self.storages.start_operations()
+        with self.storages, FusedKernels(self.storages), listening(self._action):
             yield
 
     @contextmanager
@@ -86,15 +87,11 @@ class WorkCount:
             self._ended = self._name if not outer else ""
             self._name = outer
 
-    def resized(self, tensor: torch.Tensor) -> None:
-        """Count a tensor's memory anew, which torch has freed or given back."""
-        self._storages.resized(tensor)
-
     def take(self) -> Work:
         """Return the work since the last call."""
-        operations = self._storages.operations or []
+        operations = self.storages.operations or []
         seconds = sum(seconds_of(operation, self._gpu, self._precision) for operation in operations)
-        self._storages.start_operations()
+        self.storages.start_operations()
         action, self._ended = self._name or self._ended, ""
         return Work(seconds, action)
 
@@ -102,16 +99,16 @@ class WorkCount:
         """Look at the states when the model is ``ready``, behind the ``backward``, and behind the ``step``."""
         if moment == "ready":
             weights = _storages_of([*model.parameters(), *model.buffers()])
-            self._uncounted = sum(size for key, size in weights.items() if not self._storages.knows(key))
-            masters = self._storages.reset_peak() + self._uncounted - sum(weights.values())  # of half precision
+            self._uncounted = sum(size for key, size in weights.items() if not self.storages.knows(key))
+            masters = self.storages.reset_peak() + self._uncounted - sum(weights.values())  # of half precision
             self.held = Held(weights=sum(weights.values()), optimizer=masters)
         elif moment == "backward":
             gradients = sum(_storages_of(p.grad for p in model.parameters()).values())
-            self.held = self.held._replace(gradients=gradients, peak=self._storages.peak + self._uncounted)
-            self._before_step = self._storages.reset_peak()
+            self.held = self.held._replace(gradients=gradients, peak=self.storages.peak + self._uncounted)
+            self._before_step = self.storages.reset_peak()
         elif moment == "step":
-            made = self._storages.live - self._before_step  # by the first step
-            peak = max(self.held.peak + made, self._storages.peak + self._uncounted)
+            made = self.storages.live - self._before_step  # by the first step
+            peak = max(self.held.peak + made, self.storages.peak + self._uncounted)
             self.held = self.held._replace(optimizer=self.held.optimizer + made, peak=peak)
             self.after = self.take()
 
