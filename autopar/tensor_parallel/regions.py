@@ -219,9 +219,10 @@ class Region:
         if self._entered is not None and self._entered.is_whole(x) and can_save_rows(x, weight):
             return self.enter(x), self._entered.late_weight(weight, gradient)
         small = x.numel() < _LEAST
-        copied = self._source is x and self._version == version_of(x) and self._copied is not None
-        if self.tracking is not None or small or copied or not can_overlap(x, weight, self.axis):
+        if self.tracking is not None or small or not can_overlap(x, weight, self.axis):
             return self.enter(x), None
+        if self._source is x and self._version == version_of(x) and self._copied is not None:
+            return self._copied, None
         entered, late = enter_overlapped(x, weight, gradient, self.axis)
         self._source, self._version, self._copied = x, version_of(x), entered
         return entered, late
