@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autopar.foreign.tensors import input_metadata, sequence_number
+from autopar.layout import Layout
 from autopar.pipeline_parallel.schedule import Action
 from autopar.plan.stages import StagePlan
 from autopar.tools.planner.candidate import Rows
@@ -108,11 +109,10 @@ def _calls(node: Any) -> Iterator[Collective]:
         return
     [of] = input_metadata(node)  # of the forward's output
     shape = list(of.shape)
-    layout = getattr(node, "layout", None)
-    if layout is not None:  # of gather, scatter and weights with replicated units: the whole dim
-        shape[getattr(node, "dim", layout.dim)] = layout.size
-    elif "Scatter" in node.name() and node.name() != "_ScatterBackward":
-        shape[node.dim] *= node.axis.size
+    args = getattr(node, "args", ())
+    layout = next((each for each in args if isinstance(each, Layout)), getattr(node, "layout", None))
+    if layout is not None:  # of gather, scatter and weights with replicated units: the full dim
+        shape[next((each for each in args if isinstance(each, int)), getattr(node, "dim", layout.dim))] = layout.size
     size = prod(shape) * of.dtype.itemsize
     axis = getattr(getattr(node, "axis", None), "name", "tp")
     if forward is not None:
