@@ -376,8 +376,8 @@ def read_user_policy(source: str | Path | Mapping[str, Any] | Policy, *, place: 
                 f".\n  autopar comes with one of the name {text}, and finds it by the model's type: leave policy= out."
                 f"\n  One of your own can build on it: policy={{'extends': '{text}', ...}}"
             )
-            words = "does not exist; a policy is a path, a dict or YAML text"
-            raise PolicyError(f"policy file '{path}' {words}{own if text in known else ''}")
+            more = own if text in known else ""
+            raise PolicyError(f"policy file '{path}' does not exist; a policy is a path, a dict or YAML text{more}")
         return load_policy(path.resolve())
     if isinstance(source, Mapping):
         root = plain_tree(source, place, fail_in(place))
