@@ -35,7 +35,7 @@ TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["rehearsal", "verifi
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
     "applied": 878,
-    "checkpoint": 5239,
+    "checkpoint": 5256,
     "config": 765,
     "context_parallel": 1946,
     "data_parallel": 3238,
@@ -46,12 +46,12 @@ LINES = {
     "guards": 1450,
     "integrations": 2440,
     "pipeline_parallel": 3690,
-    "plan": 2852,
+    "plan": 2863,
     "policy": 1458,
     "quantized": 1005,
     "storage": 1259,
     "tensor_parallel": 6064,
-    "tools": 12448,
+    "tools": 12460,
 }
 LOADED = 148  # modules that initialize loads; fewer is better
 ROOT = Path(__file__).parents[1] / "autopar"

@@ -22,7 +22,7 @@ import torch
 
 from autopar.checkpoint.format import PARTS, WEIGHTS, Manifest, Part, parse_size, versions
 from autopar.checkpoint.shards import Shards, record_of, shard_writer
-from autopar.checkpoint.staging import Staging, output_folder, parse_dtype, progress_bar
+from autopar.checkpoint.staging import MERGED, Staging, output_folder, parse_dtype, progress_bar
 from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import CheckpointError
 from autopar.layout import Layout
@@ -135,6 +135,8 @@ def write_merged(
     manifest = shards.manifest
     saved, outside = _saved_tensors(shards, dtype)
     metadata = {"format": "pt"} | _notes(manifest, saved)
+    if "config.json" not in manifest.along:  # of a plain module; nothing else says whose file it is
+        metadata[MERGED] = manifest.model_type
     pattern, index_name = _FORMATS[format]
     split = split_state_dict_into_shards_factory(
         saved, get_storage_size=lambda one: nbytes(*one[:2]), filename_pattern=pattern, max_shard_size=max_shard_size

@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from autopar.errors import CheckpointError
 from autopar.storage.files import checksum
+from autopar.storage.safetensors_io import SafetensorsReader
 
 MANIFEST = "autopar.json"
 REMOVED = ".autopar.json.removed"  # the manifest of a checkpoint whose files are being deleted
@@ -37,6 +38,7 @@ _OURS = re.compile(
     r"|wrapper\.safetensors"
 )
 HIDDEN = re.compile(r"\.(.+)\.(tmp|old)-[0-9a-f]{16}(?:-(\d+)-([0-9a-f]{8}))?", re.DOTALL)
+MERGED = "autopar_merged"  # in the header of a file that was merged from a plain module's shards
 ABANDONED = 24 * 3600  # seconds after which a temporary folder is nobody's any more
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -198,13 +200,26 @@ def _check_replaceable(target: Path, replace: bool) -> None:
     if not names:
         return
     lost = [name for name in names if _OURS.fullmatch(name)]
-    if lost and not {MANIFEST, REMOVED, "config.json"} & set(names):
+    if lost and not {MANIFEST, REMOVED, "config.json"} & set(names) and not _merged(target / lost[0]):
         raise CheckpointError(
             f"{target} holds {lost[0]} but neither autopar.json nor config.json: it is not overwritten\n"
             f"  It holds {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}. Choose another folder."
         )
     if not replace:
         raise CheckpointError(f"{target} is not empty; pass force=True (--force) to replace the checkpoint in it")
+
+
+def _merged(path: Path) -> bool:
+    """Return whether a file was merged from the shards of a plain module, which has no ``config.json``."""
+    if path.suffix == ".json":  # the index of several
+        path = next(iter(sorted(path.parent.glob("model-*.safetensors"))), path)
+    try:
+        if path.suffix != ".safetensors":
+            return False
+        with SafetensorsReader(path) as reader:
+            return MERGED in reader.metadata
+    except CheckpointError:
+        return False
 
 
 def _carry_over(target: Path, temp: Path) -> None:

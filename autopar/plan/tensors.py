@@ -110,12 +110,31 @@ _ATEN = torch.ops.aten
 
 
 def saved_form(model: PreTrainedModel, names: Mapping[str, str]) -> tuple[dict[str, str], dict[str, tuple[Piece, ...]]]:
+    """Return what :func:`followed_form` does; where it raises, warn and return the names in memory."""
+    try:
+        return followed_form(model, names)
+    except (RuntimeError, ValueError) as error:
+        warnings.warn(
+            f"how save_pretrained converts {type(model).__name__} cannot be followed ({error}): merged checkpoints get "
+            "the names in memory, which from_pretrained reads and other tools may not",
+            stacklevel=2,
+        )
+        ignored = unsaved_keys(model)
+        return {name: name for name in names if name not in ignored}, {}
+
+
+def followed_form(
+    model: PreTrainedModel, names: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, tuple[Piece, ...]]]:
     """Return for each state-dict name the name in the file that ``save_pretrained`` writes, or the pieces it writes.
 
     A piece that is joined from several tensors is listed with the first of them.
 
     Args:
         names: in the plain model's state dict, one of each tied tensor -> in this one's, which may have adapters.
+
+    Raises:
+        RuntimeError, ValueError: The conversion computes with elements or loses some.
     """
     ignored = unsaved_keys(model)
     held = model.state_dict()
@@ -127,33 +146,25 @@ def saved_form(model: PreTrainedModel, names: Mapping[str, str]) -> tuple[dict[s
     views = _ViewTracking(state)
     renamed: dict[str, str] = {}
     pieces: dict[str, list[Piece]] = {}
-    try:
-        with torch.no_grad(), views, as_never_quantized(model):
-            converted = dict(revert_weight_conversion(model, dict(state)))
-        for saved, tensor in converted.items():
-            source = views.piece(tensor, saved)
-            if source is None or not source[0]:
-                raise ValueError(f"{saved} is computed")
-            name, piece = source
-            if tensor is views.stored.get(name):
-                renamed[name] = saved
-            else:
-                pieces.setdefault(name, []).append(piece)
-        parts = [part for listed in pieces.values() for part in listed]
-        sources = set(pieces) | {name for part in parts for name in part.sources()}
-        if absent := [name for name in state if (name in renamed) == (name in sources)]:
-            raise ValueError(f"{absent[0]} is {'saved twice' if absent[0] in renamed else 'not saved'}")
-        before = sum(state[name].numel() for name in sources)
-        after = sum(math.prod(part.shape) - part.zeros() for part in parts)
-        if before != after:
-            raise ValueError(f"{before} elements become {after}")
-    except (RuntimeError, ValueError) as error:
-        warnings.warn(
-            f"how save_pretrained converts {type(model).__name__} cannot be followed ({error}): merged checkpoints get "
-            "the names in memory, which from_pretrained reads and other tools may not",
-            stacklevel=2,
-        )
-        return {name: name for name in state}, {}
+    with torch.no_grad(), views, as_never_quantized(model):
+        converted = dict(revert_weight_conversion(model, dict(state)))
+    for saved, tensor in converted.items():
+        source = views.piece(tensor, saved)
+        if source is None or not source[0]:
+            raise ValueError(f"{saved} is computed")
+        name, piece = source
+        if tensor is views.stored.get(name):
+            renamed[name] = saved
+        else:
+            pieces.setdefault(name, []).append(piece)
+    parts = [part for listed in pieces.values() for part in listed]
+    sources = set(pieces) | {name for part in parts for name in part.sources()}
+    if absent := [name for name in state if (name in renamed) == (name in sources)]:
+        raise ValueError(f"{absent[0]} is {'saved twice' if absent[0] in renamed else 'not saved'}")
+    before = sum(state[name].numel() for name in sources)
+    after = sum(math.prod(part.shape) - part.zeros() for part in parts)
+    if before != after:
+        raise ValueError(f"{before} elements become {after}")
     return renamed, {name: tuple(parts) for name, parts in pieces.items()}
 
 

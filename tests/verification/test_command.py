@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from autopar.config import ParallelConfig
 from autopar.tools.cli import app
+from autopar.tools.verification.verify import checks_of, verify_on_ranks
+from tests.pool import pooled
+from tests.random_models import batches, build, cases
 
 
 @pytest.mark.parametrize(
@@ -70,3 +74,15 @@ def test_a_module_and_batches_of_a_script(tmp_path: Path, monkeypatch: pytest.Mo
     assert report["ok"] and report["mesh"] == {"tp": 2, "pp": 1, "dp": 1}
     assert {row["check"] for row in report["rows"] if row["holds"]} >= {"weights", "forward", "backward", "step"}
     assert [rank["weights"] for rank in report["memory"]] == [232, 232] and report["plain_memory"]["weights"] == 440
+
+
+@pytest.mark.tier("all")
+@pytest.mark.filterwarnings("ignore:how save_pretrained converts:UserWarning")
+@pooled(world_size=2)
+def test_a_merged_checkpoint_with_the_names_in_memory_is_compared_with_those() -> None:
+    """Tensors of this type are computed for the hub, so that merging keeps their names in memory."""
+    (case, *_) = cases("inkling2_loop_text")
+    model = build(case, 6, 3)
+    checks = checks_of(["save", "reshard"])
+    report = verify_on_ranks(model, ParallelConfig.parse({"tp": 2}), None, batches(case, model.config), checks, None)
+    assert report.ok and [row.what for row in report.rows if row.check == "save"] == ["merged checkpoint"], str(report)

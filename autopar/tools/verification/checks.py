@@ -26,11 +26,13 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.adapters import plain_name
 from autopar.checkpoint.offline import merge_checkpoint, reshard_checkpoint
 from autopar.data_parallel.gradients import average_gradients
 from autopar.distributed.digest import of_tensor
 from autopar.errors import type_and_text
 from autopar.foreign.tensors import in_backward, schema_of
+from autopar.plan.tensors import followed_form
 from autopar.quantized.layers import stored_weights
 from autopar.tensor_tracking import TensorTracking, tensors_in
 from autopar.tools.verification.outputs import (
@@ -287,12 +289,11 @@ def save(session: Session) -> list[Row]:
         adapted = "quantized weights with adapters are not merged"
         why = adapted if stored_weights(session.plain) else "the plain module has no save_pretrained"
         return [Row("save", "merged checkpoint", None, note=why)]
-    plain: Any = session.plain
     with _folder() as folder:
         session.parallel.save_parallelized(folder / "merged", merge_checkpoints=True)
         found = list[Named]()
         if dist.get_rank() == 0:
-            plain.save_pretrained(folder / "plain")
+            _save_plain(session, folder / "plain")
             found = list(_files(folder / "merged", folder / "plain"))
         dist.barrier()
     return [worst_row("save", "merged checkpoint", found, session.allowed, show=False)]
@@ -301,14 +302,13 @@ def save(session: Session) -> list[Row]:
 def reshard(session: Session) -> list[Row]:
     """Save shards, write them again for another mesh, merge those, and load them into the model."""
     tp = 3 if session.mpu.tp.size != 3 else 2
-    plain: Any = session.plain
     with _folder() as folder:
         session.parallel.save_parallelized(folder / "shards")
         found = list[Named]()
         if dist.get_rank() == 0:
             reshard_checkpoint(folder / "shards", folder / "again", tp=tp, progress=False)
             if _merges(session):
-                plain.save_pretrained(folder / "plain")
+                _save_plain(session, folder / "plain")
                 merge_checkpoint(folder / "again", folder / "merged", progress=False)
                 found = list(_files(folder / "merged", folder / "plain"))
         dist.barrier()
@@ -331,6 +331,18 @@ def _merges(session: Session) -> bool:
     """Return whether the model has a merged checkpoint: transformers' own do, without adapters on quantized weights."""
     adapted = any(".base_layer" in path for path in stored_weights(session.plain))
     return isinstance(session.plain, PreTrainedModel) and not adapted
+
+
+def _save_plain(session: Session, folder: Path) -> None:
+    """Save the plain model; with the names in memory if the conversion to its names in files cannot be followed."""
+    plain: Any = session.plain
+    names = {own: name for name in session.plan.tensors if (own := plain_name(plain, name)) is not None}
+    try:
+        followed_form(plain, names)
+    except (RuntimeError, ValueError):
+        plain.save_pretrained(folder, save_original_format=False)
+    else:
+        plain.save_pretrained(folder)
 
 
 @contextmanager
