@@ -68,6 +68,11 @@ class Extra:
             if isinstance(value, ShardedDict):
                 where, rest[key] = inside("extra", key), {}
                 shards[where] = _canonical(value, where, plan, local)
+            elif isinstance(value, Mapping) and any(isinstance(each, DTensor) for each in value.values()):
+                raise CheckpointError(
+                    f"{inside('extra', key)} is a {type(value).__name__} with shards (DTensors)\n"
+                    f"  Mark it: extra={{{key!r}: autopar.checkpoint.ShardedDict(...)}}."
+                )
         return cls(*encode(rest, "extra"), shards)
 
     def tensors(self, plan: Plan) -> Iterator[tuple[str, torch.Tensor, TensorPlan]]:

@@ -258,7 +258,8 @@ class NeedsAllRows:
         args, kwargs = self._gather((args, kwargs), state, number, layout, where)
         state.cutting = False
         try:
-            with contextlib.nullcontext() if state.tracking is None else state.tracking.paused():
+            paused = contextlib.nullcontext() if state.tracking is None else state.tracking.paused()
+            with paused, state.region.outside():  # all ranks compute the same, and drop the same
                 out = super().__call__(*args, **kwargs)  # type: ignore[misc]
         finally:
             state.cutting = True

@@ -19,7 +19,7 @@ from autopar.errors import ConfigError
 from tests.parity import close
 from tests.pool import pooled
 from tests.small import llama
-from tests.tensor_parallel.shard_techniques import NOTICED, own_clipping, sam
+from tests.tensor_parallel.shard_techniques import NOTICED, adaptive_clipping, own_clipping, sam
 from tests.tiers import mainly
 from tests.worlds import raises_everywhere
 
@@ -64,7 +64,7 @@ def vectors(model: Any) -> None:
 
 
 OF_TENSOR_PARALLEL: list[Change] = [
-    sam, own_clipping, saved, vectors, NOTICED["count"], NOTICED["width"], NOTICED["squares"],
+    sam, own_clipping, adaptive_clipping, saved, vectors, NOTICED["count"], NOTICED["width"], NOTICED["squares"],
     NOTICED["norm"], NOTICED["finite"], NOTICED["drawn in place"],
     lambda model: sum(p.grad.norm().item() ** 2 for p in model.parameters()),
     lambda model: nn.init.normal_(model.lm_head.weight),

@@ -16,6 +16,25 @@ from torch.nn.utils import prune
 IDS = torch.arange(12).view(2, 6)
 
 
+def sam(model: Any) -> None:
+    norm = sum(p.grad.pow(2).sum() for p in model.parameters()) ** 0.5
+    for p in model.parameters():
+        p.data.add_(0.05 * p.grad / norm)
+
+
+def adaptive_clipping(model: Any) -> None:
+    for p in model.parameters():
+        norm, due = p.grad.norm(dim=-1, keepdim=True), 0.01 * p.detach().norm(dim=-1, keepdim=True).clamp(min=1e-3)
+        p.grad.mul_((due / norm.clamp(min=1e-6)).clamp(max=1.0))
+
+
+def own_clipping(model: Any) -> None:
+    norms = [p.grad.data.norm(2) for p in model.parameters() if p.grad is not None]
+    total = torch.stack(norms).norm()
+    for p in model.parameters():
+        p.grad.mul_((1.0 / total).clamp(max=1.0))
+
+
 def first_rows(model: Any) -> None:
     with torch.no_grad():
         model.lm_head.weight[:10] = 0
@@ -37,6 +56,49 @@ def hook_of_gradients(model: Any) -> None:
         handle.remove()
 
 
+def clip(p: Any) -> None:
+    p.grad.mul_((1.0 / p.grad.norm()).clamp(max=1.0))
+
+
+def hook_behind_gradients(model: Any) -> None:
+    handles = [p.register_post_accumulate_grad_hook(clip) for p in model.parameters()]
+    model(IDS, labels=IDS).loss.backward()
+    for handle in handles:
+        handle.remove()
+
+
+def own_lamb(model: Any) -> None:
+    for p in model.parameters():
+        first, second = torch.zeros_like(p), torch.zeros_like(p)
+        first.mul_(0.9).add_(p.grad, alpha=0.1)
+        second.mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
+        update = first / (second.sqrt() + 1e-3)
+        p.data.add_(update / update.norm(), alpha=-0.01)
+
+
+def fisher(model: Any) -> list[torch.Tensor]:
+    squares = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        squares[name] += p.grad**2
+    return [square.mean() for square in squares.values()]
+
+
+def flat_gradients(model: Any) -> None:
+    flat, start = torch.zeros(20_000), 0
+    for p in model.parameters():
+        part = p.grad.view(-1)
+        flat[start : start + part.shape[0]] = part
+        start += part.shape[0]
+
+
+def trimmed_task_vector(model: Any) -> None:
+    """TIES of a state dict."""
+    start = copy.deepcopy(model.state_dict())
+    for name, tensor in model.state_dict().items():
+        vector = tensor - start[name]
+        vector.abs().flatten().kthvalue(max(1, int(0.8 * len(vector))))
+
+
 def saved_by_hand(model: Any) -> None:
     torch.save({name: tensor.cpu() for name, tensor in model.state_dict().items()}, io.BytesIO())
 
@@ -51,14 +113,27 @@ def hook_of_a_layer(model: Any) -> None:
     handle.remove()
 
 
+def backward_hook_of_a_layer(model: Any) -> None:
+    norms = []
+    layer = model.model.layers[0].mlp.down_proj
+    handle = layer.register_full_backward_hook(lambda layer, into, out: norms.append(layer.weight.norm()))
+    model(IDS, labels=IDS).loss.backward()
+    handle.remove()
+
+
 def rows(model: Any) -> int:
     return len(model.lm_head.weight)
 
 
 NOTICED: dict[str, Callable[[Any], Any]] = {
+    "own LAMB": own_lamb,
+    "Fisher": fisher,
+    "flat": flat_gradients,
+    "TIES": trimmed_task_vector,
     "saved by hand": saved_by_hand,
     "a saved layer": lambda model: torch.save(model.lm_head.state_dict(), io.BytesIO()),
     "hook of a layer": hook_of_a_layer,
+    "backward hook of a layer": backward_hook_of_a_layer,
     "rows": rows,
     "width": lambda model: head(model).size(0) ** -0.5,
     "count": lambda model: sum(p.numel() for p in model.parameters()),
@@ -75,9 +150,13 @@ NOTICED: dict[str, Callable[[Any], Any]] = {
     "linalg norm": lambda model: torch.linalg.vector_norm(head(model).grad),
     "squares": lambda model: sum((p.grad**2).sum() for p in model.parameters()),
     "norms": lambda model: torch._foreach_norm([p.grad for p in model.parameters()]),
+    "own clipping": own_clipping,
     "gradients": of_gradients,
     "hook of gradients": hook_of_gradients,
+    "hook behind gradients": hook_behind_gradients,
+    "sharpness": sam,
     "copy": lambda model: head(model).detach().clone().norm(),
+    "adaptive clipping": adaptive_clipping,
     "quantile": lambda model: head(model).detach().abs().flatten().quantile(0.3),
     "top k": lambda model: head(model).abs().view(-1).topk(3),
     "torch's pruning": lambda model: prune.L1Unstructured(0.3).compute_mask(head(model), torch.ones(head(model).shape)),
