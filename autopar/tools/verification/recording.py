@@ -129,6 +129,11 @@ class Collective(NamedTuple):
     elements: int
     dtype: torch.dtype
 
+    @property
+    def bytes(self) -> int:
+        """Return the bytes that a rank contributes."""
+        return self.elements * self.dtype.itemsize
+
 
 class _Recorder(TensorTracking):
     def __init__(self) -> None:
@@ -180,5 +185,5 @@ def counted(collectives: Sequence[Collective]) -> tuple[Traffic, ...]:
         name = each.name.replace("_", "").replace("recv", "receive")  # as torch and the transport write it
         kind = next((kind for kind in _KINDS if name.startswith(kind.replace("-", ""))), each.name)
         calls[kind] += 1
-        sizes[kind] += each.elements * each.dtype.itemsize
+        sizes[kind] += each.bytes
     return tuple(Traffic(kind, calls[kind], size) for kind, size in sizes.most_common() if kind != "receive")
