@@ -154,7 +154,7 @@ def test_what_saving_refuses(tmp_path: Path):
     model = autopar.initialize(with_lora(gpt2(), target_modules=["c_attn"], fan_in_fan_out=True), size)
     with pytest.raises(CheckpointError, match=r"adapter_only=True writes what PEFT writes, .*merge_checkpoints=True"):
         model.save_parallelized(tmp_path / "x", adapter_only=True, merge_checkpoints=True)
-    with pytest.raises(CheckpointError, match=r"save_pretrained\(state_dict=...\) of a parallelized model"):
+    with pytest.raises(CheckpointError, match=r"save_pretrained of a parallelized model does not support state_dict="):
         model.save_pretrained(tmp_path / "x", state_dict={"a": torch.zeros(1)})
     with pytest.raises(CheckpointError, match=r"selected_adapters=\['other'\]: there are default"):
         model.save_pretrained(tmp_path / "x", selected_adapters=["other"])
