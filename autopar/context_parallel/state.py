@@ -57,7 +57,7 @@ class RowPlan:
     arguments: dict[str, int] = field(default_factory=dict)
     numbers: dict[str, set[int]] = field(default_factory=dict)
     whole: dict[str, WholeModule] = field(default_factory=dict)
-    own: frozenset[str] = frozenset()
+    own: tuple[str, ...] = ()
     crosses: dict[str, bool] = field(default_factory=dict)
     head: str | None = None
     through: bool = True

@@ -130,7 +130,7 @@ class _Search(RowSearch):
         """Try the plan with embeddings that look up own rows in front of the blocks; without them, if that fails."""
         before, whole = self.plan, {path: WholeModule() for path in self.plan.whole}
         outside = ((path, module) for path, module in self.model.named_modules() if not self.block_of(path))
-        own = frozenset(path for path, module in outside if may_own_rows(module))
+        own = tuple(path for path, module in outside if may_own_rows(module))
         self.plan = replace(before, whole=whole, own=own, arguments={}, numbers={}, crosses={})
         if own and self.runs():
             return True
@@ -215,7 +215,7 @@ class _Search(RowSearch):
             if isinstance(error, MixedRows):
                 reason, between = str(error), between or error.between
             raise Misfit(stack[-1] if stack else "", reason, between) from error
-        self.plan.own = frozenset(state.opened - state.spoiled)
+        self.plan.own = tuple(path for path in self.plan.own if path in state.opened - state.spoiled)
         if rows := [name for name, value in out.items() if tracking.holds_rows(value)]:
             raise Misfit("", f"{rows[0]} is made of rows")
         if missing := [each[0] for number, each in enumerate(self.plan.lists) if number not in state.entered]:
