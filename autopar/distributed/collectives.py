@@ -26,6 +26,7 @@ None of these mutates its input except ``reduce_``, which is for a matmul output
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -247,15 +248,13 @@ def _linear(
         ctx.axis, ctx.args = axis, args
         return forward(x, axis, *args)
 
+    @any_order(lambda ctx, grad: (again(grad, ctx.axis, *ctx.args), None, *(None,) * len(ctx.args)))
     def run_backward(ctx: Any, grad: torch.Tensor) -> Any:
         return backward(grad, ctx.axis, *ctx.args), None, *(None,) * len(ctx.args)
 
-    for method, kind in ((run_forward, "forward"), (run_backward, "backward")):  # traces name them by the function
+    for method, kind in ((run_forward, "forward"), (inspect.unwrap(run_backward), "backward")):  # as traces name them
         method.__code__ = method.__code__.replace(co_name=kind, co_qualname=f"{name}.{kind}")
-    differentiated = any_order(
-        lambda ctx, grad: (again(grad, ctx.axis, *ctx.args), None, *(None,) * len(ctx.args)),
-    )(run_backward)
-    members = {"forward": staticmethod(run_forward), "backward": staticmethod(differentiated), "__module__": __name__}
+    members = {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward), "__module__": __name__}
     return type(name, (torch.autograd.Function,), members)
 
 
