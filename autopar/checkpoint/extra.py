@@ -91,14 +91,20 @@ class Extra:
         for name, tensor, saved in self.tensors(plan):
             digest = int(sum_of_bits(local_part(tensor))) if values else 0
             shards.setdefault(saved.name.partition("::")[2], {})[name] = saved.dtype, digest
-        rest = {}
-        for key, value in self.value.items():
-            text = json.dumps(value, sort_keys=True)
-            rest[inside("extra", key)] = clip(text, 40), checksum(text.encode())
+        rest = {place: (clip(text, 40), checksum(text.encode())) for place, text in _leaves(self.value, "extra")}
         for place, tensor in self.loose.items():
             kind = f"a tensor {list(tensor.shape)} of {dtype_name(tensor.dtype)}"
             rest[place] = kind, f"{kind} {int(sum_of_bits(tensor)) if values else 0}"
         return {"rest": rest if values else {}, "shards": shards}
+
+
+def _leaves(value: Json, where: str) -> Iterator[tuple[str, str]]:
+    """Yield the place and the text of everything that is not a dictionary with content."""
+    if isinstance(value, dict) and value and "$" not in value:
+        for key, one in value.items():
+            yield from _leaves(one, inside(where, key))
+    else:
+        yield where, json.dumps(value, sort_keys=True)
 
 
 def _canonical(

@@ -266,7 +266,8 @@ def _describe(
     name, shape, dtype = f"{due.name}::{key}", tuple(value.shape), dtype_name(value.dtype)
     local = due.local_shape(tp_rank)
     if shape == () and (key in COUNTERS or local != ()):
-        return TensorPlan(name, shape, dtype), {"kind": "whole"}
+        number = {} if key in COUNTERS else {"number": repr(value.item())}  # ranks that differ are refused
+        return TensorPlan(name, shape, dtype), {"kind": "whole"} | number
     if shape == local:
         return TensorPlan(name, due.shape, dtype, due.layout), {"kind": "like"}
     if _is_sharded(due):

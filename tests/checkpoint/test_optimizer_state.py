@@ -75,6 +75,19 @@ def test_factored_state_of_shards_is_refused(name: str):
         take(optimizer, model, plan, 0)
 
 
+def test_a_number_of_each_shard_is_refused():
+    """One of the shards' numbers would be loaded on all ranks."""
+    plan, found = plan_of("gpt2", 2), []
+    for rank in range(2):
+        model, optimizer = rank_of("gpt2", OPTIMIZERS["AdamW"], plan, rank)
+        one_step(model, optimizer, seed=0)
+        for index, parameter in enumerate(model.parameters()):
+            optimizer.state[parameter]["rms"] = torch.tensor(1.0 + index * rank)
+        found.append(take(optimizer, model, plan, rank).metadata)
+    with pytest.raises(CheckpointError, match=r"state 'rms' of .* 'number': '1.0'} on the first and .* on number 1"):
+        merge_metadata(found)
+
+
 @pytest.mark.parametrize("name", FACTORED)
 def test_factored_state_of_whole_parameters_is_not_cut(name: str):
     plan = plan_of("gpt2", 1)

@@ -200,11 +200,8 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, CheckpointMixin):
         control = self.control
         calls_more = control.should_log or control.should_evaluate or control.should_save
         handler: Any = self.callback_handler
-        handler.autopar_in_step = True
-        try:
-            super()._maybe_log_save_evaluate(*args, **kwargs)
-        finally:
-            handler.autopar_in_step = False
+        handler.autopar_log_follows = control.should_log and self.state.global_step > self._globalstep_last_logged
+        super()._maybe_log_save_evaluate(*args, **kwargs)
         if calls_more:  # on_log, on_evaluate or on_save
             _agree(self.control, self.mpu)
 
@@ -331,23 +328,26 @@ def _check_all(parameters: Iterable[Any], model: nn.Module) -> None:
 
 def agree_in_events(handler: Any, mpu: MPU) -> None:
     """Let the trainer's ``CallbackHandler`` agree after the other events whose flags the trainer reads at once."""
-    swap(handler, _AgreedEvents, autopar_mpu=mpu, autopar_in_step=False)
+    swap(handler, _AgreedEvents, autopar_mpu=mpu, autopar_log_follows=False)
 
 
 class _AgreedEvents:
     """Class before that of a ``CallbackHandler``.
 
     Attributes:
-        autopar_in_step: True while the trainer logs, evaluates and saves, which every rank does. User code may call
-            ``trainer.log`` on one rank alone at any other time.
+        autopar_log_follows: Whether the next log is the trainer's own in a step, which every rank makes. User code
+            may call ``trainer.log`` on one rank alone at any other time.
     """
 
     autopar_mpu: MPU
-    autopar_in_step: bool
+    autopar_log_follows: bool
 
     def on_log(self, *args: Any, **kwargs: Any) -> Any:
         control = super().on_log(*args, **kwargs)  # type: ignore[misc]
-        return _agree(control, self.autopar_mpu) if self.autopar_in_step else control
+        if not self.autopar_log_follows:
+            return control
+        self.autopar_log_follows = False
+        return _agree(control, self.autopar_mpu)
 
     def on_substep_end(self, *args: Any, **kwargs: Any) -> Any:
         return _agree(super().on_substep_end(*args, **kwargs), self.autopar_mpu)  # type: ignore[misc]

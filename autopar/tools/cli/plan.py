@@ -83,8 +83,13 @@ def plan(
         _write(estimator, space, found, output)  # before what is printed, of which a pipe may take a part
         _show(estimator, space, found, as_json)
         if found.best and not as_json:
-            print("count its memory, and match what its ranks send:")
-            print(f"  {_rehearsal(model, found.best[0].candidate, sequence, output, policy, trust)} --gpu {gpu}")
+            # A rehearsal reads precision and recomputation from a config alone, and has no adapters.
+            counts = output is not None and lora is None and quantization is None
+            more = f" --optimizer {optimizer}" * (optimizer != "adamw") + f" --gpu {gpu}"
+            more += f" --gpus-per-node {gpus_per_node}" * (gpus_per_node != 8)
+            print("count its memory, and match what its ranks send:" if counts else "match what its ranks send:")
+            found_first = _rehearsal(model, found.best[0].candidate, sequence, output, policy, trust)
+            print(f"  {found_first}{more * counts}")
         if not found.best:
             raise typer.Exit(1)
 

@@ -75,10 +75,12 @@ class Rehearsal:
         """Write the training step for https://ui.perfetto.dev and ``chrome://tracing``.
 
         Raises:
-            ConfigError: there is no timeline: ``gpu=`` was not given, or the ranks do not come to an end.
+            ConfigError: there is no timeline: ``gpu=`` was not given, or the ranks do not come to an end; a picture.
         """
         if self.timeline is None:
             raise ConfigError("there is no timeline: rehearse(..., gpu='h100') makes one, where there are no problems")
+        if Path(file).suffix == ".svg":
+            raise ConfigError(f"{file}: a timeline is written as JSON for https://ui.perfetto.dev, not as a picture")
         Path(file).write_text(json.dumps(chrome_trace(self.timeline)), encoding="utf-8")
 
 
