@@ -35,23 +35,23 @@ TOOLS = [["tables"], ["derivation", "split"], ["planner"], ["rehearsal", "verifi
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
     "applied": 878,
-    "checkpoint": 5261,
+    "checkpoint": 5271,
     "config": 765,
     "context_parallel": 1947,
     "data_parallel": 3238,
     "deferred_init": 1140,
-    "distributed": 4801,
+    "distributed": 4800,
     "dry_run": 3187,
     "foreign": 1475,
     "guards": 1450,
     "integrations": 2440,
     "pipeline_parallel": 3690,
     "plan": 2863,
-    "policy": 1458,
+    "policy": 1460,
     "quantized": 1005,
     "storage": 1259,
-    "tensor_parallel": 6064,
-    "tools": 12465,
+    "tensor_parallel": 6091,
+    "tools": 12472,
 }
 LOADED = 148  # modules that initialize loads; fewer is better
 ROOT = Path(__file__).parents[1] / "autopar"

@@ -231,11 +231,14 @@ def _carry_over(target: Path, temp: Path) -> None:
         except OSError:
             shutil.copy2(source, destination, follow_symlinks=False)
 
-    def left_out(folder: str, names: list[str]) -> list[str]:
-        return [n for n in names if folder == str(target) and (_OURS.fullmatch(n) or os.path.lexists(temp / n))]
-
-    shutil.copytree(target, temp, symlinks=True, ignore=left_out, copy_function=take, dirs_exist_ok=True)
-    os.utime(temp)  # it is as new as the save
+    for entry in os.scandir(target):
+        new = temp / entry.name
+        if _OURS.fullmatch(entry.name) or os.path.lexists(new):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            shutil.copytree(entry.path, new, symlinks=True, copy_function=take)
+        else:
+            take(entry.path, str(new))
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -82,9 +82,9 @@ def check_plan_with(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs:
     equal = equal_blocks(model, plan)
     expected = None
     for blocks in (equal, []) if equal else ([],):
-        plain, tracking = meta_copy(model), ActivationTracking()
-        TrackedReplay(plain, blocks, tracking)
         try:
+            plain, tracking = meta_copy(model), ActivationTracking()
+            TrackedReplay(plain, blocks, tracking)
             with tracking:
                 expected = shapes_of(run(plain, args, kwargs))
             break

@@ -217,6 +217,8 @@ def _named(name: Node, place: _Place) -> Node:
     found = _find(name.value, place.folder, name.where)
     if found in place.seen:
         raise PolicyError(f"'{name.value}' extends itself", name.where)
+    if len(place.seen) > 50:
+        raise PolicyError(f"'{name.value}' is extended through more than 50 files", name.where)
     return extended(found, place.done, place.seen)
 
 

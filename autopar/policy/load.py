@@ -146,8 +146,8 @@ def _parse_units(
                 raise PolicyError(f"unit '{name}' has no 'count'", entry.where)
             readers = {"follows": _text, "replicate": _flag, "or_whole": _flag, "multiple": _number, "align": _number}
             more: dict[str, Any] = {key: reader(spec[key], key) for key, reader in readers.items() if key in spec}
-            for key in {"multiple", "align"} & more.keys():
-                if more[key] < 1:
+            for key in ("multiple", "align"):
+                if more.get(key, 1) < 1:
                     raise PolicyError(f"'{key}' must be at least 1, not {more[key]}", spec[key].where)
             units[name] = UnitSpec(name, str(spec["count"].value), entry.where, **more)
         else:

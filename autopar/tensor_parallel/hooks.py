@@ -47,7 +47,7 @@ from autopar.guards.model_changes import ModuleTree
 from autopar.layout import Block, Layout
 from autopar.plan.plan import Plan
 from autopar.tensor_parallel.regions import Region
-from autopar.tensor_parallel.whole_hooks import WholeHooks, mapped
+from autopar.tensor_parallel.whole_hooks import WholeHooks
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -174,12 +174,20 @@ def _plain(name: str, entry: Any) -> bool:
 
 def gather_hidden_states(output: Any, region: Region) -> Any:
     """Return what a model returns with hidden states gathered; a collective of the axis if it holds rows."""
-
-    def full(x: torch.Tensor) -> torch.Tensor:
-        ref, gather = region.row_tensors.get(id(x), (None, None))
-        return gather(x) if ref is not None and gather is not None and ref() is x else x
-
-    return mapped(full, output)
+    if isinstance(output, torch.Tensor):
+        ref, gather = region.row_tensors.get(id(output), (None, None))
+        return gather(output) if ref is not None and gather is not None and ref() is output else output
+    if isinstance(output, dict):
+        for name, value in list(output.items()):
+            changed = gather_hidden_states(value, region)
+            if changed is not value:
+                output[name] = changed
+        return output
+    if type(output) in (tuple, list):
+        entries = [gather_hidden_states(entry, region) for entry in output]
+        same = all(new is old for new, old in zip(entries, output, strict=True))
+        return output if same else type(output)(entries)
+    return output
 
 
 _SHARDED = "_autopar_local"

@@ -7,9 +7,9 @@ model's own code passes on. Operations of a loss on the logits, and ``F.cross_en
 (:mod:`~autopar.tensor_parallel.logits_shards`, :mod:`~autopar.context_parallel.lazy_rows`). Any other operation
 gathers them and goes on with a plain tensor, in the same autograd graph. So ``outputs.logits`` is what users know.
 
-A view shares memory with what it was taken from, so reading it reads that first, and a change in place of one is seen
-by all. Gathering is a collective, so the ranks of the axis meet first: a rank that reads alone gets an error, and does
-not hang.
+A view shares memory with what it was taken from, so as soon as one of a family is read, all are whole, and a change in
+place of one is seen by all. Gathering is a collective, so the ranks of the axis meet first: a rank that reads alone
+gets an error, not a hang.
 """
 
 from __future__ import annotations
@@ -105,10 +105,20 @@ class _Origin:
     lost = False  # a loss was taken from the parts: no gradient of whole logits will exist
 
 
-class _Memory:
-    """The memory that views share: as soon as one of them is read, all are whole."""
+class _Family:
+    """Logits and what may share memory with them: as soon as one is read, all are whole."""
 
-    is_read = False
+    def __init__(self) -> None:
+        self.members: list[weakref.ref[ShardedLogits]] = []  # in the order in which they were made
+        self.is_whole = False
+
+    def read(self) -> None:
+        """Make plain tensors of all of them. A collective of the axis."""
+        living = [member for ref in self.members if (member := ref()) is not None]
+        with torch.inference_mode(False):
+            for member in living:
+                member.materialize()
+        self.is_whole = True
 
 
 class ShardedLogits(WholeOnRead):
@@ -120,7 +130,7 @@ class ShardedLogits(WholeOnRead):
 
     part: LogitsPart
     _origin: _Origin
-    _memory: _Memory
+    _family: _Family
     _source: Callable[[], ShardedLogits | None]  # what it was made of, if they may share memory and that still lives
     _step: Change | None
     _node: Any  # its place in the graph, as it was made
@@ -128,7 +138,7 @@ class ShardedLogits(WholeOnRead):
 
     @staticmethod
     def __new__(cls, part: LogitsPart) -> ShardedLogits:
-        """Make a tensor that has the shape of the whole logits and no memory; no graph yet."""
+        """Make a tensor that has the shape of the whole logits and no memory; no graph, no family yet."""
         made: ShardedLogits = wrapper_subclass(cls, part.shape, dtype=part.dtype, device=part.inputs[0].device)
         made.part, made._whole = part, None
         return made
@@ -145,22 +155,15 @@ class ShardedLogits(WholeOnRead):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it was read, or what it shares memory with."""
-        return self._memory.is_read
+        """Whether somebody has read it."""
+        return self._family.is_whole
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def whole(self) -> torch.Tensor:
         """Return the logits as a plain tensor, gathered. A collective of the axis the first time."""
         if self._whole is None:
-            source, wants = self._source(), without_overrides(lambda: self.requires_grad, (), {})
-            with torch.inference_mode(False), torch.set_grad_enabled(wants):
-                if source is None:
-                    _meet(self.part)
-                    self._whole = self.gathered()
-                else:
-                    assert self._step is not None
-                    self._whole = self._step(source.whole())
-            self._memory.is_read = True
+            self._family.read()
+        assert self._whole is not None
         return self._whole
 
     def gathered(self) -> torch.Tensor:
@@ -168,9 +171,24 @@ class ShardedLogits(WholeOnRead):
         gathered: torch.Tensor = _Gather.apply(self)
         return gathered
 
+    def materialize(self) -> None:
+        """Make the plain tensor of these logits, from that of their source or by gathering."""
+        source = self._source()
+        if self._whole is not None:
+            return
+        if source is not None:
+            source.materialize()
+        with torch.set_grad_enabled(self.requires_grad):
+            if source is None:
+                _meet(self.part)
+                self._whole = self.gathered()
+            else:
+                assert source._whole is not None and self._step is not None
+                self._whole = self._step(source._whole)
+
     def has_parts(self) -> bool:
         """Return whether the part still says what the logits are; not of what a function of C++ returned."""
-        return not self._memory.is_read and self.grad_fn is self._node
+        return not self._family.is_whole and self.grad_fn is self._node
 
     def after(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what an operation makes of this rank's part, ``args`` being those after the logits; else None."""
@@ -225,11 +243,12 @@ def sharded_logits(part: LogitsPart, source: ShardedLogits | None = None, step: 
         part = part.detached()
     made: ShardedLogits = _Wrap.apply(part, *part.inputs)
     made._origin = _Origin() if source is None else source._origin
-    made._memory, made._source, made._step, made._whole = _Memory(), lambda: None, step, None
+    made._family, made._source, made._step, made._whole = _Family(), lambda: None, step, None
     made._node = without_overrides(lambda: made.grad_fn, (), {})
     if source is not None and step is not None:
         keeps = source.grad_fn is None or made._node is not None  # one without a graph must not keep that of another
-        made._memory, made._source = source._memory, (lambda: source) if keeps else weakref.ref(source)
+        made._family, made._source = source._family, (lambda: source) if keeps else weakref.ref(source)
+    made._family.members.append(weakref.ref(made))
     return made
 
 
