@@ -24,10 +24,10 @@ class SetFlags(TrainerCallback):
         self.seen: list[tuple[str, int]] = []
         self.trainer = None
         if everywhere or dist.get_rank() == 1:
-            setattr(self, event, lambda *args, **kwargs: self.set_flags(flags, *args))
+            setattr(self, event, lambda *args, logs=(), **kwargs: self.set_flags(flags, *args, logs))
 
-    def set_flags(self, flags, args, state, control):
-        for flag in flags if state.global_step >= 2 else ():
+    def set_flags(self, flags, args, state, control, logs):
+        for flag in flags if state.global_step >= 2 and "own" not in logs else ():
             setattr(control, flag, True)
 
     def on_evaluate(self, args, state, control, **kwargs):
