@@ -93,7 +93,8 @@ def test_forwards_call_their_arguments_what_autopar_calls_them() -> None:
                 for each in inspect.signature(inspect.unwrap(module.forward)).parameters.values():
                     taken.setdefault(each.name, set()).add(f"{each.annotation}")
     caches = {name for name, kinds in taken.items() if any(re.search(r"\b(Dynamic|Static)?Cache\b", x) for x in kinds)}
-    assert caches - {"encoder_cache", "decoder_cache"} <= set(CACHES), "autopar.foreign.transformers.CACHES lacks some"
+    apart = {f"{side}_{name}" for side in ("encoder", "decoder") for name in ("cache", "past_key_values")}
+    assert caches - apart <= set(CACHES), "autopar.foreign.transformers.CACHES lacks some"
     assert caches & set(CACHES)
     assert (sequence_parallel._OF_MODELS | stages._USUAL) - set(CACHES) - _GONE <= set(taken)
 
