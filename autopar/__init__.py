@@ -5,30 +5,34 @@ The public names are loaded when they are first used, so that the command line s
 
 from typing import TYPE_CHECKING
 
-from autopar.errors import AutoparError as AutoparError
-from autopar.errors import CheckpointError as CheckpointError
-from autopar.errors import ConfigError as ConfigError
-from autopar.errors import ConsistencyError as ConsistencyError
-from autopar.errors import PipelineError as PipelineError
-from autopar.errors import PolicyError as PolicyError
-from autopar.errors import ShardWarning as ShardWarning
-from autopar.errors import UnsupportedModelError as UnsupportedModelError
-from autopar.errors import VerificationError as VerificationError
-from autopar.errors import nearest
+from autopar.errors import (
+    AutoparError as AutoparError,
+    CheckpointError as CheckpointError,
+    ConfigError as ConfigError,
+    ConsistencyError as ConsistencyError,
+    PipelineError as PipelineError,
+    PolicyError as PolicyError,
+    ShardWarning as ShardWarning,
+    UnsupportedModelError as UnsupportedModelError,
+    VerificationError as VerificationError,
+    nearest,
+)
 from autopar.on_demand import lazy_names
 
 if TYPE_CHECKING:
-    from autopar.api import deparallelize as deparallelize
-    from autopar.api import initialize as initialize
-    from autopar.applied.whole import full as full
-    from autopar.applied.whole import whole as whole
+    from autopar.api import deparallelize as deparallelize, initialize as initialize
+    from autopar.applied.whole import full as full, whole as whole
     from autopar.checkpoint.hf_weights import hf_weights as hf_weights
     from autopar.checkpoint.rotation import latest as latest
     from autopar.config import ParallelConfig as ParallelConfig
-    from autopar.data_parallel.dataloader import gather_for_metrics as gather_for_metrics
-    from autopar.data_parallel.dataloader import prepare_dataloader as prepare_dataloader
-    from autopar.data_parallel.gradients import average_gradients as average_gradients
-    from autopar.data_parallel.gradients import clip_grad_norm_ as clip_grad_norm_
+    from autopar.data_parallel.dataloader import (
+        gather_for_metrics as gather_for_metrics,
+        prepare_dataloader as prepare_dataloader,
+    )
+    from autopar.data_parallel.gradients import (
+        average_gradients as average_gradients,
+        clip_grad_norm_ as clip_grad_norm_,
+    )
     from autopar.data_parallel.precision import GradScaler as GradScaler
     from autopar.deferred_init.context import lazy_init as lazy_init
     from autopar.distributed.mesh import MPU as MPU
@@ -38,8 +42,7 @@ if TYPE_CHECKING:
     from autopar.tensor_parallel.experts import expert_load as expert_load
     from autopar.tensor_parallel.whole_hooks import local_hooks as local_hooks
     from autopar.tools.planner.memory_plan import plan_memory as plan_memory
-    from autopar.tools.planner.parallelized import metrics as metrics
-    from autopar.tools.planner.parallelized import summary as summary
+    from autopar.tools.planner.parallelized import metrics as metrics, summary as summary
     from autopar.tools.rehearsal.run import rehearse as rehearse
     from autopar.tools.verification.verify import verify as verify
 

@@ -39,8 +39,7 @@ from autopar.tools.verification.report import Report, Row
 from autopar.tools.verification.small_models import build_small
 from benchmarks.derived_policies import main_case
 from tests.pool import pooled
-from tests.random_models import batches as batches_of
-from tests.random_models import build, of_type
+from tests.random_models import batches as batches_of, build, of_type
 
 _AXES = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "cp": "context_parallel_size"}
 _SAMPLES, _TOKENS, _BATCHES = 2, 16, 2

@@ -18,8 +18,11 @@ import torch.distributed as dist
 from offline import HERE, TEXT, arguments, load_tokenizer, rank_zero_first, say, small_gpt2, start
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
-from transformers import AutoModelForSequenceClassification, GPT2ForSequenceClassification
-from transformers import get_linear_schedule_with_warmup as linear_schedule_with_warmup
+from transformers import (
+    AutoModelForSequenceClassification,
+    GPT2ForSequenceClassification,
+    get_linear_schedule_with_warmup as linear_schedule_with_warmup,
+)
 
 import autopar
 

@@ -20,8 +20,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
-from transformers import initialization as hf_init
+from transformers import PreTrainedModel, initialization as hf_init
 from transformers.integrations.peft import PeftAdapterMixin
 
 from autopar.deferred_init.files import Init, by_parameter, load_lazily, set_source, sources_of

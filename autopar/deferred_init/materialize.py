@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
-from transformers import initialization as hf_init
+from transformers import PreTrainedModel, initialization as hf_init
 
 from autopar.adapters import tuner_layers
 from autopar.deferred_init.context import adapter_first, on_cpu

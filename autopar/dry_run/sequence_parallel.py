@@ -9,8 +9,7 @@ is refused. Parameters that rows were computed with have their gradients summed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Mapping, Sequence, Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 

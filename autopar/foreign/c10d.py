@@ -22,9 +22,9 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
     _create_work_from_future,
 )
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.distributed_c10d import _get_default_group as default_group
-from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    _get_default_group as default_group,
+    _get_default_store as default_store,
     _resolve_process_group,
     _world,
 )

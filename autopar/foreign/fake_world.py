@@ -16,8 +16,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeWork as FakeWork  # noqa: PLC0414
-from torch._C._distributed_c10d import ProcessGroup
+from torch._C._distributed_c10d import (
+    FakeWork as FakeWork,  # noqa: PLC0414
+    ProcessGroup,
+)
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup

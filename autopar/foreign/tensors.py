@@ -21,9 +21,12 @@ from torch.optim import _muon
 from torch.optim.optimizer import _foreach_supported_types as _stepped_by_foreach
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils._foreach_utils import _foreach_supported_types as _taken_by_foreach
-from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
-from torch.utils._python_dispatch import _disable_current_modes as no_dispatch_modes
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes as no_dispatch_modes,
+    _get_current_dispatch_mode_stack as dispatch_modes,
+    is_in_torch_dispatch_mode,
+)
 from torch.utils._pytree import (
     SequenceKey,
     TreeSpec,

@@ -13,8 +13,7 @@ from autopar.adapters import check_adapters
 from autopar.errors import ConfigError, PolicyError, listed, nearest
 from autopar.foreign.tensors import own_parameters
 from autopar.layout import Block, Layout
-from autopar.plan.adapters import adapter_rules
-from autopar.plan.adapters import expert_attributes as adapted_experts
+from autopar.plan.adapters import adapter_rules, expert_attributes as adapted_experts
 from autopar.plan.by_expert import mixtures_in, rules_of, shard_by_expert
 from autopar.plan.matching import RuleMatch, Scope, all_scopes, check_overlap, check_regions, join, matches_of, walk
 from autopar.plan.plan import AttributePlan, InputPlan, ModulePlan, Plan

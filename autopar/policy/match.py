@@ -18,8 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers import __version__ as transformers_version
+from transformers import PretrainedConfig, PreTrainedModel, __version__ as transformers_version
 
 from autopar.errors import PolicyError, UnsupportedModelError, nearest, tell
 from autopar.foreign.transformers import tensor_plan

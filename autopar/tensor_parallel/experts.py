@@ -28,8 +28,16 @@ from torch import nn
 from autopar.distributed import gloo_collectives
 from autopar.distributed.autograd_functions import scale_gradient
 from autopar.distributed.axis import Axis
-from autopar.distributed.collectives import all_gather, all_to_all, even_layout, gather, gather_sum, reduce_scatter, run
-from autopar.distributed.collectives import scatter as own_part
+from autopar.distributed.collectives import (
+    all_gather,
+    all_to_all,
+    even_layout,
+    gather,
+    gather_sum,
+    reduce_scatter,
+    run,
+    scatter as own_part,
+)
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.errors import ConfigError
 from autopar.foreign.tensors import in_backward

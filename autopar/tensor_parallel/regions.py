@@ -32,8 +32,7 @@ from autopar.distributed.rng import TorchGenerators, follow_streams, seed_torch,
 from autopar.foreign.c10d import in_fake_world
 from autopar.foreign.tensors import version_of
 from autopar.layout import Layout
-from autopar.tensor_parallel.overlap import Late, WeightGradient
-from autopar.tensor_parallel.overlap import enter as enter_overlapped
+from autopar.tensor_parallel.overlap import Late, WeightGradient, enter as enter_overlapped
 from autopar.tensor_parallel.sequence_rows import Entered, can_save_rows, gather_rows
 
 _DRAWS = {

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import report
+from benchmarks.gpu import __main__ as command, report
 from benchmarks.gpu.device import Notes, mfu, peak_flops
 from benchmarks.gpu.report import SECTIONS, Section, run
 

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import autopar
-from autopar.checkpoint import Manifest
-from autopar.checkpoint import save as snapshot
+from autopar.checkpoint import Manifest, save as snapshot
 from autopar.checkpoint.shards import Shards, check_checkpoint
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError

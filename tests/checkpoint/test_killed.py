@@ -18,8 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autopar.checkpoint import Manifest, save
-from autopar.checkpoint import staging as folder
+from autopar.checkpoint import Manifest, save, staging as folder
 from autopar.checkpoint.rotation import is_checkpoint
 from autopar.checkpoint.shards import check_checkpoint
 from autopar.checkpoint.staging import Staging, leftovers

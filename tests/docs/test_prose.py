@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import PAGES
-from tests.docs.pages import ROOT as REPOSITORY
+from tests.docs.pages import PAGES, ROOT as REPOSITORY
 
 ROOT = Path(__file__).parents[2] / "autopar"
 _NO_VERB = re.compile(r"(What|Who|Whether|Which|Where|How)\b")

@@ -8,8 +8,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.utils import clip_grad_norm_ as imported_before
-from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_ as imported_before, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 import autopar
 from autopar.errors import ConfigError, ConsistencyError

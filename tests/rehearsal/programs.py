@@ -21,9 +21,7 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from tests.random_models import Case as RandomCase
-from tests.random_models import build as random_model
-from tests.random_models import cases, kind
+from tests.random_models import Case as RandomCase, build as random_model, cases, kind
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,

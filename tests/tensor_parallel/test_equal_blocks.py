@@ -13,8 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from autopar.dry_run import pipeline_parallel
-from autopar.dry_run import tensor_parallel as dry_run
+from autopar.dry_run import pipeline_parallel, tensor_parallel as dry_run
 from autopar.dry_run.equal_blocks import equal_blocks
 from autopar.dry_run.pipeline_parallel import find_reads
 from autopar.dry_run.tensor_parallel import check_plan

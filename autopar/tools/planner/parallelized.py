@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from autopar.deferred_init.context import lazy_init
 from autopar.errors import ConfigError, not_parallelized
 from autopar.foreign.transformers import from_config
-from autopar.plan.plan import held as held_here
-from autopar.plan.plan import rows, rule_of
+from autopar.plan.plan import held as held_here, rows, rule_of
 from autopar.tools.planner.candidate import Rows
 from autopar.tools.planner.hardware import find_gpu, gpu_of
 from autopar.tools.planner.planned_model import PlannedModel

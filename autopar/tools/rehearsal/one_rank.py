@@ -25,8 +25,7 @@ import autopar.checkpoint.methods
 import autopar.data_parallel.dataloader
 import autopar.data_parallel.optimizer
 import autopar.pipeline_parallel.pipeline
-from autopar.checkpoint import adapters, hf_weights, save
-from autopar.checkpoint import load as loading
+from autopar.checkpoint import adapters, hf_weights, load as loading, save
 from autopar.checkpoint.format import QuantizedBase
 from autopar.checkpoint.save import Snapshot
 from autopar.checkpoint.state import state_of
