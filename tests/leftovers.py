@@ -25,7 +25,8 @@ import transformers
 from torch._dynamo.utils import counters
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_sharding_prop_cache
 
-from autopar.distributed import gloo_collectives, host_transport
+from autopar.distributed import gloo_collectives
+from autopar.features.host_transport import transport as host_transport
 from autopar.guards import step as process_hooks
 
 _LOGGERS = ("autopar", "torch", "transformers")

@@ -18,7 +18,9 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from autopar.dry_run import context_parallel, plan_model, sequence_parallel
+from autopar.dry_run import plan_model
+from autopar.features.context_parallel import plan as context_parallel
+from autopar.features.sequence_parallel import plan as sequence_parallel
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _OWN = frozenset(vars(nn.Module()))

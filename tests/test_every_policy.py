@@ -27,9 +27,10 @@ from torch import nn
 
 import autopar
 import autopar.dry_run.plan_model
-from autopar.dry_run import context_parallel, sequence_parallel
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import ConfigError
+from autopar.features.context_parallel import plan as context_parallel
+from autopar.features.sequence_parallel import plan as sequence_parallel
 from autopar.plan.make_plan import make_plan
 from autopar.policy.files import policy_files, policy_folder
 from autopar.policy.load import load_policies, own_policies

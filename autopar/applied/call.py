@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar import activation_checkpoint
+from autopar import activation_checkpoint, registry
 from autopar.config import ParallelConfig
 from autopar.config.sections import explain_argument
 from autopar.data_parallel.fully_sharded import check_layer_drop, check_offload, check_tied_experts
@@ -69,6 +69,7 @@ def check_call(
         raise ConfigError(f"initialize takes no argument '{name}'.{advice}")
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     parsed = ParallelConfig.parse(config, world)
+    registry.check_settings(parsed)
     if in_lazy_init():
         raise ConfigError("initialize inside lazy_init would make a model without memory: call it after the with.")
     _refuse_second(model)

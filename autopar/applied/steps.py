@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed import tensor as dtensor
 from transformers import PreTrainedModel
 
-from autopar import activation_checkpoint, checkpoint
+from autopar import activation_checkpoint, checkpoint, registry
 from autopar.applied.call import Call
 from autopar.data_parallel.apply import DataParallel
 from autopar.deferred_init.materialize import Materializer
@@ -55,7 +55,7 @@ class Parallelized:
     Attributes:
         plan: what this rank holds of each tensor over tp.
         stages: what it holds over pp.
-        sequence, rows: what runs over rows of the sequence; None without.
+        features: plans of features, by name.
         prefix: path of the Hugging Face model in the model, ``""`` if it is that.
         policy: the one that fitted; ``own_policy``: that one if the user gave it.
         failures, region, dp: the parts that steps have made.
@@ -72,7 +72,7 @@ class Parallelized:
         self.own_policy: Policy | None = call.policy if call.own_policy else None
         self.plan: Plan = plans.tensors
         self.stages: StagePlan = plans.stages
-        self.sequence, self.rows = plans.sequence, plans.rows
+        self.features = plans.features
         self.undo: list[Callable[[Any, Parallelized], None]] = []
         self.pp: pipeline_methods.Pipeline | None = None
         _alive.add(self)
@@ -212,15 +212,6 @@ def release_other_stages(model: nn.Module, state: Parallelized, given: Given) ->
         state.undo.append(lambda model, own: own.pipeline(model).undo(model))
 
 
-def run_on_rows_between_regions(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """After stages: the first and the last block of the rank cut and join rows."""
-    if state.sequence is not None:
-        from autopar.tensor_parallel import sequence_parallel
-
-        sequence_parallel.apply(model, state.sequence, state.region)
-        state.undo.append(lambda model, own: sequence_parallel.undo(model, own.sequence))  # type: ignore[arg-type]
-
-
 def fill_weights(model: nn.Module, state: Parallelized, given: Given) -> None:
     """When it is known what this rank holds: shards of a model from ``lazy_init`` get memory, and then a device."""
     same_on_every_rank(lambda: given.weights.fill(state.mpu), lambda _: None)
@@ -239,17 +230,6 @@ def hook_forwards(model: nn.Module, state: Parallelized, given: Given) -> None:
     state.undo.append(lambda model, own: pipeline_methods.detach(model))
     if state.pp is not None:
         state.pp.attach(model)
-
-
-def run_on_rows_of_sequences(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """Inside the hooks of tensor parallelism: these see the whole batch, and what is behind them this rank's rows."""
-    if state.rows is not None:
-        from autopar.context_parallel import apply as context_parallel
-
-        config, always = state.config, state.config.loss_gather_logits == "always"
-        method = config.context_parallel_method
-        context_parallel.apply(state.inner_of(model), state.rows, state.mpu.cp, method, gather_logits=always)
-        state.undo.append(lambda model, own: context_parallel.undo(model))
 
 
 def add_savers(model: nn.Module, state: Parallelized, given: Given) -> None:
@@ -281,10 +261,8 @@ STEPS: tuple[Callable[[nn.Module, Parallelized, Given], None], ...] = (
     compile_blocks,
     watch_replicas,
     release_other_stages,
-    run_on_rows_between_regions,
     fill_weights,
     hook_forwards,
-    run_on_rows_of_sequences,
     add_savers,
     prepare_optimizer,
 )
@@ -294,7 +272,7 @@ def apply(model: nn.Module, state: Parallelized, given: Given) -> None:
     """Make all steps, and say on rank 0 what has become of the model."""
     mpu = state.mpu
     whole, notice = held(model)[0], derived_notice(model, state.plan, state.policy) if mpu.is_master else None
-    for step in STEPS:
+    for step in registry.in_order(STEPS, state.config):
         step(model, state, given)
     if notice is not None:
         tell(_log, notice)

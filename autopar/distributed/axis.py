@@ -37,7 +37,7 @@ class Axis:
     """Names the rank that failed when a collective did, or None if there is none; set by ``initialize``."""
 
     transport: Any
-    """Carries collectives of tensors on the CPU (``host_transport``); None: the process group carries all."""
+    """Carries collectives of tensors on the CPU, of a feature; None: the process group carries all."""
 
     reduce_dtype: torch.dtype | None
     """In which tensors of half precision are summed over the axis; None: in their own dtype."""

@@ -40,6 +40,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar import registry
 from autopar.config import ParallelConfig
 from autopar.distributed import collectives
 from autopar.distributed.accessors import MeshAccessors
@@ -47,7 +48,6 @@ from autopar.distributed.axis import Axis, check_divides, device_of_group
 from autopar.distributed.broadcast_data import Dtypes, broadcast_data
 from autopar.distributed.collectives import even_layout
 from autopar.distributed.digest import number_groups_alike
-from autopar.distributed.host_transport import choose_transport
 from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.distributed.process import TIMEOUT, start_process_group
 from autopar.distributed.rng_tracker import RandomStateTracker
@@ -225,7 +225,10 @@ class MPU(MeshAccessors):
         else:
             self.control = dist.group.WORLD
         try:
-            self.tp.transport = choose_transport(self.tp, groups["tp"], cpu_transport, self.control)
+            if cpu_transport == "shm":
+                registry.need("host_transport", "cpu_transport: shm")
+            for _, choose in registry.entries("transports"):
+                self.tp.transport = self.tp.transport or choose(self.tp, groups["tp"], cpu_transport, self.control)
         except ConfigError:
             self.destroy()
             raise

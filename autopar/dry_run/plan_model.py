@@ -11,22 +11,19 @@ import contextlib
 import dataclasses
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar import registry
 from autopar.config import ParallelConfig
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan, make_stages
 from autopar.policy.match import Described, find_policy, given_policy, model_inside
 from autopar.policy.schema import Policy
-
-if TYPE_CHECKING:
-    from autopar.context_parallel.state import RowPlan
-    from autopar.tensor_parallel.sequence_parallel import SequencePlan
 
 _log = logging.getLogger(__name__)
 
@@ -39,23 +36,19 @@ class Plans(NamedTuple):
     Attributes:
         tensors: what a rank holds of each tensor over tp.
         stages: which stage holds what.
-        rows: what runs over rows of the sequence with context parallelism; None without.
-        sequence: likewise with sequence parallelism.
+        features: plans of features that are used, by name (:class:`autopar.registry.Feature`).
         tried: whether a dry run could be made.
     """
 
     tensors: Plan
     stages: StagePlan
-    rows: RowPlan | None
-    sequence: SequencePlan | None
+    features: Mapping[str, Any]
     tried: bool
 
     def fingerprint(self, model: nn.Module) -> dict[str, Any]:
         """Return what must be the same on every rank."""
-        sequence = None if self.sequence is None else self.sequence.to_json()
-        rows = self.rows and dataclasses.asdict(self.rows)
-        more = {"stages": self.stages.to_json(), "rows of sequences": sequence, "rows": rows}
-        return self.tensors.fingerprint(model) | more
+        features = {name: plan.to_json() for name, plan in self.features.items()}
+        return self.tensors.fingerprint(model) | {"stages": self.stages.to_json(), "features": features}
 
 
 class ModelPlans:
@@ -81,12 +74,12 @@ class ModelPlans:
 
     def tensors(self, tp: int, *, experts: int = 1) -> Plan:
         """Plan a tensor-parallel size; ``experts``: ranks that hold whole experts."""
-        return self._once(("tensors", tp, experts), lambda: make_plan(self.model, self._described, tp, experts=experts))
+        return self.once(("tensors", tp, experts), lambda: make_plan(self.model, self._described, tp, experts=experts))
 
     def tried(self, tp: int, *, experts: int = 1) -> bool:
         """Run the shards without data; False if no inputs for that are known."""
         plan = self.tensors(tp, experts=experts)
-        return self._once(("tried", tp, experts), lambda: check_plan(self.inner, self.prefix, plan))
+        return self.once(("tried", tp, experts), lambda: check_plan(self.inner, self.prefix, plan))
 
     def stages(
         self,
@@ -110,27 +103,14 @@ class ModelPlans:
             from autopar.dry_run.pipeline_parallel import find_reads
 
             how: dict[str, Any] = {"chunks": chunks, "folded": folded, "layers_per_stage": layers}
-            reads: Any = self._once("reads", lambda: find_reads(self.model, self._described)) if pp > 1 else None
+            reads: Any = self.once("reads", lambda: find_reads(self.model, self._described)) if pp > 1 else None
             reads = reads and (reads if dry_run else dataclasses.replace(reads, dry_run=None))
             return make_stages(self.model, self._described, pp, reads=reads, **how)
 
-        return self._once(("stages", pp, chunks, tuple(layers), folded, dry_run), make)
+        return self.once(("stages", pp, chunks, tuple(layers), folded, dry_run), make)
 
-    def rows(self, cp: int) -> RowPlan:
-        """Find what runs over rows of the sequence on ``cp`` ranks."""
-        from autopar.dry_run.context_parallel import plan_rows
-
-        return self._once(("rows", cp), lambda: plan_rows(self.inner, self.policy, self.prefix, cp))
-
-    def sequence(self, tp: int, stages: StagePlan, *, experts: int = 1, routers: bool = True) -> SequencePlan:
-        """Find what runs over rows of the sequence between sharded regions; ``routers``: see ``plan_sequence``."""
-        from autopar.dry_run.sequence_parallel import plan_sequence
-
-        plan = self.tensors(tp, experts=experts)
-        key = ("sequence", tp, experts, stages.bounds, routers)
-        return self._once(key, lambda: plan_sequence(self.inner, self.prefix, plan, stages, routers=routers))
-
-    def _once(self, key: Any, make: Callable[[], T]) -> T:
+    def once(self, key: Any, make: Callable[[], T]) -> T:
+        """Return what ``make`` returned when it was first called with ``key``, or raise what it raised."""
         if key not in self._kept:
             try:
                 self._kept[key] = make()
@@ -186,27 +166,20 @@ def plan_model(plans: ModelPlans, config: ParallelConfig, check: Callable[[Plan]
     2. ``check``: of the caller, on the plan, before anything is run.
     3. ``tried``: shards run on the meta device; what leaves a region must be whole again.
     4. ``stages``: blocks run on the meta device; what they read says where they can be separated.
-    5. ``rows``, ``sequence``: modules run with rows of the sequence, until all do what the whole ones do.
+    5. ``features``: planners of features, in the order of names.
 
     Raises:
         ConfigError, UnsupportedModelError, PolicyError: the first of these that does not fit.
     """
-    tp, cp, pipeline = config.tensor_parallel_size, config.context_parallel_size, config.pipeline
-    experts = config.expert_parallel_size
+    tp, experts, pipeline = config.tensor_parallel_size, config.expert_parallel_size, config.pipeline
     tensors = plans.tensors(tp, experts=experts)
     check(tensors)
     tried = plans.tried(tp, experts=experts) or not isinstance(plans.inner, PreTrainedModel)
     stages = plans.stages(
         config.pipeline_parallel_size, pipeline.chunks, pipeline.layers_per_stage, folded=pipeline.folded
     )
-    rows = plans.rows(cp) if cp > 1 else None
-    sharded = config.sequence_parallel and tp > 1
-    if rows is not None and sharded:
-        from autopar.dry_run.context_parallel import check_beside_sequence
-
-        check_beside_sequence(plans.inner, rows, cp)
-    sequence = plans.sequence(tp, stages, experts=experts) if sharded else None
-    return Plans(tensors, stages, rows, sequence, tried)
+    made = {name: plan(plans, config, stages) for name, plan in registry.entries("planners", config)}
+    return Plans(tensors, stages, {name: plan for name, plan in made.items() if plan is not None}, tried)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ A language model's head makes ``[..., vocab/tp]`` on each rank, with context par
 Most training steps take a cross entropy of it, which is computed from the parts, and read nothing else; gathering
 ``[..., vocab]`` would move more bytes than all blocks together. :class:`ShardedLogits` is the whole tensor that the
 model's own code passes on. Operations of a loss on the logits, and ``F.cross_entropy`` itself, are done to the parts
-(:mod:`~autopar.tensor_parallel.logits_shards`, :mod:`~autopar.context_parallel.lazy_rows`). Any other operation
+(:mod:`~autopar.tensor_parallel.logits_shards`; of a feature that shares out rows, its own). Any other operation
 gathers them and goes on with a plain tensor, in the same autograd graph. So ``outputs.logits`` is what users know.
 
 A view shares memory with what it was taken from, so as soon as one of a family is read, all are whole, and a change in

@@ -53,7 +53,7 @@ def test_every_autograd_function_has_a_second_backward_or_refuses_and_hands_on_t
     states = {name for name in found if ".handed_states." in name}  # a message goes to the next rank in any case
     for name, function in found.items():
         backward, forward = inspect.getsource(function.backward), inspect.getsource(function.forward)
-        refuses = name.startswith("autopar.context_parallel.")
+        refuses = name.startswith("autopar.features.context_parallel.")
         kinds = [kind for kind in ("@single_backward", "@any_order(") if kind in backward]
         assert kinds == ([] if name in _LOCAL else ["@single_backward" if refuses else "@any_order("]), name
         assert ("keep_none(ctx)" in forward) == (name not in _LOCAL | states), name

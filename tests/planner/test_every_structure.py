@@ -11,6 +11,8 @@ import transformers
 import autopar
 from autopar.config import ParallelConfig
 from autopar.errors import AutoparError, ConfigError
+from autopar.features.context_parallel import plan as context_plan
+from autopar.features.sequence_parallel import plan as sequence_plan
 from autopar.tools.planner.model_states import ModelStates
 from autopar.tools.planner.planned_model import PlannedModel
 from tests.planner.saved_bytes import held_bytes
@@ -47,9 +49,9 @@ def _compare(case: Case, name: str) -> None:
         states = ModelStates(model, planned.inner, plan)
         stages = planned.stages(parsed)
         if parsed.context_parallel_size > 1:
-            planned.plans.rows(parsed.context_parallel_size)
+            context_plan.rows(planned.plans, parsed.context_parallel_size)
         if parsed.sequence_parallel:
-            planned.plans.sequence(parsed.tensor_parallel_size, planned.plans.stages(1))
+            sequence_plan.sequence(planned.plans, parsed.tensor_parallel_size, planned.plans.stages(1))
     except AutoparError as refused:  # then initialize refuses it too
         with pytest.raises(type(refused)):
             autopar.initialize(model, CONFIGS[name])

@@ -14,7 +14,7 @@ from autopar.tools.planner.hardware import find_gpu
 from autopar.tools.planner.planned_model import PlannedModel
 from autopar.tools.planner.search import Space, search
 from autopar.tools.planner.stage_costs import volume
-from tests.context_parallel.test_exactness import made
+from tests.features.context_parallel.test_exactness import made
 from tests.small import llama
 
 BATCH, SEQUENCE, WIDTH, HEADS, KV_HEADS, HEAD = 3, 32, 64, 8, 4, 8

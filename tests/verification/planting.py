@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.context_parallel.lazy_rows import whole_tensors
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import seeded
+from autopar.features.context_parallel.lazy_rows import whole_tensors
 from autopar.foreign.transformers import given_cache
 from autopar.pipeline_parallel.pipeline import pipeline_of
 from autopar.tools.verification.session import Session
@@ -197,7 +197,7 @@ def own_rows_only(session: Session, stack: ExitStack) -> None:
         return layout.unshard(parts, dim)
 
     assert original is not None
-    stack.enter_context(patch("autopar.context_parallel.attention.gather_sum", gathered))
+    stack.enter_context(patch("autopar.features.context_parallel.attention.gather_sum", gathered))
 
 
 def alike(original: Any) -> Any:

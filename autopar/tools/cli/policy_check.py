@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 from autopar.config import ParallelConfig
 from autopar.dry_run.plan_model import ModelPlans
 from autopar.errors import AutoparError
+from autopar.features.context_parallel import plan as context_plan
+from autopar.features.sequence_parallel import plan as sequence_plan
 from autopar.plan.plan import Plan, derived_notice, rule_of
 from autopar.plan.stages import StagePlan
 from autopar.policy.schema import Policy
@@ -71,10 +73,10 @@ def check_policy(
         ("stages", lambda: _stage_report(plans.stages(pp)), True),
     ][not dry_run :]
     if sequence_parallel or (long_sequences and tp > 1):
-        sequence = functools.partial(plans.sequence, tp, experts=ep)
+        sequence = functools.partial(sequence_plan.sequence, plans, tp, experts=ep)
         tries.append(("sequence_parallel", lambda: sequence(plans.stages(pp)) and "ok", sequence_parallel))
     if cp > 1 or long_sequences:
-        tries.append(("context_parallel", lambda: plans.rows(cp if cp > 1 else _CP) and "ok", cp > 1))
+        tries.append(("context_parallel", lambda: context_plan.rows(plans, cp if cp > 1 else _CP) and "ok", cp > 1))
     for name, step, needed in tries:
         if report["errors"] and name not in ("dry_run", "stages"):
             break

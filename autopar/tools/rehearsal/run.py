@@ -176,7 +176,8 @@ def _run(job: Job, plans: ModelPlans, sizes: MeshSizes) -> tuple[dict[int, Rehea
         return differences(calls, functools.cache(lambda ranks: standing_in(ranks, [*found], coordinates)), cut=cut)
 
     with prepared(plans):
-        chained = made.rows is not None and bool(made.rows.in_runs)
+        rows = made.features.get("context_parallel")
+        chained = rows is not None and bool(rows.in_runs)
         for cast in casts(sizes, job.config.expert_parallel_size, made.tensors, chained=chained):
             if set(cast) <= set(found):
                 continue

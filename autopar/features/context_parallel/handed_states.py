@@ -1,0 +1,343 @@
+"""State passing: recurrences and convolutions continue from the states of the rank before.
+
+A module that takes a cache keeps in it what later rows need of earlier ones: the state of a recurrence, and the last
+rows that a convolution saw. So each rank runs the module over its own rows with a cache that holds the states of the
+rank before, and sends those of its last row to the next rank. Running the module shows whether it continues from a
+state as if its rows were full (:mod:`autopar.features.context_parallel.plan_states`).
+
+States go down the axis in the forward, their gradients up in the backward, message by message in one order: autograd
+runs what it has recorded in the reverse order. Messages that go one way make no ring, so no two ranks wait for each
+other: a rank sends without waiting, and earlier ranks may be some modules ahead. Shapes travel once for each kind of
+call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from autopar.distributed.autograd_functions import named_collective, single_backward
+from autopar.distributed.axis import Axis
+from autopar.distributed.neighbours import Neighbours
+from autopar.foreign.c10d import in_fake_world
+from autopar.foreign.tensors import (
+    SequenceKey,
+    keystr,
+    tree_flatten,
+    tree_map_with_path,
+    tree_unflatten,
+)
+from autopar.layout import Layout
+from autopar.tensor_parallel.sequence_parallel import argument_names
+
+Key = tuple[str, int]
+"""Which kind of state, ``conv`` or ``recurrent``, and its number in the module."""
+
+
+@dataclass(frozen=True)
+class HandedStates:
+    """How a module's states are handed on.
+
+    Attributes:
+        argument: of its forward, which is a cache.
+        spare: rows in front of a convolution's state that nothing reads.
+        apart: whether rows of a convolution are put in front of others where these are added, and are read nowhere
+            else: then they are exchanged there, and no rank waits for the one in front to have had its own.
+        others: arguments without rows that the rehearsal gave it.
+    """
+
+    argument: str
+    spare: int = 0
+    apart: bool = False
+    others: tuple[str, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HandedStates:
+        return self
+
+
+class States:
+    """Takes the place of a cache in one forward of a module over some rows.
+
+    Args:
+        first: whether no rows are in front of these.
+    """
+
+    def __init__(self, how: HandedStates, *, first: bool) -> None:
+        self.how, self.first = how, first
+        self._before: dict[Key, torch.Tensor] = {}
+
+    def before(self, key: Key) -> torch.Tensor:
+        """Return the state behind the row in front of these, however often it is asked for."""
+        if key not in self._before:
+            self._before[key] = self.take(key)
+        return self._before[key]
+
+    def take(self, key: Key) -> torch.Tensor:
+        """Return the state behind the row in front of these; once."""
+        raise NotImplementedError
+
+    def give(self, key: Key, state: torch.Tensor, through: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Hand on the state behind the last of these rows; ``through``, of any shape, is returned and must be used."""
+        raise NotImplementedError
+
+    # -- what modules call, as transformers' Cache has it --------------------------------------------------------------
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+        """Return the rows before these, ``[batch, channels, kernel]``; None if there are none."""
+        if self.first:
+            return None
+        return _Untouched() if self.how.apart else self.before(("conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Return the state behind the row before these; None if there is none."""
+        return None if self.first else self.before(("recurrent", state_idx))
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Return whether rows are in front."""
+        return not self.first
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return whether states can be taken back: they cannot."""
+        return False
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
+    ) -> torch.Tensor:
+        """Return ``conv_states``, ``[batch, channels, rows]``, with the rows before in front."""
+        key, x = ("conv", state_idx), conv_states
+        kept = x.shape[-1] if conv_kernel_size is None else conv_kernel_size - self.how.spare
+        if kept <= 0:
+            return x
+        enough = x.shape[-1] >= kept
+        if enough and self.how.apart:  # nobody waits for the rank in front
+            x = _some(self.give(key, x[..., -kept:], x), x)
+        full = x if self.first else torch.cat([self.before(key), x], -1)
+        if enough and self.how.apart:
+            return full
+        last = full[..., -kept:] if full.shape[-1] >= kept else pad(full, (kept - full.shape[-1], 0))
+        return _some(self.give(key, last, full if self.how.apart else None), full)
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0) -> Any:
+        """Hand on the state behind the last row, of any shape; returned as it is."""
+        self.give(("recurrent", state_idx), recurrent_states)
+        return recurrent_states
+
+
+class _Untouched:
+    """The rows in front, for code that asks whether there are any."""
+
+
+def _some(tied: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    return x if tied is None else tied
+
+
+def own_arguments(
+    module: Any, values: Any, how: HandedStates, inputs: Mapping[str, int], layout: Layout, rank: int
+) -> Any:
+    """Return ``(args, kwargs)`` of a module that runs over own rows, without its cache; None if it has to have all.
+
+    Args:
+        inputs: path of an argument -> its dim of rows, own ones.
+    """
+    names, missing = argument_names(module), []
+
+    def own(path: Any, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        place, dim = place_of(path, x), inputs.get(place_of(path, x))
+        if dim is not None and x.shape[dim] == layout.local_size(rank):
+            return x
+        if dim is not None and x.shape[dim] == layout.size:
+            return layout.shard(x, rank, dim)
+        if x.ndim == 2 and x.shape[1] == layout.size and "mask" in argument_of(path, names):  # of padding
+            return layout.shard(x, rank, 1)
+        if place not in how.others:
+            missing.append(place)  # documents: kernels cut states between them
+        return x
+
+    made = tree_map_with_path(own, values)
+    return None if missing else made
+
+
+def with_states(module: Any, values: Any, how: HandedStates, states: States) -> Any:
+    """Return ``(args, kwargs)`` with ``states`` in the place of a cache."""
+    (args, kwargs), names = values, argument_names(module)
+    place = names.index(how.argument)
+    if place < len(args):
+        return (*args[:place], states, *args[place + 1 :]), kwargs
+    return args, {**kwargs, how.argument: states}
+
+
+def place_of(path: Any, x: torch.Tensor) -> str:
+    """Return the name of a tensor in ``(args, kwargs)``, by its path."""
+    return f"{keystr(path)} of {x.ndim} dims"
+
+
+def argument_of(path: Any, names: Sequence[str]) -> str:
+    """Return the name of the argument that a path in ``(args, kwargs)`` begins with."""
+    key = path[1]
+    if isinstance(key, SequenceKey):
+        return names[key.idx] if key.idx < len(names) else ""
+    return str(key.key)
+
+
+_KINDS = ("conv", "recurrent")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+_HEADER = 16  # numbers: which state, its dtype, its dims
+
+
+class _Message(NamedTuple):
+    key: Key
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Links:
+    """The ranks before and behind on an axis, and what modules have sent them."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis, self.neighbours = axis, Neighbours(axis)
+        self.given: dict[Any, list[_Message]] = {}
+        self.taken: dict[Any, list[_Message]] = {}
+
+        self.failed = False  # the last forward, on this rank: perhaps before another was told of some shapes
+
+    def begin(self) -> None:
+        """Begin a forward, on every rank; after one that failed on any of them all tell shapes anew."""
+        if self.neighbours.begin(self.failed):
+            self.given.clear()
+            self.taken.clear()
+        self.failed = False
+
+
+class StatesOfRank(States):
+    """States from the rank before, and for the rank behind.
+
+    Args:
+        path: of the module.
+        made_of: what it computes with, the hidden states first: if one needs a gradient, so do the states.
+    """
+
+    def __init__(self, how: HandedStates, links: Links, path: str, made_of: Sequence[torch.Tensor]) -> None:
+        super().__init__(how, first=links.axis.rank == 0)
+        hidden, self.last, self.neighbours = made_of[0], links.axis.rank == links.axis.size - 1, links.neighbours
+        self.device = hidden.device
+        call = (
+            path,
+            hidden.shape[0],
+            hidden.dtype,
+            not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type),
+        )
+        self.given, self.taken = links.given.setdefault(call, []), links.taken.setdefault(call, [])
+        self.anchors = [x for x in made_of if x.requires_grad] if torch.is_grad_enabled() else []
+        self._given = self._taken = 0
+        self._early: dict[Key, torch.Tensor] = {}
+        self._untied: list[torch.Tensor] = []
+
+    def take(self, key: Key) -> torch.Tensor:
+        """Return the state of the rank before; messages in front of it are kept."""
+        while key not in self._early:
+            if self._taken == len(self.taken):
+                self.taken.append(_receive_header(self.neighbours, self.device))
+            message = self.taken[self._taken]
+            self._taken += 1
+            anchors = self.anchors if message.dtype.is_floating_point else []
+            take = _Taken.apply if anchors else _receive
+            self._early[message.key] = take(self.neighbours, message, self.device, *anchors)
+        return self._early.pop(key)
+
+    def give(self, key: Key, state: torch.Tensor, through: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Send a state to the rank behind; its gradient comes in the backward of what is returned, or of the module."""
+        if self.last or (state.is_meta and not in_fake_world()):
+            return through
+        message = _Message(key, tuple(state.shape), state.dtype)
+        if self._given == len(self.given):
+            _send_header(self.neighbours, message, self.device)
+            self.given.append(message)
+        assert self.given[self._given] == message, f"{message} is handed on, {self.given[self._given]} was before"
+        self._given += 1
+        self.neighbours.send(state, 1)
+        if not state.is_floating_point():  # ids of tokens
+            return through
+        if through is not None:
+            return self._tie(through, [state])
+        self._untied.append(state)
+        return None
+
+    def behind(self, out: Any) -> Any:
+        """Return what the module returns, behind which the gradients of its states come."""
+        if not self._untied:
+            return out
+        leaves, structure = tree_flatten(out)
+        place = next(at for at, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point())
+        leaves[place] = self._tie(leaves[place], self._untied)
+        return tree_unflatten(leaves, structure)
+
+    def _tie(self, through: torch.Tensor, states: Sequence[torch.Tensor]) -> torch.Tensor:
+        if not self.anchors:
+            return through
+        tied: torch.Tensor = _Given.apply(self.neighbours, len(states), through, *states, *self.anchors)
+        return tied
+
+
+class _Taken(torch.autograd.Function):
+    """A state of the rank before; its gradient is sent there."""
+
+    @staticmethod
+    @named_collective("receive: state of the rank before")
+    def forward(
+        ctx: Any, neighbours: Neighbours, message: _Message, device: torch.device, *anchors: Any
+    ) -> torch.Tensor:
+        ctx.neighbours, ctx.anchors = neighbours, len(anchors)
+        return _receive(neighbours, message, device)
+
+    @staticmethod
+    @named_collective("send: gradient of the state of the rank before")
+    @single_backward
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
+        ctx.neighbours.send(grad, -1)
+        return (None,) * (3 + ctx.anchors)
+
+
+class _Given(torch.autograd.Function):
+    """Tensors beside the states that the next rank got, ``[...]``; gradients are received, the last state's first."""
+
+    @staticmethod
+    def forward(ctx: Any, neighbours: Neighbours, number: int, through: torch.Tensor, *states: Any) -> torch.Tensor:
+        ctx.neighbours, ctx.rest = neighbours, len(states) - number
+        ctx.states = [(tuple(x.shape), x.dtype, x.device) for x in states[:number]]
+        ctx.save_for_backward(through.new_empty(0))
+        return through.view_as(through)
+
+    @staticmethod
+    @named_collective("receive: gradients of states of the rank behind")
+    @single_backward
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (_,) = ctx.saved_tensors  # read first: it recomputes a block, and a rank behind waits for its states
+        received = [ctx.neighbours.receive(*state, 1) for state in reversed(ctx.states)]
+        return (None, None, grad, *reversed(received), *(None,) * ctx.rest)
+
+
+def _receive(neighbours: Neighbours, message: _Message, device: torch.device) -> torch.Tensor:
+    return neighbours.receive(message.shape, message.dtype, device, -1)
+
+
+def _send_header(neighbours: Neighbours, message: _Message, device: torch.device) -> None:
+    kind, number = message.key
+    numbers = [_KINDS.index(kind), number, _DTYPES.index(message.dtype), len(message.shape), *message.shape]
+    neighbours.send(torch.tensor(numbers + [0] * (_HEADER - len(numbers)), device=_of_numbers(device)), 1)
+
+
+def _receive_header(neighbours: Neighbours, device: torch.device) -> _Message:
+    header = neighbours.receive((_HEADER,), torch.int64, _of_numbers(device), -1)
+    kind, number, dtype, dims, *shape = header.tolist()
+    return _Message((_KINDS[kind], number), tuple(shape[:dims]), _DTYPES[dtype])
+
+
+def _of_numbers(device: torch.device) -> torch.device:
+    """Return where numbers travel beside tensors on ``device``: in a rehearsal these have no memory."""
+    return torch.device("cpu") if device.type == "meta" else device

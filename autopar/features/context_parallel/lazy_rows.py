@@ -1,0 +1,351 @@
+"""Lazy tensors under context parallelism: embeddings before the blocks, and logits after them.
+
+:class:`LazyRows` holds this rank's rows of embeddings. They may be added to others, scaled, normed and projected, which
+is done to the rows, and the block boundary opens them. Any other operation gets the full tensor, gathered.
+
+:class:`RowsOfLogits` holds this rank's rows of logits. A loss takes ``[batch, rows, vocab]`` apart by rows: it casts,
+scales, shifts, flattens, and computes a cross entropy for each. All of that is done to this rank's rows, whose losses,
+one number a row, are gathered. The rows may be sharded by vocabulary too
+(:mod:`autopar.tensor_parallel.sharded_logits`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+
+from autopar.distributed.agree import meet
+from autopar.distributed.autograd_functions import keep_none, single_backward
+from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import all_gather, reduce_scatter
+from autopar.distributed.whole_on_read import WholeOnRead, name_of, without_overrides
+from autopar.features.context_parallel.rows import join
+from autopar.features.context_parallel.state import RowState
+from autopar.foreign.tensors import (
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+    wrapper_subclass,
+)
+from autopar.layout import Block, Layout
+from autopar.tensor_parallel.logits_shards import BY_ELEMENT, asked_shape
+from autopar.tensor_parallel.loss import check_targets
+from autopar.tensor_parallel.sharded_logits import Gradients, LogitsPart
+
+_ADVICE = (
+    "Each context-parallel rank has some rows of it. They are gathered when it is read, which takes all of the ranks:\n"
+    "  read it on all of them"
+)
+
+
+_LOST = (
+    "context_parallel_size: an autograd function in front of the blocks took embeddings, of which each rank has some "
+    "rows: their\n  gradient would be lost. Give it the whole tensor: function.apply(embeddings[:])"
+)
+
+
+class LazyRows(WholeOnRead):
+    """Full embeddings in front of the blocks, of which this rank has some rows.
+
+    Attributes:
+        own: this rank's rows.
+        rows_dim: that of rows.
+        sources: paths of the embeddings that it was made of, for a rehearsal.
+    """
+
+    own: torch.Tensor
+    rows_dim: int
+    rows: Layout
+    sources: frozenset[str]
+    _state: RowState
+    _plain: torch.Tensor | None
+    _node: Any  # its place in the graph, as it was made
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether somebody has read it."""
+        return self._plain is not None
+
+    def held(self) -> str:
+        """Return which rows this rank has."""
+        axis = self._state.axis
+        held = ", ".join(f"{start} to {stop - 1}" for start, stop in self.rows.ranges(axis.rank)) or "none"
+        return f"{axis.name} rank {axis.rank} of {axis.size} has rows {held}"
+
+    def parts(self) -> list[torch.Tensor]:
+        """Return this rank's rows."""
+        return [self.own]
+
+    def opened(self, rows: Layout, dim: int) -> torch.Tensor | None:
+        """Return this rank's ``rows`` along ``dim``; None if they are others, or somebody has read the whole."""
+        self._check_node()
+        if self._plain is not None or self.rows != rows or self.rows_dim != dim:
+            return None
+        self._state.opened |= self.sources
+        return self.own
+
+    def whole(self) -> torch.Tensor:
+        """Return the full tensor, gathered. A collective of the axis the first time."""
+        if self._plain is None:
+            self._check_node()
+            state = self._state
+            state.spoiled |= self.sources
+            meet(state.axis, f"embeddings {list(self.shape)}", state.axis.read_timeout, _ADVICE)
+            with torch.inference_mode(self.own.is_inference()), torch.set_grad_enabled(self.own.requires_grad):
+                self._plain = state.unmark(join(self.own, state.axis, self.rows_dim, self.rows))
+        return self._plain
+
+    def _check_node(self) -> None:
+        """Raise for what an autograd function returned: its rows know nothing of the gradient."""
+        if without_overrides(lambda: self.grad_fn, (), {}) is not self._node:
+            raise RuntimeError(_LOST)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer from this rank's rows what can be, compute the whole for everything else."""
+        first, name = args[0] if args else None, name_of(func)
+        if isinstance(first, LazyRows) and not first.is_whole and name in ("requires_grad", "grad_fn", "is_leaf"):
+            return getattr(first.own, name)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def from_parts(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do to own rows what treats rows apart."""
+        lead = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, LazyRows)), None)
+        if lead is None or lead.is_whole:
+            return None
+        lead._check_node()
+        if name == "requires_grad_":
+            lead.own.requires_grad_(*args[1:], **kwargs)
+            return lead
+        return _of_own_rows(lead, func, name, args, kwargs)
+
+
+def lazy_rows(own: torch.Tensor, dim: int, rows: Layout, state: RowState, sources: frozenset[str]) -> LazyRows:
+    """Return the full tensor of which ``own`` is this rank's rows along ``dim``, without memory."""
+    made: LazyRows = _Closed.apply(own, [*own.shape[:dim], rows.size, *own.shape[dim + 1 :]])
+    made.own, made.rows_dim, made.rows, made.sources = state.mark(own), dim, rows, sources
+    made._state, made._plain, made._node = state, None, without_overrides(lambda: made.grad_fn, (), {})
+    return made
+
+
+class _Closed(torch.autograd.Function):
+    """A use outside of Python: it has no gradient for the rows, so its backward raises instead of losing one."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, shape: list[int]) -> Any:
+        keep_none(ctx)
+        return wrapper_subclass(LazyRows, shape, dtype=own.dtype, device=own.device)
+
+    @staticmethod
+    @single_backward
+    def backward(ctx: Any, grad: torch.Tensor) -> NoReturn:
+        raise RuntimeError(_LOST)
+
+
+def whole_tensors(value: Any) -> Any:
+    """Return a nested value with whole tensors in the place of those of which there are rows."""
+    if any(isinstance(x, LazyRows) for x in tree_leaves(value)):
+        return tree_map_only(LazyRows, lambda x: x.whole(), value)
+    return value
+
+
+# -- operations on own rows ---------------------------------------------------------------------------------------
+
+
+def _of_own_rows(lead: LazyRows, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what ``func`` makes, or None if it is not known to treat rows apart."""
+    leaves, structure = tree_flatten((args, kwargs))
+    if name == "dropout":
+        return _dropout(lead, func, args, kwargs)
+    if name in BY_ELEMENT and "out" not in kwargs:
+        parts = [_part(x, lead) if isinstance(x, torch.Tensor) else x for x in leaves]
+        if any(isinstance(x, torch.Tensor) and part is None for part, x in zip(parts, leaves, strict=True)):
+            return None
+    elif leaves[0] is lead and _is_of_features(lead, name, args, kwargs):
+        parts = [lead.own, *leaves[1:]]
+    else:
+        return None
+    mine, named = tree_unflatten(parts, structure)
+    own = func(*mine, **named)
+    if own is lead.own:  # as it was
+        return lead
+    sources = frozenset[str]().union(*(x.sources for x in leaves if isinstance(x, LazyRows)))
+    return lazy_rows(own, own.ndim - (lead.ndim - lead.rows_dim), lead.rows, lead._state, sources)
+
+
+def _is_of_features(lead: LazyRows, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operation works along the last dims, which are not the rows', with weights beside it."""
+    if name in ("layer_norm", "rms_norm"):
+        shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape", ())
+        return lead.rows_dim < lead.ndim - len(shape)
+    return name == "linear" and lead.rows_dim < lead.ndim - 1
+
+
+def _part(x: torch.Tensor, lead: LazyRows) -> torch.Tensor | None:
+    """Return this rank's rows of a tensor that is broadcast with ``lead``; itself if it is the same for all rows."""
+    dim = x.ndim - (lead.ndim - lead.rows_dim)
+    if isinstance(x, LazyRows):
+        if x._plain is None:
+            return x.own if x.rows == lead.rows and x.rows_dim == dim else None
+        x = x._plain
+    if dim < 0 or x.shape[dim] == 1:
+        return x
+    return lead.rows.shard(x, lead._state.axis.rank, dim) if x.shape[dim] == lead.rows.size else None
+
+
+def _dropout(lead: LazyRows, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyRows | None:
+    """``F.dropout``: each rank draws for its own rows, as it does in the blocks."""
+    given = dict(zip(("p", "training", "inplace"), args[1:], strict=False)) | kwargs
+    if not given.get("training", given.get("train", True)) or given.get("p", 0.5) == 0:
+        return lead
+    region = lead._state.region
+    if not args or given.get("inplace") or not region.draws(True):
+        return None
+    region.draw_per_rank(True)
+    own = func(lead.own, *args[1:], **kwargs)
+    region.draw_alike()
+    return lazy_rows(own, lead.rows_dim, lead.rows, lead._state, lead.sources)
+
+
+@dataclass(frozen=True)
+class RowsOfLogits(LogitsPart):
+    """This rank's rows of the logits, ``[batch, rows, vocab]`` or ``[batch * rows, vocab]``.
+
+    Attributes:
+        own: this rank's, ``[batch, rows/cp, vocab]``.
+        flat: whether the logits are ``[batch * rows, vocab]``.
+    """
+
+    own: torch.Tensor
+    axis: Axis
+    layout: Layout
+    name: str
+    flat: bool = False
+
+    kind = "rows"
+    gets_every_gradient = True
+    advice = (
+        "Whole logits are gathered when they are read, which takes every context-parallel rank: read them on all of\n"
+        "  them (if rank == 0: around the print, not around the reading: logits.argmax(-1), logits.cpu()), or have "
+        "them\n  gathered in the forward: under torch.no_grad(), or always by loss: {gather_logits: always}.\n"
+        "  loss: {read_timeout: ...} waits longer."
+    )
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Dtype of the logits."""
+        return self.own.dtype
+
+    @property
+    def deep(self) -> tuple[int, int, int]:
+        """``(batch, rows, vocab)``, of the whole logits."""
+        return self.own.shape[0], self.layout.size, self.own.shape[2]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole logits."""
+        batch, rows, vocab = self.deep
+        return (batch * rows, vocab) if self.flat else self.deep
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """This rank's rows."""
+        return [self.own]
+
+    def detached(self) -> RowsOfLogits:
+        """Return the same rows without gradients."""
+        return replace(self, own=self.own.detach())
+
+    def gradients(self) -> Gradients:
+        """Return what sums the gradients of all ranks, of which each has one of the whole."""
+        return partial(_gradient_of_rows, self.axis, self.layout)
+
+    def gathered(self) -> torch.Tensor:
+        """Return the whole logits. A collective of the axis."""
+        own = self.own.whole() if isinstance(self.own, WholeOnRead) else self.own
+        whole = all_gather(own.detach(), self.axis, self.layout, 1)
+        return whole.flatten(0, 1) if self.flat else whole
+
+    def after(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RowsOfLogits | None:
+        """Return the rows after ``whole.name(*args, **kwargs)``, or None if that needs the whole logits."""
+        if name in ("view", "reshape"):
+            full, (batch, rows, vocab) = asked_shape(self.shape, args, kwargs), self.deep
+            return replace(self, flat=full != self.deep) if full in ((batch * rows, vocab), self.deep) else None
+        if name == "__getitem__":
+            return self._some_rows(args[0])
+        if name not in BY_ELEMENT:
+            return None
+        others = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        if any(x.ndim > 1 or x.requires_grad for x in others):
+            return None  # may differ from row to row; has a gradient of all rows
+        own = getattr(self.own, name)(*args, **kwargs)
+        if own is self.own:
+            return self
+        return replace(self, own=own) if own.shape == self.own.shape else None
+
+    def _some_rows(self, index: Any) -> RowsOfLogits | None:
+        """Some rows of each sequence: ``[:, :-1]``, ``[..., 1:, :]``, ``[:, slice, :]``."""
+        items = list(index) if isinstance(index, tuple) else [index]
+        if self.flat or not all(item is ... or isinstance(item, slice) for item in items):
+            return None
+        if ... in items:
+            place = items.index(...)
+            items[place : place + 1] = [slice(None)] * (4 - len(items))
+        items += [slice(None)] * (3 - len(items))
+        start, stop, step = items[1].indices(self.layout.size)
+        if len(items) != 3 or items[0] != slice(None) or items[2] != slice(None) or step != 1:
+            return None
+        layout = _clipped(self.layout, start, max(stop, start))
+        held = [row for low, high in self.layout.ranges(self.axis.rank) for row in range(low, high)]
+        kept = [place for place, row in enumerate(held) if start <= row < stop]
+        own = self.own
+        if len(kept) < len(held):
+            runs = kept == list(range(kept[0], kept[0] + len(kept))) if kept else True
+            first = kept[0] if kept else 0
+            own = own[:, first : first + len(kept)] if runs else own[:, torch.tensor(kept, device=own.device)]
+        return replace(self, own=own, layout=layout)
+
+    def cross_entropy(
+        self, target: torch.Tensor, ignore_index: int, label_smoothing: float, reduction: str
+    ) -> torch.Tensor | None:
+        """Return ``F.cross_entropy`` of ``[batch * rows, vocab]``."""
+        batch, rows, vocab = self.deep
+        if not self.flat or reduction not in ("none", "mean", "sum"):
+            return None
+        ignored = target == ignore_index
+        check_targets(target, ignored, vocab)  # all of them, so that all ranks find the same
+        targets = self.layout.shard(target.view(batch, rows), self.axis.rank, 1).reshape(-1)  # [batch * rows/cp]
+        losses = F.cross_entropy(
+            self.own.reshape(-1, vocab),
+            targets,
+            ignore_index=ignore_index,
+            reduction="none",
+            label_smoothing=label_smoothing,
+        )
+        losses = join(losses.view(batch, -1), self.axis, 1, self.layout).view(-1)  # [batch * rows]
+        if reduction == "none":
+            return losses
+        return losses.sum() if reduction == "sum" else losses.sum() / (~ignored).sum()
+
+
+def _gradient_of_rows(axis: Axis, layout: Layout, grad: torch.Tensor) -> Sequence[torch.Tensor]:
+    deep = grad.reshape(-1, layout.size, grad.shape[-1])
+    return [reduce_scatter(deep, axis, 1, layout)]
+
+
+def _clipped(rows: Layout, start: int, stop: int) -> Layout:
+    """The rows ``[start, stop)`` of a layout, counted from ``start``."""
+    blocks, offset = [], 0
+    for block in rows.blocks:
+        low, high = (min(max(bound - offset, 0), block.count) for bound in (start, stop))
+        ranges = tuple((min(max(a, low), high) - low, min(max(b, low), high) - low) for a, b in block.ranges)
+        blocks.append(Block(block.unit, high - low, block.width, ranges))
+        offset += block.count
+    return Layout.of(rows.dim, blocks)

@@ -1,0 +1,297 @@
+"""Which modules continue from a state as if their rows were whole: found out by running them on small numbers.
+
+A module that takes a cache may keep in it all that later rows need to know of earlier ones, or some of it: many a scan
+begins at zero when it has several rows. So a copy of the module with random weights runs over a few rows at once, and
+piece by piece, each with the states of the piece before. Outputs and every gradient must be equal, and each state has
+to matter: without it they must not be. A module that makes the same of both needs only states.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.features.context_parallel.handed_states import (
+    HandedStates,
+    Key,
+    States,
+    argument_of,
+    own_arguments,
+    place_of,
+    with_states,
+)
+from autopar.features.context_parallel.setup import undo
+from autopar.features.context_parallel.state import RowPlan, WholeModule
+from autopar.foreign.tensors import keystr, tree_flatten_with_path, tree_map_only, tree_map_with_path
+from autopar.foreign.transformers import initialize_weights
+from autopar.layout import Block, Layout
+from autopar.tensor_parallel.sequence_parallel import argument_names
+from autopar.tensor_tracking import tensors_in
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of a module, with all rows."""
+
+_PIECES = (2, 2, 7)  # rows: fewer than a convolution looks back, and more
+ROWS, BATCH = sum(_PIECES), 1
+_CLOSE, _FAR = 1e-4, 1e-3  # parts of the largest number
+
+
+def goes_on(module: nn.Module, how: HandedStates, call: Call, where: WholeModule) -> bool:
+    """Return whether ``module`` makes the same of rows in pieces, as ``how`` says, as of all of ``call``.
+
+    So must be its gradients. Without one of the states it must make something else.
+    """
+    keys: set[Key] = set()
+    try:
+        with _plain_functions(module):
+            pieces = _in_pieces(module.train(), how, call, where, keys)
+            if _difference(_at_once(module, call, where), pieces) >= _CLOSE:
+                return False
+            module.eval()
+            with torch.no_grad():
+                for each in (call, _with_padding(module, call)):
+                    expected = _at_once(module, each, where)
+                    if _difference(expected, _in_pieces(module, how, each, where, keys)) >= _CLOSE:
+                        return False
+                without = [_in_pieces(module, how, each, where, set(), dropped=key) for key in keys]
+            return bool(keys) and all(_difference(expected, each) > _FAR for each in without)
+    except Exception:  # it asks for more than states, or returns what is no tensor of rows
+        return False
+
+
+@contextmanager
+def _plain_functions(module: nn.Module) -> Iterator[None]:
+    """Let the module's file have its own functions inside, not kernels of GPUs that decorators put in their place."""
+    names = vars(sys.modules[inspect.unwrap(type(module).forward).__module__])
+    kernels = {name: each for name, each in names.items() if inspect.isfunction(each) and hasattr(each, "__wrapped__")}
+    names.update({name: inspect.unwrap(each) for name, each in kernels.items()})
+    try:
+        yield
+    finally:
+        names.update(kernels)
+
+
+def _with_padding(module: nn.Module, call: Call) -> Call:
+    """The same with padding on the left, where the module takes a mask."""
+    padding = torch.ones(BATCH, ROWS, dtype=torch.long)
+    padding[:, :3] = 0
+    args, kwargs, names = list(call[0]), dict(call[1]), argument_names(module)
+    for place, name in enumerate(names):
+        if "mask" in name and place < len(args):
+            args[place] = padding if args[place] is None else args[place]
+        elif "mask" in name and kwargs.get(name) is None:
+            kwargs[name] = padding
+    return tuple(args), kwargs
+
+
+def _at_once(module: nn.Module, call: Call, where: WholeModule) -> list[torch.Tensor]:
+    """Outputs, and with gradients those too."""
+    call = _leaves(call)
+    return _with_gradients(module, call, _outputs(module(*call[0], **call[1]), where))
+
+
+def _in_pieces(
+    module: nn.Module, how: HandedStates, call: Call, where: WholeModule, keys: set[Key], dropped: Key | None = None
+) -> list[torch.Tensor]:
+    """The same of pieces; ``keys`` is filled with their states, of which ``dropped`` is not handed on."""
+    call, ends = _leaves(call), list(itertools.accumulate(_PIECES))
+    layout = Layout.of(1, [Block("row", ends[-1], 1, tuple(zip([0, *ends], ends, strict=False)))])
+    pieces, before, ties = [], None, Counter[str]()
+    for number in range(len(_PIECES)):
+        states = _StatesOfPiece(how, before, ties, dropped)
+        values = own_arguments(module, call, how, where.inputs, layout, number)
+        args, kwargs = with_states(module, values, how, states)
+        pieces.append(_outputs(module(*args, **kwargs), where))
+        if states.left:
+            raise ValueError(f"{list(states.left)} of the piece before are not taken")
+        keys.update(states.given)
+        before = states
+    dims = where.outputs.values()
+    made = [torch.cat(parts, dim) for parts, dim in zip(zip(*pieces, strict=True), dims, strict=True)]
+    found = _with_gradients(module, call, made)
+    if ties["made"] != ties["seen"]:
+        raise ValueError("rows that were put in front of others are not used")
+    return found
+
+
+class _StatesOfPiece(States):
+    """States of the piece before, and for the piece behind, in one graph.
+
+    Attributes:
+        ties: how many tensors are passed on beside states, and how many of them had a gradient.
+    """
+
+    def __init__(
+        self, how: HandedStates, before: _StatesOfPiece | None, ties: Counter[str], dropped: Key | None
+    ) -> None:
+        super().__init__(how, first=before is None)
+        self.left: dict[Key, torch.Tensor] = {} if before is None else dict(before.given)
+        self.given: dict[Key, torch.Tensor] = {}
+        self.ties, self.dropped = ties, dropped
+
+    def take(self, key: Key) -> torch.Tensor:
+        """Return a state, once."""
+        state = self.left.pop(key)
+        return torch.zeros_like(state) if key == self.dropped else state
+
+    def give(self, key: Key, state: torch.Tensor, through: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Keep a state; ranks receive gradients in the reverse order, those of recurrences last."""
+        if key in self.given or (through is not None and any(kind == "recurrent" for kind, _ in self.given)):
+            raise ValueError(f"{key} is handed on a second time, or after a recurrence")
+        self.given[key] = state
+        if through is not None and through.requires_grad:
+            through = through.view_as(through)
+            through.register_hook(lambda _: self.ties.update(["seen"]))
+            self.ties["made"] += 1
+        return through
+
+
+def _leaves(call: Call) -> Call:
+    """The same numbers, as tensors that want gradients where these are wanted."""
+
+    def leaf(x: torch.Tensor) -> torch.Tensor:
+        return x.detach().requires_grad_(x.is_floating_point() and torch.is_grad_enabled())
+
+    args, kwargs = tree_map_only(torch.Tensor, leaf, call)
+    return args, kwargs
+
+
+def _outputs(out: Any, where: WholeModule) -> list[torch.Tensor]:
+    """The tensors that a module returns, all of which have rows."""
+    leaves = [(keystr(path), x) for path, x in tree_flatten_with_path(out)[0] if isinstance(x, torch.Tensor)]
+    if [name for name, _ in leaves] != list(where.outputs):
+        raise ValueError(f"it returns {[name for name, _ in leaves]}, and rows in {list(where.outputs)}")
+    return [x for _, x in leaves]
+
+
+def _with_gradients(module: nn.Module, call: Call, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Outputs, and behind them the gradients of arguments and weights."""
+    if not torch.is_grad_enabled():
+        return outputs
+    numbers = torch.Generator().manual_seed(2)
+    leaves = [x for x in (*tensors_in(call), *module.parameters()) if x.requires_grad]
+    factors = [torch.randn(x.shape, generator=numbers) for x in outputs]
+    found = torch.autograd.grad(outputs, leaves, factors, allow_unused=True)
+    return [*outputs, *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True))]
+
+
+def _difference(expected: list[torch.Tensor], found: list[torch.Tensor]) -> float:
+    """The largest difference, as a part of the largest number of its tensor."""
+    pairs = zip(expected, found, strict=True)
+    parts = [float(((a - b).abs().max() / a.abs().max().clamp(min=1e-6)).detach()) for a, b in pairs]
+    return max(parts) if all(part == part for part in parts) else float("inf")
+
+
+_WAYS = ((1, True), (0, True), (0, False))  # spare rows of convolutions, and whether these are apart: the least first
+_LARGE = 1 << 16  # numbers of a weight that is not made
+_CHUNK = 4  # rows that scans take at a time: few rows are several chunks
+
+
+def hand_on_states(
+    model: nn.Module, copied: nn.Module, plan: RowPlan, calls: Mapping[str, Call], rows: int, batch: int
+) -> None:
+    """Let modules of ``plan`` pass their states on, where they make the same of rows then. ``model`` is only read.
+
+    ``copied``: its copy without memory, which has run with ``calls``, of ``rows`` rows and ``batch`` sequences.
+    """
+    undo(copied)
+    known: dict[Any, HandedStates | None] = {}
+    for path, where in plan.whole.items():
+        module, like = model.get_submodule(path), copied.get_submodule(path)
+        sizes = [(name, tuple(x.shape)) for name, x in module.named_parameters()]
+        kind = (type(module), f"{module}, {sizes}, {where.inputs}, {where.outputs}")
+        if path not in calls:
+            continue
+        if kind not in known:
+            known[kind] = _states_of(model, module, like, where, calls[path], rows, batch)
+        where.states = known[kind]
+
+
+def _states_of(
+    model: Any, module: nn.Module, like: nn.Module, where: WholeModule, call: Call, rows: int, batch: int
+) -> HandedStates | None:
+    """Return how a module's states pass from rank to rank; None if it needs all rows."""
+    forward = inspect.signature(inspect.unwrap(type(like).forward))
+    caches = [name for name, each in forward.parameters.items() if "Cache" in str(each.annotation)]
+    if len(caches) != 1 or not where.inputs or any(times != 1 for times in where.folded.values()):
+        return None
+    given = [(place_of(path, x), x) for path, x in tree_flatten_with_path(call)[0] if isinstance(x, torch.Tensor)]
+    others = tuple(sorted(place for place, x in given if place not in where.inputs and rows not in x.shape))
+    ways = [HandedStates(caches[0], spare, apart, others) for spare, apart in _WAYS]
+    try:
+        made = _filled(model, module, like)
+        words = model.get_input_embeddings().num_embeddings
+        numbers = _numbers(made, call, where, rows, batch, words)
+    except Exception:  # weights of a kind of their own
+        return None
+    return next((how for how in ways if goes_on(made, how, numbers, where)), None)
+
+
+# -- numbers -------------------------------------------------------------------------------------------------------
+
+
+def _filled(model: Any, module: nn.Module, like: nn.Module) -> nn.Module:
+    """A copy of ``module`` on the CPU with random weights; its buffers are its own, or as its model fills them."""
+    made, numbers = copy.deepcopy(like).to_empty(device="cpu").float(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for each in made.modules():
+            if isinstance(each, nn.Dropout):
+                each.p = 0.0
+            if isinstance(getattr(each, "chunk_size", None), int):
+                each.chunk_size = _CHUNK  # type: ignore[assignment]
+            if type(each) is nn.Linear and each.weight.numel() > _LARGE:
+                each.forward = _OneNumberEach(each, numbers)  # type: ignore[assignment]
+                continue
+            initialize_weights(model, each)
+            for parameter in each.parameters(recurse=False):
+                width = parameter[0].numel() if parameter.ndim > 1 else 4
+                parameter.normal_(0, width**-0.5, generator=numbers)
+                parameter.requires_grad_()
+        for buffer, own in zip(made.buffers(), module.buffers(), strict=True):
+            if not own.is_meta:
+                buffer.copy_(own)
+    return made
+
+
+class _OneNumberEach:
+    """The forward of a large layer, ``[..., in] -> [..., out]``, whose weight has one number in each row.
+
+    It treats rows apart, whatever its weight is; memory and time for a whole one are the only ones that count here.
+    """
+
+    def __init__(self, layer: nn.Linear, numbers: torch.Generator) -> None:
+        self.place = torch.randint(layer.in_features, (layer.out_features,), generator=numbers)
+        self.factor = torch.randn(layer.out_features, generator=numbers)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x.index_select(-1, self.place) * self.factor
+
+
+def _numbers(module: nn.Module, call: Call, where: WholeModule, rows: int, batch: int, words: int) -> Call:
+    """Arguments of the kind of ``call``, by name, without masks of padding."""
+    numbers, names = torch.Generator().manual_seed(1), argument_names(module)
+
+    def number(path: Any, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        dim = where.inputs.get(place_of(path, x))
+        if dim is None and x.ndim == 2 and x.shape[1] == rows and "mask" in argument_of(path, names):
+            return None
+        shape = [BATCH if at == 0 and size == batch else size for at, size in enumerate(x.shape)]
+        if dim is not None:
+            shape[dim] = ROWS
+        if x.is_floating_point():
+            return torch.randn(shape, generator=numbers)
+        return torch.randint(words, shape, generator=numbers).to(x.dtype)
+
+    args, kwargs = tree_map_with_path(number, call)
+    return args, kwargs

@@ -1,0 +1,9 @@
+"""Collectives of the ranks of one machine through memory that they share: ``cpu_transport: auto | shm``."""
+
+from autopar.registry import Feature
+
+FEATURE = Feature(
+    name="host_transport",
+    about="collectives on the CPU through shared memory",
+    transports={"shm": "autopar.features.host_transport.transport:choose_transport"},
+)

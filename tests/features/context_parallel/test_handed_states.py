@@ -1,0 +1,308 @@
+"""States handed on from rank to rank: recurrences and convolutions over own rows, equal to the plain model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import autopar
+from autopar.features.context_parallel import handed_states
+from autopar.features.context_parallel.handed_states import HandedStates, States, StatesOfRank, own_arguments
+from autopar.features.context_parallel.plan import plan_rows
+from autopar.features.context_parallel.rows import rows_layout
+from autopar.foreign.transformers import CACHES
+from autopar.policy.match import find_policy
+from tests.features.context_parallel.test_exactness import (
+    batches,
+    labelled_on_one_rank,
+    made,
+    packed,
+    padded_left,
+    sizes,
+)
+from tests.parity import check, close, language_batches
+from tests.pipeline_parallel.oracle import check_pipeline
+from tests.pool import pooled
+from tests.random_models import Case, build
+
+KINDS = {
+    "gated delta": ("qwen3_next", "Qwen3NextForCausalLM"),
+    "short convolution": ("lfm2", "Lfm2ForCausalLM"),
+    "state space": ("bamba", "BambaForCausalLM"),
+    "rows that are read early": ("zaya", "ZayaForCausalLM"),
+}
+_SHORT = dict(list(KINDS.items())[:3])
+
+
+def one(name: str, **changes: Any) -> Callable[[], Any]:
+    return functools.partial(made, *KINDS[name], **changes)
+
+
+def nine() -> list[dict[str, Any]]:
+    """Of four ranks some have fewer rows than a convolution looks back."""
+    return language_batches(131, count=1, seq=9)
+
+
+def handed(model_type: str, head: str) -> dict[str, HandedStates | None]:
+    model = build(Case(model_type, head), 6, 3)
+    plan = plan_rows(model, find_policy(model), "", 2)
+    assert plan.in_runs == any(where.states is not None for where in plan.whole.values())
+    found = {type(model.get_submodule(path)).__name__: where.states for path, where in plan.whole.items()}
+    assert all(states is None or states.argument in CACHES for states in found.values())
+    return {name: states and dataclasses.replace(states, argument="cache") for name, states in found.items()}
+
+
+def test_which_modules_hand_on_states() -> None:
+    assert handed(*KINDS["gated delta"]) == {"Qwen3NextGatedDeltaNet": HandedStates("cache", 1, True)}
+    assert handed(*KINDS["short convolution"]) == {"Lfm2ShortConv": HandedStates("cache", 1, True)}
+    assert handed(*KINDS["state space"]) == {"BambaMixer": HandedStates("cache", 1, True)}
+    assert handed(*KINDS["rows that are read early"]) == {"ZayaCCAProjection": HandedStates("cache", 0, False)}
+
+
+def test_a_scan_that_begins_at_zero_gets_all_rows() -> None:
+    assert handed("mamba", "MambaForCausalLM") == {"MambaMixer": None}
+    assert handed("bloom", "BloomForCausalLM") == {"BloomAttention": None}
+
+
+@pytest.mark.tier("test", only=("gated delta", "state space"))
+@pytest.mark.parametrize("name", KINDS)
+@pooled(world_size=2)
+def test_masks_and_lengths(name: str) -> None:
+    """Odd lengths, padding on the left, documents, a rank without labels; also recomputed."""
+    model = check(one(name), batches(), 1, config=sizes(2), step=False)
+    assert in_runs(model)
+    model.mpu.destroy()
+    config = {**sizes(2, "gather"), "activation_checkpointing": {"enable": True}}
+    check(one(name), batches()[1:3], 1, config=config, step=False).mpu.destroy()
+
+
+def in_runs(model: nn.Module) -> bool:
+    """Whether rows were cut into runs, and states sent."""
+    (state,) = {each._autopar_rows for each in model.modules() if hasattr(each, "_autopar_rows")}
+    rank, size = state.axis.rank, state.axis.size
+    given, taken = (any(each.values()) for each in (state.links.given, state.links.taken))
+    runs = all(len(layout.ranges(rank)) == 1 for layout in state._known.values())
+    return runs and given == (rank < size - 1) and taken == (rank > 0)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pooled(world_size=4)
+def test_four_ranks_tensor_parallelism_and_stages(name: str) -> None:
+    listed = [*nine(), padded_left(16), labelled_on_one_rank(33)]
+    check(one(name), listed, 1, config=sizes(4), step=False).mpu.destroy()
+    check(one(name), listed[1:], 2, config=sizes(2, tensor_parallel_size=2), step=False).mpu.destroy()
+    config = {**sizes(2, pipeline_parallel_size=2), "pipeline": {"num_microbatches": 2, "schedule": "1f1b"}}
+    check_pipeline(one(name), language_batches(131, batch=4, seq=9), **config).mpu.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pooled(world_size=4)
+def test_steps_of_two_replicas(stage: int) -> None:
+    """Recomputed steps of two micro-batches, evaluated between, with DDP, ZeRO-1 and FSDP2."""
+    plain, model = (one("gated delta")().train() for _ in range(2))
+    reference, optimizer = (torch.optim.AdamW(m.parameters(), lr=1e-3, eps=1e-3) for m in (plain, model))
+    more = {"zero": {"stage": stage}, "activation_checkpointing": {"enable": True}}
+    model, optimizer = autopar.initialize(model, {**sizes(2), **more}, optimizer=optimizer)
+    mpu, engine = model.mpu, model
+    if stage < 3:
+        group = mpu.get_data_parallel_group(with_context_parallel=True)
+        engine = DistributedDataParallel(model, process_group=group)
+    for step in range(2):
+        with torch.no_grad():
+            close(engine(**nine()[0]).loss, plain(**nine()[0]).loss, f"in evaluation before step {step}")
+        listed = language_batches(131, batch=4, seq=9 + step, seed=step)
+        for number, batch in enumerate(listed):
+            plain(**batch).loss.backward()
+            mine = {name: value.chunk(2)[mpu.dp.rank] for name, value in batch.items()}
+            valid = (batch["labels"][:, 1:] != -100).sum()
+            with contextlib.nullcontext() if number or stage == 3 else engine.no_sync():
+                (engine(**mine, num_items_in_batch=valid).loss * mpu.dp.size).backward()
+        for each in (reference, optimizer):
+            each.step()
+            each.zero_grad()
+    weights = dict(model.named_parameters())
+    for name, parameter in plain.named_parameters():
+        held: Any = weights[name]
+        close(held.full_tensor() if stage == 3 else held.data, parameter.data, f"{name} after two steps")
+
+
+_RECURRENT = {
+    "mamba2": "Mamba2ForCausalLM",
+    "mamba": "MambaForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
+    "zamba2": "Zamba2ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+}
+
+
+@pytest.mark.tier("test", only=("mamba2",))
+@pytest.mark.parametrize("name", _RECURRENT)
+@pooled(world_size=2, timeout=60.0)
+def test_a_recomputed_block_hands_on_its_states_before_it_waits_for_their_gradients(name: str) -> None:
+    config = {**sizes(2), "activation_checkpointing": {"enable": True}}
+    build_one = functools.partial(made, name, _RECURRENT[name])
+    check(build_one, language_batches(131, seq=12), 1, config=config).mpu.destroy()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pooled(world_size=2)
+def test_forwards_between_forward_and_backward(reentrant: bool) -> None:
+    """Two batches in one backward, recomputed, with evaluation between."""
+    plain, model = one("gated delta")().train(), autopar.initialize(one("gated delta")(), sizes(2)).train()
+    losses = []
+    for each in (plain, model):
+        each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        first = each(**padded_left(16)).loss
+        second = each(**packed(7, 9)).loss
+        with torch.no_grad():
+            each(**nine()[0])
+        losses.append(first + 2 * second)
+        losses[-1].backward()
+    close(losses[1], losses[0], "loss")
+    autopar.average_gradients(model)
+    for name, parameter in plain.named_parameters():
+        close(model.get_parameter(name).grad, parameter.grad, name)
+
+
+@pooled(world_size=2)
+def test_the_gradient_of_a_gradient_is_refused() -> None:
+    model = autopar.initialize(one("short convolution")(), sizes(2))
+    loss = model(**padded_left(16)).loss
+    with pytest.raises(autopar.ConfigError, match="create_graph=True"):
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+
+@pooled(world_size=2)
+def test_a_rank_may_forget_the_model_before_the_others_have_its_gradients() -> None:
+    model = autopar.initialize(one("short convolution")(), sizes(2))
+    autopar.local_hooks(model.model.layers[0])  # of one rank only
+    if dist.get_rank() == 0:
+        model.model.layers[0].register_full_backward_pre_hook(lambda *_: time.sleep(1))
+    model(**padded_left(16)).loss.backward()
+    del model
+    gc.collect()
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pooled(world_size=2)
+def test_a_forward_that_failed_leaves_nothing_behind(first: bool) -> None:
+    """A state that was sent then and not received is not that of the next forward."""
+    plain, model = one("gated delta")(), autopar.initialize(one("gated delta")(), sizes(2))
+    module = model.model.layers[0].linear_attn
+    if not first:  # shapes are known
+        model(**padded_left(16))
+
+    def fail(*_: Any) -> None:
+        raise ValueError("planted")
+
+    place = module.out_proj if dist.get_rank() == 0 else module
+    autopar.local_hooks(place)
+    hook = place.register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="planted"):
+        model(**packed(7, 9))
+    hook.remove()
+    losses = [each(**padded_left(16)).loss for each in (plain, model)]
+    close(losses[1], losses[0], "loss")
+    losses[1].backward()
+
+
+@pooled(world_size=2)
+def test_a_forward_may_have_failed_on_one_rank_alone() -> None:
+    """Behind the blocks, so that the other one ends it, and knows shapes that this one forgets.
+
+    In training: an evaluation gathers its logits.
+    """
+    plain, model = one("gated delta")().train(), autopar.initialize(one("gated delta")(), sizes(2)).train()
+    ids = torch.arange(24).view(2, 12)
+    autopar.local_hooks(model.lm_head)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("planted")
+
+    for rank in range(2):
+        model(input_ids=ids, use_cache=False)
+        hook = model.lm_head.register_forward_pre_hook(fail)
+        if dist.get_rank() != rank:
+            hook.remove()
+        with pytest.raises(ValueError, match="planted") if dist.get_rank() == rank else contextlib.nullcontext():
+            model(input_ids=ids, use_cache=False)
+        hook.remove()
+        losses = [each(input_ids=ids, labels=ids, use_cache=False).loss for each in (plain, model)]
+        close(losses[1], losses[0], "loss")
+
+
+def test_documents_for_kernels_take_all_rows() -> None:
+    """Kernels cut states between documents; which of them a rank has is not put into other words."""
+    module, rows = build(Case(*KINDS["gated delta"]), 6, 3).model.layers[0].linear_attn, rows_layout(8, 2)
+    hidden, how = torch.zeros(2, 4, 48), HandedStates("cache_params", 1, True)
+    inputs = {"[0][0] of 3 dims": 1}
+    (kept,), rest = own_arguments(module, ((hidden,), {"attention_mask": torch.ones(2, 8)}), how, inputs, rows, 1)
+    assert kept is hidden and rest["attention_mask"].shape == (2, 4)
+    documents = {"seq_idx": torch.zeros(2, 8, dtype=torch.int32)}
+    assert own_arguments(module, ((hidden,), documents), how, inputs, rows, 1) is None
+
+
+@contextlib.contextmanager
+def planted(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _zero(of: str) -> Callable[..., torch.Tensor]:
+    plain = StatesOfRank.take
+    return lambda self, key: plain(self, key) * (0 if key[0] == of else 1)
+
+
+def _of_the_rank_before(self: StatesOfRank, key: Any, state: torch.Tensor, through: Any = None) -> Any:
+    """What this rank was handed goes on, in place of its own rows."""
+    return _give(self, key, self.before(key) if key[0] == "conv" and not self.first else state, through)
+
+
+def _dropped(of: int) -> Callable[..., Any]:
+    plain = handed_states._Taken.backward
+    return lambda ctx, grad: plain(ctx, grad * (0 if grad.ndim == of else 1))
+
+
+_give = StatesOfRank.give
+PLANTED = {
+    "a state that is not handed on": (StatesOfRank, "take", _zero("recurrent")),
+    "rows that are not handed on": (StatesOfRank, "take", _zero("conv")),
+    "rows of the rank before": (StatesOfRank, "give", _of_the_rank_before),
+    "a gradient of states": (handed_states._Taken, "backward", staticmethod(_dropped(4))),
+    "a gradient of rows": (handed_states._Taken, "backward", staticmethod(_dropped(3))),
+}
+
+
+@pytest.mark.parametrize("what", PLANTED)
+@pooled(world_size=4)
+def test_what_is_planted_is_seen(what: str) -> None:
+    with planted(*PLANTED[what]), pytest.raises(AssertionError, match="off by"):
+        check(one("gated delta"), [padded_left(16)], 1, config=sizes(4), step=False)
+
+
+def test_a_module_that_forgets_a_state_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rehearsal sees states that are not read, not given, or have no gradient."""
+    plain = States.update_recurrent_state
+    for forget in (
+        lambda self, state, *args: plain(self, torch.zeros_like(state), *args),
+        lambda self, state, *args: plain(self, state.detach(), *args),
+        lambda self, state, *args: state,
+    ):
+        monkeypatch.setattr(States, "update_recurrent_state", forget)
+        assert set(handed(*KINDS["gated delta"]).values()) == {None}

@@ -1,0 +1,209 @@
+"""Embeddings of own rows, before the block boundary: what is done to them, and who reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autopar
+from autopar.distributed.axis import Axis
+from autopar.features.context_parallel.block_boundary import OwnRows, may_own_rows
+from autopar.features.context_parallel.lazy_rows import LazyRows
+from autopar.features.context_parallel.plan import plan_rows
+from autopar.features.context_parallel.state import RowPlan, RowState
+from autopar.policy.match import find_policy
+from autopar.swap import swap
+from tests.compare import same_gradients
+from tests.parity import close, language_batches
+from tests.pool import pooled
+from tests.random_models import Case, build
+from tests.small import gpt2, llama
+
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7]])  # [batch, rows]
+
+
+def _state(method: str = "gather") -> RowState:
+    """Rank 1 of two: rows 2 to 5 of 7."""
+    state = RowState(Axis("cp", None, range(2), 1), method, RowPlan(()))
+    state.start(cutting=True, keeping=True)
+    return state
+
+
+def _pair(width: int = 6) -> tuple[nn.Embedding, Any, RowState]:
+    """A plain embedding, and one with the same weights that computes own rows."""
+    torch.manual_seed(0)
+    plain, made, state = nn.Embedding(10, width), nn.Embedding(10, width), _state()
+    made.load_state_dict(plain.state_dict())
+    swap(made, OwnRows, _autopar_rows=state, _autopar_own="embed")
+    return plain, made, state
+
+
+ROWS_OF_FEATURES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "scaled": lambda x: x * 3.0,
+    "scaled by a number of no dims": lambda x: torch.tensor(3.0) * x,
+    "added to what all rows have": lambda x: torch.arange(6.0) + x,
+    "added to rows": lambda x: x + torch.arange(14.0).view(2, 7, 1),
+    "added to positions": lambda x: x + torch.arange(42.0).view(1, 7, 6),
+    "added to itself": lambda x: x + x * 2,
+    "normed": lambda x: F.layer_norm(x, (6,), torch.arange(6.0)),
+    "projected": lambda x: F.linear(x, torch.arange(18.0).view(3, 6)),
+    "dropped in evaluation": lambda x: F.dropout(x, 0.5, training=False),
+    "in another type": lambda x: x.to(torch.float64),
+}
+
+
+@pytest.mark.parametrize("operation", ROWS_OF_FEATURES.values(), ids=list(ROWS_OF_FEATURES))
+def test_what_treats_rows_apart_is_done_to_rows(operation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    plain, made, state = _pair()
+    expected, ahead = operation(plain(IDS)), operation(made(IDS))
+    assert isinstance(ahead, LazyRows) and ahead.shape == expected.shape and ahead.dtype == expected.dtype
+    rows = state.rows_of(7)
+    own = ahead.opened(rows, 1)
+    torch.testing.assert_close(own, rows.shard(expected, 1, 1))
+    assert not state.spoiled and "has rows 2 to 5" in f"{ahead}"
+
+
+def gathered(patch: pytest.MonkeyPatch, full: torch.Tensor) -> None:
+    """Let a read gather what the other rank would send."""
+    patch.setattr("autopar.features.context_parallel.lazy_rows.join", lambda own, *args: full + 0 * own.sum())
+
+
+READERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mixed": lambda x: x.cumsum(1),
+    "normed over all": lambda x: F.layer_norm(x, (7, 6)),
+    "mean over rows": lambda x: x.mean(1, keepdim=True),
+    "transposed": lambda x: x.transpose(0, 1),
+    "joined": lambda x: torch.cat([x, x], 1),
+    "indexed": lambda x: x[:, 1:],
+    "rows as features": lambda x: x + x.transpose(1, 2).transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("operation", READERS.values(), ids=list(READERS))
+def test_whatever_else_reads_it_gets_the_whole(
+    operation: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, made, state = _pair()
+    gathered(monkeypatch, plain(IDS))
+    assert torch.equal(operation(made(IDS)), operation(plain(IDS)))
+    assert state.spoiled == {"embed"}
+
+
+def test_a_frozen_embedding_that_is_to_have_a_gradient_has_one() -> None:
+    """Adapters and gradient checkpointing ask for it in a hook."""
+    _, made, state = _pair()
+    made.weight.requires_grad_(False)
+    made.register_forward_hook(lambda module, args, out: out.requires_grad_(True))
+    ahead = made(IDS)
+    assert ahead.requires_grad and ahead.is_leaf
+    (ahead * 2).opened(state.rows_of(7), 1).sum().backward()
+    assert torch.equal(ahead.own.grad, torch.full((2, 4, 6), 2.0))
+
+
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
+def test_a_function_of_ones_own_loses_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, made, _ = _pair()
+    gathered(monkeypatch, 2 * plain(IDS))
+    with pytest.raises(RuntimeError, match=r"would be lost. Give it the whole tensor: function.apply\(embeddings\[:\]"):
+        _Twice.apply(made(IDS)).sum().backward()
+    _Twice.apply(made(IDS)[:]).sum().backward()
+    assert plain.weight.grad is not None
+
+
+def test_ids_and_shapes_that_the_rehearsal_did_not_have() -> None:
+    plain, made, state = _pair()
+    for ids in (IDS[:, :1], IDS[0], torch.tensor(3), IDS[None]):  # too short to be cut; other dims
+        assert not isinstance(made(ids), LazyRows) and torch.equal(made(ids), plain(ids))
+    with pytest.raises(IndexError):  # on the other rank, too, whose rows are fine
+        made(IDS.clone().index_fill_(1, torch.tensor([0]), 10))
+    state.finish()
+    assert not isinstance(made(IDS), LazyRows), "outside of a forward"
+
+
+def test_dropout_draws_for_own_rows() -> None:
+    _, made, state = _pair()
+    state.region.find_dropout(nn.Sequential(nn.Dropout(0.5)).train())
+    state.region.start()
+    before = torch.get_rng_state()
+    ahead = F.dropout(made(IDS), 0.5, True)
+    drawn = torch.rand(())
+    assert isinstance(ahead, LazyRows) and 0 < (ahead.own == 0).sum() < ahead.own.numel()
+    torch.set_rng_state(before)
+    assert torch.equal(F.dropout(made(IDS), 0.5, True).own, ahead.own)
+    assert torch.equal(torch.rand(()), drawn), "of the others' generator one number is taken"
+
+
+def test_embeddings_that_look_at_a_whole_batch_stay_whole() -> None:
+    assert may_own_rows(nn.Embedding(3, 2)) and not may_own_rows(nn.Embedding(3, 2, max_norm=1.0))
+    assert not may_own_rows(nn.Embedding(3, 2, scale_grad_by_freq=True)) and not may_own_rows(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "head", "own"),
+    [
+        ("llama", "LlamaForCausalLM", {"embed_tokens"}),
+        ("gpt2", "GPT2LMHeadModel", {"wte", "wpe"}),
+        ("bert", "BertForMaskedLM", {"word_embeddings", "position_embeddings", "token_type_embeddings"}),
+        ("gemma3_text", "Gemma3ForCausalLM", {"embed_tokens"}),
+        ("t5", "T5ForConditionalGeneration", {"embed_tokens"}),
+        ("bart", "BartForConditionalGeneration", {"embed_tokens"}),
+    ],
+)
+def test_the_rehearsal_finds_what_computes_own_rows(model_type: str, head: str, own: set[str]) -> None:
+    model = build(Case(model_type, head), 6, 3)
+    plan = plan_rows(model, find_policy(model), "", 2)
+    assert {path.rpartition(".")[2] for path in plan.own} == own
+
+
+@pytest.mark.parametrize("make", [llama, gpt2], ids=["llama", "gpt2"])
+@pooled(world_size=2)
+def test_readers_in_a_model(make: Callable[..., Any]) -> None:
+    """Hooks of adapters, noise and readers; hidden states; embeddings that are given; all at once with the loss."""
+    plain, parallel = make().train(), autopar.initialize(make(), {"model_parallelism": {"context_parallel_size": 2}})
+    parallel.train()
+    batch = language_batches(131, count=1, seq=9)[0]
+    kept: dict[Any, list[torch.Tensor]] = {plain: [], parallel: []}
+
+    def run(model: Any, hook: Any, **more: Any) -> torch.Tensor:
+        autopar.local_hooks(model.get_input_embeddings())
+        handle = model.get_input_embeddings().register_forward_hook(hook)
+        torch.manual_seed(0)
+        out = model(**{**batch, **more}, use_cache=False)
+        handle.remove()
+        hidden = out.hidden_states or ()
+        assert not any(isinstance(x, LazyRows) for x in hidden)
+        return out.loss + sum(x.square().mean() for x in hidden)
+
+    def noise(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
+        return out + torch.zeros_like(out).uniform_(-1, 1)
+
+    def read(module: Any, args: Any, out: torch.Tensor) -> None:
+        kept[plain if module is plain.get_input_embeddings() else parallel].append(out[:, -1].detach())
+
+    for hook in (lambda module, args, out: out.requires_grad_(True), noise, read):
+        for hidden in (False, True):
+            for model in (plain, parallel):
+                loss = run(model, hook, output_hidden_states=hidden)
+                loss.backward()
+                kept[model].append(loss.detach())
+    given = plain.get_input_embeddings()(batch["input_ids"]).detach()
+    for model in (plain, parallel):
+        run(model, read, input_ids=None, inputs_embeds=given).backward()
+    for actual, expected in zip(kept[parallel], kept[plain], strict=True):
+        close(actual, expected, "what was seen")
+    autopar.average_gradients(parallel)
+    same_gradients(parallel, plain)

@@ -1,0 +1,106 @@
+"""Context parallelism beside each other axis, on four ranks; ``make verify-all`` has every model type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar.features.context_parallel import lazy_rows
+from benchmarks.context_parallel_policies import NOT_IN_STAGES, NOT_OVER_FOUR
+from tests.features.context_parallel.meshes import MESHES, compare
+from tests.pool import pooled
+from tests.random_models import Case
+from tests.refused_types import LATE_IN_CONTEXT, NOT_BY_ROWS, NOT_IN_CONTEXT
+from tests.test_every_policy import WHOLE
+
+GPT2, LLAMA, T5 = (
+    Case("gpt2", "GPT2LMHeadModel"),
+    Case("llama", "LlamaForCausalLM"),
+    Case("t5", "T5ForConditionalGeneration"),
+)
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("mesh", MESHES)
+@pooled(world_size=4)
+def test_it_equals_the_plain_model(mesh: str) -> None:
+    for case, method in ((GPT2, "gather"), (LLAMA, "ulysses"), (T5, "ulysses")):
+        verdict = compare(case, MESHES[mesh], method)
+        if (case, mesh) == (T5, "cp2xsp2"):
+            assert verdict.verdict == "refused" and "beside sequence_parallel" in verdict.why
+            continue
+        assert verdict.verdict == "equal", f"{case}: {verdict.why}"
+        assert (len(verdict.cut) > 0) == (MESHES[mesh].cp > 1)
+
+
+def _doubled(patch: pytest.MonkeyPatch) -> None:
+    join = lazy_rows.join
+    patch.setattr(lazy_rows, "join", lambda x, *args: join(x, *args) * 2 - join(x, *args).detach())
+
+
+def _summed(patch: pytest.MonkeyPatch) -> None:
+    average = autopar.average_gradients
+
+    def summed(model: Any) -> None:
+        average(model)
+        for parameter in model.parameters():
+            parameter.grad *= model.mpu.dp.size
+
+    patch.setattr(autopar, "average_gradients", summed)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "plant"),
+    [
+        ("cp2xtp2", _doubled),
+        ("cp2xpp2", _doubled),
+        ("cp2xdp2-ddp", _doubled),
+        ("cp2xdp2-zero1", _summed),
+        ("cp4", _doubled),
+    ],
+)
+@pooled(world_size=4)
+def test_what_is_planted_is_seen(mesh: str, plant: Callable[[pytest.MonkeyPatch], None]) -> None:
+    """A gradient that counts twice; a sum over the replicas in the place of the average."""
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        verdict = compare(GPT2, MESHES[mesh], "gather")
+    assert verdict.verdict == "wrong" and "off by" in verdict.why, verdict
+
+
+# Model types whose policies are younger than the results of all meshes.
+YOUNGER = {
+    "apertus1p5",
+    "apertus1p5_text",
+    "chameleon",
+    "dory",
+    "exaone",
+    "fast_vlm",
+    "glm5_next",
+    "hy_v4_vl",
+    "lara_mini",
+    "inkling2_loop",
+    "inkling2_loop_text",
+    "muse_spark",
+    "omniasr",
+    "perception_lm",
+    "sarvam_mla",
+    "sarvam_moe",
+}
+
+
+def test_the_page_has_the_numbers_of_all_meshes() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "long-sequences.md").read_text()
+    found = [line.split(" | ") for line in page.splitlines() if line.startswith("| context 2 x ")]
+    run = set(WHOLE) - NOT_IN_CONTEXT - LATE_IN_CONTEXT - YOUNGER
+    assert len(found) == 5 and run >= NOT_IN_STAGES.keys() | NOT_OVER_FOUR.keys()
+    assert f"| context 4 | {len(run) - len(NOT_OVER_FOUR)} | {len(NOT_OVER_FOUR)}: " in page
+    for mesh, equal, refused, wrong in found:
+        count = int(refused.split(":")[0])
+        of = len(run - NOT_BY_ROWS if "sequence_parallel" in mesh else run)
+        expected = len(NOT_IN_STAGES) if "stages" in mesh else count if "sequence_parallel" in mesh else 0
+        assert (int(equal), count, wrong) == (of - expected, expected, "0 |"), mesh

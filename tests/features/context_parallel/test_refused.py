@@ -1,0 +1,147 @@
+"""What does not go with context parallelism raises, with what to use instead: docs/long-sequences.md."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+import autopar
+from autopar.config import ParallelConfig
+from autopar.errors import ConfigError, ConsistencyError
+from autopar.features.context_parallel.plan import check_beside_sequence, plan_rows
+from autopar.policy.match import find_policy
+from tests.compare import same_gradients
+from tests.pool import pooled
+from tests.random_models import Case, build
+from tests.small import gpt2, llama
+from tests.worlds import raises_everywhere
+
+
+def test_a_contradiction_of_the_config() -> None:
+    config = {"model_parallelism": {"context_parallel_size": 2}, "compile": {"enable": True}}
+    with pytest.raises(ConfigError, match="context_parallel_size=2 does not go with compile"):
+        ParallelConfig.parse(config)
+
+
+def test_what_needs_all_rows_does_not_go_with_sequence_parallelism() -> None:
+    model = build(Case("bloom", "BloomForCausalLM"), 6, 3)
+    plan = plan_rows(model, find_policy(model), "", 2)
+    words = (
+        "context_parallel_size=2 does not fit BloomForCausalLM: beside sequence_parallel: "
+        "transformer.h.0.self_attention mixes rows, so it runs with all of them: of 2 modules the first.\n"
+        "  Leave sequence_parallel out"
+    )
+    with pytest.raises(ConfigError, match=words):
+        check_beside_sequence(model, plan, 2)
+    with pytest.raises(ConfigError, match="so each block's are joined"):
+        check_beside_sequence(model, replace(plan, whole={}, between=True), 2)
+    check_beside_sequence(model, replace(plan, whole={}), 2)
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_what_no_rank_could_compute_is_refused_and_the_next_forward_holds() -> None:
+    sizes = {"context_parallel_size": 2, "context_parallel_method": "gather"}
+    model = autopar.initialize(llama(), {"model_parallelism": sizes})
+    ids = torch.arange(14).view(2, 7)
+    with torch.no_grad():
+        expected = llama()(ids).logits
+        with raises_everywhere(ConfigError, "output_attentions=True", "context_parallel_size=2"):
+            model(ids, output_attentions=True, use_cache=False)
+        flags = torch.ones(2, 7, dtype=torch.int64)
+        model.config._attn_implementation = "flash_attention_2"  # takes no mask with rows
+        with raises_everywhere(ConfigError, "context_parallel_method=gather does not go with 'flash_attention_2'"):
+            model(ids, attention_mask=flags, use_cache=False)
+        model.config._attn_implementation = "sdpa"
+        logits = model(ids, use_cache=False).logits
+        assert (logits - expected).abs().max() <= 1e-5
+
+
+@pooled(world_size=2)
+def test_logits_that_one_rank_reads_alone_raise() -> None:
+    config = {"model_parallelism": {"context_parallel_size": 2}, "loss": {"read_timeout": 0.5}}
+    model = autopar.initialize(llama(), config)
+    logits = model(torch.arange(8).view(1, 8), use_cache=False).logits
+    assert "has rows" in repr(logits), "printing them gathers nothing"
+    if dist.get_rank() == 0:
+        with pytest.raises(ConsistencyError, match="which takes every context-parallel rank: read them on all of"):
+            logits.argmax()
+    dist.barrier()
+
+
+@pooled(world_size=2)
+def test_of_an_evaluation_one_rank_may_read_them_alone() -> None:
+    ids = torch.arange(8).view(1, 8)
+    expected = llama().eval()(ids).logits
+    model = autopar.initialize(llama(), {"model_parallelism": {"context_parallel_size": 2}})
+    training = [model(ids, labels=ids, use_cache=False)]
+    with torch.inference_mode():
+        alone = [model(ids, use_cache=False), model(ids, labels=ids, use_cache=False)]
+    alone.append(model.eval()(ids, use_cache=False))
+    if dist.get_rank() == 1:
+        for output in alone:
+            assert (output.logits.softmax(-1) - expected.softmax(-1)).abs().max() <= 1e-5
+    assert type(training[0].logits) is not torch.Tensor
+    alone[-1].logits.square().mean().backward()
+    plain = llama()
+    plain(ids).logits.square().mean().backward()
+    autopar.average_gradients(model)
+    same_gradients(model, plain, 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "head", "changes", "words"),
+    [
+        ("bart", "BartForConditionalGeneration", {"decoder_layerdrop": 0.25}, "layerdrop=0.25 leaves out blocks"),
+        ("vit", "ViTForImageClassification", {}, r"vit\.\S+ does not run over words"),
+        ("led", "LEDForConditionalGeneration", {}, "longformer_self_attn .*is invalid"),
+        ("xlnet", "XLNetLMHeadModel", {}, "mems is made of rows"),
+    ],
+)
+def test_models_that_do_not_fit(model_type: str, head: str, changes: dict[str, float], words: str) -> None:
+    model = build(Case(model_type, head), 6, 3)
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(ConfigError, match=f"context_parallel_size=2 does not fit {head}: (in )?.*{words}"):
+        plan_rows(model, find_policy(model), "", 2)
+    assert [type(module) for module in model.modules()] == kinds
+
+
+def test_a_length_that_tells_rows_apart_may_be_longer_than_the_model_takes() -> None:
+    """Without data only tables of a fixed length mind; a number of rows must divide no size of the model."""
+    short = gpt2(n_positions=8)
+    assert set(plan_rows(short, find_policy(short), "", 4).own) == {"transformer.wte", "transformer.wpe"}
+    sizes = {"hidden_size": 24, "num_layers": 2, "num_heads": 6, "vocab_size": 131, "max_position_embeddings": 8}
+    config = GPTNeoConfig(attention_types=[[["global", "local"], 1]], bos_token_id=0, eos_token_id=0, **sizes)
+    model = GPTNeoForCausalLM(config)
+    words = "context_parallel_size=4 does not fit GPTNeoForCausalLM: no length up to 8 tells rows from other sizes"
+    with pytest.raises(ConfigError, match=words):
+        plan_rows(model, find_policy(model), "", 4)
+
+
+def test_a_module_of_ones_own_does_not_fit() -> None:
+    policy = find_policy(llama())
+    with pytest.raises(ConfigError, match="does not fit Linear: it is no Hugging Face model"):
+        plan_rows(nn.Linear(2, 2), policy, "", 2)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "head", "whole"),
+    [
+        ("mamba", "MambaForCausalLM", {"mixer"}),
+        ("bloom", "BloomForCausalLM", {"self_attention"}),
+        ("qwen3_moe", "Qwen3MoeForCausalLM", set()),
+        ("deepseek_v32", "DeepseekV32ForCausalLM", {"self_attn"}),  # an indexer that looks at all rows
+    ],
+)
+def test_what_mixes_rows_gets_all_of_them(model_type: str, head: str, whole: set[str]) -> None:
+    model = build(Case(model_type, head), 6, 3)
+    plan = plan_rows(model, find_policy(model), "", 2)
+    assert {path.rpartition(".")[2] for path in plan.whole} == whole
+    assert plan.through and plan.head == "lm_head"

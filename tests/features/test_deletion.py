@@ -1,0 +1,73 @@
+"""Each folder of features, the integrations and the tools can be deleted: the rest trains, saves, loads and merges."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FEATURES = sorted(path.name for path in (ROOT / "autopar" / "features").iterdir() if (path / "__init__.py").exists())
+# A configuration, on two ranks, that asks for the feature.
+ASKS = {
+    "context_parallel": ({"cp": 2}, "context_parallel_size: 2"),
+    "host_transport": ({"tp": 2, "model_parallelism": {"cpu_transport": "shm"}}, "cpu_transport: shm"),
+    "sequence_parallel": ({"tp": 2, "model_parallelism": {"sequence_parallel": True}}, "sequence_parallel: True"),
+}
+SCRIPT = Path(__file__).with_name("without_a_folder.py")
+
+
+def run(tree: Path, *arguments: str, ranks: int) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(SCRIPT)]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *arguments], env=environment, cwd=tree, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def tree_without(tmp_path: Path, folder: str) -> Path:
+    """Copy the package, but for one of its folders."""
+    for name in ("autopar", "policies"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored, symlinks=True)
+    assert (tmp_path / "autopar" / folder).is_dir()
+    shutil.rmtree(tmp_path / "autopar" / folder)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses and norms of the complete tree."""
+    found: list[float] = json.loads(run(ROOT, str(tmp_path_factory.mktemp("complete")), ranks=4).splitlines()[-1])
+    return found
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("folder", [*(f"features/{name}" for name in FEATURES), "features", "integrations", "tools"])
+def test_the_rest_trains_saves_loads_and_merges(folder: str, tmp_path: Path, complete: list[float]) -> None:
+    tree = tree_without(tmp_path, folder)
+    out = tmp_path / "out"
+    out.mkdir()
+    assert json.loads(run(tree, str(out), ranks=4).splitlines()[-1]) == complete
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("name", sorted(ASKS))
+def test_a_configuration_that_asks_for_a_deleted_feature_is_an_error(name: str, tmp_path: Path) -> None:
+    tree = tree_without(tmp_path, f"features/{name}")
+    config, asked = ASKS[name]
+    text = run(tree, str(tmp_path), json.dumps(config), ranks=2)
+    assert f"{asked} needs the feature '{name}', which is not installed.\n  Installed: " in text
+
+
+def test_each_feature_that_a_setting_turns_on_is_deleted_once() -> None:
+    from autopar.registry import SETTINGS
+
+    assert {feature for feature, _ in SETTINGS.values()} == set(ASKS)

@@ -1,0 +1,77 @@
+"""Run by torchrun in a tree without one folder: train at tp 2 x pp 2, save, load, merge; or try a configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import autopar
+
+CONFIG = LlamaConfig(
+    vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=32, attn_implementation="eager",
+)  # fmt: skip
+
+
+def built() -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(CONFIG)
+
+
+def train(folder: Path) -> list[float]:
+    """Return losses of four steps, a difference after loading, and one of the merged weights; both must be 0."""
+    from autopar.checkpoint.offline import merge_checkpoint
+
+    model = built()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = autopar.initialize(model, {"tp": 2, "pp": 2}, optimizer=optimizer)
+    ids = torch.randint(0, 61, (4, 7), generator=torch.Generator().manual_seed(1))
+    losses = []
+    for _ in range(4):
+        out = model.execute_pipeline({"input_ids": ids, "labels": ids}, optimizer=optimizer)
+        loss = torch.tensor(0.0) if out.loss is None else out.loss.detach().clone()
+        dist.all_reduce(loss, op=dist.ReduceOp.MAX)  # the last stage has it
+        losses.append(float(loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_parallelized(folder / "saved", optimizer=optimizer)
+    model.eval()
+    with torch.no_grad():
+        logits = torch.as_tensor(model(input_ids=ids).logits).clone()
+    second = autopar.initialize(built(), {"tp": 2, "pp": 2})
+    second.from_parallelized(folder / "saved")
+    second.eval()
+    with torch.no_grad():
+        again = torch.as_tensor(second(input_ids=ids).logits)
+    if dist.get_rank() == 0:
+        merge_checkpoint(folder / "saved", folder / "merged")
+    dist.barrier()
+    plain = LlamaForCausalLM.from_pretrained(folder / "merged").eval()
+    with torch.no_grad():
+        merged = plain(input_ids=ids).logits
+    torch.testing.assert_close(merged, logits, rtol=1e-4, atol=1e-5)
+    return [*losses, float((again - logits).abs().max())]
+
+
+def main() -> None:
+    assert Path(autopar.__file__).parents[1] == Path.cwd(), autopar.__file__
+    if len(sys.argv) == 2:
+        found = train(Path(sys.argv[1]))
+        if os.environ["RANK"] == "0":
+            print(json.dumps(found), flush=True)
+        return
+    try:
+        autopar.initialize(built(), json.loads(sys.argv[2]))
+    except autopar.ConfigError as error:
+        print(error, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Features: what they register, in which order steps run, and the error on one that is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autopar import registry
+from autopar.applied.steps import STEPS
+from autopar.config import ParallelConfig
+from autopar.errors import ConfigError
+from autopar.registry import Feature, Step
+
+ALL = ParallelConfig.parse({"tp": 2, "cp": 2, "model_parallelism": {"sequence_parallel": True}}, 4)
+
+
+def test_each_entry_can_be_imported() -> None:
+    for feature in registry.features():
+        for table in registry.TABLES:
+            for value in getattr(feature, table).values():
+                assert callable(registry.load(value if isinstance(value, str) else value.function)), value
+
+
+def test_each_setting_is_one_of_the_configuration() -> None:
+    for key, (feature, without) in registry.SETTINGS.items():
+        assert getattr(ParallelConfig(), key) in without
+        assert feature in [each.name for each in registry.features()]
+
+
+def test_steps_of_features_follow_those_that_they_name() -> None:
+    names = [step.__name__ for step in registry.in_order(STEPS, ALL)]
+    assert names.index("run_on_rows_between_regions") == names.index("release_other_stages") + 1
+    assert names.index("run_on_rows_of_sequences") == names.index("hook_forwards") + 1
+
+
+def test_features_that_a_configuration_does_not_ask_for_add_no_steps() -> None:
+    names = [step.__name__ for step in registry.in_order(STEPS, ParallelConfig())]
+    assert "run_on_rows_of_sequences" not in names
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Feature]]:
+    """The installed features, as a list to be changed."""
+    found = list(registry.features())
+    monkeypatch.setattr(registry, "features", lambda: tuple(found))
+    yield found
+
+
+def test_a_setting_of_a_missing_feature_is_an_error(installed: list[Feature]) -> None:
+    installed[:] = [feature for feature in installed if feature.name == "host_transport"]
+    registry.check_settings(ParallelConfig())
+    with pytest.raises(ConfigError) as raised:
+        registry.check_settings(ALL)
+    assert str(raised.value) == (
+        "context_parallel_size: 2 needs the feature 'context_parallel', which is not installed.\n"
+        "  Installed: host_transport. Put the folder autopar/features/context_parallel back."
+    )
+
+
+def test_a_step_after_an_unknown_one_is_an_error(installed: list[Feature]) -> None:
+    installed.append(Feature("toy", "a test", steps={"play": Step("math:sqrt", after="nothing")}))
+    with pytest.raises(ConfigError, match="feature toy: step play follows 'nothing', which does not exist"):
+        registry.in_order(STEPS, ALL)
+
+
+def test_another_distribution_adds_a_feature_by_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = Feature("toy", "a test")
+    point: Any = SimpleNamespace(load=lambda: toy)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == "autopar.features" else [])
+    registry.features.cache_clear()
+    try:
+        assert toy in registry.features()
+    finally:
+        registry.features.cache_clear()
