@@ -1,7 +1,7 @@
 """Features: folders that add to the core, which imports none of them.
 
-A feature is a package in ``autopar/features``, or a module that another distribution names as an entry point of the
-group ``autopar.features``. It holds one :class:`Feature`, called ``FEATURE``: tables of names and of
+A feature is a package in ``autopar/features``, or ``autopar.tools``, or a module that another distribution names as an
+entry point of the group ``autopar.features``. It holds one :class:`Feature`, called ``FEATURE``: tables of names and of
 ``"module:attribute"`` strings, which are imported when the core needs them. ``python -m autopar.registry`` prints all.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -18,7 +19,7 @@ from typing import Any
 from autopar.errors import ConfigError
 
 Entries = Mapping[str, str]
-GROUP = "autopar.features"
+GROUP, TOOLS = "autopar.features", "autopar.tools"
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,10 @@ class Feature:
     Attributes:
         name: Name of its folder.
         about: Its purpose in a few words, for lists.
+        names: Public names of ``autopar``. The object is imported when the name is first used.
+        commands: Commands of the command line. Importing one adds it to :data:`autopar.cli.app.app`, without torch.
+        policies: Words that a user may write in place of a policy. ``tree(model)`` is called once in an ``initialize``,
+            and returns the YAML of a policy as plain data. It only reads the model, and sends nothing.
         transports: Carriers of collectives between the ranks of one axis. ``choose(axis, group, asked, control)`` is
             called once for the tensor-parallel axis when a mesh is made, on all its ranks. It returns the transport, or
             None: the process group carries them.
@@ -58,6 +63,9 @@ class Feature:
 
     name: str
     about: str
+    names: Entries = field(default_factory=dict)
+    commands: Entries = field(default_factory=dict)
+    policies: Entries = field(default_factory=dict)
     transports: Entries = field(default_factory=dict)
     planners: Entries = field(default_factory=dict)
     rules: Entries = field(default_factory=dict)
@@ -72,19 +80,19 @@ SETTINGS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "cpu_transport": ("host_transport", ("auto", "gloo")),
 }
 
+# Public names of the package that features add.
+OF_FEATURES: Mapping[str, str] = dict.fromkeys(("metrics", "plan_memory", "rehearse", "summary", "verify"), "tools")
+
 
 @functools.cache
 def features() -> tuple[Feature, ...]:
     """Return the installed features, by name."""
-    found: list[Feature] = []
-    try:
+    names = [TOOLS] if importlib.util.find_spec(TOOLS) else []
+    if importlib.util.find_spec(GROUP):
         folder = importlib.import_module(GROUP)
-    except ModuleNotFoundError:
-        names: list[str] = []
-    else:
-        names = [f"{GROUP}.{module.name}" for module in pkgutil.iter_modules(folder.__path__)]
-    found.extend(importlib.import_module(name).FEATURE for name in names)
-    found.extend(point.load() for point in entry_points(group=GROUP))
+        names += [f"{GROUP}.{module.name}" for module in pkgutil.iter_modules(folder.__path__)]
+    found: list[Feature] = [importlib.import_module(name).FEATURE for name in names]
+    found += [point.load() for point in entry_points(group=GROUP)]
     return tuple(sorted(found, key=lambda feature: feature.name))
 
 
@@ -110,6 +118,16 @@ def entry(table: str, name: str) -> Any:
     """Return the object of one entry; None if no feature has it."""
     found = (getattr(feature, table) for feature in features())
     return next((load(known[name]) for known in found if name in known), None)
+
+
+def public_name(name: str) -> Any:
+    """Return the object of a public name that a feature adds.
+
+    Raises:
+        ConfigError: the feature is not installed.
+    """
+    need(OF_FEATURES[name], f"autopar.{name}")
+    return entry("names", name)
 
 
 def asked(config: Any) -> list[Feature]:
@@ -151,9 +169,10 @@ def need(feature: str, what: str) -> None:
     """
     names = [each.name for each in features()]
     if feature not in names:
+        folder = "autopar/tools" if feature == "tools" else f"autopar/features/{feature}"
         raise ConfigError(
             f"{what} needs the feature '{feature}', which is not installed.\n"
-            f"  Installed: {', '.join(names) or 'none'}. Put the folder autopar/features/{feature} back."
+            f"  Installed: {', '.join(names) or 'none'}. Put the folder {folder} back."
         )
 
 

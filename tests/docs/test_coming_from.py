@@ -12,9 +12,9 @@ import yaml
 from typer.testing import CliRunner
 
 import autopar
+from autopar.cli import app
 from autopar.config import ParallelConfig
 from autopar.config.sections import SECTIONS
-from autopar.tools.cli import app
 from tests.docs.pages import DOCS, codes
 from tests.small import gpt2
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autopar.cli.app import Json, Policy, app, errors, print_json
+from autopar.cli.tables import console, filled, lines, shape, size, table
 from autopar.errors import listed
-from autopar.tools.cli.app import Json, Policy, app, errors, print_json
-from autopar.tools.tables import console, filled, lines, shape, size, table
 
 if TYPE_CHECKING:
     from autopar.checkpoint import Manifest
@@ -81,7 +81,7 @@ def split(
 ) -> None:
     """Split a Hugging Face checkpoint into the shards of a mesh beforehand, one tensor at a time."""
     with errors(as_json):
-        from autopar.tools.split import split_checkpoint
+        from autopar.cli.split import split_checkpoint
 
         result = split_checkpoint(
             source, destination, tp=tp, pp=pp, policy=policy, dtype=dtype, force=force,
