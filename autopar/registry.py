@@ -30,18 +30,20 @@ class Step:
         function: Name of ``step(model, state, given)``, as in :mod:`autopar.applied.steps`. It changes the model in
             place, and puts what takes that back onto ``state.undo``.
         after: Name of the step that comes before it: one of the core, or of a feature earlier in the alphabet.
+        always: Whether ``initialize`` makes it also where the configuration does not ask for the feature.
     """
 
     function: str
     after: str
+    always: bool = False
 
 
 @dataclass(frozen=True)
 class Feature:
     """The additions of one feature. Each attribute below ``about`` is a table.
 
-    Planners and steps of a feature that :data:`SETTINGS` names are called where a configuration asks for it; those of
-    another feature in every ``initialize``.
+    Planners and steps of a feature that :data:`SETTINGS` names are called where a configuration asks for it (a step may
+    say ``always``); those of another feature in every ``initialize``.
 
     Attributes:
         name: Name of its folder.
@@ -57,7 +59,12 @@ class Feature:
             (:class:`autopar.dry_run.plan_model.ModelPlans`), in the order of names. It sends nothing, and only reads
             the model. Its result (None: the feature is not used) is kept under the entry's name, in ``Plans.features``
             and ``Parallelized.features``. ``to_json()`` of the result must be equal on all ranks.
-        rules: Rules of plans. ``classes(plain, plan)`` returns the class that a module of class ``plain`` becomes.
+        matches: Keys of a policy's rules that lay modules over more ranks than those of tensor parallelism.
+            ``lay(matches, root, ranks)`` is called when such a plan is made, before matches become layouts. It returns
+            the matches to go on with (``RuleMatch.rules`` makes layouts of one), the attributes that change, and the
+            rules of plans whose modules it lays so. It only reads the model.
+        rules: Rules of plans. ``classes(plain, plan)`` returns the class that a module of class ``plain`` becomes, and
+            names in ``autopar_state`` the attributes that its instances add. Called for each module, in dry runs too.
         steps: Steps of ``initialize``, by name.
     """
 
@@ -68,6 +75,7 @@ class Feature:
     policies: Entries = field(default_factory=dict)
     transports: Entries = field(default_factory=dict)
     planners: Entries = field(default_factory=dict)
+    matches: Entries = field(default_factory=dict)
     rules: Entries = field(default_factory=dict)
     steps: Mapping[str, Step] = field(default_factory=dict)
 
@@ -76,12 +84,19 @@ TABLES = tuple(each.name for each in fields(Feature))[2:]
 # Fields of a configuration that ask for a feature with any value but these.
 SETTINGS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "context_parallel_size": ("context_parallel", (1,)),
+    "expert_parallel_size": ("experts", (1,)),
     "sequence_parallel": ("sequence_parallel", (False,)),
     "cpu_transport": ("host_transport", ("auto", "gloo")),
 }
 
+# Rules of policies and plans that features add: entries of their tables ``matches`` and ``rules``.
+RULES: Mapping[str, str] = dict.fromkeys(("by_expert", "calls_experts", "expert_modules", "experts"), "experts")
+
 # Public names of the package that features add.
-OF_FEATURES: Mapping[str, str] = dict.fromkeys(("metrics", "plan_memory", "rehearse", "summary", "verify"), "tools")
+OF_FEATURES: Mapping[str, str] = {
+    **dict.fromkeys(("metrics", "plan_memory", "rehearse", "summary", "verify"), "tools"),
+    "expert_load": "experts",
+}
 
 
 @functools.cache
@@ -114,10 +129,19 @@ def entries(table: str, config: Any = None) -> Iterator[tuple[str, Any]]:
             yield name, load(entry)
 
 
-def entry(table: str, name: str) -> Any:
-    """Return the object of one entry; None if no feature has it."""
-    found = (getattr(feature, table) for feature in features())
-    return next((load(known[name]) for known in found if name in known), None)
+def entry(table: str, name: str, where: object = "") -> Any:
+    """Return the object of one entry; None if no feature has it.
+
+    Args:
+        where: Line of the policy that asks for a rule.
+
+    Raises:
+        ConfigError: the feature that :data:`RULES` names for it is not installed.
+    """
+    found = next((known[name] for known in (getattr(each, table) for each in features()) if name in known), None)
+    if found is None and name in RULES:
+        need(RULES[name], f"the rule '{name}' ({where})")
+    return None if found is None else load(found)
 
 
 def public_name(name: str) -> Any:
@@ -143,8 +167,11 @@ def in_order(steps: Sequence[Callable[..., Any]], config: Any) -> tuple[Callable
         ConfigError: no step has the name.
     """
     ordered, names = list(steps), [step.__name__ for step in steps]
-    for feature in asked(config):
+    turned_on = asked(config)
+    for feature in features():
         for own, step in feature.steps.items():
+            if feature not in turned_on and not step.always:
+                continue
             if step.after not in names:
                 raise ConfigError(f"feature {feature.name}: step {own} follows '{step.after}', which does not exist")
             place = names.index(step.after) + 1

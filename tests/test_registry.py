@@ -43,7 +43,8 @@ def test_steps_of_features_follow_those_that_they_name() -> None:
 
 def test_features_that_a_configuration_does_not_ask_for_add_no_steps() -> None:
     names = [step.__name__ for step in registry.in_order(STEPS, ParallelConfig())]
-    assert "run_on_rows_of_sequences" not in names
+    assert "run_on_rows_of_sequences" not in names and "share_experts" not in names
+    assert "balance_routers" in names  # one that is made always
 
 
 @pytest.fixture

@@ -55,13 +55,18 @@ class Scope:
 
 @dataclass(frozen=True)
 class RuleMatch:
-    """One rule and one module, bare parameter or buffer that it matches."""
+    """One rule and one module, bare parameter or buffer that it matches.
+
+    Attributes:
+        rules: Function of a feature that makes the layouts; None: :func:`autopar.plan.rules.tensor_rules_of`.
+    """
 
     path: str
     module: nn.Module | torch.Tensor
     rule: Rule
     scope: Scope
     shown: str
+    rules: Callable[[RuleMatch], Iterator[Any]] | None = None
 
     def count(self, unit: str) -> int | None:
         """Return how many units there are here; None if the policy leaves it to the parameter."""

@@ -41,7 +41,7 @@ def apply(model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU, config: Para
     if plan.shards > 1:
         from autopar.tensor_parallel import parallelize
 
-        parallelize.apply(model, plan, mpu.tp, region, mpu.shards, config.expert_dispatch)
+        parallelize.apply(model, plan, mpu.tp, region, mpu.shards)
     if plan.tp == 1 and config.loss_chunk:
         chunk_head(inner, mpu.tp, region)
     region.find_dropout(model)

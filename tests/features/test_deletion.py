@@ -16,6 +16,7 @@ FEATURES = sorted(path.name for path in (ROOT / "autopar" / "features").iterdir(
 # A configuration, on two ranks, that asks for the feature.
 ASKS = {
     "context_parallel": ({"cp": 2}, "context_parallel_size: 2"),
+    "experts": ({"ep": 2}, "expert_parallel_size: 2"),
     "host_transport": ({"tp": 2, "model_parallelism": {"cpu_transport": "shm"}}, "cpu_transport: shm"),
     "sequence_parallel": ({"tp": 2, "model_parallelism": {"sequence_parallel": True}}, "sequence_parallel: True"),
 }

@@ -181,7 +181,11 @@ class PlannedModel:
         wide = plan.shards > plan.tp
         held = rows.sharer * plan.tp + rows.tp_rank
         shards = Axis("ep", None, range(plan.shards), held) if wide else None
-        apply(shard, plan, region.axis, region, shards, self._dispatch)
+        apply(shard, plan, region.axis, region, shards)
+        if rows.ep > 1:
+            from autopar.features.experts.layers import choose_dispatch
+
+            choose_dispatch(shard, self._dispatch)
         inner = shard.get_submodule(self.prefix)
         if plan.tp == 1 and self._chunk:
             chunk_head(inner, region.axis, region)

@@ -14,9 +14,9 @@ from autopar.errors import ConfigError
 from autopar.plan.make_plan import make_plan
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
+from tests.features.experts.mixtures import batches, close, compare
+from tests.features.experts.module_mixtures import LISTED, listed, nllb, switch
 from tests.pool import pooled
-from tests.tensor_parallel.mixtures import batches, close, compare
-from tests.tensor_parallel.module_mixtures import LISTED, listed, nllb, switch
 
 _ALL_REDUCE = {"model_parallelism": {"expert_dispatch": "all_reduce"}}
 _TWO: dict[str, dict[str, Any]] = {

@@ -1,6 +1,6 @@
 """Expert parallelism of experts that are modules in a list: each rank has some of them, and the others without weights.
 
-Rows travel as those of stacked experts do (:mod:`autopar.tensor_parallel.experts`). Weights, masks and dropout after
+Rows travel as those of stacked experts do (:mod:`autopar.features.experts.layers`). Weights, masks and dropout after
 the experts stay as they are on the rank of the tokens, and only the experts compute elsewhere.
 
 Classes choose experts in many ways: by indices, by masks, in a loop over all of them or over those that are hit, with
@@ -29,11 +29,12 @@ from torch import nn
 
 from autopar.distributed.rng import TorchGenerators
 from autopar.errors import ConfigError
+from autopar.features.experts.layers import ExpertParallel
+from autopar.features.experts.plan import expert_names
 from autopar.foreign.tensors import called_instead, own_buffers, own_modules, tree_leaves, tree_map, version_of
 from autopar.layout import even_shards
-from autopar.plan.by_expert import expert_names
-from autopar.tensor_parallel.experts import ExpertParallel
-from autopar.tensor_parallel.region_modules import RegionModule
+from autopar.plan.plan import ModulePlan
+from autopar.tensor_parallel.region_modules import RegionModule, region_class
 
 
 class _Call(NamedTuple):
@@ -203,6 +204,7 @@ class ModuleExperts(ExpertParallel):
     """
 
     autopar_names: tuple[str, ...]
+    autopar_state = (*ExpertParallel.autopar_state, "autopar_names", "idle_zeros", "_called", "_inside")
     idle_zeros = False
     _called: frozenset[int] = frozenset()  # without rows, in the forward that runs
     _inside: TorchGenerators | None = None  # what this rank's experts draw from; None: nothing is drawn
@@ -258,6 +260,16 @@ class ExpertCaller(RegionModule):
         lists: list[Any] = [each for each in own_modules(self).values() if isinstance(each, ModuleExperts)]
         outer = [each for each in lists if not each.calls_itself]
         return _run(self, outer, super().forward, args, kwargs)
+
+
+def list_class(plain: type[nn.Module], plan: ModulePlan) -> Any:
+    """Return the class of a list of experts."""
+    return region_class(plain, ModuleExperts, plan)
+
+
+def caller_class(plain: type[nn.Module], plan: ModulePlan) -> Any:
+    """Return the class of a module around lists of experts."""
+    return region_class(plain, ExpertCaller, plan)
 
 
 class _Present(torch.autograd.Function):

@@ -12,10 +12,10 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import autopar
 from autopar.errors import ConfigError
+from autopar.features.experts.layers import ExpertParallel
 from autopar.plan.make_plan import make_plan
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
-from autopar.tensor_parallel.experts import ExpertParallel
 from tests.parity import check, language_batches, randomise
 from tests.pool import pooled
 from tests.small import llama

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 import autopar
 from autopar.errors import ConfigError
 from tests.data_parallel.whole_optimizers import MATRICES
+from tests.features.experts.mixtures import batches, close, compare, mixtral, qwen3, reference, wholes
 from tests.pool import pooled
-from tests.tensor_parallel.mixtures import batches, close, compare, mixtral, qwen3, reference, wholes
 
 
 @pytest.mark.tier("test", only=("all_to_all",))

@@ -11,9 +11,9 @@ import torch
 import autopar
 from autopar.policy.load import own_policies
 from autopar.policy.schema import Policy
+from tests.features.experts.mixtures import wholes
 from tests.pool import pooled
 from tests.random_models import batches, build, cases, kind, of_type
-from tests.tensor_parallel.mixtures import wholes
 from tests.tiers import in_tier
 
 FIRST = (  # one of each structure

@@ -6,13 +6,16 @@ import copy
 import importlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, TrainingArguments
 
 import autopar
-from autopar.data_parallel.router_loss import balancing_module, is_switch_loss
+from autopar import registry
+from autopar.dry_run.plan_model import ModelPlans
+from autopar.features.experts.router_loss import balancing_module, is_switch_loss
 from autopar.integrations import ParallelTrainer
 from tests.integrations.runs import launched
 from tests.parity import randomise
@@ -131,3 +134,27 @@ def test_which_losses_are_known() -> None:
     assert found == {*known} - {"doge"}
     assert balancing_module(mixtral()) is known["mixtral"]
     assert balancing_module(torch.nn.Linear(1, 1)) is None
+
+
+@pooled(world_size=2)
+def test_without_the_feature_a_mixture_is_sharded_over_two_and_refused_on_two_replicas() -> None:
+    plain = mixtral()
+    with mock.patch.object(registry, "features", tuple):
+        with pytest.raises(autopar.ConfigError) as raised:
+            autopar.initialize(plain, {})
+        model = autopar.initialize(plain, {"tp": 2})
+        loss = model(**batch(0, 1)).loss
+    assert str(raised.value) == (
+        "the auxiliary loss of the routers of MixtralForCausalLM over 2 replicas needs the feature 'experts', which is "
+        "not installed.\n  Installed: none. Put the folder autopar/features/experts back."
+    )
+    torch.testing.assert_close(loss, mixtral()(**batch(0, 1)).loss)
+
+
+def test_without_the_feature_a_rule_by_expert_is_an_error() -> None:
+    plans = ModelPlans.of(mixtral())
+    with (
+        mock.patch.object(registry, "features", tuple),
+        pytest.raises(autopar.ConfigError, match=r"the rule 'by_expert' \(.*yaml:\d+\) needs the feature 'experts'"),
+    ):
+        plans.tensors(2, experts=2)

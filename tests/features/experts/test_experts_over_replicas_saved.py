@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from transformers import MixtralForCausalLM
 
 import autopar
+from tests.features.experts.mixtures import batches, close, compare, mixtral, reference, train
 from tests.pool import pooled
-from tests.tensor_parallel.mixtures import batches, close, compare, mixtral, reference, train
 
 
 @pooled(world_size=4)

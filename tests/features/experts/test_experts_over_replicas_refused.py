@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 import autopar
 from autopar.errors import ConfigError, ConsistencyError, PipelineError
 from autopar.integrations.deepspeed import _check_mesh
+from tests.features.experts.mixtures import batches, close, mixtral
 from tests.pool import pooled
-from tests.tensor_parallel.mixtures import batches, close, mixtral
 from tests.timeouts import hurry, say, wait_for
 from tests.worlds import distributed
 

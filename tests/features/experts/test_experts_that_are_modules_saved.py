@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from transformers import SwitchTransformersForConditionalGeneration
 
 import autopar
+from tests.features.experts.mixtures import batches, close, compare, reference, train
+from tests.features.experts.module_mixtures import LISTED, listed, switch
 from tests.pool import pooled
-from tests.tensor_parallel.mixtures import batches, close, compare, reference, train
-from tests.tensor_parallel.module_mixtures import LISTED, listed, switch
 from tests.tiers import mainly
 
 _MODELS: dict[str, Any] = {"switch": (switch, None), "listed": (lambda: listed(reachable=4), LISTED)}

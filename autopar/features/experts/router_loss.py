@@ -13,21 +13,31 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
+from autopar.applied.steps import Given, Parallelized
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.foreign.patches import hold, patch_name, patches, release
+from autopar.foreign.transformers import ROUTER_LOSS, router_loss_module
 
-_NAME = "load_balancing_loss_func"
 _balancing: contextvars.ContextVar[RouterLoss | None] = contextvars.ContextVar("balancing", default=None)
+
+
+def balance_routers(model: nn.Module, state: Parallelized, given: Given) -> None:
+    """On the model in one piece: the loss is one of the batches of all replicas."""
+    inner = state.inner_of(model)
+    module = balancing_module(inner) if state.mpu.dp_cp.size > 1 else None
+    if module is not None:
+        apart = state.config.loss_router_aux == "replica"
+        state.features["router_loss"] = RouterLoss(inner, module, state.mpu, state.failures, apart=apart)
+        state.undo.append(lambda model, own: own.features.pop("router_loss").remove())
 
 
 class RouterLoss:
@@ -42,18 +52,12 @@ class RouterLoss:
         self._factor, self._always = 1.0, False
         self._before: contextvars.Token[RouterLoss | None] | None = None
         hold(self)
-        if all(patch.name != f"{module.__name__}.{_NAME}" for patch in patches()):
-            patch_name(module, _NAME, _loss)
+        if all(patch.name != f"{module.__name__}.{ROUTER_LOSS}" for patch in patches()):
+            patch_name(module, ROUTER_LOSS, _loss)
         self._handles = [
             model.register_forward_pre_hook(self._enter),
             model.register_forward_hook(self._leave, always_call=True),
         ]
-
-    @classmethod
-    def of(cls, model: nn.Module, mpu: MPU, failures: FailureLog, *, apart: bool) -> RouterLoss | None:
-        """Return that of ``model``; None if its class makes no such loss, or another one."""
-        module = balancing_module(model)
-        return None if module is None else cls(model, module, mpu, failures, apart=apart)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RouterLoss:
         return self
@@ -137,12 +141,9 @@ def _product(chosen: torch.Tensor, probability: torch.Tensor, rows: torch.Tensor
 
 def balancing_module(model: nn.Module) -> ModuleType | None:
     """Return the module of transformers whose function makes the auxiliary loss of ``model``, if it is this one."""
-    for kind in type(model).__mro__:
-        module = sys.modules.get(kind.__module__)
-        function = getattr(module, _NAME, None)
-        if module is not None and function is not None:
-            return module if is_switch_loss(getattr(function, "__wrapped__", function)) else None
-    return None
+    module = router_loss_module(model)
+    function = getattr(module, ROUTER_LOSS, None)
+    return module if function is not None and is_switch_loss(getattr(function, "__wrapped__", function)) else None
 
 
 def is_switch_loss(function: Callable[..., Any]) -> bool:
@@ -157,19 +158,3 @@ def is_switch_loss(function: Callable[..., Any]) -> bool:
         if not isinstance(found, torch.Tensor) or not torch.allclose(found, _product(*_sums(logits, 4, 2, mask))):
             return False
     return True
-
-
-def adds_router_loss(model: Any, given: Mapping[str, Any]) -> bool:
-    """Return whether a forward with these arguments adds the routers' auxiliary loss to its own.
-
-    It is not a mean over samples, so replicas make another one than one process.
-    """
-    asked = given.get("output_router_logits")
-    return (
-        any(getattr(each, "output_router_logits", False) for each in _configs(model)) if asked is None else bool(asked)
-    )
-
-
-def _configs(model: Any) -> list[Any]:
-    config = getattr(model, "config", None)
-    return [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]

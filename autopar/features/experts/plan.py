@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -20,14 +21,13 @@ from autopar.foreign.tensors import BatchNorm, own_parameters
 from autopar.layout import Block, Layout
 from autopar.plan.matching import RuleMatch, join
 from autopar.plan.plan import AttributePlan, ModulePlan
-from autopar.plan.rules import TensorRule, tensor_rules_of
+from autopar.plan.rules import TensorRule
 from autopar.plan.units import UnitTable
 from autopar.policy.schema import BY_EXPERT, HIDDEN, Part, Rule
 from autopar.quantized.layers import StandIn
 
+# Rules of plans for modules that have experts, are one, or call them.
 MIXTURES = frozenset(("experts", "expert_modules", "calls_experts", "one_expert"))
-"""Rules of plans for modules that have experts, are one, or call them."""
-
 _NO_EXPERT = "no expert"  # the kind of a module that indices behind the last expert stand for
 _ARGUMENTS = 3  # hidden states, indices of the chosen experts, their weights
 
@@ -48,11 +48,14 @@ def expert_names(module: nn.Module) -> tuple[str, ...]:
     return tuple(name for _, name in sorted(listed))
 
 
-def shard_by_expert(matches: list[RuleMatch], ranks: int) -> tuple[list[RuleMatch], list[AttributePlan]]:
+def shard_by_expert(
+    matches: Sequence[RuleMatch], root: nn.Module, ranks: int
+) -> tuple[list[RuleMatch], list[AttributePlan], frozenset[str]]:
     """Return the matches with each mixture that names ``by_expert`` sharded so, and the attributes that change.
 
     Args:
-        ranks: over which experts are sharded.
+        root: The model. A list of experts without a forward is called by the module around it.
+        ranks: Number of ranks over which experts are sharded.
 
     Raises:
         ConfigError: the model has no such mixture, or one whose forward does not take the choice of experts.
@@ -77,15 +80,16 @@ def shard_by_expert(matches: list[RuleMatch], ranks: int) -> tuple[list[RuleMatc
             if match.path not in listed:
                 attributes.append(_check(match))
             experts = replace(match.rule, kind="experts", parts=(Part(str(match.rule.by_expert)),))
-            result.append(replace(match, rule=replace(experts, opens=False, closes=False)))
+            rules = partial(_rules_of, root=root) if isinstance(match.module, nn.Module) else None
+            result.append(replace(match, rule=replace(experts, opens=False, closes=False), rules=rules))
         elif holder and match.rule.kind == "once" and isinstance(match.module, nn.Module):
-            result.append(replace(match, rule=Rule(_NO_EXPERT, match.rule.where)))
+            result.append(replace(match, rule=Rule(_NO_EXPERT, match.rule.where), rules=_no_expert))
         elif holder and isinstance(match.module, torch.Tensor):
             parts = _stacked(match, str(mixtures[holder].rule.by_expert))
             result.append(replace(match, rule=Rule("sharded", match.rule.where, parts, dim=0)))
         else:
             result.append(match)
-    return result, attributes
+    return result, attributes, MIXTURES
 
 
 def _stacked(match: RuleMatch, unit: str) -> tuple[Part, ...]:
@@ -120,23 +124,15 @@ def _check(match: RuleMatch) -> AttributePlan:
     return AttributePlan(match.path, name, str(match.rule.where), experts, values)
 
 
-def rules_of(match: RuleMatch, root: nn.Module) -> Iterator[TensorRule]:
-    """Yield what a rule makes of what it matched, experts among them.
+def _no_expert(match: RuleMatch) -> Iterator[TensorRule]:
+    holder, _, name = match.path.rpartition(".")
+    yield TensorRule(ModulePlan(holder, "", str(match.rule.where), once=frozenset([name])))
 
-    Args:
-        root: the model, in which a list without a forward is called by the module around it.
 
-    Raises:
-        PolicyError, ConfigError: as ``tensor_rules_of``; an expert cannot lie on a rank as a whole.
-    """
+def _rules_of(match: RuleMatch, root: nn.Module) -> Iterator[TensorRule]:
+    """Yield the rules of a mixture. Raises ConfigError if an expert cannot lie on a rank as a whole."""
     module = match.module
-    if match.rule.kind == _NO_EXPERT:
-        holder, _, name = match.path.rpartition(".")
-        yield TensorRule(ModulePlan(holder, "", str(match.rule.where), once=frozenset([name])))
-        return
-    if match.rule.kind != "experts" or not isinstance(module, nn.Module):
-        yield from tensor_rules_of(match)
-        return
+    assert isinstance(module, nn.Module)
     where, names = str(match.rule.where), expert_names(module)
     unit = str(match.rule.by_expert)
     count = match.count(unit)
@@ -190,8 +186,3 @@ def _one_expert(match: RuleMatch, path: str, expert: nn.Module, number: int, of:
                 ModulePlan(shown, "one_expert", str(match.rule.where), first, layouts),
                 [(name, parameter, layouts[name]) for name, parameter in own.items()],
             )
-
-
-def mixtures_in(attributes: list[AttributePlan], modules: Mapping[str, ModulePlan]) -> set[str]:
-    """Return the paths of modules that have experts, are one, or call them."""
-    return {each.path for each in attributes} | {path for path, plan in modules.items() if plan.rule in MIXTURES}

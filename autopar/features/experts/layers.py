@@ -42,7 +42,8 @@ from autopar.distributed.gloo_collectives import all_reduce
 from autopar.errors import ConfigError
 from autopar.foreign.tensors import in_backward
 from autopar.layout import Block, Layout, even_shards
-from autopar.tensor_parallel.region_modules import RegionModule, argument_names
+from autopar.plan.plan import ModulePlan
+from autopar.tensor_parallel.region_modules import RegionModule, argument_names, region_class
 from autopar.tensor_parallel.whole_hooks import described, users_hook
 
 
@@ -51,14 +52,13 @@ class ExpertParallel(RegionModule):
 
     Attributes:
         tp: the ranks over which experts are sharded.
-        beside: the tensor-parallel ranks of this replica, which hold the same tokens.
         dispatch: ``all_to_all`` or ``all_reduce``.
-        tokens: how many each of this rank's experts has been given, ``[experts here]``, int64.
+        tokens: how many each of this rank's experts has been given, ``[experts here]``, int64; None before the first.
     """
 
-    beside: Axis
-    dispatch: str
-    tokens: torch.Tensor
+    dispatch: str = "all_to_all"
+    tokens: torch.Tensor | None = None
+    autopar_state: tuple[str, ...] = ("dispatch", "tokens")
 
     def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> Any:
         """Compute the output; ``chosen``, ``weights``: ``[tokens, k]``, the experts of each token and their weights."""
@@ -70,6 +70,17 @@ class ExpertParallel(RegionModule):
         y = self._exchanged(x, chosen, weights)
         y = y + self._without_experts(x, chosen, weights) if self.autopar.once else y
         return y if y.shape == hidden.shape else y.view_as(hidden)  # a view would lose FSDP2's hook when written into
+
+    @property
+    def beside(self) -> Axis:
+        """The tensor-parallel ranks of this replica, which hold the same tokens."""
+        return self.region.axis
+
+    @property
+    def here(self) -> int:
+        """The number of this rank's experts."""
+        assert self.autopar.layout is not None
+        return self.autopar.layout.local_size(self.tp.rank)
 
     def _exchanged(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the experts' weighted outputs, ``[tokens, hidden]``."""
@@ -134,9 +145,9 @@ class ExpertParallel(RegionModule):
         return owner, torch.where(known, ids - torch.tensor(starts, device=ids.device)[owner], 0), known
 
     def _count(self, local: torch.Tensor) -> None:
-        if self.tokens.device != local.device:
+        if self.tokens is None or self.tokens.device != local.device:
             with torch.inference_mode(mode=False):  # it is written into outside of inference, too
-                self.tokens = torch.zeros_like(self.tokens, device=local.device)
+                self.tokens = torch.zeros(self.here, dtype=torch.int64, device=local.device)
         self.tokens.index_add_(0, local, torch.ones_like(local))
 
     def _compute(self, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
@@ -211,7 +222,7 @@ class SortedExperts(ExpertParallel):
         return self._exchanged(x, ids.unsqueeze(-1), torch.ones_like(x[:, :1]))
 
     def _outputs(self, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-        here = self.tokens.numel()
+        here = self.here
         if rows.is_meta:  # even routes
             counts = [stop - start for start, stop in even_shards(len(rows), here)]
         else:
@@ -225,6 +236,18 @@ class SortedExperts(ExpertParallel):
         place = torch.empty_like(local).index_copy(0, order, torch.cat(places))
         y = super(ExpertParallel, self).forward(rows.new_zeros(here * most, rows.shape[1]).index_copy(0, place, rows))
         return y[place]
+
+
+def experts_class(plain: type[nn.Module], plan: ModulePlan) -> Any:
+    """Return the class of stacked experts: those that get no indices of experts and no weights get sorted rows."""
+    return region_class(plain, ExpertParallel if len(argument_names(plain)) >= 3 else SortedExperts, plan)
+
+
+def choose_dispatch(model: nn.Module, dispatch: str) -> None:
+    """Let tokens travel to the experts of a parallelized model in this way."""
+    for module in model.modules():
+        if isinstance(module, ExpertParallel):
+            module.dispatch = dispatch
 
 
 @torch.no_grad()
@@ -262,11 +285,12 @@ def expert_load(model: nn.Module, *, reset: bool = True) -> dict[str, torch.Tens
                 assert layout is not None
                 ((start, stop),) = layout.ranges(module.tp.rank)
                 tokens = torch.zeros(layout.size, dtype=torch.int64, device=root.mpu.device)
-                tokens[start:stop] = module.tokens.to(tokens.device)
+                if module.tokens is not None:
+                    tokens[start:stop] = module.tokens.to(tokens.device)
                 for axis in (module.tp, root.mpu.copies):
                     if axis.size > 1:
                         all_reduce(tokens, group=axis.group)
                 found[path] = tokens
                 if reset:
-                    module.tokens.zero_()
+                    module.tokens = None
     return found

@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.checkpoint import ShardedDict
 from autopar.errors import CheckpointError
-from tests.pool import pooled
-from tests.tensor_parallel.mixtures import (
+from tests.features.experts.mixtures import (
     batches,
     close,
     compare,
@@ -28,6 +27,7 @@ from tests.tensor_parallel.mixtures import (
     train,
     wholes,
 )
+from tests.pool import pooled
 from tests.tiers import in_tier, mainly
 
 ZERO_3 = {"zero": {"stage": 3}}
