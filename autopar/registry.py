@@ -63,8 +63,9 @@ class Feature:
             ``lay(matches, root, ranks)`` is called when such a plan is made, before matches become layouts. It returns
             the matches to go on with (``RuleMatch.rules`` makes layouts of one), the attributes that change, and the
             rules of plans whose modules it lays so. It only reads the model.
-        rules: Rules of plans. ``classes(plain, plan)`` returns the class that a module of class ``plain`` becomes, and
-            names in ``autopar_state`` the attributes that its instances add. Called for each module, in dry runs too.
+        rules: Rules of plans. The entry is the mixin that :func:`autopar.tensor_parallel.region_modules.region_class`
+            puts before the class of a module, when layers are swapped; or a function of that class that returns it.
+            ``autopar_state`` of a mixin names the attributes that its instances add.
         steps: Steps of ``initialize``, by name.
     """
 

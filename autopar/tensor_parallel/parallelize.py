@@ -313,9 +313,10 @@ def parallel_class(plain: type[nn.Module], plan: ModulePlan, *, stored: bool = F
     if plan.rule in ("column", "row", "embedding"):
         layer = _LAYERS[plan.rule, plan.by_hidden if plan.rule == "embedding" else issubclass(plain, Conv1D)]
         return _layer_class(plain, layer)  # type: ignore[arg-type]
-    if (classes := registry.entry("rules", plan.rule, plan.where)) is not None:
-        return classes(plain, plan)  # type: ignore[no-any-return]
-    return region_class(plain, _REGION_MODULES.get(plan.rule, RegionModule), plan)
+    replicas = {name for name, layout in plan.layouts.items() if layout.replicated}
+    found: Any = _REGION_MODULES.get(plan.rule) or registry.entry("rules", plan.rule, plan.where) or RegionModule
+    mixin = found if isinstance(found, type) else found(plain)
+    return region_class(plain, mixin, tuple(sorted(plan.summed | replicas)))  # type: ignore[arg-type]
 
 
 @functools.cache

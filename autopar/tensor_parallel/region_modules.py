@@ -151,14 +151,9 @@ def _gradient_property(name: str) -> property:
     return property(read, write)
 
 
-def region_class(plain: type[nn.Module], mixin: type[RegionModule], plan: ModulePlan) -> Any:
-    """Return ``plain`` after ``mixin``; gradients of those parameters that the plan says are summed."""
-    replicas = {name for name, layout in plan.layouts.items() if layout.replicated}
-    return _region_class(plain, mixin, tuple(sorted(plan.summed | replicas)))
-
-
 @functools.cache
-def _region_class(plain: Any, mixin: Any, names: tuple[str, ...]) -> Any:
+def region_class(plain: Any, mixin: Any, names: tuple[str, ...]) -> Any:
+    """Return ``plain`` after ``mixin`` (a :class:`RegionModule`); gradients of the parameters ``names`` are summed."""
     if names:
         mixin = type(mixin.__name__, (mixin,), {name: _gradient_property(name) for name in names})
     return mixed_class(mixin, plain, f"{mixin.__name__}{plain.__name__}")

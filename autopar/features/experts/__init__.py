@@ -8,9 +8,9 @@ FEATURE = Feature(
     names={"expert_load": "autopar.features.experts.layers:expert_load"},
     matches={"by_expert": "autopar.features.experts.plan:shard_by_expert"},
     rules={
-        "experts": "autopar.features.experts.layers:experts_class",
-        "expert_modules": "autopar.features.experts.module_experts:list_class",
-        "calls_experts": "autopar.features.experts.module_experts:caller_class",
+        "experts": "autopar.features.experts.layers:stacked_experts",
+        "expert_modules": "autopar.features.experts.module_experts:ModuleExperts",
+        "calls_experts": "autopar.features.experts.module_experts:ExpertCaller",
     },
     steps={
         "balance_routers": Step(

@@ -42,8 +42,7 @@ from autopar.distributed.gloo_collectives import all_reduce
 from autopar.errors import ConfigError
 from autopar.foreign.tensors import in_backward
 from autopar.layout import Block, Layout, even_shards
-from autopar.plan.plan import ModulePlan
-from autopar.tensor_parallel.region_modules import RegionModule, argument_names, region_class
+from autopar.tensor_parallel.region_modules import RegionModule, argument_names
 from autopar.tensor_parallel.whole_hooks import described, users_hook
 
 
@@ -238,9 +237,9 @@ class SortedExperts(ExpertParallel):
         return y[place]
 
 
-def experts_class(plain: type[nn.Module], plan: ModulePlan) -> Any:
-    """Return the class of stacked experts: those that get no indices of experts and no weights get sorted rows."""
-    return region_class(plain, ExpertParallel if len(argument_names(plain)) >= 3 else SortedExperts, plan)
+def stacked_experts(plain: type[nn.Module]) -> type[ExpertParallel]:
+    """Return the mixin of stacked experts: those that take no indices of experts and no weights get sorted rows."""
+    return ExpertParallel if len(argument_names(plain)) >= 3 else SortedExperts  # type: ignore[arg-type]
 
 
 def choose_dispatch(model: nn.Module, dispatch: str) -> None:

@@ -33,8 +33,7 @@ from autopar.features.experts.layers import ExpertParallel
 from autopar.features.experts.plan import expert_names
 from autopar.foreign.tensors import called_instead, own_buffers, own_modules, tree_leaves, tree_map, version_of
 from autopar.layout import even_shards
-from autopar.plan.plan import ModulePlan
-from autopar.tensor_parallel.region_modules import RegionModule, region_class
+from autopar.tensor_parallel.region_modules import RegionModule
 
 
 class _Call(NamedTuple):
@@ -260,16 +259,6 @@ class ExpertCaller(RegionModule):
         lists: list[Any] = [each for each in own_modules(self).values() if isinstance(each, ModuleExperts)]
         outer = [each for each in lists if not each.calls_itself]
         return _run(self, outer, super().forward, args, kwargs)
-
-
-def list_class(plain: type[nn.Module], plan: ModulePlan) -> Any:
-    """Return the class of a list of experts."""
-    return region_class(plain, ModuleExperts, plan)
-
-
-def caller_class(plain: type[nn.Module], plan: ModulePlan) -> Any:
-    """Return the class of a module around lists of experts."""
-    return region_class(plain, ExpertCaller, plan)
 
 
 class _Present(torch.autograd.Function):
