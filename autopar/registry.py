@@ -52,6 +52,9 @@ class Feature:
         commands: Commands of the command line. Importing one adds it to :data:`autopar.cli.app.app`, without torch.
         policies: Words that a user may write in place of a policy. ``tree(model)`` is called once in an ``initialize``,
             and returns the YAML of a policy as plain data. It only reads the model, and sends nothing.
+        toolbox: Names of ``autopar.tensor_parallel``; the object is imported when the name is first used.
+        mesh_names: Classes whose own methods the mesh (:class:`autopar.distributed.mesh.MPU`) has. They are looked up
+            when a name is used that the mesh lacks; ``self`` is the mesh.
         transports: Carriers of collectives between the ranks of one axis. ``choose(axis, group, asked, control)`` is
             called once for the tensor-parallel axis when a mesh is made, on all its ranks. It returns the transport, or
             None: the process group carries them.
@@ -74,6 +77,8 @@ class Feature:
     names: Entries = field(default_factory=dict)
     commands: Entries = field(default_factory=dict)
     policies: Entries = field(default_factory=dict)
+    toolbox: Entries = field(default_factory=dict)
+    mesh_names: Entries = field(default_factory=dict)
     transports: Entries = field(default_factory=dict)
     planners: Entries = field(default_factory=dict)
     matches: Entries = field(default_factory=dict)
@@ -187,6 +192,12 @@ def check_settings(config: Any) -> None:
         value = getattr(config, key)
         if value not in without:
             need(feature, f"{key}: {value}")
+
+
+def missing(feature: str, what: str) -> str:
+    """Return the end of an error on a name: that ``what`` needs a feature, if it is not installed; else nothing."""
+    installed = any(each.name == feature for each in features())
+    return "" if installed else f" {what} need the feature '{feature}', which is not installed."
 
 
 def need(feature: str, what: str) -> None:
