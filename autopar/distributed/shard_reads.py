@@ -300,7 +300,7 @@ class Sharded:
         return self._plain().__reduce_ex__(protocol)
 
 
-class ShardedParameter(Sharded, nn.Parameter):
+class ShardedParameter(Sharded, nn.Parameter):  # type: ignore[misc]
     """A parameter of which this rank has a shard."""
 
 

@@ -316,8 +316,8 @@ def attach(
     for module in callable_alone(model):
         tree = ModuleTree(module) if plan.tp > 1 else None
         before = BeforeForward(region, check, tree, parameters_of(module))
-        before.outermost, before.sharded = module is model, plan.shards > 1 or mpu.pp.size > 1
-        before.together = before.sharded or mpu.cp.size > 1
+        before.outermost, before.sharded = module is model, plan.shards > 1
+        before.together = before.sharded or mpu.pp.size > 1 or mpu.cp.size > 1
         if check is not None or plan.tp > 1:
             before.model = module
         module.register_forward_pre_hook(before, with_kwargs=True)
