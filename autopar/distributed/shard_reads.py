@@ -104,9 +104,6 @@ def _index_keeps(index: Any, tensor: torch.Tensor, dim: int | None) -> bool:
     return all(all_of) or (dim is not None and (len(entries) <= dim or all_of[dim]))
 
 
-# -- when ------------------------------------------------------------------------------------------------------------
-
-
 class Switch(threading.local):
     """Whether shards act as plain tensors for now.
 
@@ -282,6 +279,8 @@ class Sharded:
         vars(same).update({name: value for name, value in vars(self).items() if name != "autopar_shard"})
         _become(same, _PLAIN_KINDS[type(self)])
         return same
+
+    __copy__ = _plain
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         text, shard = repr(self._plain()), self.autopar_shard

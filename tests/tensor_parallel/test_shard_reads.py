@@ -190,6 +190,7 @@ def test_what_is_saved_is_plain_and_told(tmp_path: Path) -> None:
         loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
         assert all(type(tensor) is torch.Tensor for tensor in loaded["model"].values())
         assert type(copy.deepcopy(kept["half"])) is Part
+        assert type(copy.copy(kept["half"])) is torch.Tensor
         own = nn.Parameter(head(model).detach() * 2)
         assert type(own) is nn.Parameter and own.is_leaf and own.requires_grad
         assert f"rank {dist.get_rank()}'s shard of (131, 24)" in repr(head(model))
