@@ -28,6 +28,7 @@ ELEMENTWISE = {
 """Classes that are known to be element-wise; a class that derives from one is tried as any other."""
 
 _SHAPE = (128, 80)  # halves are large enough for optimizers that keep small tensors in fp32
+_RATE = 0.01  # the smallest learning rate of a trial
 _known: weakref.WeakKeyDictionary[Optimizer, dict[str, str | None]] = weakref.WeakKeyDictionary()  # by settings
 
 
@@ -190,8 +191,9 @@ def _run(
 def _fresh(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
     """Return a copy that has not stepped, with these parameters in one group; lists of its own hold the first."""
     settings = {name: value for name, value in group.items() if name != "params"}
-    if isinstance(settings.get("lr"), int | float) and not settings["lr"]:  # of a warm-up
-        settings["lr"] = settings.get("initial_lr") or 0.01
+    rate = settings.get("lr")
+    if isinstance(rate, int | float) and rate < _RATE:  # small ones, of a warm-up for instance, hide differences
+        settings["lr"] = _RATE
     if optimizer.state and type(optimizer)(parameters[:1], **optimizer.defaults).state:  # made with the optimizer
         made: Optimizer = type(optimizer)(parameters, **optimizer.defaults)
         made.param_groups[0].update(settings)
