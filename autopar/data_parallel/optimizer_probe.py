@@ -28,6 +28,7 @@ ELEMENTWISE = {
 """Classes that are known to be element-wise. A subclass is tried like any other class."""
 
 _SHAPE = (128, 80)  # halves are large enough for optimizers that keep small tensors in fp32
+_RATE = 0.01  # the smallest learning rate of a trial
 _Run = tuple[torch.Tensor, dict[str, torch.Tensor], bool]
 _known: weakref.WeakKeyDictionary[Optimizer, dict[str, str | None]] = weakref.WeakKeyDictionary()  # by settings
 
@@ -176,8 +177,9 @@ def _run(optimizer: Optimizer, group: dict[str, Any], *trials: torch.Tensor) -> 
 def _fresh(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
     """Return a copy that has not stepped, with these parameters in one group; other lists of it hold the first one."""
     settings = {name: value for name, value in group.items() if name != "params"}
-    if isinstance(settings.get("lr"), int | float) and not settings["lr"]:  # of a warm-up
-        settings["lr"] = settings.get("initial_lr") or 0.01
+    rate = settings.get("lr")
+    if isinstance(rate, int | float) and rate < _RATE:  # small ones, of a warm-up for instance, hide differences
+        settings["lr"] = _RATE
     with suppress(TypeError):  # defaults may lack arguments of the class, which then makes no state when it is built
         if optimizer.state and (made := type(optimizer)(parameters, **optimizer.defaults)).state:
             made.param_groups[0].update(settings)

@@ -70,6 +70,16 @@ def test_a_users_own_optimizer(name: str) -> None:
         assert torch.equal(now, was) and now.grad is None
 
 
+@pytest.mark.parametrize("rate", [0.0, 1e-10])
+def test_the_small_rate_with_which_a_warm_up_begins_hides_nothing(rate: float) -> None:
+    muon = torch.optim.Muon(_parameters()[:1], lr=rate)
+    assert probe(muon, muon.param_groups[0]) == "matrices"
+    for update, expected in (UPDATES["trust ratio"], UPDATES["by the norm of all"], UPDATES["sign"]):
+        optimizer = Own(_parameters(), update)
+        optimizer.param_groups[0]["lr"] = rate
+        assert probe(optimizer, optimizer.param_groups[0]) == expected
+
+
 class Closing(torch.optim.SGD):
     """Needs a closure."""
 
