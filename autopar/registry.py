@@ -35,6 +35,26 @@ class Step:
     function: str
     after: str
 
+    def __str__(self) -> str:
+        return f"{self.function}, after {self.after}"
+
+
+@dataclass(frozen=True)
+class Extension:
+    """A rule of policies that extends one of the core, such as ``{scaled_row: heads, scale: 0.5}``.
+
+    Attributes:
+        rule: The rule of the core by which the layer is sharded, ``column``, ``row`` or ``embedding``.
+        numbers: Further keys, each with a number. The plan of the module has them in ``ModulePlan.extension``, for a
+            step of the feature that swaps its class (:func:`autopar.swap.swap`).
+    """
+
+    rule: str
+    numbers: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.rule} with {', '.join(self.numbers) or 'nothing more'}"
+
 
 @dataclass(frozen=True)
 class Feature:
@@ -61,6 +81,7 @@ class Feature:
             the model. Its result (None: the feature is not used) is kept under the entry's name, in ``Plans.features``
             and ``Parallelized.features``. ``to_json()`` of the result must be equal on all ranks.
         rules: Rules of plans. ``classes(plain, plan)`` returns the class that a module of class ``plain`` becomes.
+        extensions: Rules of policies, by their name.
         steps: Steps of ``initialize``, by name.
     """
 
@@ -74,6 +95,7 @@ class Feature:
     transports: Entries = field(default_factory=dict)
     planners: Entries = field(default_factory=dict)
     rules: Entries = field(default_factory=dict)
+    extensions: Mapping[str, Extension] = field(default_factory=dict)
     steps: Mapping[str, Step] = field(default_factory=dict)
 
 
@@ -123,6 +145,11 @@ def entry(table: str, name: str) -> Any:
     """Return the object of one entry; None if no feature has it."""
     found = (getattr(feature, table) for feature in features())
     return next((load(known[name]) for known in found if name in known), None)
+
+
+def extensions() -> Mapping[str, Extension]:
+    """Return the rules of policies that features add, by name."""
+    return {name: extension for feature in features() for name, extension in feature.extensions.items()}
 
 
 def public_name(name: str) -> Any:
@@ -193,8 +220,7 @@ def main() -> None:
         print(f"{feature.name}: {feature.about}")
         for table in TABLES:
             for name, value in getattr(feature, table).items():
-                where = value if isinstance(value, str) else f"{value.function}, after {value.after}"
-                print(f"  {table}.{name} = {where}")
+                print(f"  {table}.{name} = {value}")
 
 
 if __name__ == "__main__":
