@@ -37,6 +37,26 @@ class Step:
     after: str
     always: bool = False
 
+    def __str__(self) -> str:
+        return f"{self.function}, after {self.after}"
+
+
+@dataclass(frozen=True)
+class Extension:
+    """A rule of policies that extends one of the core, such as ``{scaled_row: heads, scale: 0.5}``.
+
+    Attributes:
+        rule: The rule of the core by which the layer is sharded, ``column``, ``row`` or ``embedding``.
+        numbers: Further keys, each with a number. The plan of the module has them in ``ModulePlan.extension``, for a
+            step of the feature that swaps its class (:func:`autopar.swap.swap`).
+    """
+
+    rule: str
+    numbers: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.rule} with {', '.join(self.numbers) or 'nothing more'}"
+
 
 @dataclass(frozen=True)
 class Feature:
@@ -69,6 +89,7 @@ class Feature:
         rules: Rules of plans. The entry is the mixin that :func:`autopar.tensor_parallel.region_modules.region_class`
             puts before the class of a module, when layers are swapped; or a function of that class that returns it.
             ``autopar_state`` of a mixin names the attributes that its instances add.
+        extensions: Rules of policies, by their name.
         steps: Steps of ``initialize``, by name.
     """
 
@@ -83,6 +104,7 @@ class Feature:
     planners: Entries = field(default_factory=dict)
     matches: Entries = field(default_factory=dict)
     rules: Entries = field(default_factory=dict)
+    extensions: Mapping[str, Extension] = field(default_factory=dict)
     steps: Mapping[str, Step] = field(default_factory=dict)
 
 
@@ -148,6 +170,11 @@ def entry(table: str, name: str, where: object = "") -> Any:
     if found is None and name in RULES:
         need(RULES[name], f"the rule '{name}' ({where})")
     return None if found is None else load(found)
+
+
+def extensions() -> Mapping[str, Extension]:
+    """Return the rules of policies that features add, by name."""
+    return {name: extension for feature in features() for name, extension in feature.extensions.items()}
 
 
 def public_name(name: str) -> Any:
@@ -221,8 +248,7 @@ def main() -> None:
         print(f"{feature.name}: {feature.about}")
         for table in TABLES:
             for name, value in getattr(feature, table).items():
-                where = value if isinstance(value, str) else f"{value.function}, after {value.after}"
-                print(f"  {table}.{name} = {where}")
+                print(f"  {table}.{name} = {value}")
 
 
 if __name__ == "__main__":
