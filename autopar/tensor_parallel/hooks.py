@@ -309,7 +309,7 @@ def attach(
     """Register hooks on ``model`` and its base model (which users call by itself, too).
 
     Args:
-        failures: where ``generate`` publishes its errors.
+        failures: where forwards publish their errors.
         check: compares over tp and cp when a forward begins; None for no checks.
     """
     layouts = head_layouts(plan) if plan.tp > 1 and isinstance(model, PreTrainedModel) else []
@@ -374,7 +374,7 @@ class BeforeForward(Hook):
     @no_graph_of_its_own
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         compiling, changed = torch.compiler.is_compiling(), None
-        if self.region.batching is not None and not compiling:
+        if self.region.check_thread is not None and not compiling:
             self.region.check_thread()
         silent = self.tree is None if self.check is None else self.check.is_silent
         if self.sharded and not compiling:

@@ -63,10 +63,11 @@ class Region:
         rows_of_parameters: id of a parameter -> what rows are computed with instead.
         rows_are_out: whether a list of blocks has begun with rows, and its last block has not run.
         row_tensors: id -> hidden states that are rows, and what makes them whole.
-        streamer: of the ``generate`` that runs, if a rank has one.
+        check_thread: called before a forward, unless it is None; raises ConfigError if another thread runs some whose
+            collectives would meet those of this one.
     """
 
-    streamer: Any = None
+    check_thread: Callable[[], None] | None = None
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -87,7 +88,6 @@ class Region:
         self.forwards = 0
         self._has_labels, self._logits_made = False, 0  # in the forward that runs
         self.tracking: Any = None  # of a dry run: an ActivationTracking
-        self.batching: weakref.ref[Any] | None = None  # transformers' manager of continuous batching
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         copied = Region(self.axis)
@@ -96,16 +96,6 @@ class Region:
         owners = [(deepcopy(owner, memo), name) for owner, name, _ in self._dropouts]
         copied._dropouts = [(owner, name, _entries(owner)) for owner, name in owners]
         return copied
-
-    def check_thread(self) -> None:
-        """Refuse a forward of another thread while requests run, whose collectives would meet those of the requests.
-
-        Raises:
-            ConfigError: Says what to do.
-        """
-        manager = None if self.batching is None else self.batching()
-        if manager is not None:
-            manager.check_thread()
 
     def find_dropout(self, model: nn.Module) -> None:
         """Find dropout: ``p`` of dropout modules, attributes called ``*drop*``, the config's for attention.
