@@ -172,24 +172,6 @@ def _plain(name: str, entry: Any) -> bool:
     return "attentions" not in name and not isinstance(entry, dict)
 
 
-def gather_hidden_states(output: Any, region: Region) -> Any:
-    """Return what a model returns with hidden states gathered; a collective of the axis if it holds rows."""
-    if isinstance(output, torch.Tensor):
-        ref, gather = region.row_tensors.get(id(output), (None, None))
-        return gather(output) if ref is not None and gather is not None and ref() is output else output
-    if isinstance(output, dict):
-        for name, value in list(output.items()):
-            changed = gather_hidden_states(value, region)
-            if changed is not value:
-                output[name] = changed
-        return output
-    if type(output) in (tuple, list):
-        entries = [gather_hidden_states(entry, region) for entry in output]
-        same = all(new is old for new, old in zip(entries, output, strict=True))
-        return output if same else type(output)(entries)
-    return output
-
-
 _SHARDED = "_autopar_local"
 _NOT_CACHED = ("key_heads", "value_heads", "state_heads")  # of linear attention
 
@@ -429,13 +411,8 @@ class AfterForward(Hook):
         self.region.finish()
         if not self.region.running and not torch.compiler.is_compiling():
             switch.hide(False)
-        if output is not None and self.region.row_tensors:
-            output = gather_hidden_states(output, self.region)
-        if self.region.rows_are_out and output is not None and self.mpu.pp.size == 1:
-            raise ConfigError(
-                f"sequence_parallel: the last block of {type(model).__name__} did not run in this forward, so what its "
-                "blocks made are rows of the sequence.\n  Leave no last block out, or leave out sequence_parallel."
-            )
+        if output is not None and self.region.sequence is not None:
+            output = self.region.sequence.after_forward(model, output)
         if self.region.running or self.mpu.tp_cp.size == 1:
             return output  # inside another of the model's forwards
         check = None if torch.compiler.is_compiling() else self.check

@@ -31,7 +31,7 @@ from autopar.features.context_parallel.state import RowPlan, WholeModule
 from autopar.plan.stages import Blocks, StagePlan, dropped_blocks, lies_in
 from autopar.policy.match import Described
 from autopar.policy.schema import Policy
-from autopar.tensor_parallel.sequence_parallel import argument_names
+from autopar.swap import argument_names
 from autopar.tensor_parallel.whole_hooks import refused_hook, users_hook
 
 

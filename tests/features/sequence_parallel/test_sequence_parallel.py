@@ -14,7 +14,7 @@ from transformers.models.dinov2.modeling_dinov2 import Dinov2DropPath
 
 import autopar
 from autopar.distributed.collectives import even_layout
-from autopar.tensor_parallel import sequence_parallel, sequence_rows
+from autopar.features.sequence_parallel import rows as sequence_rows, setup as sequence_parallel
 from tests.data_parallel.test_zero import OPTIMIZERS, train
 from tests.parity import check, close, language_batches, randomise, whole
 from tests.pipeline_parallel.oracle import check_pipeline
@@ -229,7 +229,7 @@ def test_paths_are_dropped_for_whole_samples() -> None:
     model = build(case, 6, 3)
     model.encoder.layer[1].drop_path = Dinov2DropPath(0.5)
     parallel = autopar.initialize(model, sizes(2)).train()
-    assert parallel._autopar.sequence.wholes == ("encoder.layer.1.drop_path",)
+    assert parallel._autopar.features["sequence_parallel"].wholes == ("encoder.layer.1.drop_path",)
     seen: list[torch.Tensor] = []
     parallel.encoder.layer[1].drop_path.register_forward_hook(
         lambda _, args, out: seen.append(out.abs().sum((1, 2)) > 0)
