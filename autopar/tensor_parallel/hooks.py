@@ -42,10 +42,11 @@ from autopar.distributed.shard_reads import switch
 from autopar.errors import ConfigError, first_line
 from autopar.foreign.tensors import forward_hooks, leave_alone, remove_forward_hooks
 from autopar.foreign.transformers import caches_in, holds_states, holds_tokens
-from autopar.guards.forward import ForwardCheck, leaves, named_arguments, parameters_of
+from autopar.guards.forward import ForwardCheck, leaves, named_arguments
 from autopar.guards.model_changes import ModuleTree
 from autopar.layout import Block, Layout
 from autopar.plan.plan import Plan
+from autopar.swap import argument_names
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.whole_hooks import WholeHooks
 
@@ -297,7 +298,7 @@ def attach(
     layouts = head_layouts(plan) if plan.tp > 1 and isinstance(model, PreTrainedModel) else []
     for module in callable_alone(model):
         tree = ModuleTree(module) if plan.tp > 1 else None
-        before = BeforeForward(region, check, tree, parameters_of(module))
+        before = BeforeForward(region, check, tree, argument_names(module))
         before.outermost, before.sharded = module is model, plan.shards > 1
         before.together = before.sharded or mpu.pp.size > 1 or mpu.cp.size > 1
         if check is not None or plan.tp > 1:

@@ -37,7 +37,7 @@ from autopar.foreign.tensors import tree_leaves
 from autopar.layout import Layout
 from autopar.plan.matching import around
 from autopar.plan.plan import Plan
-from autopar.plan.stages import StagePlan, dropped_blocks, lies_in
+from autopar.plan.stages import StagePlan, lies_in
 from autopar.swap import argument_names
 from autopar.tensor_parallel import parallelize
 from autopar.tensor_parallel.regions import Region
@@ -63,9 +63,6 @@ def plan_sequence(
         raise _refused(model, f"the policy {plan.policy} names no blocks, at whose boundary sequences are sharded")
     if not isinstance(model, PreTrainedModel):
         raise _refused(model, "a module without a config has no dry run before its first forward")
-    dropped = dropped_blocks(model)
-    if dropped:
-        raise _refused(model, f"{dropped} leaves out blocks, and the last of them makes sequences whole")
     with kept():
         return _Search(model, prefix, plan, [blocks for blocks in lists if blocks], routers).plan()
 
@@ -102,8 +99,8 @@ class _Search(RowSearch):
         self, model: PreTrainedModel, prefix: str, plan: Plan, lists: Sequence[Sequence[str]], try_routers: bool
     ) -> None:
         self.start = f"{prefix}." if prefix else ""
-        self.lists = tuple(tuple(path.removeprefix(self.start) for path in blocks) for blocks in lists)
-        super().__init__(model, plan.tp, [path for blocks in self.lists for path in blocks])
+        inside = tuple(tuple(path.removeprefix(self.start) for path in blocks) for blocks in lists)
+        super().__init__(model, plan.tp, inside)
         self.try_routers, self.plan_inside = try_routers, below(plan, prefix)
         self.batch = 3 if self.ranks != 3 else 2  # no multiple of the ranks
         self.prime = 0
