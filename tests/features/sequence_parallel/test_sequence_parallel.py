@@ -172,6 +172,21 @@ def test_undone_it_is_the_plain_model() -> None:
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_a_copy_has_rows_of_its_own() -> None:
+    model: Any = autopar.initialize(llama(), sizes(2))
+    both = [model, copy.deepcopy(model)]
+    losses = [each(IDS, labels=IDS).loss for each in both]  # the second begins before the first is differentiated
+    for loss in losses:
+        loss.backward()
+    for (name, parameter), copied in zip(model.named_parameters(), both[1].parameters(), strict=True):
+        assert torch.equal(parameter.grad, copied.grad), name
+    found = [{id(each.rows_state) for each in one.modules() if hasattr(each, "rows_state")} for one in both]
+    assert [len(each) for each in found] == [1, 1] and not found[0] & found[1]
+    model.mpu.destroy()
+
+
 def _without(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, value: Callable[..., Any]) -> None:
     monkeypatch.setattr(target, name, value)
     with pytest.raises(AssertionError):
