@@ -24,7 +24,7 @@ from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError, not_parallelized
 from autopar.pipeline_parallel.batch_checks import Report, read_batch
 from autopar.pipeline_parallel.engine import Engine, Step
-from autopar.pipeline_parallel.generate import call_through_stages
+from autopar.pipeline_parallel.inference import call_through_stages
 from autopar.pipeline_parallel.losses import OwnLoss, loss_of
 from autopar.pipeline_parallel.microbatch import (
     batch_size,

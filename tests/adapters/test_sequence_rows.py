@@ -106,4 +106,5 @@ def test_adapters_on_all_column_layers_leave_rows_between_regions(name: str) -> 
             module.register_forward_hook(lambda _, args, out: lengths.append(out.shape[1]))
     model(**batch(length=8))
     assert lengths == [4, 4]
-    assert all(entry.endswith(("self_attn", "self_attention", "mlp")) for entry in model._autopar.sequence.entries)
+    entries = model._autopar.features["sequence_parallel"].entries
+    assert all(entry.endswith(("self_attn", "self_attention", "mlp")) for entry in entries)

@@ -20,6 +20,8 @@ ASKS = {
     "host_transport": ({"tp": 2, "model_parallelism": {"cpu_transport": "shm"}}, "cpu_transport: shm"),
     "sequence_parallel": ({"tp": 2, "model_parallelism": {"sequence_parallel": True}}, "sequence_parallel: True"),
 }
+# A configuration, and a method of a Llama that needs the feature there.
+CALLS = {"generation": ({"tp": 2}, "generate")}
 SCRIPT = Path(__file__).with_name("without_a_folder.py")
 
 
@@ -66,6 +68,15 @@ def test_a_configuration_that_asks_for_a_deleted_feature_is_an_error(name: str, 
     config, asked = ASKS[name]
     text = run(tree, str(tmp_path), json.dumps(config), ranks=2)
     assert f"{asked} needs the feature '{name}', which is not installed.\n  Installed: " in text
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_a_call_that_needs_a_deleted_feature_is_an_error(name: str, tmp_path: Path) -> None:
+    tree = tree_without(tmp_path, f"features/{name}")
+    config, method = CALLS[name]
+    text = run(tree, str(tmp_path), json.dumps(config), method, ranks=2)
+    assert f"LlamaForCausalLM.{method} on several ranks needs the feature '{name}', which is not installed.\n" in text
 
 
 def test_each_feature_that_a_setting_turns_on_is_deleted_once() -> None:

@@ -67,7 +67,9 @@ def main() -> None:
             print(json.dumps(found), flush=True)
         return
     try:
-        autopar.initialize(built(), json.loads(sys.argv[2]))
+        model = autopar.initialize(built(), json.loads(sys.argv[2]))
+        for name in sys.argv[3:]:
+            getattr(model.eval(), name)(torch.ones(1, 3, dtype=torch.int64))
     except autopar.ConfigError as error:
         print(error, flush=True)
 

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import autopar
-from autopar.tensor_parallel.generation import AgreedCriteria
+from autopar.features.generation.generate import AgreedCriteria
 from tests.pool import pooled
 from tests.small import llama
 

@@ -41,7 +41,8 @@ def _shifted() -> nn.Module:
 @pooled(world_size=2)
 def test_a_module_that_mixes_rows_computes_with_whole_sequences() -> None:
     model = check(_shifted, language_batches(131), 2, config=SIZES)
-    assert set(model._autopar.sequence.wholes) == {f"model.layers.{n}.post_attention_layernorm" for n in range(2)}
+    plan = model._autopar.features["sequence_parallel"]
+    assert set(plan.wholes) == {f"model.layers.{n}.post_attention_layernorm" for n in range(2)}
     model.mpu.destroy()
 
 

@@ -14,7 +14,7 @@ from transformers.models.dinov2.modeling_dinov2 import Dinov2DropPath
 
 import autopar
 from autopar.distributed.collectives import even_layout
-from autopar.tensor_parallel import sequence_parallel, sequence_rows
+from autopar.features.sequence_parallel import rows as sequence_rows, setup as sequence_parallel
 from tests.data_parallel.test_zero import OPTIMIZERS, train
 from tests.parity import check, close, language_batches, randomise, whole
 from tests.pipeline_parallel.oracle import check_pipeline
@@ -172,6 +172,21 @@ def test_undone_it_is_the_plain_model() -> None:
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_a_copy_has_rows_of_its_own() -> None:
+    model: Any = autopar.initialize(llama(), sizes(2))
+    both = [model, copy.deepcopy(model)]
+    losses = [each(IDS, labels=IDS).loss for each in both]  # the second begins before the first is differentiated
+    for loss in losses:
+        loss.backward()
+    for (name, parameter), copied in zip(model.named_parameters(), both[1].parameters(), strict=True):
+        assert torch.equal(parameter.grad, copied.grad), name
+    found = [{id(each.rows_state) for each in one.modules() if hasattr(each, "rows_state")} for one in both]
+    assert [len(each) for each in found] == [1, 1] and not found[0] & found[1]
+    model.mpu.destroy()
+
+
 def _without(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, value: Callable[..., Any]) -> None:
     monkeypatch.setattr(target, name, value)
     with pytest.raises(AssertionError):
@@ -229,7 +244,7 @@ def test_paths_are_dropped_for_whole_samples() -> None:
     model = build(case, 6, 3)
     model.encoder.layer[1].drop_path = Dinov2DropPath(0.5)
     parallel = autopar.initialize(model, sizes(2)).train()
-    assert parallel._autopar.sequence.wholes == ("encoder.layer.1.drop_path",)
+    assert parallel._autopar.features["sequence_parallel"].wholes == ("encoder.layer.1.drop_path",)
     seen: list[torch.Tensor] = []
     parallel.encoder.layer[1].drop_path.register_forward_hook(
         lambda _, args, out: seen.append(out.abs().sum((1, 2)) > 0)

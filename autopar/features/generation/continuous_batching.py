@@ -8,6 +8,7 @@ KV heads for the paged cache, and deadlines around its steps.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import weakref
@@ -47,7 +48,7 @@ def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(manager, _OverRanks):
         swap(manager, _OverRanks)
         manager.over_ranks(failures, self._autopar_check, heads)
-    self._autopar_region.batching = weakref.ref(manager)
+    self._autopar_region.check_thread = functools.partial(_check_thread, weakref.ref(manager))
     return manager
 
 
@@ -73,6 +74,12 @@ def generate_batch(self: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         digest = of_text(repr((inputs, args, sorted(kwargs.items()))))
         self._autopar_check.check_call(f"generate_batch of {len(inputs)} prompts (with settings {digest:x})")
     return type(self).generate_batch(self, inputs, *args, **kwargs)
+
+
+def _check_thread(manager: weakref.ref[_OverRanks]) -> None:
+    running = manager()
+    if running is not None:
+        running.check_thread()
 
 
 def forget(model: nn.Module) -> None:
@@ -148,7 +155,7 @@ class _OverRanks:
 
     def over_ranks(self: Any, failures: FailureLog, check: Any, heads: int) -> None:
         """Go on over the ranks; the manager was made for one process. Collective over tp."""
-        from autopar.tensor_parallel.batching_turns import RankTurns
+        from autopar.features.generation.batching_turns import RankTurns
 
         here = weakref.ref(self)
         status = self.background_thread_status

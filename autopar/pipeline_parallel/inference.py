@@ -1,4 +1,4 @@
-"""Plain calls of a model in stages, and ``generate``: through all stages, with the result on every rank."""
+"""Run plain calls of a model in stages, also those of ``generate``: every rank gets the result."""
 
 from __future__ import annotations
 

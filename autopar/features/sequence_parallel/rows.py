@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from autopar.distributed.autograd_functions import any_order, is_watched, keep_none, named_collective
+from autopar.distributed.autograd_functions import any_order, keep_none, named_collective
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import (
     all_gather,
@@ -59,11 +59,6 @@ def own_rows(x: torch.Tensor, axis: Axis, rows: Layout) -> torch.Tensor:
     return _unflattened(x, rows.size, lambda y: scatter(y, axis, rows, 1))
 
 
-def sum_to_rows(x: torch.Tensor, axis: Axis, rows: Layout) -> torch.Tensor:
-    """Sum ``[batch, seq, ...]`` over the ranks, ``[batch, seq/tp, ...]`` each; backward gathers."""
-    return _unflattened(x, rows.size, lambda y: reduce_scatter(y, axis, 1, rows))
-
-
 def take_rows(x: torch.Tensor, axis: Axis, rows: Layout) -> torch.Tensor:
     """Return :func:`own_rows` of a tensor beside hidden states; of ``[batch, 1, ...]``, the same for all rows, itself.
 
@@ -80,17 +75,21 @@ def _unflattened(x: torch.Tensor, length: int, change: Callable[[torch.Tensor], 
     return change(y).flatten(0, 1) if x.ndim == 2 else change(y)
 
 
-def can_save_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether the gradient of ``weight`` can be computed from ``x``, or rows of it, beside the layer."""
-    return (
-        weight.requires_grad
-        and torch.is_grad_enabled()
-        and type(x) is torch.Tensor
-        and x.dtype == weight.dtype
-        and not torch.compiler.is_compiling()
-        and (x.is_meta or not torch.is_autocast_enabled(x.device.type))
-        and not is_watched(x)  # what the layer returns was kept: it must not be written to
-    )
+class Rows(NamedTuple):
+    """The rows that a block computes with, as regions know them (``Region.rows``).
+
+    Attributes:
+        layout: rows of each rank.
+        training: mode of the block.
+    """
+
+    axis: Axis
+    layout: Layout
+    training: bool
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum the output of a region, ``[batch, seq, ...]``, over the ranks, ``[batch, seq/tp, ...]`` each."""
+        return _unflattened(x, self.layout.size, lambda y: reduce_scatter(y, self.axis, 1, self.layout))
 
 
 class Entered:
@@ -200,13 +199,13 @@ def summed_over_rows(parameters: Sequence[nn.Parameter | None], axis: Axis) -> M
 class ReadByRows:
     """Class before that of a module whose own parameters work on rows."""
 
-    rows_region: Any  # a Region
+    rows_state: Any  # a SequenceState
 
 
 def _property(name: str) -> property:
     def read(self: Any) -> Any:
         parameter = self._parameters[name]
-        used = self.rows_region.rows_of_parameters
+        used = self.rows_state.parameters
         return used.get(id(parameter), parameter) if used else parameter
 
     def write(self: Any, value: Any) -> None:

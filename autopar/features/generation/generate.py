@@ -1,10 +1,11 @@
-"""``generate`` on the ranks of a model replica, and the other methods of transformers that a sharded model replaces."""
+"""``generate`` on the ranks of a model replica, which choose the same tokens and stop together."""
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,38 +21,44 @@ from transformers.generation.stopping_criteria import ConfidenceCriteria
 from transformers.generation.streamers import BaseStreamer, TextStreamer
 
 from autopar import activation_checkpoint
+from autopar.applied.steps import Given, Parallelized
 from autopar.distributed import gloo_collectives
 from autopar.distributed.collectives import run
 from autopar.distributed.digest import extremes
 from autopar.distributed.failures import FailureLog
-from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import sync_generators
 from autopar.distributed.shard_reads import aside
-from autopar.errors import ConfigError
 from autopar.guards.forward import ForwardCheck
-from autopar.plan.plan import Plan
 from autopar.swap import bind, unbind
-from autopar.tensor_parallel import continuous_batching
+from autopar.tensor_parallel.apply import generating_methods
+from autopar.tensor_parallel.regions import Region
 
 _OWNER = "generation"
 _OF_TOKENS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria, ConfidenceCriteria)
+_streamers: weakref.WeakKeyDictionary[Region, GuardedStreamer] = weakref.WeakKeyDictionary()  # of running calls
 
 
-def attach(model: nn.Module, plan: Plan, mpu: MPU) -> None:
-    """Replace the methods of the Hugging Face models in ``model`` that generate, or change the vocabulary."""
-    for module in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
-        bind(module, _OWNER, resize_token_embeddings=_refuse_resize)
-        if (mpu.model.size > 1 or plan.experts) and callable(getattr(module, "generate", None)):
-            bind(module, _OWNER, generate=_generate, _get_stopping_criteria=_get_stopping_criteria)
-        if mpu.world_size > 1 and callable(getattr(module, "init_continuous_batching", None)):
-            bind(module, _OWNER, init_continuous_batching=continuous_batching.init_continuous_batching)
-            bind(module, _OWNER, generate_batch=continuous_batching.generate_batch)
+def generate_together(model: nn.Module, state: Parallelized, given: Given) -> None:
+    """After the hooks of forwards, which keep what the methods need on each Hugging Face model: replace the methods."""
+    methods: dict[str, Any] = {"generate": _generate}
+    for module in (each for each in state.inner_of(model).modules() if isinstance(each, PreTrainedModel)):
+        names = generating_methods(module, state.plan, state.mpu)
+        if "generate_batch" in names:
+            from autopar.features.generation import continuous_batching as batching
+
+            methods |= {each.__name__: each for each in (batching.init_continuous_batching, batching.generate_batch)}
+        bind(module, _OWNER, **{name: methods[name] for name in names})
+        if "generate" in names:
+            bind(module, _OWNER, _get_stopping_criteria=_get_stopping_criteria)
+    state.undo.append(_undo)
 
 
-def detach(model: nn.Module) -> None:
-    """Undo :func:`attach`."""
-    for module in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
-        continuous_batching.forget(module)
+def _undo(model: nn.Module, state: Parallelized) -> None:
+    if state.mpu.world_size > 1:
+        from autopar.features.generation import continuous_batching
+
+        for module in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
+            continuous_batching.forget(module)
     unbind(model, _OWNER)
 
 
@@ -127,8 +134,9 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """
     failures: FailureLog = self._autopar_failures
     check: ForwardCheck | None = self._autopar_check
-    mpu = failures.mpu
-    self._autopar_region.check_thread()
+    mpu, region = failures.mpu, self._autopar_region
+    if region.check_thread is not None:
+        region.check_thread()
     streamer = kwargs.get("streamer")
     prints = isinstance(streamer, TextStreamer) and type(streamer).on_finalized_text is TextStreamer.on_finalized_text
     if prints and mpu.model.rank != 0:
@@ -142,13 +150,13 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         guard = GuardedStreamer(kwargs.get("streamer"))
         given = guard.streamer is not None
         if extremes([int(given)], mpu.model.group)[0][0] if mpu.model.size > 1 else given:  # on some rank
-            self._autopar_region.streamer = kwargs["streamer"] = guard
+            _streamers[region] = kwargs["streamer"] = guard
         first = contextlib.nullcontext() if check is None else check.first_only()
         try:
             with first, activation_checkpoint.paused(self), aside():
                 tokens = type(self).generate(self, *args, **kwargs)
         finally:
-            self._autopar_region.streamer = None
+            _streamers.pop(region, None)
     if guard.error is not None:
         raise guard.error
     return tokens
@@ -156,12 +164,5 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _get_stopping_criteria(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the criteria that ``generate`` asks after each token; transformers' own method of this private name."""
-    guard, criteria = self._autopar_region.streamer, type(self)._get_stopping_criteria(self, *args, **kwargs)
+    guard, criteria = _streamers.get(self._autopar_region), type(self)._get_stopping_criteria(self, *args, **kwargs)
     return agreed([*criteria, *([] if guard is None else [guard])], self._autopar_failures)
-
-
-def _refuse_resize(self: Any, *_: Any, **__: Any) -> NoReturn:
-    raise ConfigError(
-        f"resize_token_embeddings: the vocabulary of this {type(self).__name__} is sharded already. "
-        "Resize before autopar.initialize, or after autopar.deparallelize(model)."
-    )
