@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.metadata import entry_points
@@ -37,7 +38,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Feature:
-    """The additions of one feature. Each attribute below ``about`` is a table.
+    """The additions of one feature. Each attribute below ``library`` is a table.
 
     Planners and steps of a feature that :data:`SETTINGS` names are called where a configuration asks for it; those of
     another feature in every ``initialize``.
@@ -45,6 +46,8 @@ class Feature:
     Attributes:
         name: Name of its folder.
         about: Its purpose in a few words, for lists.
+        library: Name of the package whose objects it is for, "" for none. The feature adds nothing until the user has
+            imported it.
         transports: Carriers of collectives between the ranks of one axis. ``choose(axis, group, asked, control)`` is
             called once for the tensor-parallel axis when a mesh is made, on all its ranks. It returns the transport, or
             None: the process group carries them.
@@ -52,19 +55,26 @@ class Feature:
             (:class:`autopar.dry_run.plan_model.ModelPlans`), in the order of names. It sends nothing, and only reads
             the model. Its result (None: the feature is not used) is kept under the entry's name, in ``Plans.features``
             and ``Parallelized.features``. ``to_json()`` of the result must be equal on all ranks.
-        rules: Rules of plans. ``classes(plain, plan)`` returns the class that a module of class ``plain`` becomes.
+        additions: Modules in a model that its policy does not describe. ``addition(root)`` is made for each plan, and
+            only reads the model. ``check(tp, pp)`` is called before anything is planned, and raises ConfigError.
+            ``rules(matches, modules, tp)`` is called when the modules of the policy have plans. It yields each rule
+            with the match whose units it has.
+        rules: Rules of plans. The entry is the mixin that :func:`autopar.tensor_parallel.region_modules.region_class`
+            puts before the class of a module, when layers are swapped.
         steps: Steps of ``initialize``, by name.
     """
 
     name: str
     about: str
+    library: str = ""
     transports: Entries = field(default_factory=dict)
     planners: Entries = field(default_factory=dict)
+    additions: Entries = field(default_factory=dict)
     rules: Entries = field(default_factory=dict)
     steps: Mapping[str, Step] = field(default_factory=dict)
 
 
-TABLES = tuple(each.name for each in fields(Feature))[2:]
+TABLES = tuple(each.name for each in fields(Feature))[3:]
 # Fields of a configuration that ask for a feature with any value but these.
 SETTINGS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "context_parallel_size": ("context_parallel", (1,)),
@@ -101,7 +111,7 @@ def entries(table: str, config: Any = None) -> Iterator[tuple[str, Any]]:
     Args:
         config: A configuration, which must ask for the feature; None: entries of all features.
     """
-    for feature in features() if config is None else asked(config):
+    for feature in asked(config):
         for name, entry in getattr(feature, table).items():
             yield name, load(entry)
 
@@ -113,9 +123,12 @@ def entry(table: str, name: str) -> Any:
 
 
 def asked(config: Any) -> list[Feature]:
-    """Return the features that a configuration asks for, and those that no setting turns on."""
+    """Return the features that a configuration asks for, and those that no setting turns on; of None: all of them."""
+    known = [feature for feature in features() if not feature.library or feature.library in sys.modules]
+    if config is None:
+        return known
     turned = {feature: getattr(config, key) not in without for key, (feature, without) in SETTINGS.items()}
-    return [feature for feature in features() if turned.get(feature.name, True)]
+    return [feature for feature in known if turned.get(feature.name, True)]
 
 
 def in_order(steps: Sequence[Callable[..., Any]], config: Any) -> tuple[Callable[..., Any], ...]:

@@ -18,7 +18,7 @@ CORE = [
     ["registry"],
     ["foreign"],
     ["swap", "tensor_tracking"],
-    ["layout", "policy", "call_site", "adapters"],
+    ["layout", "policy", "call_site"],
     ["quantized"],
     ["config", "plan"],
     ["distributed"],

@@ -9,11 +9,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from autopar.adapters import check_adapters
+from autopar import registry
 from autopar.errors import ConfigError, PolicyError, listed, nearest
 from autopar.foreign.tensors import own_parameters
 from autopar.layout import Block, Layout
-from autopar.plan.adapters import adapter_rules, expert_attributes as adapted_experts
 from autopar.plan.by_expert import mixtures_in, rules_of, shard_by_expert
 from autopar.plan.matching import RuleMatch, Scope, all_scopes, check_overlap, check_regions, join, matches_of, walk
 from autopar.plan.plan import AttributePlan, InputPlan, ModulePlan, Plan
@@ -131,7 +130,9 @@ def make_plan(root: nn.Module, policy: Policy | Described, tp: int, *, experts: 
     """
     described = Described.of(root, policy)
     policy, prefix, model = described.policy, described.prefix, described.model
-    check_adapters(root, tp)
+    additions = [addition(root) for _, addition in registry.entries("additions")]
+    for addition in additions:
+        addition.check(tp, 1)
     scopes = list(all_scopes(policy, prefix, model, tp, described.policy_of))
     names = _Names(root)
     found = [match for scope in scopes for met in matches_of(scope) for match in _replicated_if_too_few(met)]
@@ -147,8 +148,9 @@ def make_plan(root: nn.Module, policy: Policy | Described, tp: int, *, experts: 
             if isinstance(match.module, nn.Module) is not bare:
                 for rule in rules_of(match, root):
                     _add(rule, match, modules, layouts, bare)
-    for match, rule in adapter_rules(root, matches, modules, tp):
+    for match, rule in (found for addition in additions for found in addition.rules(matches, modules, tp)):
         _add(rule, match, modules, layouts, bare=False)
+        expert_attributes.extend(rule.attributes)
     check_regions(matches, modules)
     attributes = [replace(a, path=names[a.path]) for scope in scopes for a in scaled_attributes(scope, modules)]
     for scope in scopes:
@@ -169,7 +171,6 @@ def make_plan(root: nn.Module, policy: Policy | Described, tp: int, *, experts: 
             "Every parameter needs a rule; 'replicated' keeps one whole.",
             policy.where,
         )
-    expert_attributes += adapted_experts(root, modules) if experts > 1 else ()
     mixtures = mixtures_in(expert_attributes, modules)
     attributes = [attribute for attribute in attributes if attribute.path not in mixtures]
     if tp == 1 and experts > 1:  # all other modules stay as they are

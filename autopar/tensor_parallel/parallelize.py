@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from autopar import registry
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather
 from autopar.distributed.gloo_collectives import all_reduce
@@ -28,7 +29,6 @@ from autopar.plan.plan import AttributePlan, ModulePlan, Plan
 from autopar.quantized import stored as stored_form
 from autopar.quantized.layers import stored_weight
 from autopar.swap import bind, mixed_class, set_value, unbind, view_of_config
-from autopar.tensor_parallel.adapters import AdapterOfRows, DropoutAlike, DropoutApart, Magnitude, MagnitudeOfParts
 from autopar.tensor_parallel.expert_modules import ExpertCaller, ModuleExperts
 from autopar.tensor_parallel.experts import ExpertParallel, SortedExperts
 from autopar.tensor_parallel.layers import (
@@ -299,12 +299,12 @@ _REGION_MODULES: dict[str, type[RegionModule]] = {
     "experts": ExpertParallel,
     "expert_modules": ModuleExperts,
     "calls_experts": ExpertCaller,
-    "dropout_alike": DropoutAlike,
-    "dropout_apart": DropoutApart,
-    "adapter_of_rows": AdapterOfRows,
-    "magnitude": Magnitude,
-    "magnitude_of_parts": MagnitudeOfParts,
 }
+
+
+@functools.cache
+def _mixin_of(rule: str) -> type[RegionModule]:
+    return _REGION_MODULES.get(rule) or registry.entry("rules", rule) or RegionModule
 
 
 def parallel_class(plain: type[nn.Module], plan: ModulePlan, *, stored: bool = False) -> type[nn.Module]:
@@ -326,7 +326,7 @@ def parallel_class(plain: type[nn.Module], plan: ModulePlan, *, stored: bool = F
         layer = _LAYERS[plan.rule, plan.by_hidden if plan.rule == "embedding" else issubclass(plain, Conv1D)]
         return _layer_class(plain, layer)  # type: ignore[arg-type]
     replicas = {name for name, layout in plan.layouts.items() if layout.replicated}
-    mixin = _REGION_MODULES.get(plan.rule, RegionModule)
+    mixin = _mixin_of(plan.rule)
     takes_routes = mixin is ExpertParallel and len(argument_names(plain)) >= 3  # type: ignore[arg-type]
     if mixin is ExpertParallel and not takes_routes:  # no indices of experts and no weights
         mixin = SortedExperts

@@ -16,7 +16,6 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.adapters import enable_all, saved_copies, tuner_layers
 from autopar.config import ParallelConfig
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
@@ -32,6 +31,7 @@ from autopar.dry_run.plan_model import ModelPlans
 from autopar.dry_run.row_tracking import LENGTHS, Misfit, RowSearch, RowTracking, longest_of, prime_beside
 from autopar.dry_run.tensor_parallel import below, different_ranks, run, shapes_of
 from autopar.errors import ConfigError, first_line
+from autopar.foreign.peft import enable_all, saved_copies, tuner_layers
 from autopar.plan.matching import around
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan, dropped_blocks, lies_in

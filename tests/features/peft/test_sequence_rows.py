@@ -11,7 +11,7 @@ import torch
 
 import autopar
 from autopar.integrations import add_adapter
-from tests.adapters.adapted import batch, peft, randomise_adapters, same_training, whole_of, with_lora
+from tests.features.peft.adapted import batch, peft, randomise_adapters, same_training, whole_of, with_lora
 from tests.parity import close
 from tests.pool import pooled
 from tests.small import llama
@@ -106,4 +106,7 @@ def test_adapters_on_all_column_layers_leave_rows_between_regions(name: str) -> 
             module.register_forward_hook(lambda _, args, out: lengths.append(out.shape[1]))
     model(**batch(length=8))
     assert lengths == [4, 4]
-    assert all(entry.endswith(("self_attn", "self_attention", "mlp")) for entry in model._autopar.sequence.entries)
+    assert all(
+        entry.endswith(("self_attn", "self_attention", "mlp"))
+        for entry in model._autopar.features["sequence_parallel"].entries
+    )
