@@ -1,7 +1,7 @@
 """Features: folders that add to the core, which imports none of them.
 
-A feature is a package in ``autopar/features``, or a module that another distribution names as an entry point of the
-group ``autopar.features``. It holds one :class:`Feature`, called ``FEATURE``: tables of names and of
+A feature is a package in ``autopar/features``, or ``autopar.tools``, or a module that another distribution names as an
+entry point of the group ``autopar.features``. It holds one :class:`Feature`, called ``FEATURE``: tables of names and of
 ``"module:attribute"`` strings, which are imported when the core needs them. ``python -m autopar.registry`` prints all.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 from autopar.errors import ConfigError
 
 Entries = Mapping[str, str]
-GROUP = "autopar.features"
+GROUP, TOOLS = "autopar.features", "autopar.tools"
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,13 @@ class Feature:
         about: Its purpose in a few words, for lists.
         library: Name of the package whose objects it is for, "" for none. The feature adds nothing until the user has
             imported it.
+        names: Public names of ``autopar``. The object is imported when the name is first used.
+        commands: Commands of the command line. Importing one adds it to :data:`autopar.cli.app.app`, without torch.
+        policies: Words that a user may write in place of a policy. ``tree(model)`` is called once in an ``initialize``,
+            and returns the YAML of a policy as plain data. It only reads the model, and sends nothing.
+        toolbox: Names of ``autopar.tensor_parallel``; the object is imported when the name is first used.
+        mesh_names: Classes whose own methods the mesh (:class:`autopar.distributed.mesh.MPU`) has. They are looked up
+            when a name is used that the mesh lacks; ``self`` is the mesh.
         transports: Carriers of collectives between the ranks of one axis. ``choose(axis, group, asked, control)`` is
             called once for the tensor-parallel axis when a mesh is made, on all its ranks. It returns the transport, or
             None: the process group carries them.
@@ -60,13 +68,18 @@ class Feature:
             ``rules(matches, modules, tp)`` is called when the modules of the policy have plans. It yields each rule
             with the match whose units it has.
         rules: Rules of plans. The entry is the mixin that :func:`autopar.tensor_parallel.region_modules.region_class`
-            puts before the class of a module, when layers are swapped.
+            puts before the class of a module, when layers are swapped; or a function of that class that returns it.
         steps: Steps of ``initialize``, by name.
     """
 
     name: str
     about: str
     library: str = ""
+    names: Entries = field(default_factory=dict)
+    commands: Entries = field(default_factory=dict)
+    policies: Entries = field(default_factory=dict)
+    toolbox: Entries = field(default_factory=dict)
+    mesh_names: Entries = field(default_factory=dict)
     transports: Entries = field(default_factory=dict)
     planners: Entries = field(default_factory=dict)
     additions: Entries = field(default_factory=dict)
@@ -82,19 +95,19 @@ SETTINGS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "cpu_transport": ("host_transport", ("auto", "gloo")),
 }
 
+# Public names of the package that features add.
+OF_FEATURES: Mapping[str, str] = dict.fromkeys(("metrics", "plan_memory", "rehearse", "summary", "verify"), "tools")
+
 
 @functools.cache
 def features() -> tuple[Feature, ...]:
     """Return the installed features, by name."""
-    found: list[Feature] = []
-    try:
+    names = [TOOLS] if importlib.util.find_spec(TOOLS) else []
+    if importlib.util.find_spec(GROUP):
         folder = importlib.import_module(GROUP)
-    except ModuleNotFoundError:
-        names: list[str] = []
-    else:
-        names = [f"{GROUP}.{module.name}" for module in pkgutil.iter_modules(folder.__path__)]
-    found.extend(importlib.import_module(name).FEATURE for name in names)
-    found.extend(point.load() for point in entry_points(group=GROUP))
+        names += [f"{GROUP}.{module.name}" for module in pkgutil.iter_modules(folder.__path__)]
+    found: list[Feature] = [importlib.import_module(name).FEATURE for name in names]
+    found += [point.load() for point in entry_points(group=GROUP)]
     return tuple(sorted(found, key=lambda feature: feature.name))
 
 
@@ -120,6 +133,16 @@ def entry(table: str, name: str) -> Any:
     """Return the object of one entry; None if no feature has it."""
     found = (getattr(feature, table) for feature in features())
     return next((load(known[name]) for known in found if name in known), None)
+
+
+def public_name(name: str) -> Any:
+    """Return the object of a public name that a feature adds.
+
+    Raises:
+        ConfigError: the feature is not installed.
+    """
+    need(OF_FEATURES[name], f"autopar.{name}")
+    return entry("names", name)
 
 
 def asked(config: Any) -> list[Feature]:
@@ -156,6 +179,12 @@ def check_settings(config: Any) -> None:
             need(feature, f"{key}: {value}")
 
 
+def missing(feature: str, what: str) -> str:
+    """Return the end of an error on a name: that ``what`` needs a feature, if it is not installed; else nothing."""
+    installed = any(each.name == feature for each in features())
+    return "" if installed else f" {what} need the feature '{feature}', which is not installed."
+
+
 def need(feature: str, what: str) -> None:
     """Raise ConfigError unless a feature is installed.
 
@@ -164,9 +193,10 @@ def need(feature: str, what: str) -> None:
     """
     names = [each.name for each in features()]
     if feature not in names:
+        folder = "autopar/tools" if feature == "tools" else f"autopar/features/{feature}"
         raise ConfigError(
             f"{what} needs the feature '{feature}', which is not installed.\n"
-            f"  Installed: {', '.join(names) or 'none'}. Put the folder autopar/features/{feature} back."
+            f"  Installed: {', '.join(names) or 'none'}. Put the folder {folder} back."
         )
 
 

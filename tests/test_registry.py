@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,12 @@ def test_each_entry_can_be_imported() -> None:
     for feature in registry.features():
         for table in registry.TABLES:
             for value in getattr(feature, table).values():
-                assert callable(registry.load(value if isinstance(value, str) else value.function)), value
+                assert registry.load(value if isinstance(value, str) else value.function) is not None, value
+
+
+def test_each_public_name_of_a_feature_is_in_its_table() -> None:
+    found = {name: feature.name for feature in registry.features() for name in feature.names}
+    assert found == registry.OF_FEATURES
 
 
 def test_each_setting_is_one_of_the_configuration() -> None:
@@ -47,6 +53,16 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Feature]]:
     found = list(registry.features())
     monkeypatch.setattr(registry, "features", lambda: tuple(found))
     yield found
+
+
+def test_a_feature_of_a_library_adds_nothing_before_it_is_imported(
+    installed: list[Feature], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed[:] = [Feature("toy", "a test", library="toy_library", additions={"toy": "math:sqrt"})]
+    assert not list(registry.entries("additions")) and not registry.asked(ParallelConfig())
+    monkeypatch.setitem(sys.modules, "toy_library", sys)
+    assert [name for name, _ in registry.entries("additions")] == ["toy"]
+    assert registry.asked(ParallelConfig()) == installed
 
 
 def test_a_setting_of_a_missing_feature_is_an_error(installed: list[Feature]) -> None:

@@ -232,9 +232,8 @@ def refused(name: str, text: str) -> Callable[..., Any]:
 
 def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
     """Count the parameters of the whole model, as before ``initialize``; no communication."""
-    kind: Any = type(self)
     if shard_of(self) is None:
-        return int(kind.num_parameters(self, only_trainable, exclude_embeddings))
+        return type(self).num_parameters(self, only_trainable, exclude_embeddings)
     return counted(self, only_trainable, exclude_embeddings)
 
 
@@ -253,7 +252,7 @@ def counted(self: Any, only_trainable: bool, exclude_embeddings: bool) -> int:
         found = {name: parameter for name, parameter in found.items() if id(parameter) not in excluded}
     counts: dict[int, int] = {}
     for name, parameter in found.items():
-        due = shard.planned(name) or shard.whole.tensors.get(shard.prefix + name)
+        due = shard.planned(name) or shard.plan.tensors.get(shard.prefix + name)
         if parameter.requires_grad or not only_trainable:
             shape = parameter.shape if due is None else due.shape
             counts.setdefault(id(parameter), math.prod(shape))
@@ -271,8 +270,7 @@ def _push_to_hub(self: Any, repo_id: str, *, max_shard_size: int | str = "50GB",
 
     shard = shard_of(self)
     if shard is None:
-        address: str = type(self).push_to_hub(self, repo_id, max_shard_size=max_shard_size, **options)
-        return address
+        return type(self).push_to_hub(self, repo_id, max_shard_size=max_shard_size, **options)
     if STATE not in vars(self):
         return refused("push_to_hub", _REFUSED["save_pretrained"])(self)
     return push_merged(self, repo_id, max_shard_size, options)

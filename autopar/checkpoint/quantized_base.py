@@ -25,11 +25,6 @@ from autopar.storage.safetensors_io import dtype_name
 _LARGE = ("absmax", "SCB", "qdata", "scale", "zero_point", "weight")  # ends of names of what has several entries
 
 
-def name_of(model: nn.Module, state: State) -> str:
-    """Return where the model came from, as transformers notes it."""
-    return str(getattr(getattr(model.get_submodule(state.hf_path), "config", None), "_name_or_path", ""))
-
-
 def base_tensors(
     model: nn.Module, state: State
 ) -> tuple[dict[str, torch.Tensor], dict[str, TensorPlan], dict[str, str]]:
@@ -63,10 +58,7 @@ def base_tensors(
 
 
 def read_base(model: nn.Module, state: State, shards: Shards, *, check: bool = False) -> None:
-    """Read this rank's parts of the quantized weights of a checkpoint, if that has them.
-
-    Args:
-        check: only look whether they fit.
+    """Read this rank's parts of the quantized weights of a checkpoint, if that has them; or only check that they fit.
 
     Raises:
         CheckpointError: they do not stand for weights of these shapes.
@@ -142,10 +134,7 @@ def read_packed(
     rank: int,
     device: torch.device,
 ) -> None:
-    """Read the shard of ``rank`` of a quantized weight, all of it if the layout is None or for one rank.
-
-    Args: see :func:`open_packed`.
-    """
+    """Read the shard of ``rank`` of a quantized weight, all of it if the layout is None or for one rank."""
     layout = None if layout is None or layout.axis_size == 1 else layout
     tensors = {}
     for name, (lazy, block) in open_packed(stored, parts, shape, layout, device).items():

@@ -302,11 +302,6 @@ _REGION_MODULES: dict[str, type[RegionModule]] = {
 }
 
 
-@functools.cache
-def _mixin_of(rule: str) -> type[RegionModule]:
-    return _REGION_MODULES.get(rule) or registry.entry("rules", rule) or RegionModule
-
-
 def parallel_class(plain: type[nn.Module], plan: ModulePlan, *, stored: bool = False) -> type[nn.Module]:
     """Return the class that a module of class ``plain`` becomes; subclasses keep their own behaviour (``embed_scale``).
 
@@ -326,7 +321,8 @@ def parallel_class(plain: type[nn.Module], plan: ModulePlan, *, stored: bool = F
         layer = _LAYERS[plan.rule, plan.by_hidden if plan.rule == "embedding" else issubclass(plain, Conv1D)]
         return _layer_class(plain, layer)  # type: ignore[arg-type]
     replicas = {name for name, layout in plan.layouts.items() if layout.replicated}
-    mixin = _mixin_of(plan.rule)
+    found: Any = _REGION_MODULES.get(plan.rule) or registry.entry("rules", plan.rule) or RegionModule
+    mixin = found if isinstance(found, type) else found(plain)
     takes_routes = mixin is ExpertParallel and len(argument_names(plain)) >= 3  # type: ignore[arg-type]
     if mixin is ExpertParallel and not takes_routes:  # no indices of experts and no weights
         mixin = SortedExperts

@@ -11,7 +11,7 @@ from transformers import BloomConfig, BloomForCausalLM
 
 import autopar
 from autopar.errors import ConfigError
-from autopar.tools.cli.models import of_task
+from autopar.tools.commands.models import of_task
 from autopar.tools.verification.small_models import build_small
 from tests.parity import close, language_batches, randomise
 from tests.pipeline_parallel.deep import NAMES, deep

@@ -89,10 +89,6 @@ def _refused(name: str, quantized: bool) -> Callable[..., NoReturn]:
 
 def _nb_trainable(self: Any) -> tuple[int, int]:
     """Count what is trained and all of it, of the whole model, as ``PeftModel`` prints it; no communication."""
-    kind: Any = type(self)
-    counts: tuple[int, int] = (
-        kind.get_nb_trainable_parameters(self)
-        if shard_of(self) is None
-        else (counted(self, True, False), counted(self, False, False))
-    )
-    return counts
+    if shard_of(self) is None:
+        return type(self).get_nb_trainable_parameters(self)
+    return counted(self, True, False), counted(self, False, False)
