@@ -36,10 +36,30 @@ class Step:
     function: str
     after: str
 
+    def __str__(self) -> str:
+        return f"{self.function}, after {self.after}"
+
+
+@dataclass(frozen=True)
+class Extension:
+    """A rule of policies that extends one of the core, such as ``{scaled_row: heads, scale: 0.5}``.
+
+    Attributes:
+        rule: The rule of the core by which the layer is sharded, ``column``, ``row`` or ``embedding``.
+        numbers: Further keys, each with a number. The plan of the module has them in ``ModulePlan.extension``, for a
+            step of the feature that swaps its class (:func:`autopar.swap.swap`).
+    """
+
+    rule: str
+    numbers: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.rule} with {', '.join(self.numbers) or 'nothing more'}"
+
 
 @dataclass(frozen=True)
 class Feature:
-    """The additions of one feature. Each attribute below ``library`` is a table.
+    """The entries of one feature. Each attribute below ``library`` is a table.
 
     Planners and steps of a feature that :data:`SETTINGS` names are called where a configuration asks for it; those of
     another feature in every ``initialize``.
@@ -69,6 +89,7 @@ class Feature:
             with the match whose units it has.
         rules: Rules of plans. The entry is the mixin that :func:`autopar.tensor_parallel.region_modules.region_class`
             puts before the class of a module, when layers are swapped; or a function of that class that returns it.
+        extensions: Rules of policies, by their name.
         steps: Steps of ``initialize``, by name.
     """
 
@@ -84,6 +105,7 @@ class Feature:
     planners: Entries = field(default_factory=dict)
     additions: Entries = field(default_factory=dict)
     rules: Entries = field(default_factory=dict)
+    extensions: Mapping[str, Extension] = field(default_factory=dict)
     steps: Mapping[str, Step] = field(default_factory=dict)
 
 
@@ -133,6 +155,11 @@ def entry(table: str, name: str) -> Any:
     """Return the object of one entry; None if no feature has it."""
     found = (getattr(feature, table) for feature in features())
     return next((load(known[name]) for known in found if name in known), None)
+
+
+def extensions() -> Mapping[str, Extension]:
+    """Return the rules of policies that features add, by name."""
+    return {name: extension for feature in features() for name, extension in feature.extensions.items()}
 
 
 def public_name(name: str) -> Any:
@@ -206,8 +233,7 @@ def main() -> None:
         print(f"{feature.name}: {feature.about}")
         for table in TABLES:
             for name, value in getattr(feature, table).items():
-                where = value if isinstance(value, str) else f"{value.function}, after {value.after}"
-                print(f"  {table}.{name} = {where}")
+                print(f"  {table}.{name} = {value}")
 
 
 if __name__ == "__main__":

@@ -268,7 +268,7 @@ def to_dtensor_training_state(
 def _first_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
     """Return the state that an optimizer of the same class makes for a parameter of zeros with gradients of zero."""
     step = step_of(optimizer)
-    shape = parameter.shape if step is None else step.whole.shape(parameter)
+    shape = parameter.shape if step is None else step.whole.get(parameter, parameter.shape)
     zeros = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=parameter.device))
     zeros.grad = torch.zeros_like(zeros)
     twin: Any = object.__new__(type(optimizer))

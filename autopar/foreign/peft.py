@@ -45,22 +45,22 @@ def saved_copies(module: Any) -> list[tuple[str, Any]]:
 
 
 def is_tuner(module: nn.Module) -> bool:
-    """Tell whether ``module`` is what PEFT puts around a model with adapters (``LoraModel``)."""
+    """Return whether ``module`` is what PEFT puts around a model with adapters (``LoraModel``)."""
     return _is(module, ("peft.tuners.tuners_utils", "BaseTuner"))
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Tell whether ``module`` is what PEFT puts around a layer (``LoraLayer``)."""
+    """Return whether ``module`` is what PEFT puts around a layer (``LoraLayer``)."""
     return _is(module, _TUNERS)
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Tell whether ``module`` is what PEFT puts around a layer that is trained as a whole, or has trained rows."""
+    """Return whether ``module`` is what PEFT puts around a layer that is trained as a whole, or has trained rows."""
     return _is(module, _WRAPPERS)
 
 
 def uses_peft(root: nn.Module) -> bool:
-    """Tell whether PEFT has put anything into ``root`` or around it."""
+    """Return whether PEFT has put anything into ``root`` or around it."""
     kinds = (is_adapted, is_wrapper, is_tuner, is_peft_model)
     return "peft" in sys.modules and any(kind(module) for module in root.modules() for kind in kinds)
 
@@ -102,7 +102,7 @@ def plain_name(model: nn.Module, name: str) -> str | None:
 
 
 def is_peft_model(module: nn.Module) -> bool:
-    """Tell whether ``module`` is a ``PeftModel``, which can save its adapters."""
+    """Return whether ``module`` is a ``PeftModel``, which can save its adapters."""
     return _is(module, ("peft.peft_model", "PeftModel"))
 
 
