@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.metadata import entry_points
@@ -60,7 +61,7 @@ class Extension:
 
 @dataclass(frozen=True)
 class Feature:
-    """The additions of one feature. Each attribute below ``about`` is a table.
+    """The entries of one feature. Each attribute below ``library`` is a table.
 
     Planners and steps of a feature that :data:`SETTINGS` names are called where a configuration asks for it (a step may
     say ``always``); those of another feature in every ``initialize``.
@@ -68,6 +69,8 @@ class Feature:
     Attributes:
         name: Name of its folder.
         about: Its purpose in a few words, for lists.
+        library: Name of the package whose objects it is for, "" for none. The feature adds nothing until the user has
+            imported it.
         names: Public names of ``autopar``. The object is imported when the name is first used.
         commands: Commands of the command line. Importing one adds it to :data:`autopar.cli.app.app`, without torch.
         policies: Words that a user may write in place of a policy. ``tree(model)`` is called once in an ``initialize``,
@@ -86,6 +89,10 @@ class Feature:
             ``lay(matches, root, ranks)`` is called when such a plan is made, before matches become layouts. It returns
             the matches to go on with (``RuleMatch.rules`` makes layouts of one), the attributes that change, and the
             rules of plans whose modules it lays so. It only reads the model.
+        additions: Modules in a model that its policy does not describe. ``addition(root)`` is made for each plan, and
+            only reads the model. ``check(tp, pp)`` is called before anything is planned, and raises ConfigError.
+            ``rules(matches, modules, tp)`` is called when the modules of the policy have plans. It yields each rule
+            with the match whose units it has.
         rules: Rules of plans. The entry is the mixin that :func:`autopar.tensor_parallel.region_modules.region_class`
             puts before the class of a module, when layers are swapped; or a function of that class that returns it.
             ``autopar_state`` of a mixin names the attributes that its instances add.
@@ -95,6 +102,7 @@ class Feature:
 
     name: str
     about: str
+    library: str = ""
     names: Entries = field(default_factory=dict)
     commands: Entries = field(default_factory=dict)
     policies: Entries = field(default_factory=dict)
@@ -103,12 +111,13 @@ class Feature:
     transports: Entries = field(default_factory=dict)
     planners: Entries = field(default_factory=dict)
     matches: Entries = field(default_factory=dict)
+    additions: Entries = field(default_factory=dict)
     rules: Entries = field(default_factory=dict)
     extensions: Mapping[str, Extension] = field(default_factory=dict)
     steps: Mapping[str, Step] = field(default_factory=dict)
 
 
-TABLES = tuple(each.name for each in fields(Feature))[2:]
+TABLES = tuple(each.name for each in fields(Feature))[3:]
 # Fields of a configuration that ask for a feature with any value but these.
 SETTINGS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "context_parallel_size": ("context_parallel", (1,)),
@@ -152,7 +161,7 @@ def entries(table: str, config: Any = None) -> Iterator[tuple[str, Any]]:
     Args:
         config: A configuration, which must ask for the feature; None: entries of all features.
     """
-    for feature in features() if config is None else asked(config):
+    for feature in asked(config):
         for name, entry in getattr(feature, table).items():
             yield name, load(entry)
 
@@ -188,9 +197,12 @@ def public_name(name: str) -> Any:
 
 
 def asked(config: Any) -> list[Feature]:
-    """Return the features that a configuration asks for, and those that no setting turns on."""
+    """Return the features that a configuration asks for, and those that no setting turns on; of None: all of them."""
+    known = [feature for feature in features() if not feature.library or feature.library in sys.modules]
+    if config is None:
+        return known
     turned = {feature: getattr(config, key) not in without for key, (feature, without) in SETTINGS.items()}
-    return [feature for feature in features() if turned.get(feature.name, True)]
+    return [feature for feature in known if turned.get(feature.name, True)]
 
 
 def in_order(steps: Sequence[Callable[..., Any]], config: Any) -> tuple[Callable[..., Any], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -55,6 +56,16 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Feature]]:
     found = list(registry.features())
     monkeypatch.setattr(registry, "features", lambda: tuple(found))
     yield found
+
+
+def test_a_feature_of_a_library_adds_nothing_before_it_is_imported(
+    installed: list[Feature], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed[:] = [Feature("toy", "a test", library="toy_library", additions={"toy": "math:sqrt"})]
+    assert not list(registry.entries("additions")) and not registry.asked(ParallelConfig())
+    monkeypatch.setitem(sys.modules, "toy_library", sys)
+    assert [name for name, _ in registry.entries("additions")] == ["toy"]
+    assert registry.asked(ParallelConfig()) == installed
 
 
 def test_a_setting_of_a_missing_feature_is_an_error(installed: list[Feature]) -> None:

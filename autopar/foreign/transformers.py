@@ -1,4 +1,4 @@
-"""transformers and peft: private names of models, and of continuous batching."""
+"""transformers: private names of models, and of continuous batching."""
 
 from __future__ import annotations
 
@@ -111,16 +111,6 @@ def has_accelerate_hook(module: nn.Module) -> bool:
 def set_loss_function(model: nn.Module) -> Any:
     """Return the loss that a user has set on a model; None if it is that of its class."""
     return getattr(model, "_loss_function", None)
-
-
-def adapters_available(layer: Any) -> list[str]:
-    """Return the names of the adapters in a PEFT layer."""
-    return list(layer._get_available_adapters())
-
-
-def swaps_features(layer: Any) -> bool:
-    """Return whether a PEFT layer of an embedding has its input and output features exchanged."""
-    return bool(layer._did_swap_in_out_features)
 
 
 def router_loss_module(model: nn.Module) -> ModuleType | None:

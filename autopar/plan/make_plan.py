@@ -10,11 +10,9 @@ import torch
 from torch import nn
 
 from autopar import registry
-from autopar.adapters import check_adapters
 from autopar.errors import ConfigError, PolicyError, listed, nearest
 from autopar.foreign.tensors import own_parameters
 from autopar.layout import Block, Layout
-from autopar.plan.adapters import adapter_rules, expert_attributes as adapted_experts
 from autopar.plan.matching import RuleMatch, Scope, all_scopes, check_overlap, check_regions, join, matches_of, walk
 from autopar.plan.plan import AttributePlan, InputPlan, ModulePlan, Plan
 from autopar.plan.rules import TensorRule, tensor_rules_of
@@ -131,7 +129,9 @@ def make_plan(root: nn.Module, policy: Policy | Described, tp: int, *, experts: 
     """
     described = Described.of(root, policy)
     policy, prefix, model = described.policy, described.prefix, described.model
-    check_adapters(root, tp)
+    additions = [addition(root) for _, addition in registry.entries("additions")]
+    for addition in additions:
+        addition.check(tp, 1)
     scopes = list(all_scopes(policy, prefix, model, tp, described.policy_of))
     names = _Names(root)
     found = [match for scope in scopes for met in matches_of(scope) for match in _replicated_if_too_few(met)]
@@ -150,8 +150,9 @@ def make_plan(root: nn.Module, policy: Policy | Described, tp: int, *, experts: 
             if isinstance(match.module, nn.Module) is not bare:
                 for rule in (match.rules or tensor_rules_of)(match):
                     _add(rule, match, modules, layouts, bare)
-    for match, rule in adapter_rules(root, matches, modules, tp):
+    for match, rule in (found for addition in additions for found in addition.rules(matches, modules, tp)):
         _add(rule, match, modules, layouts, bare=False)
+        expert_attributes.extend(rule.attributes)
     check_regions(matches, modules)
     attributes = [replace(a, path=names[a.path]) for scope in scopes for a in scaled_attributes(scope, modules)]
     for scope in scopes:
@@ -172,7 +173,6 @@ def make_plan(root: nn.Module, policy: Policy | Described, tp: int, *, experts: 
             "Every parameter needs a rule; 'replicated' keeps one whole.",
             policy.where,
         )
-    expert_attributes += adapted_experts(root, modules) if experts > 1 else ()
     mixtures = {path for path, plan in modules.items() if plan.rule in expert_rules}
     mixtures |= {attribute.path for attribute in expert_attributes}
     attributes = [attribute for attribute in attributes if attribute.path not in mixtures]

@@ -157,20 +157,15 @@ def mark_parameters(model: nn.Module, inner: nn.Module, plan: Plan, stages: Stag
             if isinstance(hook, hooks.BeforeForward) and hook.tree is not None:
                 hook.tree.check(module)
     parameter_marks.mark(model, plan, stages, mpu)
-    if mpu.tp.size > 1:
-        from autopar.tensor_parallel import adapters
-
-        adapters.attach(model)
 
 
 def undo(model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU) -> None:
     """Give back plain layers with full weights and gradients, without hooks and methods. Collective over tp."""
-    from autopar.tensor_parallel import adapters, parallelize
+    from autopar.tensor_parallel import parallelize
     from autopar.tensor_parallel.layers import ParallelLayer
 
     if plan.shards > 1:
         parallelize.undo(model, plan)
-        adapters.detach(model)
     head = _head_of(inner)
     if isinstance(head, ParallelLayer):  # of chunk_head
         parallelize.swap_back(head)

@@ -29,7 +29,6 @@ from autopar.plan.plan import AttributePlan, ModulePlan, Plan
 from autopar.quantized import stored as stored_form
 from autopar.quantized.layers import stored_weight
 from autopar.swap import bind, mixed_class, set_value, unbind, view_of_config
-from autopar.tensor_parallel.adapters import AdapterOfRows, DropoutAlike, DropoutApart, Magnitude, MagnitudeOfParts
 from autopar.tensor_parallel.layers import (
     ColumnParallelConv,
     ColumnParallelConv1D,
@@ -287,11 +286,6 @@ _LAYERS: dict[tuple[str, bool], type[nn.Module]] = {
 
 _REGION_MODULES: dict[str, type[RegionModule]] = {
     "norm_over": ShardedNorm,
-    "dropout_alike": DropoutAlike,
-    "dropout_apart": DropoutApart,
-    "adapter_of_rows": AdapterOfRows,
-    "magnitude": Magnitude,
-    "magnitude_of_parts": MagnitudeOfParts,
 }
 
 

@@ -22,6 +22,8 @@ ASKS = {
 }
 # A configuration, and a method of a Llama that needs the feature there.
 CALLS = {"generation": ({"tp": 2}, "generate")}
+# What in a model asks for the feature: the script builds a model of that name.
+MODELS = {"peft": "the adapters of PeftModelForCausalLM (PEFT)"}
 SCRIPT = Path(__file__).with_name("without_a_folder.py")
 
 
@@ -75,8 +77,16 @@ def test_a_configuration_that_asks_for_a_deleted_feature_is_an_error(name: str, 
 def test_a_call_that_needs_a_deleted_feature_is_an_error(name: str, tmp_path: Path) -> None:
     tree = tree_without(tmp_path, f"features/{name}")
     config, method = CALLS[name]
-    text = run(tree, str(tmp_path), json.dumps(config), method, ranks=2)
+    text = run(tree, str(tmp_path), json.dumps(config), "plain", method, ranks=2)
     assert f"LlamaForCausalLM.{method} on several ranks needs the feature '{name}', which is not installed.\n" in text
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_a_model_that_needs_a_deleted_feature_is_an_error(name: str, tmp_path: Path) -> None:
+    pytest.importorskip(name)
+    tree = tree_without(tmp_path, f"features/{name}")
+    text = run(tree, str(tmp_path), json.dumps({"tp": 2}), name, ranks=2)
+    assert f"{MODELS[name]} needs the feature '{name}', which is not installed.\n  Installed: " in text
 
 
 def test_each_feature_that_a_setting_turns_on_is_deleted_once() -> None:

@@ -17,7 +17,7 @@ import autopar
 from autopar.errors import CheckpointError
 from autopar.quantized.layers import stored_weights
 from autopar.storage.files import RangeFile
-from tests.adapters.adapted import whole_of, with_lora
+from tests.features.peft.adapted import whole_of, with_lora
 from tests.parity import close
 from tests.pool import pooled
 from tests.quantized.models import FAMILIES, FORMS, batches, bitsandbytes, how, quantized

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import autopar
 from autopar.errors import ConfigError
 from autopar.quantized.layers import stored_weights
-from tests.adapters.adapted import randomise_adapters, whole_of, with_lora
+from tests.features.peft.adapted import randomise_adapters, whole_of, with_lora
 from tests.parity import close
 from tests.pool import pooled
 from tests.quantized.models import FORMS, batches, how, quantized, write

@@ -10,7 +10,7 @@ from autopar.errors import ConfigError
 from autopar.plan.make_plan import make_plan
 from autopar.plan.stages import make_stages
 from autopar.policy.match import find_policy
-from tests.adapters.adapted import peft, with_lora
+from tests.features.peft.adapted import peft, with_lora
 from tests.small import llama
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # PEFT reads it

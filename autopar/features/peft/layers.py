@@ -7,75 +7,14 @@ one, which has ended the region by then) each rank must draw its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch import nn
 
-from autopar.adapters import is_peft_model, is_tuner
 from autopar.distributed.collectives import all_reduce
-from autopar.errors import ConfigError
 from autopar.layout import Layout
-from autopar.quantized.layers import stored_weights
-from autopar.swap import bind, unbind
 from autopar.tensor_parallel.layers import look_up
 from autopar.tensor_parallel.region_modules import RegionModule
-
-_OWNER = "tensor parallelism of adapters"
-
-
-def attach(model: nn.Module) -> None:
-    """Replace methods of PEFT that would be wrong on shards; :func:`autopar.swap.unbind` takes them away."""
-    for module in model.modules():
-        if is_peft_model(module):
-            bind(module, _OWNER, add_adapter=_refused("add_adapter"), delete_adapter=_refused("delete_adapter"))
-        if is_tuner(module):
-            if hasattr(type(module), "_enable_peft_forward_hooks"):
-                bind(module, _OWNER, _enable_peft_forward_hooks=_hooks_without_names)
-            bind(module, _OWNER, **{name: _refused(name) for name in _OF_TREES if hasattr(type(module), name)})
-
-
-def detach(model: nn.Module) -> None:
-    """Undo :func:`attach`."""
-    unbind(model, _OWNER)
-
-
-def _hooks_without_names(self: Any, *args: Any, **kwargs: Any) -> Any:
-    if kwargs.get("adapter_names") is not None:
-        raise ConfigError(
-            "adapter_names, another adapter for each sample: PEFT goes through the adapters in an order of its own on "
-            "each tensor-parallel rank.\n  Compute the samples of one adapter after the other, with "
-            "model.set_adapter(name)."
-        )
-    return type(self)._enable_peft_forward_hooks(self, *args, **kwargs)
-
-
-_OF_TREES = ("merge_and_unload", "unload", "delete_adapter", "add_weighted_adapter", "add_adapter")
-
-
-def _refused(name: str) -> Callable[..., NoReturn]:
-    def method(self: Any, *_: Any, **__: Any) -> NoReturn:
-        if name == "add_adapter":
-            raise ConfigError(
-                f"add_adapter: PEFT makes adapters by the sizes of the layers, and those of this {type(self).__name__} "
-                "are sharded.\n  Use autopar.integrations.add_adapter(model, name, config). After it, "
-                "model.load_adapter(dir, name) reads an adapter's files."
-            )
-        instead = (
-            "model.merge_adapter() merges in place, and then\n  model.save_parallelized(dir, merge_checkpoints=True) "
-            "writes the merged model."
-        )
-        if stored_weights(self):
-            instead = (
-                "With a quantized base\n  this is the only way: merge_checkpoints=True would leave its weights out."
-            )
-        raise ConfigError(
-            f"{name}: the plan of this {type(self).__name__}, whose layers are sharded, names its adapters.\n"
-            f"  autopar.deparallelize(model).{name}(...) works on the whole model. {instead}"
-        )
-
-    return method
 
 
 class DropoutAlike(RegionModule):

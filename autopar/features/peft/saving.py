@@ -7,6 +7,7 @@ older ones.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import shutil
 import tempfile
@@ -18,15 +19,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.adapters import is_peft_model
 from autopar.checkpoint.arguments import absolute
 from autopar.checkpoint.hf_weights import WholeWeights
 from autopar.checkpoint.save import Snapshot, prepare_alike, snapshot
 from autopar.checkpoint.staging import fsync
 from autopar.checkpoint.state import State, local_tensors, parameters_elsewhere, state_of
+from autopar.checkpoint.state_dict import shard_of
 from autopar.distributed.agree import rank_zero
 from autopar.distributed.failures import waiting
 from autopar.errors import CheckpointError, listed
+from autopar.foreign.peft import is_adapted, is_peft_model, is_wrapper
 from autopar.foreign.tensors import own_parameters
 from autopar.storage.safetensors_io import dtype_of
 
@@ -70,24 +72,68 @@ def save_adapters(
     adapters.write(target, local_tensors(model, fsdp=True))
 
 
-def alone(directory: Callable[[], object], others: Mapping[str, Any]) -> object:
-    """Return the folder. Raises CheckpointError if another argument of ``save_parallelized`` is given beside it."""
-    path = directory()
+def save_alone(model: nn.Module, directory: Callable[[], object], timeout: float, others: Mapping[str, Any]) -> None:
+    """Save adapters for ``save_parallelized(adapter_only=True)``.
+
+    Args:
+        others: its other arguments, which must have their defaults.
+
+    Raises:
+        CheckpointError: as :func:`save_adapters`.
+    """
     usual = {"format": "safetensors", "max_shard_size": "5GB"}
-    for name, value in others.items():
-        if value not in (None, False, usual.get(name)):
-            raise CheckpointError(
-                f"adapter_only=True writes what PEFT writes, which has no place for {name}={value!r}.\n  Leave "
-                "adapter_only out to save the whole model, with its adapters and what training needs."
-            )
-    return path
+
+    def folder() -> object:
+        path = directory()
+        for name, value in others.items():
+            if value not in (None, False, usual.get(name)):
+                raise CheckpointError(
+                    f"adapter_only=True writes what PEFT writes, which has no place for {name}={value!r}.\n  Leave "
+                    "adapter_only out to save the whole model, with its adapters and what training needs."
+                )
+        return path
+
+    save_adapters(model, folder, timeout, {})
+
+
+def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+    """``PeftModel.save_pretrained``; every rank calls it, and rank 0 writes the files that it writes.
+
+    Raises:
+        CheckpointError: the same on every rank, if a rank did not call, or an argument asks for something else.
+    """
+    saver = type(self).save_pretrained
+    if shard_of(self) is None:
+        saver(self, save_directory, *args, **kwargs)
+        return
+    named = inspect.signature(saver).bind(self, save_directory, *args, **kwargs).arguments
+    save_adapters(self, lambda: save_directory, 20.0, _options_of_peft(named))
+
+
+def check_merged(model: nn.Module) -> None:
+    """Check that the weights of the plain model in ``model`` are all that it computes with.
+
+    Raises:
+        CheckpointError: adapters are active that are not merged into them.
+    """
+    for path, module in model.named_modules():
+        adapted: Any = module if is_adapted(module) else None
+        whole = adapted is not None and (adapted.merged or adapted.disable_adapters)
+        if whole or not (adapted is not None or is_wrapper(module)):
+            continue
+        what = "was trained as a whole (modules_to_save)" if is_wrapper(module) else "has adapters"
+        raise CheckpointError(
+            f"merge_checkpoints=True: {path} {what}, for which a Hugging Face checkpoint has no place.\n"
+            "  adapter_only=True writes adapters as PEFT does. After model.merge_adapter(), those of layers are part "
+            "of the weights,\n  and are saved with them."
+        )
 
 
 _OF_PEFT = ("selected_adapters", "save_embedding_layers", "safe_serialization")
 _NOT_OF_PEFT = ("state_dict", "path_initial_model_for_weight_conversion", "push_to_hub")
 
 
-def options_of_peft(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _options_of_peft(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a call of ``PeftModel.save_pretrained``. Raises CheckpointError for what cannot be had."""
     given = {**arguments, **arguments.get("kwargs", {})}
     for name in _NOT_OF_PEFT:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import autopar
 from autopar.errors import ConfigError
-from tests.adapters.adapted import batch, peft, randomise_adapters, with_lora
+from tests.features.peft.adapted import batch, peft, randomise_adapters, with_lora
 from tests.parity import close
 from tests.pool import pooled
 from tests.small import llama

@@ -11,7 +11,7 @@ import torch
 
 import autopar
 from autopar.integrations import add_adapter
-from tests.adapters.adapted import batch, peft, randomise_adapters, same_training, whole_of, with_lora
+from tests.features.peft.adapted import batch, peft, randomise_adapters, same_training, whole_of, with_lora
 from tests.parity import close
 from tests.pool import pooled
 from tests.small import llama

@@ -15,7 +15,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 import autopar
 from autopar.errors import ConfigError
 from autopar.integrations import add_adapter, get_peft_model
-from tests.adapters.adapted import batch, peft, whole_of, with_lora
+from tests.features.peft.adapted import batch, peft, whole_of, with_lora
 from tests.parity import close
 from tests.pool import pooled
 from tests.small import gpt2, llama

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import autopar
 from autopar.checkpoint import merge_checkpoint
 from autopar.errors import CheckpointError, ConfigError
-from tests.adapters.adapted import batch, peft, phi3, randomise_adapters, whole_of, with_lora
+from tests.features.peft.adapted import batch, peft, phi3, randomise_adapters, whole_of, with_lora
 from tests.parity import close
 from tests.pool import pooled
 from tests.random_models import build, cases, kind

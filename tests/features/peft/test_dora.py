@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 import autopar
 from autopar.errors import ConfigError
 from autopar.integrations import get_peft_model
-from tests.adapters.adapted import batch, peft, same_training, with_lora
+from tests.features.peft.adapted import batch, peft, same_training, with_lora
 from tests.parity import close
 from tests.pool import pooled
 from tests.small import llama

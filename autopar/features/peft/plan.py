@@ -16,46 +16,117 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.adapters import check_layer, tuner_layers
 from autopar.errors import ConfigError
-from autopar.foreign.transformers import swaps_features
+from autopar.foreign.peft import swaps_features, tuner_layers
 from autopar.layout import Layout
 from autopar.plan.matching import RuleMatch, join
 from autopar.plan.plan import AttributePlan, ModulePlan
 from autopar.plan.rules import TensorRule
 
+_LAYERS = {  # module of PEFT -> classes, named as in it
+    "peft.tuners.lora.layer": ("Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d", "ParamWrapper"),
+    "peft.tuners.lora.bnb": ("Linear4bit", "Linear8bitLt"),
+    "peft.tuners.lora.torchao": ("TorchaoLoraLinear",),
+    "peft.tuners.ia3.layer": ("Linear",),
+}
+_METHODS = ("LORA", "IA3", "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
+_SETTINGS = ("ensure_weight_tying", "layer_replication")
+_INSTEAD = (
+    "  What is exact over tensor-parallel ranks: LoRA (also rslora, DoRA, lora_bias, several adapters,\n"
+    "  modules_to_save) and IA3 on linear layers, LoRA on embeddings; without stages also prompts and prefixes.\n"
+    "  Others train on one rank."
+)
 
-def adapter_rules(
-    root: nn.Module, matches: Sequence[RuleMatch], modules: Mapping[str, ModulePlan], tp: int
-) -> Iterator[tuple[RuleMatch, TensorRule]]:
-    """Yield the rules of all adapters in ``root``, each with the match of its base layer.
 
-    Args:
-        modules: plans of the base layers.
+class Adapters:
+    """The adapters of PEFT in a model (:attr:`autopar.registry.Feature.additions`)."""
 
-    Raises:
-        ConfigError: an adapter sits on a layer whose rule it cannot follow.
-    """
-    by_path = {match.path: match for match in matches}
-    first = {id(module): path for path, module in root.named_modules()}
-    for path, layer in tuner_layers(root):
-        base = first[id(layer.get_base_layer())]
-        ends = [base[:end] for end in range(len(base), 0, -1) if end == len(base) or base[end] == "."]
-        match = next((by_path[end] for end in ends if end in by_path), None)
-        if match is None:
-            continue  # the base layer has no rule either, which is another error
-        if (known := modules.get(base)) is not None and known.rule == "one_expert":
-            continue  # it lies with all that is in it on one rank
-        try:
-            check_layer(path, layer)
-            rules = list(_rules_of(path, layer, modules.get(base), match))
-        except ConfigError:
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+
+    def check(self, tp: int, pp: int) -> None:
+        """Check that the adapters compute on ``tp`` x ``pp`` ranks what they compute on one.
+
+        Raises:
+            ConfigError: names the first method, layer or setting that does not.
+        """
+        for what in _unsupported(self._root, tp, pp) if tp > 1 or pp > 1 else ():
+            size = f"pipeline_parallel_size={pp}" if pp > 1 else f"tensor_parallel_size={tp}"
+            raise ConfigError(f"{size} does not go together with {what}.\n{_INSTEAD}")
+
+    def rules(
+        self, matches: Sequence[RuleMatch], modules: Mapping[str, ModulePlan], tp: int
+    ) -> Iterator[tuple[RuleMatch, TensorRule]]:
+        """Yield the rules of all adapters, each with the match of its base layer.
+
+        Args:
+            modules: plans of the base layers.
+
+        Raises:
+            ConfigError: an adapter sits on a layer whose rule it cannot follow.
+        """
+        by_path = {match.path: match for match in matches}
+        first = {id(module): path for path, module in self._root.named_modules()}
+        for path, layer in tuner_layers(self._root):
+            base = first[id(layer.get_base_layer())]
+            ends = [base[:end] for end in range(len(base), 0, -1) if end == len(base) or base[end] == "."]
+            match = next((by_path[end] for end in ends if end in by_path), None)
+            if match is None:
+                continue  # the base layer has no rule either, which is another error
             plan = modules.get(base)
-            if tp > 1 or (plan is not None and plan.rule == "experts"):
-                raise
-            rules = list(_replicated(path, layer))  # one rank computes whatever PEFT has
-        for rule in rules:
-            yield match, rule
+            if plan is not None and plan.rule == "one_expert":
+                continue  # it lies with all that is in it on one rank
+            try:
+                _check_layer(path, layer)
+                rules = list(_rules_of(path, layer, plan, match))
+            except ConfigError:
+                if tp > 1 or (plan is not None and plan.rule == "experts"):
+                    raise
+                rules = list(_replicated(path, layer))  # one rank computes whatever PEFT has
+            if hasattr(layer, "parameter_name") and plan is not None and plan.rule == "experts":
+                rules.append(_counts(path, layer, plan))
+            yield from ((match, rule) for rule in rules)
+
+
+def _check_layer(path: str, layer: Any) -> None:
+    """Raise ConfigError unless the adapters of one layer can follow their base layer over tensor-parallel ranks."""
+    for what in _of_layer(path, layer):
+        raise ConfigError(f"tensor parallelism does not go together with {what}.\n{_INSTEAD}")
+
+
+def _unsupported(root: nn.Module, tp: int, pp: int) -> Iterator[str]:
+    for module in root.modules():
+        configs = vars(module).get("_peft_config") or vars(module).get("peft_config") or {}
+        for name, config in configs.items() if isinstance(configs, dict) else ():
+            kind = getattr(getattr(config, "peft_type", None), "value", None)
+            if kind is None:
+                continue
+            shown = f"{kind} (adapter '{name}')"
+            if getattr(config, "is_prompt_learning", False) and pp > 1:
+                yield f"PEFT's {shown}, which puts something in front of the sequence or of every layer's keys"
+            if tp > 1 and kind not in _METHODS:
+                yield f"PEFT's {shown}"
+            for setting in _SETTINGS if tp > 1 else ():
+                if getattr(config, setting, None):
+                    yield f"{setting}={getattr(config, setting)!r} of PEFT's {shown}"
+    for path, layer in tuner_layers(root) if tp > 1 else ():
+        yield from _of_layer(path, layer)
+
+
+def _of_layer(path: str, layer: Any) -> Iterator[str]:
+    kind = next(c for c in type(layer).__mro__ if c.__module__.startswith("peft."))
+    if kind is not type(layer) or kind.__name__ not in _LAYERS.get(kind.__module__, ()):
+        method = kind.__module__.removeprefix("peft.tuners.").partition(".")[0]
+        base = type(layer.get_base_layer()).__name__
+        yield f"PEFT's {method} layer {kind.__name__} on a {base} (at {path})"
+    for name, variant in getattr(layer, "lora_variant", {}).items():
+        if type(variant).__name__ != "DoraLinearVariant":
+            shown = type(variant).__name__.removesuffix("Variant")
+            yield f"PEFT's {shown} of adapter '{name}' (at {path}), a variant of LoRA"
+        elif isinstance(layer.lora_dropout[name], nn.Dropout):
+            yield f"lora_dropout of adapter '{name}' (at {path}), a DoRA: it multiplies with the whole weight then"
+    if layer.base_layer is not layer.get_base_layer() and kind.__name__ != "ParamWrapper":  # those are nested
+        yield f"adapters on adapters (at {path})"
 
 
 def _rules_of(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) -> Iterator[TensorRule]:
@@ -253,14 +324,11 @@ def _of_whole_experts(path: str, layer: Any, plan: ModulePlan, layout: Layout, t
             )
 
 
-def expert_attributes(root: nn.Module, modules: Mapping[str, ModulePlan]) -> Iterator[AttributePlan]:
-    """Yield how many experts PEFT's adapters of their weights have on each rank."""
-    first = {id(module): path for path, module in root.named_modules()}
-    for path, layer in tuner_layers(root):
-        plan = modules.get(first[id(layer.get_base_layer())]) if hasattr(layer, "parameter_name") else None
-        if plan is not None and plan.rule == "experts" and plan.layout is not None:
-            counts = tuple(plan.layout.local_size(rank) for rank in range(plan.layout.axis_size))
-            yield AttributePlan(path, "num_experts", plan.where, layer.num_experts, counts)
+def _counts(path: str, layer: Any, plan: ModulePlan) -> TensorRule:
+    """Return how many experts adapters of their weights have on each rank."""
+    assert plan.layout is not None
+    counts = tuple(plan.layout.local_size(rank) for rank in range(plan.layout.axis_size))
+    return TensorRule(None, attributes=(AttributePlan(path, "num_experts", plan.where, layer.num_experts, counts),))
 
 
 def _scaling(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) -> Iterator[TensorRule]:

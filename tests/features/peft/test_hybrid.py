@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import autopar
-from tests.adapters.adapted import batch, peft, with_lora
+from tests.features.peft.adapted import batch, peft, with_lora
 from tests.parity import close
 from tests.pipeline_parallel.oracle import whole_tensors
 from tests.pool import pooled

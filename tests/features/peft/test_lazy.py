@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import autopar
 from autopar.errors import ConfigError
-from tests.adapters.adapted import batch, peft, whole_of, with_lora
+from tests.features.peft.adapted import batch, peft, whole_of, with_lora
 from tests.parity import close
 from tests.pool import pooled
 from tests.small import llama
