@@ -19,7 +19,7 @@ CORE = [
     ["foreign"],
     ["swap", "tensor_tracking"],
     ["layout", "policy", "call_site", "adapters"],
-    ["quantized"],
+    ["stored"],
     ["config", "plan"],
     ["distributed"],
     ["storage", "activation_checkpoint", "guards"],

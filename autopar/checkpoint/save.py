@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar import registry
 from autopar.adapters import check_merged
 from autopar.checkpoint import random_states
 from autopar.checkpoint.arguments import SaveRequest, check_same_call, seconds
@@ -24,7 +25,6 @@ from autopar.checkpoint.format import FileRecord, Manifest, Part, QuantizedBase,
 from autopar.checkpoint.offline import write_merged
 from autopar.checkpoint.optimizer_state import OptimizerMetadata, OptimizerState, merge_metadata, take
 from autopar.checkpoint.optimizer_weights import LOSS_SCALE, parameters_by_name, step_of
-from autopar.checkpoint.quantized_base import base_tensors, name_of
 from autopar.checkpoint.rotation import next_order, rotate
 from autopar.checkpoint.shards import Shards, record_of, shard_writer
 from autopar.checkpoint.staging import Staging, fsync_files
@@ -137,7 +137,8 @@ class Writer:
 
     def __init__(self, model: nn.Module, state: State, request: SaveRequest, tokenizer: Any) -> None:
         self.state, self.request, self.tokenizer = state, request, tokenizer
-        self.write_config, self.base_name = config_writer(model), name_of(model, state)
+        self.write_config, inner = config_writer(model), model.get_submodule(state.hf_path)
+        self.base_name = str(getattr(getattr(inner, "config", None), "_name_or_path", ""))  # where it came from
         self.staging: Staging | None = None
         self.staged: tuple[Path, str] | None = None  # the folder to write into, the id of the save
 
@@ -349,7 +350,9 @@ def snapshot(
             and state.writes(name)
         }
     }
-    tensors["base"], base_plans, base_notes = base_tensors(model, state)
+    tensors["base"], base_plans, base_notes = {}, {}, {}
+    if state.quantized and not state.adapted:
+        tensors["base"], base_plans, base_notes = registry.entry("parts", "base").collect(model, state)
     plans: dict[str, TensorPlan] = {}
     metadata = None
     by_replica = False

@@ -17,7 +17,7 @@ from autopar.adapters import is_peft_model, is_tuner
 from autopar.distributed.collectives import all_reduce
 from autopar.errors import ConfigError
 from autopar.layout import Layout
-from autopar.quantized.layers import stored_weights
+from autopar.stored import stored_weights
 from autopar.swap import bind, unbind
 from autopar.tensor_parallel.layers import look_up
 from autopar.tensor_parallel.region_modules import RegionModule

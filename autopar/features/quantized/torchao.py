@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from autopar.errors import ConfigError
+from autopar.features.quantized.stored import InFile, Part, Piece, QuantizedKind, QuantizedWeight, ToFile
 from autopar.foreign.tensors import own_parameters
 from autopar.layout import Layout
-from autopar.quantized.stored import InFile, Kind, Part, Piece, StoredWeight, ToFile
 
 LIBRARY = "torchao.utils"  # imported by whoever has made such a layer
 _FORMATS = {"Int8Tensor": "torchao int8", "Float8Tensor": "torchao float8"}
@@ -88,7 +88,7 @@ def empty_weight(quantizer: Any, name: str, parts: Mapping[str, torch.Tensor]) -
     return nn.Parameter(weights[name], requires_grad=False)
 
 
-class EightBitTensor(StoredWeight):
+class EightBitTensor(QuantizedWeight):
     """An ``Int8Tensor`` or a ``Float8Tensor`` as the weight of a linear layer."""
 
     def __init__(self, module: Any) -> None:
@@ -100,7 +100,7 @@ class EightBitTensor(StoredWeight):
         self.pending = module.weight.is_meta
         widths = [x.element_size() for name, x in self._held().items() if name != "qdata"]
         nbytes = functools.partial(_nbytes, step=self._step, beside=sum(widths))
-        self.kind = Kind(self.format, self.block, False, nbytes)
+        self.kind = QuantizedKind(self.format, self.block, False, nbytes)
 
     @property
     def _step(self) -> tuple[int, int]:
@@ -179,6 +179,14 @@ class EightBitTensor(StoredWeight):
         own_parameters(self._module)["weight"] = self._weight
         self.pending = False
         self.put(shape, self._held() | {"qdata": self._weight.qdata[: shape[0], : shape[1]].contiguous()})
+
+    def check_dtype(self, path: str, dtype: torch.dtype) -> None:
+        """Raise ConfigError if the weight was quantized from another dtype, which torchao does not change."""
+        if self.dtype != dtype:
+            raise ConfigError(
+                f"precision.dtype is {dtype}, and the weight of {path} ({self.format}) was quantized as one of "
+                f"{self.dtype}, which stays.\n  Load the model with dtype={dtype}."
+            )
 
     def drop(self) -> None:
         """Free numbers and scales."""

@@ -23,9 +23,18 @@ import torch
 from torch import nn
 
 from autopar.errors import ConfigError
+from autopar.features.quantized.stored import (
+    InFile,
+    Part,
+    Piece,
+    QuantizedKind,
+    QuantizedWeight,
+    RowParallelStored,
+    ToFile,
+    part_on,
+)
 from autopar.foreign.tensors import own_parameters
 from autopar.layout import Layout
-from autopar.quantized.stored import InFile, Kind, Part, Piece, StoredWeight, ToFile
 
 _BLOCK = 64  # numbers that share a scale
 _NESTED = " with quantized scales"
@@ -57,7 +66,7 @@ def config_of(**settings: Any) -> Any:
     return BitsAndBytesConfig(**settings)
 
 
-class FourBit(StoredWeight):
+class FourBit(QuantizedWeight):
     """The weight of a ``Linear4bit``."""
 
     hidden = ("quant_state",)
@@ -302,11 +311,11 @@ def _divides(block: tuple[int, int], layout: Layout) -> bool:
     return True
 
 
-def _kind_of(name: str, nested: bool) -> Kind:
+def _kind_of(name: str, nested: bool) -> QuantizedKind:
     how = {"load_in_4bit": True, "bnb_4bit_quant_type": name, "bnb_4bit_use_double_quant": nested}
     form = f"bitsandbytes {name}{_NESTED if nested else ''}"
     nbytes, config = functools.partial(_four_bit, nested=nested), functools.partial(config_of, **how)
-    return Kind(form, (1, _BLOCK), False, nbytes, config)
+    return QuantizedKind(form, (1, _BLOCK), False, nbytes, config)
 
 
 IN_4_BIT = {
@@ -334,7 +343,7 @@ def find(module: nn.Module) -> FourBit | EightBit | None:
     return EightBit(module) if quantized and (weight.is_meta or weight.dtype == torch.int8) else None
 
 
-class EightBit(StoredWeight):
+class EightBit(QuantizedWeight):
     """The weight of a ``Linear8bitLt``. The shard of a rank that has some of the inputs has four columns more, of 0."""
 
     hidden = ("state",)
@@ -367,6 +376,10 @@ class EightBit(StoredWeight):
         numbers, scales = self.pieces().values()
         row_major = ToFile(torch.tensor(0, dtype=torch.uint8))
         return {"weight": ToFile(*numbers), "SCB": ToFile(*scales, flat=1), "weight_format": row_major}
+
+    def layer_class(self, rule: str) -> type[nn.Module]:
+        """Return the class of a layer with sharded outputs or inputs."""
+        return RowParallelEightBit if rule == "row" else super().layer_class(rule)
 
     def beside(self) -> dict[str, torch.Tensor]:
         """Return the scales."""
@@ -421,6 +434,15 @@ class EightBit(StoredWeight):
         return torch.cat([x, most, most.new_zeros(*x.shape[:-1], _PADDING - 1)], -1)
 
 
+class RowParallelEightBit(RowParallelStored):
+    """A layer that quantizes its inputs, which are sharded: the scale of a token is that of all inputs."""
+
+    def _multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        y = super()._multiply(EightBit(self).whole_rows(x, part_on(self.tp).largest), weight, bias)
+        # On a GPU it is a view out of bitsandbytes' autograd function, which must not be summed in place.
+        return y.clone() if y.requires_grad else y
+
+
 def _eight_bit(shape: tuple[int, int], layout: Layout | None, rank: int) -> int:
     """Return the bytes of a shard: of numbers, of four columns more where inputs are cut, and of scales in fp32."""
     rows, columns = shape if layout is None else layout.local_shape(shape, rank)
@@ -429,6 +451,8 @@ def _eight_bit(shape: tuple[int, int], layout: Layout | None, rank: int) -> int:
 
 KINDS = {
     **IN_4_BIT,
-    "int8": Kind(EightBit.format, EightBit.block, True, _eight_bit, functools.partial(config_of, load_in_8bit=True)),
+    "int8": QuantizedKind(
+        EightBit.format, EightBit.block, True, _eight_bit, functools.partial(config_of, load_in_8bit=True)
+    ),
 }
 """The forms that a plan can be made for without any weights, by the name that a user gives them."""

@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar.errors import ConfigError
-from autopar.quantized.layers import as_plain
+from autopar.stored import as_plain
 from autopar.tools.cli import app
 from autopar.tools.split import split_checkpoint
+from tests.features.quantized.models import adapted, batches, bitsandbytes, quantized
+from tests.features.quantized.test_training import gradients
 from tests.parity import close
 from tests.pool import pooled
-from tests.quantized.models import adapted, batches, bitsandbytes, quantized
-from tests.quantized.test_training import gradients
 from tests.worlds import raises_everywhere
 
 IDS = batches(1)[0]["input_ids"]
