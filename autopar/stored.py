@@ -58,22 +58,20 @@ class StoredWeight:
     """The weight of one linear layer in the form of a library.
 
     Attributes:
-        format: The name of the form, for messages.
-        kind: The form without the weight.
+        kind: The form of the weight.
         shape: The shape of the weight, ``(out, in)``.
         pending: Whether it has no memory yet, and :meth:`materialize` makes it.
         hidden: Attributes of the layer that hold tensors of the weight, too.
         dtype: The dtype of a parameter that looks like the weight and has no memory; None if the parameter has some.
     """
 
-    format: str
     kind: Kind
     shape: tuple[int, int]
     pending: bool
     hidden: tuple[str, ...] = ()
     dtype: torch.dtype | None = None
 
-    def layer_class(self, rule: str) -> type[nn.Module]:
+    def layer_class(self, rule: str) -> Any:
         """Return the class of a ``column`` or ``row`` layer, which is mixed with the class of the library."""
         raise NotImplementedError
 
@@ -81,8 +79,8 @@ class StoredWeight:
         """Keep the shard of ``rank``; no communication."""
         raise NotImplementedError
 
-    def join(self, layout: Layout, gather: Callable[[torch.Tensor, Layout], torch.Tensor]) -> None:
-        """Undo :meth:`shard`; ``gather`` returns the full tensor of a shard, given its layout."""
+    def join(self, layout: Layout, axis: Any) -> None:
+        """Undo :meth:`shard`; a collective of the axis."""
         raise NotImplementedError
 
     def materialize(self, source: Any, layout: Layout | None, mpu: Any, read: Callable[[], torch.Tensor]) -> None:

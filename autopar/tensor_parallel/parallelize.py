@@ -202,7 +202,7 @@ def undo(model: nn.Module, plan: Plan) -> None:
             parameter, buffer = own_parameters(module).get(name), own_buffers(module).get(name)
             stored = stored_weight(module) if name == "weight" else None
             if stored is not None:
-                stored.join(layout, functools.partial(_gathered, axis))
+                stored.join(layout, axis)
             elif parameter is not None and id(parameter) not in done:
                 done.add(id(parameter))
                 gradient, parameter.grad = _gradient_of(parameter, axis), None
@@ -219,10 +219,6 @@ def undo(model: nn.Module, plan: Plan) -> None:
     for module in modules.values():
         if "_autopar_config" in vars(module):
             module.config = module.__dict__.pop("_autopar_config")
-
-
-def _gathered(axis: Axis, shard: torch.Tensor, layout: Layout) -> torch.Tensor:
-    return all_gather(shard, axis, layout)
 
 
 def _gradient_of(parameter: nn.Parameter, axis: Axis) -> torch.Tensor | None:

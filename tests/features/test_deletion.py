@@ -19,6 +19,8 @@ ASKS = {
     "host_transport": ({"tp": 2, "model_parallelism": {"cpu_transport": "shm"}}, "cpu_transport: shm"),
     "sequence_parallel": ({"tp": 2, "model_parallelism": {"sequence_parallel": True}}, "sequence_parallel: True"),
 }
+# A model of `without_a_folder.py` that needs the feature.
+MODELS = {"quantized": "LlamaForCausalLM with quantized weights"}
 SCRIPT = Path(__file__).with_name("without_a_folder.py")
 
 
@@ -65,6 +67,14 @@ def test_a_configuration_that_asks_for_a_deleted_feature_is_an_error(name: str, 
     config, asked = ASKS[name]
     text = run(tree, str(tmp_path), json.dumps(config), ranks=2)
     assert f"{asked} needs the feature '{name}', which is not installed.\n  Installed: " in text
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_a_model_that_needs_a_deleted_feature_is_an_error(name: str, tmp_path: Path) -> None:
+    tree = tree_without(tmp_path, f"features/{name}")
+    text = run(tree, str(tmp_path), json.dumps({"tp": 2}), name, ranks=2)
+    assert f"{MODELS[name]} needs the feature '{name}', which is not installed.\n  Installed: " in text
 
 
 def test_each_feature_that_a_setting_turns_on_is_deleted_once() -> None:

@@ -25,6 +25,19 @@ def built() -> Any:
     return LlamaForCausalLM(CONFIG)
 
 
+def quantized() -> Any:
+    """Return the model with layers of bitsandbytes, as a user puts them there."""
+    from bitsandbytes.nn import Linear4bit
+
+    model = built()
+    for path, module in [*model.model.named_modules()]:
+        if isinstance(module, torch.nn.Linear):
+            layer = Linear4bit(module.in_features, module.out_features, bias=False, quant_type="nf4")
+            layer.load_state_dict(module.state_dict())
+            model.model.set_submodule(path, layer)
+    return model.to("cpu")
+
+
 def train(folder: Path) -> list[float]:
     """Return losses of four steps, a difference after loading, and one of the merged weights; both must be 0."""
     from autopar.checkpoint.offline import merge_checkpoint
@@ -68,7 +81,8 @@ def main() -> None:
             print(json.dumps(found), flush=True)
         return
     try:
-        autopar.initialize(built(), json.loads(sys.argv[2]))
+        model = quantized() if "quantized" in sys.argv else built()
+        autopar.initialize(model, json.loads(sys.argv[2]))
     except autopar.ConfigError as error:
         print(error, flush=True)
 

@@ -7,7 +7,7 @@ has them in files, viewed with a dim for the outputs and one for the inputs. A r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +15,6 @@ from torch import nn
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.state import State
 from autopar.errors import CheckpointError
-from autopar.features.quantized.stored import QuantizedWeight
 from autopar.plan.plan import Piece, TensorPlan
 from autopar.storage.safetensors_io import dtype_name
 from autopar.stored import stored_weights
@@ -32,7 +31,8 @@ class Base:
         tensors: dict[str, torch.Tensor] = {}
         plans: dict[str, TensorPlan] = {}
         notes: dict[str, str] = {}
-        for path, stored in _quantized(model):
+        found: dict[str, Any] = {**stored_weights(model)}
+        for path, stored in found.items():
             weight = state.quantized[f"{path}.weight"]
             form = (weight.shape[0], weight.shape[1])
             layout = weight.layout if state.plan.shards > 1 else None
@@ -67,7 +67,8 @@ class Base:
             CheckpointError: they do not stand for weights of these shapes.
         """
         saved = shards.manifest.quantized
-        for path, stored in _quantized(model):
+        found: dict[str, Any] = {**stored_weights(model)}
+        for path, stored in found.items():
             weight, start = state.quantized[f"{path}.weight"], f"{path}."
             parts = {name[len(start) :]: shards.lazy(name, "base") for name in saved if name.startswith(start)}
             layout = weight.layout if state.plan.shards > 1 else None
@@ -79,11 +80,5 @@ class Base:
                     stored.read(parts, shape, layout, state.mpu.shards.rank, state.mpu.device)
             except (ValueError, KeyError) as error:
                 raise CheckpointError(
-                    f"{shards.folder} does not hold {weight.name} as {stored.format}: {error}"
+                    f"{shards.folder} does not hold {weight.name} as {stored.kind.form}: {error}"
                 ) from error
-
-
-def _quantized(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
-    for path, stored in stored_weights(model).items():
-        assert isinstance(stored, QuantizedWeight)
-        yield path, stored

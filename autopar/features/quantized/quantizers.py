@@ -7,12 +7,11 @@ operation and notes the tensors, after all renames.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -89,21 +88,26 @@ def _with_argument(method: str) -> str:
 
 
 def _load_packed(
-    original: Any,
-    quantizer: Any,
-    plain: Any,
-    model: Any,
-    tensors: Any,
-    files: Any,
-    config: Any,
-    *rest: Any,
-    **more: Any,
+    load: Any, quantizer: Any, plain: Any, model: Any, tensors: Any, files: Any, config: Any, *rest: Any, **more: Any
 ) -> Any:
-    with collected(config.weight_mapping) as found:
-        info, index = original(model, tensors, files, config, *rest, **more)
+    """Load a model, and collect the tensors of quantized weights instead of reading them."""
+    found: dict[str, dict[str, LazyTensor]] = {}
+    conversions = [one for one in config.weight_mapping or () if any(map(_quantizes, getattr(one, "operations", [])))]
+    before = [one.operations for one in conversions]
+    try:
+        for conversion in conversions:
+            conversion.operations = [Collector(one, found) if _quantizes(one) else one for one in conversion.operations]
+        info, index = load(model, tensors, files, config, *rest, **more)
+    finally:
+        for conversion, operations in zip(conversions, before, strict=True):
+            conversion.operations = operations
     if not info.conversion_errors and (config.ignore_mismatched_sizes or not info.mismatched_keys):  # else an error
         _point_to_packed(model, quantizer, plain, found, str(config.pretrained_model_name_or_path))
     return info, index
+
+
+def _quantizes(operation: Any) -> bool:
+    return hasattr(operation, "hf_quantizer")
 
 
 class Collector:
@@ -113,9 +117,9 @@ class Collector:
         found: name of the weight -> its tensors.
     """
 
-    def __init__(self, operation: Any) -> None:
+    def __init__(self, operation: Any, found: dict[str, dict[str, LazyTensor]]) -> None:
         self.hf_quantizer = operation.hf_quantizer  # by which transformers knows that no dtype is changed before it
-        self.found: dict[str, dict[str, LazyTensor]] = {}
+        self.found = found
 
     def __deepcopy__(self, memo: Any) -> Collector:
         return self
@@ -129,26 +133,6 @@ class Collector:
         return {full_layer_name: parts.get("weight", next(iter(parts.values())))}
 
 
-@contextlib.contextmanager
-def collected(conversions: Sequence[Any] | None) -> Iterator[dict[str, dict[str, LazyTensor]]]:
-    """Collect the tensors of quantized weights inside of ``with`` instead of reading them."""
-    found: dict[str, dict[str, LazyTensor]] = {}
-    before: list[tuple[Any, list[Any]]] = []
-    try:
-        for conversion in conversions or ():
-            operations = getattr(conversion, "operations", [])
-            if any(hasattr(operation, "hf_quantizer") for operation in operations):
-                before.append((conversion, operations))
-                conversion.operations = [Collector(one) if hasattr(one, "hf_quantizer") else one for one in operations]
-        yield found
-        for conversion, _ in before:
-            for one in conversion.operations:
-                found.update(getattr(one, "found", {}))
-    finally:
-        for conversion, operations in before:
-            conversion.operations = operations
-
-
 def _point_to_packed(
     model: Any, quantizer: Any, plain: Mapping[str, Any], found: Mapping[str, Mapping[str, LazyTensor]], folder: str
 ) -> None:
@@ -156,7 +140,7 @@ def _point_to_packed(
 
     Args:
         plain: weights by the path of their layer that the library made before anything was loaded.
-        found: as :func:`collected` gives it.
+        found: tensors by the name of their weight, as :class:`Collector` finds them.
 
     Raises:
         CheckpointError: a weight lacks its scales, or has them for another shape.
@@ -182,4 +166,4 @@ def _point_to_packed(
         try:
             stored.located(parts, (module.out_features, module.in_features), None, torch.device("cpu"))
         except (ValueError, KeyError, AssertionError) as error:
-            raise CheckpointError(f"{folder} does not hold {name} as {stored.format}: {error}") from error
+            raise CheckpointError(f"{folder} does not hold {name} as {stored.kind.form}: {error}") from error

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather
@@ -23,7 +22,8 @@ from autopar.layout import Layout
 from autopar.plan.matching import RuleMatch
 from autopar.storage.lazy_tensor import Box, LazyTensor, read_shard, reshaped
 from autopar.stored import Kind, StoredWeight
-from autopar.tensor_parallel.layers import Column, ParallelLayer, Row, WeightGradient
+from autopar.tensor_parallel.layers import Column, ParallelLayer, Row
+from autopar.tensor_parallel.overlap import WeightGradient
 
 
 class Piece(NamedTuple):
@@ -122,29 +122,10 @@ class QuantizedKind(Kind):
             )
 
 
-class Part(NamedTuple):
-    """A rank's part of a weight, and what the ranks that have the others do together.
-
-    Attributes:
-        layout: None of a weight that every rank has.
-        gather: returns the whole of a shard, given its layout.
-        largest: returns the largest numbers of all ranks.
-    """
-
-    layout: Layout | None
-    rank: int
-    gather: Callable[[torch.Tensor, Layout], torch.Tensor]
-    largest: Callable[[torch.Tensor], torch.Tensor]
-
-
-def part_on(axis: Axis, layout: Layout | None = None) -> Part:
-    """Return what the ranks of an axis, which hold parts of one quantized weight, do together."""
-
-    def largest(x: torch.Tensor) -> torch.Tensor:
-        all_reduce(x, op=dist.ReduceOp.MAX, group=axis.group)
-        return x
-
-    return Part(layout, axis.rank, lambda shard, of: all_gather(shard, axis, of), largest)
+def largest(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Return the largest numbers of all ranks, in place."""
+    all_reduce(x, op=dist.ReduceOp.MAX, group=axis.group)
+    return x
 
 
 class QuantizedWeight(StoredWeight):
@@ -152,12 +133,9 @@ class QuantizedWeight(StoredWeight):
 
     Attributes:
         block: As :attr:`Kind.block`.
-        whole_rows: of a layer that quantizes its inputs: what a rank with some of them adds, given a function that
-            returns the largest numbers of all ranks; else None.
     """
 
     block: tuple[int, int] = (1, 1)
-    whole_rows: Any = None
     _module: Any
 
     def pieces(self, layout: Layout | None = None) -> dict[str, Piece]:
@@ -191,11 +169,15 @@ class QuantizedWeight(StoredWeight):
         """Take other ones, viewed likewise, in their place; the parameter stays the same object."""
         raise NotImplementedError
 
-    def fill(self, values: torch.Tensor, part: Part) -> None:
-        """Quantize this rank's part of a weight that has no memory yet, to what a part of the whole one is."""
+    def fill(self, values: torch.Tensor, layout: Layout | None, axis: Any) -> None:
+        """Quantize this rank's shard of a weight that has no memory yet, to what a shard of the full weight is.
+
+        Args:
+            layout, axis: None of a weight that every rank has.
+        """
         raise NotImplementedError
 
-    def layer_class(self, rule: str) -> type[nn.Module]:
+    def layer_class(self, rule: str) -> Any:
         """Return the class of a layer with sharded outputs or inputs."""
         return ColumnParallelStored if rule == "column" else RowParallelStored
 
@@ -211,10 +193,10 @@ class QuantizedWeight(StoredWeight):
         }
         self.take(tensors, layout, rank)
 
-    def join(self, layout: Layout, gather: Callable[[torch.Tensor, Layout], torch.Tensor]) -> None:
+    def join(self, layout: Layout, axis: Axis) -> None:
         """Undo :meth:`shard`."""
         tensors = {
-            name: gather(tensor, layout.in_steps(step)) if (step := block[layout.dim]) else tensor
+            name: all_gather(tensor, axis, layout.in_steps(step)) if (step := block[layout.dim]) else tensor
             for name, (tensor, block) in self.pieces().items()
         }
         whole = list(self.shape)
@@ -227,9 +209,9 @@ class QuantizedWeight(StoredWeight):
             rows, columns = source.shape
             self.read(source.parts, (rows, columns), layout, mpu.shards.rank, mpu.device)
         elif layout is None or layout.axis_size == 1:
-            self.fill(read(), Part(None, 0, lambda part, layout: part, lambda most: most))
+            self.fill(read(), None, None)
         else:
-            self.fill(read(), part_on(self._module.tp, layout))
+            self.fill(read(), layout, self._module.tp)
 
     def located(
         self, parts: Mapping[str, LazyTensor], shape: tuple[int, int], layout: Layout | None, device: torch.device

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from autopar.errors import ConfigError
-from autopar.features.quantized.stored import InFile, Part, Piece, QuantizedKind, QuantizedWeight, ToFile
+from autopar.features.quantized.stored import InFile, Piece, QuantizedKind, QuantizedWeight, ToFile, largest
 from autopar.foreign.tensors import own_parameters
 from autopar.layout import Layout
 
@@ -94,13 +94,12 @@ class EightBitTensor(QuantizedWeight):
     def __init__(self, module: Any) -> None:
         self._module, self._weight = module, module.weight
         self.dtype = module.weight.dtype
-        self.format = _FORMATS[type(module.weight).__name__]
         self.shape = tuple(module.weight.qdata.shape)
         self.block = (max(self._step[0], 1), max(self._step[1], 1))
         self.pending = module.weight.is_meta
         widths = [x.element_size() for name, x in self._held().items() if name != "qdata"]
         nbytes = functools.partial(_nbytes, step=self._step, beside=sum(widths))
-        self.kind = QuantizedKind(self.format, self.block, False, nbytes)
+        self.kind = QuantizedKind(_FORMATS[type(module.weight).__name__], self.block, False, nbytes)
 
     @property
     def _step(self) -> tuple[int, int]:
@@ -162,13 +161,13 @@ class EightBitTensor(QuantizedWeight):
         if _step_of(weight) != step:  # one group of inputs is left, and looks like a row
             vars(self._module)[_STEP] = step
 
-    def fill(self, values: torch.Tensor, part: Part) -> None:
+    def fill(self, values: torch.Tensor, layout: Layout | None, axis: Any) -> None:
         """Quantize a weight that is this rank's part of one that has no memory yet."""
-        library, step, layout = sys.modules["torchao.quantization"], self._step, part.layout
+        library, step = sys.modules["torchao.quantization"], self._step
         shape, kind = (values.shape[0], values.shape[1]), type(self._weight)
         if layout is not None and step[layout.dim] == 0:  # a scale is that of what other ranks have, too
             dims = [dim for dim in (0, 1) if step[dim] == 0]
-            most = part.largest(values.abs().amax(dims, keepdim=True).float()).to(values.dtype)
+            most = largest(values.abs().amax(dims, keepdim=True).float(), axis).to(values.dtype)
             values = torch.cat([values, most.expand_as(values.narrow(layout.dim, 0, 1))], layout.dim)
         how = {"granularity": library.PerGroup(step[1]) if step[1] else library.PerRow()}
         if step == (0, 0):
@@ -184,7 +183,7 @@ class EightBitTensor(QuantizedWeight):
         """Raise ConfigError if the weight was quantized from another dtype, which torchao does not change."""
         if self.dtype != dtype:
             raise ConfigError(
-                f"precision.dtype is {dtype}, and the weight of {path} ({self.format}) was quantized as one of "
+                f"precision.dtype is {dtype}, and the weight of {path} ({self.kind.form}) was quantized as one of "
                 f"{self.dtype}, which stays.\n  Load the model with dtype={dtype}."
             )
 

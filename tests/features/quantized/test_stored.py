@@ -39,7 +39,9 @@ def everything(made: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("shape", [(96, 320), (1024, 1024)])
-def test_shards(kind: str, nested: bool, dim: int, ranks: int, shape: tuple[int, int]) -> None:
+def test_shards(
+    kind: str, nested: bool, dim: int, ranks: int, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     width = 64 if dim else 16
     layout = units(dim, shape[dim], ranks, width)
     plain = layer(kind, *shape, nested)
@@ -61,11 +63,12 @@ def test_shards(kind: str, nested: bool, dim: int, ranks: int, shape: tuple[int,
         shards.append(made)
     pieces = [stored_weight(made).pieces() for made in shards]
 
-    def gather(tensor: torch.Tensor, scaled: Layout) -> torch.Tensor:
+    def gather(tensor: torch.Tensor, axis: Any, scaled: Layout) -> torch.Tensor:
         (name,) = [name for name, piece in pieces[0].items() if piece.tensor is tensor or same(piece.tensor, tensor)]
         return scaled.unshard([piece[name].tensor for piece in pieces])
 
-    stored_weight(shards[0]).join(layout, gather)
+    monkeypatch.setattr("autopar.features.quantized.stored.all_gather", gather)
+    stored_weight(shards[0]).join(layout, None)
     setattr(shards[0], "in_features" if dim else "out_features", shape[dim])
     joined = everything(shards[0])
     assert set(joined) == set(before) and all(torch.equal(joined[name], before[name]) for name in before)
