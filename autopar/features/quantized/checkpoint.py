@@ -77,7 +77,7 @@ class Base:
                 if check:
                     stored.located(parts, shape, layout, state.mpu.device)
                 else:
-                    stored.read(parts, shape, layout, state.mpu.shards.rank, state.mpu.device)
+                    stored.read(parts, shape, layout, state.mpu)
             except (ValueError, KeyError) as error:
                 raise CheckpointError(
                     f"{shards.folder} does not hold {weight.name} as {stored.kind.form}: {error}"

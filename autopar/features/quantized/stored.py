@@ -207,7 +207,7 @@ class QuantizedWeight(StoredWeight):
         """Read the numbers from files that hold them, or quantize this rank's shard of the plain weight."""
         if isinstance(source, Packed):
             rows, columns = source.shape
-            self.read(source.parts, (rows, columns), layout, mpu.shards.rank, mpu.device)
+            self.read(source.parts, (rows, columns), layout, mpu)
         elif layout is None or layout.axis_size == 1:
             self.fill(read(), None, None)
         else:
@@ -238,24 +238,17 @@ class QuantizedWeight(StoredWeight):
             found[piece] = (viewed, block)
         return found
 
-    def read(
-        self,
-        parts: Mapping[str, LazyTensor],
-        shape: tuple[int, int],
-        layout: Layout | None,
-        rank: int,
-        device: torch.device,
-    ) -> None:
-        """Read the shard of ``rank``, all of it if the layout is None or for one rank. See :meth:`located`."""
+    def read(self, parts: Mapping[str, LazyTensor], shape: tuple[int, int], layout: Layout | None, mpu: Any) -> None:
+        """Read this rank's shard, or the full weight if the layout is None or for one rank. See :meth:`located`."""
         layout = None if layout is None or layout.axis_size == 1 else layout
         tensors = {}
-        for name, (lazy, block) in self.located(parts, shape, layout, device).items():
+        for name, (lazy, block) in self.located(parts, shape, layout, mpu.device).items():
             step = 0 if layout is None else block[layout.dim]
             cut = layout.in_steps(step) if layout is not None and step else None
-            due = lazy.shape if cut is None else cut.local_shape(lazy.shape, rank)
-            tensors[name] = torch.empty(due, dtype=lazy.dtype, device=device)
-            read_shard(lazy, cut, rank, tensors[name])
-        self.take(tensors, layout, rank)
+            due = lazy.shape if cut is None else cut.local_shape(lazy.shape, mpu.shards.rank)
+            tensors[name] = torch.empty(due, dtype=lazy.dtype, device=mpu.device)
+            read_shard(lazy, cut, mpu.shards.rank, tensors[name])
+        self.take(tensors, layout, mpu.shards.rank)
 
 
 _LARGE = ("absmax", "SCB", "qdata", "scale", "zero_point", "weight")  # ends of names of what has several entries
