@@ -204,10 +204,11 @@ durations: $(VENV) fetch ## write tests/durations.json anew, on a quiet machine 
 mutations: $(VENV) ## plant each fault of tests/mutations and see the test that catches it (half an hour)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.mutations.plant
 
-lint: $(VENV) ## check style, formatting and types
+lint: $(VENV) ## check style, formatting, types and imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy  # strict, with the settings in pyproject.toml
+	$(BIN)/lint-imports  # the contracts in pyproject.toml
 
 # Sphinx lies beside .venv, and takes the docstrings from what .venv has. A warning is an error, and so is a dead link.
 docs: $(VENV) $(DOCS) ## build the site: all pages and the API, build/site/index.html; needs no network to be read

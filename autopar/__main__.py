@@ -1,6 +1,6 @@
 """``python -m autopar``: the command line."""
 
-from autopar.tools.cli import app
+from autopar.cli import app
 
 if __name__ == "__main__":
     app(prog_name="autopar")

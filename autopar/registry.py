@@ -1,7 +1,7 @@
 """Features: folders that add to the core, which imports none of them.
 
-A feature is a package in ``autopar/features``, or a module that another distribution names as an entry point of the
-group ``autopar.features``. It holds one :class:`Feature`, called ``FEATURE``: tables of names and of
+A feature is a package in ``autopar/features``, or ``autopar.tools``, or a module that another distribution names as an
+entry point of the group ``autopar.features``. It holds one :class:`Feature`, called ``FEATURE``: tables of names and of
 ``"module:attribute"`` strings, which are imported when the core needs them. ``python -m autopar.registry`` prints all.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -18,7 +19,7 @@ from typing import Any
 from autopar.errors import ConfigError
 
 Entries = Mapping[str, str]
-GROUP = "autopar.features"
+GROUP, TOOLS = "autopar.features", "autopar.tools"
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,26 @@ class Step:
     function: str
     after: str
 
+    def __str__(self) -> str:
+        return f"{self.function}, after {self.after}"
+
+
+@dataclass(frozen=True)
+class Extension:
+    """A rule of policies that extends one of the core, such as ``{scaled_row: heads, scale: 0.5}``.
+
+    Attributes:
+        rule: The rule of the core by which the layer is sharded, ``column``, ``row`` or ``embedding``.
+        numbers: Further keys, each with a number. The plan of the module has them in ``ModulePlan.extension``, for a
+            step of the feature that swaps its class (:func:`autopar.swap.swap`).
+    """
+
+    rule: str
+    numbers: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.rule} with {', '.join(self.numbers) or 'nothing more'}"
+
 
 @dataclass(frozen=True)
 class Feature:
@@ -45,6 +66,13 @@ class Feature:
     Attributes:
         name: Name of its folder.
         about: Its purpose in a few words, for lists.
+        names: Public names of ``autopar``. The object is imported when the name is first used.
+        commands: Commands of the command line. Importing one adds it to :data:`autopar.cli.app.app`, without torch.
+        policies: Words that a user may write in place of a policy. ``tree(model)`` is called once in an ``initialize``,
+            and returns the YAML of a policy as plain data. It only reads the model, and sends nothing.
+        toolbox: Names of ``autopar.tensor_parallel``; the object is imported when the name is first used.
+        mesh_names: Classes whose own methods the mesh (:class:`autopar.distributed.mesh.MPU`) has. They are looked up
+            when a name is used that the mesh lacks; ``self`` is the mesh.
         transports: Carriers of collectives between the ranks of one axis. ``choose(axis, group, asked, control)`` is
             called once for the tensor-parallel axis when a mesh is made, on all its ranks. It returns the transport, or
             None: the process group carries them.
@@ -53,6 +81,7 @@ class Feature:
             the model. Its result (None: the feature is not used) is kept under the entry's name, in ``Plans.features``
             and ``Parallelized.features``. ``to_json()`` of the result must be equal on all ranks.
         rules: Rules of plans. ``classes(plain, plan)`` returns the class that a module of class ``plain`` becomes.
+        extensions: Rules of policies, by their name.
         steps: Steps of ``initialize``, by name.
         forms: Forms of weights that are no tensors of their shape, by the module of the library that makes them. Where
             that module is loaded, ``find(module)`` is called with layers, at any time but in a forward. It returns the
@@ -68,9 +97,15 @@ class Feature:
 
     name: str
     about: str
+    names: Entries = field(default_factory=dict)
+    commands: Entries = field(default_factory=dict)
+    policies: Entries = field(default_factory=dict)
+    toolbox: Entries = field(default_factory=dict)
+    mesh_names: Entries = field(default_factory=dict)
     transports: Entries = field(default_factory=dict)
     planners: Entries = field(default_factory=dict)
     rules: Entries = field(default_factory=dict)
+    extensions: Mapping[str, Extension] = field(default_factory=dict)
     steps: Mapping[str, Step] = field(default_factory=dict)
     forms: Entries = field(default_factory=dict)
     quantizers: Entries = field(default_factory=dict)
@@ -85,19 +120,19 @@ SETTINGS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "cpu_transport": ("host_transport", ("auto", "gloo")),
 }
 
+# Public names of the package that features add.
+OF_FEATURES: Mapping[str, str] = dict.fromkeys(("metrics", "plan_memory", "rehearse", "summary", "verify"), "tools")
+
 
 @functools.cache
 def features() -> tuple[Feature, ...]:
     """Return the installed features, by name."""
-    found: list[Feature] = []
-    try:
+    names = [TOOLS] if importlib.util.find_spec(TOOLS) else []
+    if importlib.util.find_spec(GROUP):
         folder = importlib.import_module(GROUP)
-    except ModuleNotFoundError:
-        names: list[str] = []
-    else:
-        names = [f"{GROUP}.{module.name}" for module in pkgutil.iter_modules(folder.__path__)]
-    found.extend(importlib.import_module(name).FEATURE for name in names)
-    found.extend(point.load() for point in entry_points(group=GROUP))
+        names += [f"{GROUP}.{module.name}" for module in pkgutil.iter_modules(folder.__path__)]
+    found: list[Feature] = [importlib.import_module(name).FEATURE for name in names]
+    found += [point.load() for point in entry_points(group=GROUP)]
     return tuple(sorted(found, key=lambda feature: feature.name))
 
 
@@ -123,6 +158,21 @@ def entry(table: str, name: str) -> Any:
     """Return the object of one entry; None if no feature has it."""
     found = (getattr(feature, table) for feature in features())
     return next((load(known[name]) for known in found if name in known), None)
+
+
+def extensions() -> Mapping[str, Extension]:
+    """Return the rules of policies that features add, by name."""
+    return {name: extension for feature in features() for name, extension in feature.extensions.items()}
+
+
+def public_name(name: str) -> Any:
+    """Return the object of a public name that a feature adds.
+
+    Raises:
+        ConfigError: the feature is not installed.
+    """
+    need(OF_FEATURES[name], f"autopar.{name}")
+    return entry("names", name)
 
 
 def asked(config: Any) -> list[Feature]:
@@ -156,6 +206,12 @@ def check_settings(config: Any) -> None:
             need(feature, f"{key}: {value}")
 
 
+def missing(feature: str, what: str) -> str:
+    """Return the end of an error on a name: that ``what`` needs a feature, if it is not installed; else nothing."""
+    installed = any(each.name == feature for each in features())
+    return "" if installed else f" {what} need the feature '{feature}', which is not installed."
+
+
 def need(feature: str, what: str) -> None:
     """Raise ConfigError unless a feature is installed.
 
@@ -164,9 +220,10 @@ def need(feature: str, what: str) -> None:
     """
     names = [each.name for each in features()]
     if feature not in names:
+        folder = "autopar/tools" if feature == "tools" else f"autopar/features/{feature}"
         raise ConfigError(
             f"{what} needs the feature '{feature}', which is not installed.\n"
-            f"  Installed: {', '.join(names) or 'none'}. Put the folder autopar/features/{feature} back."
+            f"  Installed: {', '.join(names) or 'none'}. Put the folder {folder} back."
         )
 
 
@@ -176,8 +233,7 @@ def main() -> None:
         print(f"{feature.name}: {feature.about}")
         for table in TABLES:
             for name, value in getattr(feature, table).items():
-                where = value if isinstance(value, str) else f"{value.function}, after {value.after}"
-                print(f"  {table}.{name} = {where}")
+                print(f"  {table}.{name} = {value}")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ import autopar
 from autopar import errors
 from autopar.errors import AutoparError, ConfigError, PipelineError, UnsupportedModelError, clip
 from autopar.policy.match import find_policy, supported_model_types
-from autopar.tools.cli.models import of_task
+from autopar.tools.commands.models import of_task
 from autopar.tools.verification.batches import make_batches
 from autopar.tools.verification.report import Report, Row
 from autopar.tools.verification.small_models import build_small

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar.checkpoint.format import Manifest
-from autopar.tools.cli import app, in_words
+from autopar.cli import app
+from autopar.cli.checkpoints import in_words
 from tests.checkpoint.tiny import layouts, save_alone, saved_state
 
 
@@ -166,6 +167,6 @@ def test_help_fits_and_has_an_example_that_is_right(name: str, monkeypatch: pyte
     [(999, "999 B"), (999_900, "1 MB"), (123_456, "123 KB"), (999.6e9, "1 TB"), (1.2345e15, "1,234 TB")],
 )
 def test_sizes_have_no_exponents(count, words):
-    from autopar.tools.tables import size
+    from autopar.cli.tables import size
 
     assert size(count) == words

@@ -14,9 +14,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForC
 from typer.testing import CliRunner
 
 import autopar
+from autopar.cli import app
 from autopar.policy.files import policy_folder
 from autopar.policy.match import supported_model_types
-from autopar.tools.cli import app
 from tests.own_modules import GPT_POLICY
 from tests.small import gpt2, llama
 from tests.worlds import distributed

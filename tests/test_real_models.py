@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from autopar.checkpoint.offline import merge_checkpoint, reshard_checkpoint
-from autopar.tools.split import split_checkpoint
+from autopar.cli.split import split_checkpoint
 from tests.parity import close
 from tests.real_models import minilm, smollm2
 from tests.small import parallel

@@ -22,7 +22,12 @@ def test_each_entry_can_be_imported() -> None:
     for feature in registry.features():
         for table in registry.TABLES:
             for value in getattr(feature, table).values():
-                assert callable(registry.load(value if isinstance(value, str) else value.function)), value
+                assert registry.load(getattr(value, "function", value)) is not None, value
+
+
+def test_each_public_name_of_a_feature_is_in_its_table() -> None:
+    found = {name: feature.name for feature in registry.features() for name in feature.names}
+    assert found == registry.OF_FEATURES
 
 
 def test_each_setting_is_one_of_the_configuration() -> None:

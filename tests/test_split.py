@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 
 from autopar.checkpoint.offline import merge_checkpoint, reshard_checkpoint
 from autopar.checkpoint.shards import check_checkpoint
+from autopar.cli import app
+from autopar.cli.split import split_checkpoint
 from autopar.errors import AutoparError
-from autopar.tools.cli import app
-from autopar.tools.split import split_checkpoint
 
 LLAMA = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 50,
          "num_hidden_layers": 2, "vocab_size": 100, "tie_word_embeddings": True}  # fmt: skip

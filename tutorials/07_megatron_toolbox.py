@@ -20,7 +20,7 @@ from torch.optim import Adam
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopar
-from autopar.pipeline_parallel.megatron import get_forward_backward_func
+from autopar.features.megatron.schedules import get_forward_backward_func
 from autopar.tensor_parallel import (
     broadcast_data,
     copy_to_tensor_model_parallel_region,

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 import autopar
-from autopar.tools.cli.policy_check import check_policy
+from autopar.tools.commands.policy_check import check_policy
 
 
 class ScribeConfig(PretrainedConfig):

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 import autopar
-from autopar.tools.cli.policy_check import check_policy
+from autopar.tools.commands.policy_check import check_policy
 from autopar.tools.derivation.derive import derive
 from autopar.tools.derivation.policy_tree import yaml_text
 

@@ -8,37 +8,31 @@ from typing import TYPE_CHECKING
 from autopar.on_demand import lazy_names
 
 if TYPE_CHECKING:
-    from autopar.checkpoint.dtensor import load_dtensor_state_dict, to_dtensor_state_dict, to_dtensor_training_state
-    from autopar.checkpoint.extra import ShardedDict
-    from autopar.checkpoint.format import Manifest
-    from autopar.checkpoint.methods import attach, detach
-    from autopar.checkpoint.offline import merge_checkpoint, reshard_checkpoint
-    from autopar.checkpoint.shards import check_checkpoint
-
-__all__ = [
-    "Manifest",
-    "ShardedDict",
-    "attach",
-    "check_checkpoint",
-    "detach",
-    "load_dtensor_state_dict",
-    "merge_checkpoint",
-    "reshard_checkpoint",
-    "to_dtensor_state_dict",
-    "to_dtensor_training_state",
-]
+    from autopar.checkpoint.dtensor import (
+        load_dtensor_state_dict as load_dtensor_state_dict,
+        to_dtensor_state_dict as to_dtensor_state_dict,
+        to_dtensor_training_state as to_dtensor_training_state,
+    )
+    from autopar.checkpoint.extra import ShardedDict as ShardedDict
+    from autopar.checkpoint.format import Manifest as Manifest
+    from autopar.checkpoint.methods import attach as attach, detach as detach
+    from autopar.checkpoint.offline import (
+        merge_checkpoint as merge_checkpoint,
+        reshard_checkpoint as reshard_checkpoint,
+    )
+    from autopar.checkpoint.shards import check_checkpoint as check_checkpoint
 
 _HOMES = {
-    "Manifest": "format",
-    "ShardedDict": "extra",
-    "attach": "methods",
-    "check_checkpoint": "shards",
-    "detach": "methods",
-    "load_dtensor_state_dict": "dtensor",
-    "merge_checkpoint": "offline",
-    "reshard_checkpoint": "offline",
-    "to_dtensor_state_dict": "dtensor",
-    "to_dtensor_training_state": "dtensor",
+    name: f"{__name__}.{home}"
+    for home, names in {
+        "dtensor": "load_dtensor_state_dict to_dtensor_state_dict to_dtensor_training_state",
+        "extra": "ShardedDict",
+        "format": "Manifest",
+        "methods": "attach detach",
+        "offline": "merge_checkpoint reshard_checkpoint",
+        "shards": "check_checkpoint",
+    }.items()
+    for name in names.split()
 }
-
-__getattr__, __dir__ = lazy_names(__name__, {name: f"{__name__}.{home}" for name, home in _HOMES.items()})
+__all__ = list(_HOMES)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

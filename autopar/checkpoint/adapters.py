@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -39,14 +39,11 @@ def adapter_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     Raises:
         CheckpointError: it holds no adapters, or of several models.
     """
-    state = state_of(model)
-    names = sorted(Adapters(model, state, {}).names)
-    weights = WholeWeights(state, local_tensors(model, fsdp=True))
-    yield from ((name, weights.whole(name)) for name in names)
+    yield from Adapters(model, state_of(model), {}).whole(local_tensors(model, fsdp=True))
 
 
 def save_adapters(
-    model: nn.Module, directory: Callable[[], object], timeout: float, options: Mapping[str, Any] | None = None
+    model: nn.Module, directory: Callable[[], object], timeout: float, options: Mapping[str, Any]
 ) -> None:
     """Write ``adapter_model.safetensors`` and ``adapter_config.json`` of each adapter. Every rank calls it.
 
@@ -61,13 +58,12 @@ def save_adapters(
         CheckpointError: the same on every rank, with the folder as it was, if there are no adapters, an argument is
             wrong, ranks hold different values of a replicated weight, a rank did not call, or could not write.
     """
-    given = dict(options or {})
 
     def prepare() -> tuple[dict[str, Any], tuple[Adapters, Path], Snapshot]:
         target = absolute(directory())
-        adapters = Adapters(model, state_of(model), given)
+        adapters = Adapters(model, state_of(model), options)
         call = {"adapter_only": True, "directory": target, "adapters": sorted(adapters.names)}
-        call |= {key: repr(value) for key, value in given.items()}
+        call |= {key: repr(value) for key, value in options.items()}
         return call, (adapters, Path(target)), snapshot(model)
 
     (adapters, target), _ = prepare_alike(model, timeout, prepare)
@@ -178,24 +174,24 @@ class Adapters:
             if alias.startswith(self._start)
         }
 
-    def write(self, target: Path, local: Mapping[str, torch.Tensor]) -> None:
-        """Write what all ranks hold: their tensors, by canonical names. Collective."""
-        weights, mpu = WholeWeights(self.state, dict(local)), self.state.mpu
-        whole = {}
+    def whole(self, local: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Gather the adapters from this rank's tensors by canonical names, one after the other. Collective."""
+        weights = WholeWeights(self.state, local)
+        yield from ((name, weights.whole(name)) for name in sorted(self.names))
+
+    def write(self, target: Path, local: dict[str, torch.Tensor]) -> None:
+        """Write the adapters that all ranks hold. Collective."""
+        mpu = self.state.mpu
         with waiting(mpu, "gathering the adapters", range(mpu.world_size)):
-            for name in sorted(self.names):
-                tensor = weights.whole(name)
-                if mpu.rank == 0:
-                    whole[name] = tensor.cpu()
+            whole = {name: tensor.cpu() for name, tensor in self.whole(local) if mpu.rank == 0}
         untouched = f"The adapters in {target} are as they were."
-        rank_zero(self.state.mpu, lambda: self.write_files(whole, target), lambda: untouched)
+        rank_zero(mpu, lambda: self.write_files(whole, target), lambda: untouched)
 
     def write_files(self, whole: Mapping[str, torch.Tensor], target: Path) -> None:
         """Let PEFT write its files into a hidden folder, and move them into place: configs last."""
         target.mkdir(parents=True, exist_ok=True)
-        temp = target / f".adapters.tmp-{secrets.token_hex(8)}"
-        try:
-            temp.mkdir()
+        with tempfile.TemporaryDirectory(prefix=".adapters.tmp-", dir=target, ignore_cleanup_errors=True) as folder:
+            temp = Path(folder)
             if (target / _CARD).is_file():
                 shutil.copy(target / _CARD, temp / _CARD)  # PEFT changes a card that is there
             kind: Any = type(self.peft_model)
@@ -207,5 +203,3 @@ class Adapters:
                 fsync(temp / file)
                 os.replace(temp / file, target / file)
             fsync(target)
-        finally:
-            shutil.rmtree(temp, ignore_errors=True)

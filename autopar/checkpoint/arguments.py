@@ -9,7 +9,6 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from autopar.checkpoint.format import parse_size
@@ -35,44 +34,33 @@ _FOREIGN: dict[str, dict[str, bool | None]] = {
 _ALIASES = {"save_parallelized": ("save_directory",), "from_parallelized": ("save_directory", "path")}
 
 
-@dataclass(frozen=True)
+@dataclass
 class SaveRequest:
-    """The checked arguments of one save."""
+    """The arguments of one save, checked when it is made. Raises CheckpointError for those that make no sense."""
 
-    directory: str
-    merge: bool
-    max_shard_size: int
+    directory: Any
+    merge_checkpoints: bool
+    max_shard_size: Any
     format: str
     keep_last: int | None
     async_save: bool
 
-    @classmethod
-    def of(
-        cls,
-        directory: Callable[[], object],
-        merge_checkpoints: object,
-        max_shard_size: int | str,
-        format: str,
-        keep_last: int | None,
-        async_save: object,
-    ) -> SaveRequest:
-        """Check the arguments. Raises CheckpointError for those that make no sense."""
-        path = absolute(directory())
-        for name, value in (("merge_checkpoints", merge_checkpoints), ("async_save", async_save)):
-            if type(value) is not bool:
+    def __post_init__(self) -> None:
+        self.directory = absolute(self.directory())
+        for name in ("merge_checkpoints", "async_save"):
+            if type(value := getattr(self, name)) is not bool:
                 raise CheckpointError(f"{name}={value!r} must be True or False")
-        check_format(format)
-        if format != "safetensors" and not merge_checkpoints:
-            raise CheckpointError(f"format={format!r} needs merge_checkpoints=True; shards are always safetensors")
-        if keep_last is not None and merge_checkpoints:
+        check_format(self.format)
+        if self.format != "safetensors" and not self.merge_checkpoints:
+            raise CheckpointError(f"format={self.format!r} needs merge_checkpoints=True; shards are always safetensors")
+        if self.keep_last is not None and self.merge_checkpoints:
             raise CheckpointError(
                 "keep_last= needs merge_checkpoints=False: a merged folder looks like any model's, and only "
                 "checkpoints that are certainly autopar's are deleted"
             )
-        if keep_last is not None:
-            check_keep_last(Path(path), keep_last)
-        size = parse_size(max_shard_size)
-        return cls(path, bool(merge_checkpoints), size, format, keep_last, bool(async_save))
+        if self.keep_last is not None:
+            check_keep_last(self.directory, self.keep_last)
+        self.max_shard_size = parse_size(self.max_shard_size)
 
 
 def absolute(directory: object) -> str:
@@ -102,15 +90,10 @@ def check_same_call(calls: list[dict[str, Any]]) -> None:
 
 
 def directory_of(method: Callable[..., Any], directory: object, others: Mapping[str, Any]) -> object:
-    """Return the folder that a call names, and refuse keywords of other libraries that ask for something else.
-
-    Args:
-        method: ``save_parallelized`` or ``from_parallelized``.
-        directory: given by this name; None if it was not.
-        others: keywords that are none of the method's.
+    """Return the folder that a call of ``save_parallelized`` or ``from_parallelized`` names.
 
     Raises:
-        CheckpointError: a keyword means something else here, or nothing; or the folder is named twice.
+        CheckpointError: one of the other keywords means something else here, or nothing; or the folder is named twice.
     """
     name = method.__name__
     aliases, foreign = _ALIASES[name], _FOREIGN[name]

@@ -111,11 +111,6 @@ class _RangesShard(torch.Tensor):
     """A shard made of several ranges of the stored tensor, as far as ``torch.distributed.checkpoint`` needs it.
 
     It has the shape of the shard, shares its memory, and implements torch's ``_Checkpointable`` protocol.
-
-    Args:
-        local: the shard.
-        layout: of the stored tensor.
-        rank: on the layout's axis.
     """
 
     _local: torch.Tensor
@@ -128,9 +123,6 @@ class _RangesShard(torch.Tensor):
         shard = wrapper_subclass(cls, local.shape, strides=local.stride(), dtype=local.dtype, device=local.device)
         shard._local, shard._layout, shard._rank = local, layout, rank
         return shard
-
-    def __init__(self, local: torch.Tensor, layout: Layout, rank: int) -> None:
-        pass
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self._layout}, {self._rank}, {self._local!r})"
@@ -210,7 +202,7 @@ class OptimizerDTensors(dict[str, Any]):
     def load_state_dict(self, entries: Mapping[str, Any]) -> None:
         """Take over what torch has read; torch calls it."""
         self.update(entries)
-        _finish(*self._of, entries)
+        load_dtensor_state_dict(*self._of, {"optim": entries})
 
 
 def to_dtensor_training_state(
@@ -273,21 +265,10 @@ def to_dtensor_training_state(
     return {"model": dict(weights), "optim": OptimizerDTensors(entries, model, optimizer)}
 
 
-def load_dtensor_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Give the optimizer the options that were loaded into a dict of :func:`to_dtensor_training_state`.
-
-    ``torch.distributed.checkpoint.load(state)`` does it by itself. It is for dicts that lie inside of others.
-
-    Raises:
-        CheckpointError: parameters of one group were saved with different options.
-    """
-    _finish(model, optimizer, state["optim"])
-
-
 def _first_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
     """Return the state that an optimizer of the same class makes for a parameter of zeros with gradients of zero."""
     step = step_of(optimizer)
-    shape = parameter.shape if step is None else step.whole.shape(parameter)
+    shape = parameter.shape if step is None else step.whole.get(parameter, parameter.shape)
     zeros = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=parameter.device))
     zeros.grad = torch.zeros_like(zeros)
     twin: Any = object.__new__(type(optimizer))
@@ -304,9 +285,15 @@ def _first_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.P
 
 
 @torch.no_grad()
-def _finish(model: nn.Module, optimizer: Optimizer, entries: Mapping[str, Any]) -> None:
-    """Set options and plain values of state; tensors have been filled in place. All checks come first."""
-    plan = state_of(model).plan
+def load_dtensor_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Give the optimizer the options and plain values that were loaded into :func:`to_dtensor_training_state`'s dict.
+
+    ``torch.distributed.checkpoint.load(state)`` does it by itself. Call this for a dict that lies inside another one.
+
+    Raises:
+        CheckpointError: parameters of one group were saved with different options; nothing is changed.
+    """
+    plan, entries = state_of(model).plan, state["optim"]
     options: list[dict[str, Any]] = []
     values: list[tuple[nn.Parameter, str, Any]] = []
     for group, named in zip(optimizer.param_groups, named_groups(optimizer, model, plan), strict=True):

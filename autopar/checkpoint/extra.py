@@ -175,11 +175,7 @@ def check_replicas(
 
 
 def check_extra(ranks: Sequence[Mapping[str, Any]], state: State, fsdp: bool) -> None:
-    """Check that all ranks have the same data, and their shards of the same tensors.
-
-    Args:
-        ranks: what :meth:`Extra.digests` gave on each rank of the world, in order.
-        fsdp: the replicas hold different rows.
+    """Check that all ranks have the same data, and their shards of the same tensors, by :meth:`Extra.digests` of each.
 
     Raises:
         CheckpointError: names what differs, and two ranks.
@@ -239,11 +235,7 @@ def saved_shards(manifest: Manifest, plan: Plan) -> dict[str, str]:
 
 
 def fill_shards(value: Any, shards: Shards, model: nn.Module, state: State, local: Mapping[str, torch.Tensor]) -> None:
-    """Read this rank's shards into the dictionaries of ``value`` that were left empty for them.
-
-    Args:
-        local: this rank's tensors of the model, by canonical names.
-    """
+    """Read this rank's shards into the dictionaries of ``value`` that were left empty for them."""
     names: dict[str, str] = {}  # a tied weight has the name that named_parameters gives it
     for name in model.state_dict(keep_vars=True):
         names.setdefault(state.plan.names.get(name, name), name)

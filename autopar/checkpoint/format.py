@@ -21,7 +21,7 @@ import math
 import platform
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -35,7 +35,7 @@ from autopar.plan.plan import TensorPlan
 from autopar.storage.files import NAME, checksum, small_file
 from autopar.storage.safetensors_io import dtype_of
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 WEIGHTS = ("model", "base")
 PARTS = (*WEIGHTS, "optimizer", "extra")
 _END = re.compile(rf',\n "{NAME}": "([0-9a-f]{{16}})"\n}}\n'.encode())
@@ -152,11 +152,8 @@ class Part:
     def holder(self, name: str, tp: int) -> str:
         """Return the file with the shard of rank ``tp``; of a replicated tensor, its only file."""
         holders, layout = self.holders[name], self.tensors[name].layout
-        if layout is None:
-            return next(iter(holders.values()))
-        if tp in holders:
-            return holders[tp]
-        return next(file for rank, file in holders.items() if layout.ranges(rank) == layout.ranges(tp))
+        equal = (file for rank, file in holders.items() if layout is None or layout.ranges(rank) == layout.ranges(tp))
+        return holders.get(tp) or next(equal)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -174,14 +171,13 @@ class Part:
 
     def check(self, sizes: MeshSizes) -> None:
         """Raise ``ValueError`` unless every element of every tensor lies in exactly one place, or in one a replica."""
+        count = dict.fromkeys(self.tensors, 0)
         for name, record in self.files.items():
             if name != shard_name(self.name, record.tp, record.pp, record.dp):
                 raise ValueError(f"it names the file {name!r}, which is none of its shards")
             inside = 0 <= record.tp < sizes.tp and 0 <= record.pp < sizes.pp
             if not inside or not 0 <= (record.dp or 0) < sizes.dp:
                 raise ValueError(f"{name} is no shard of the mesh {tuple(sizes[:3])}")
-        count = dict.fromkeys(self.tensors, 0)
-        for name, record in self.files.items():
             for tensor in record.checksums:
                 if tensor not in self.tensors:
                     raise ValueError(f"{name} holds {tensor}, which is no tensor of the {self.name}")
@@ -251,8 +247,7 @@ class Manifest:
         training: what is not in tensors of the optimizer, the scheduler, the user's data, the random states; JSON.
         versions: of the packages that wrote it.
         order: counts the saves of a series (``step-100``, ``step-200``); 0 if it is not known.
-        cp: context-parallel size of the mesh.
-        tp: tensor-parallel size of the mesh, if experts were sharded over more ranks; else 0.
+        cp, tp: The context- and tensor-parallel sizes of the mesh; experts may be sharded over more ranks than tp.
         base: the quantized weights, which are left out unless there is a part ``base``.
     """
 
@@ -263,16 +258,13 @@ class Manifest:
     hf_prefix: str
     parts: Mapping[str, Part]
     parameters: frozenset[str]
+    tp: int
     along: Mapping[str, str] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     order: int = 0
     cp: int = 1
-    tp: int = 0
     base: QuantizedBase = field(default_factory=QuantizedBase)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tp", self.tp or self.sizes.tp)
 
     @property
     def experts(self) -> int:
@@ -299,17 +291,14 @@ class Manifest:
         mine = (t for name, t in self.tensors.items() if name in self.parameters and name.startswith(self.hf_prefix))
         return sum(math.prod(tensor.shape) for tensor in mine)
 
-    def pieces_with(self, name: str) -> list[str]:
-        """Return the tensors of a merged checkpoint that one of the model's is a part of, or that are parts of it."""
-        return [*self._pieces.get(name, ())]
-
     @cached_property
-    def _pieces(self) -> dict[str, dict[str, None]]:
-        found: dict[str, dict[str, None]] = {}
+    def pieces_with(self) -> dict[str, list[str]]:
+        """The tensors of a merged checkpoint that each of the model's is a part of, or that are parts of it."""
+        found: dict[str, list[str]] = {name: [] for name in self.tensors}
         for name, tensor in self.tensors.items():
             for piece in tensor.pieces:
-                for source in (name, *piece.sources()):
-                    found.setdefault(source, {})[piece.name] = None
+                for source in {name, *piece.sources()}:
+                    found[source].append(piece.name)
         return found
 
     def to_json(self) -> dict[str, Any]:
@@ -326,9 +315,7 @@ class Manifest:
             },
             "buffers": [name for name in self.tensors if name not in self.parameters],
             "parts": {name: part.to_json() for name, part in self.parts.items()},
-            "quantized_base": {
-                name: value if isinstance(value, str) else dict(value) for name, value in vars(self.base).items()
-            },
+            "quantized_base": asdict(self.base),
         }
 
     def write(self, folder: Path) -> None:

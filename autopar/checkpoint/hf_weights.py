@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ from transformers.utils.hub import PushToHubMixin
 
 from autopar.checkpoint.arguments import HUB_OPTIONS, check_same_call
 from autopar.checkpoint.format import parse_size
+from autopar.checkpoint.staging import link
 from autopar.checkpoint.state import STATE, State, local_tensors, state_of
 from autopar.distributed.agree import all_ranks, rank_zero, same_on_every_rank
 from autopar.distributed.collectives import all_gather
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.errors import CheckpointError, ConsistencyError
 from autopar.plan.plan import TensorPlan
-from autopar.storage.lazy_tensor import InMemory, LazyTensor, open_piece
+from autopar.storage.lazy_tensor import InMemory, open_piece
 
 
 def hf_weights(model: nn.Module, *, bucket_size: int | str = "512MB") -> Iterator[tuple[str, torch.Tensor]]:
@@ -52,13 +54,11 @@ def hf_weights(model: nn.Module, *, bucket_size: int | str = "512MB") -> Iterato
     root = next((module for module in model.modules() if STATE in vars(module)), model)
     state = state_of(root)
     state.check_whole("hf_weights")
-
-    def check() -> dict[str, torch.Tensor]:
-        parse_size(bucket_size)
-        return local_tensors(root, fsdp=True)
-
-    local = same_on_every_rank(check, lambda _: {"hf_weights": str(bucket_size), "tensors": len(state.plan.tensors)})
-    return WholeWeights(state, local).run(_buckets(state, parse_size(bucket_size)))
+    local, buckets = same_on_every_rank(
+        lambda: (local_tensors(root, fsdp=True), _buckets(state, parse_size(bucket_size))),
+        lambda _: {"hf_weights": str(bucket_size), "tensors": len(state.plan.tensors)},
+    )
+    return WholeWeights(state, local).run(buckets)
 
 
 def _buckets(state: State, limit: int) -> list[list[TensorPlan]]:
@@ -123,13 +123,7 @@ class WholeWeights:
         if tensor.saved_as is not None:
             yield tensor.saved_as, self.whole(tensor.name)
             return
-        wholes: dict[str, LazyTensor] = {}
-
-        def stored(name: str) -> LazyTensor:
-            if name not in wholes:
-                wholes[name] = InMemory(self.whole(name))
-            return wholes[name]
-
+        stored = functools.cache(lambda name: InMemory(self.whole(name)))
         for piece in tensor.pieces:
             yield piece.name, open_piece(piece, tensor.name, stored).read().to(self.mpu.device)
 
@@ -165,10 +159,7 @@ class MergedModel(PushToHubMixin):
         """Put the files of the folder, not those of folders in it, into another."""
         for path in Path(self.folder).iterdir():
             if path.is_file():
-                try:
-                    os.link(path, Path(target) / path.name)
-                except OSError:  # another file system
-                    shutil.copy2(path, target)
+                link(str(path), os.path.join(target, path.name))
 
 
 def push_merged(model: Any, repo_id: object, max_shard_size: int | str, options: Mapping[str, Any]) -> str:
@@ -180,7 +171,7 @@ def push_merged(model: Any, repo_id: object, max_shard_size: int | str, options:
         CheckpointError: the same on every rank; nothing is uploaded if a rank could not write, or was called
             differently.
     """
-    mpu, made = state_of(model).mpu, []
+    mpu = state_of(model).mpu
     call = {"repo_id": repo_id, **{name: repr(value) for name, value in options.items() if name != "token"}}
 
     def check() -> dict[str, Any]:
@@ -190,18 +181,15 @@ def push_merged(model: Any, repo_id: object, max_shard_size: int | str, options:
             raise CheckpointError(f"push_to_hub has no argument {unknown[0]!r}: {', '.join(HUB_OPTIONS)}")
         return call
 
-    def start() -> str:
-        made.append(tempfile.mkdtemp(prefix="autopar-hub-"))
-        return str(made[0])
-
     all_ranks(mpu, check, check=check_same_call)
-    try:
+    with ExitStack() as stack:
+
+        def start() -> str:
+            return stack.enter_context(tempfile.TemporaryDirectory(prefix="autopar-hub-", ignore_cleanup_errors=True))
+
         folder = os.path.join(rank_zero(mpu, start), "merged")
         model.save_parallelized(folder, merge_checkpoints=True, max_shard_size=max_shard_size)
         tags = options.get("tags") or []
         tags = [*(getattr(model, "model_tags", None) or []), *([tags] if isinstance(tags, str) else tags)]
         given: dict[str, Any] = {**options, "tags": list(dict.fromkeys(tags)) or None}
         return rank_zero(mpu, lambda: str(MergedModel(folder).push_to_hub(str(repo_id), **given)))
-    finally:
-        for path in made:
-            shutil.rmtree(path, ignore_errors=True)

@@ -16,7 +16,7 @@ from autopar.checkpoint.arguments import absolute, check_same_call, seconds
 from autopar.checkpoint.extra import fill_shards, saved_shards
 from autopar.checkpoint.format import WEIGHTS
 from autopar.checkpoint.optimizer_state import Targets, prepare
-from autopar.checkpoint.optimizer_weights import TrainingWeights, keeps_state, parameters_by_name
+from autopar.checkpoint.optimizer_weights import TrainingWeights, master_weights
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.staging import MANIFEST
 from autopar.checkpoint.state import State, local_tensors, state_of
@@ -83,8 +83,8 @@ class Loader:
         used = {"optimizer": "optimizer" in training, "extra": training.keys() & {"lr_scheduler", "extra"}}
         self.parts = [*WEIGHTS, *(part for part, wanted in used.items() if wanted)]
         self.shards = Shards(folder, self.parts)
-        self.restoration: tuple[Targets, Callable[[], None]] | None = None
-        self.weights: TrainingWeights | None = None
+        self.targets: Targets = {}
+        self.finish: Callable[[], None] = lambda: None
         self.tensors = local_tensors(model, fsdp=True)
         _check_model(self.shards, self.state, self.tensors)
         self._restore_base(check=True)
@@ -106,20 +106,12 @@ class Loader:
             then = scheduler.get("class") if isinstance(scheduler, Mapping) else None
             if then != now:
                 raise CheckpointError(f"{folder} holds the state of a {then}, lr_scheduler= is a {now}")
-        optimizer, plan = self.training.get("optimizer"), self.state.plan
+        optimizer, rank = self.training.get("optimizer"), self.state.mpu.shards.rank
+        self.weights = TrainingWeights(optimizer, self.shards.manifest)
         if optimizer is not None:
-            self.weights = TrainingWeights(optimizer, plan, self.shards.manifest)
-            parameters = parameters_by_name(self.model, plan)
-            self.restoration = prepare(
-                optimizer,
-                self.model,
-                plan,
-                self.state.mpu.shards.rank,
-                saved["optimizer"],
-                self.shards.manifest.parts["optimizer"].tensors,
-                owns=lambda name: keeps_state(optimizer, parameters[name]),
-                dtype_here=self.weights.state_dtype,
-            )
+            facts, tensors = saved["optimizer"], self.shards.manifest.parts["optimizer"].tensors
+            rest = (self.state.plan, rank, facts, tensors, self.weights.state_dtype)
+            self.targets, self.finish = prepare(optimizer, self.model, *rest)
 
     def verify(self) -> None:
         """Read the shards assigned to this rank and compare their checksums."""
@@ -136,17 +128,15 @@ class Loader:
         plain = {name: decode(saved[name], tensors, name) for name in chosen}  # the scheduler's with its class
         if "extra" in plain:
             fill_shards(plain["extra"], self.shards, self.model, self.state, self.tensors)
-        for name, tensor in self.tensors.items():
-            self._fill(tensor, name, tensor.dtype)
+        plan, optimizer = self.state.plan, training.get("optimizer")
+        masters = {} if optimizer is None else master_weights(optimizer, plan)
+        for name, tensor in (*self.tensors.items(), *masters.items()):
+            self.shards.read_shard(*self.weights.source(name, tensor.dtype), plan.tensors[name].layout, mpu, tensor)
         self._restore_base()
-        if self.restoration is not None and self.weights is not None:
-            for name, weight in self.weights.wanted().items():
-                self._fill(weight, name, weight.dtype)
-            targets, finish = self.restoration
-            for name, (tensor, layout) in targets.items():
-                self.shards.read_shard(name, "optimizer", layout, self.state.mpu, tensor)
-            finish()
-            self.weights.finish()
+        for name, (tensor, layout) in self.targets.items():
+            self.shards.read_shard(name, "optimizer", layout, mpu, tensor)
+        self.finish()
+        self.weights.finish()
         if "lr_scheduler" in training:
             training["lr_scheduler"].load_state_dict(plain["lr_scheduler"]["state"])
         if "extra" in training:
@@ -155,11 +145,6 @@ class Loader:
         if states is not None and training.keys() & {"optimizer", "lr_scheduler"}:
             chosen_state = random_states.choose(states, mpu.tp.rank, mpu.pp.rank, mpu.dp.rank, mpu.cp.rank)
             mpu.random_tracker = random_states.restore(chosen_state, mpu.random_tracker)
-
-    def _fill(self, tensor: torch.Tensor, name: str, dtype: torch.dtype) -> None:
-        """Read a weight, or the fp32 weight that stands for it, from where the checkpoint has it."""
-        source = (name, "model") if self.weights is None else self.weights.source(name, dtype)
-        self.shards.read_shard(*source, self.state.plan.tensors[name].layout, self.state.mpu, tensor)
 
 
 def _check_model(shards: Shards, state: State, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -198,18 +183,14 @@ def _warn_of_dtypes(loader: Loader) -> None:
     """Warn of tensors that were converted, and of fp32 weights that neither the model nor the optimizer can keep."""
     saved, weights = loader.shards.manifest.tensors, loader.weights
     kinds = {name: tensor.dtype for name, tensor in loader.tensors.items()}
-    cast = [
-        name
-        for name, dtype in kinds.items()
-        if saved[name].dtype != dtype_name(dtype) and not (weights is not None and weights.keeps_all(name, dtype))
-    ]
+    cast = [n for n, dtype in kinds.items() if saved[n].dtype != dtype_name(dtype) and not weights.keeps_all(n, dtype)]
     if cast:
         warnings.warn(
             f"{len(cast)} tensors were converted on loading, {cast[0]} from {saved[cast[0]].dtype} "
             f"to {dtype_name(kinds[cast[0]])} ({MANIFEST} says what was saved)",
             stacklevel=4,
         )
-    dropped = [name for name, dtype in kinds.items() if weights is not None and weights.drops(name, dtype)]
+    dropped = [name for name, dtype in kinds.items() if weights.drops(name, dtype)]
     if dropped:
         warnings.warn(
             f"{len(dropped)} weights go on from {dtype_name(kinds[dropped[0]])}, {dropped[0]} first: the run that "

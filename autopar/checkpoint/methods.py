@@ -6,6 +6,7 @@ of it: they raise, or answer for the whole model.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import os
@@ -95,11 +96,9 @@ def save_parallelized(
     how |= {"keep_last": keep_last, "async_save": async_save}
     training = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "extra": extra, "tokenizer": tokenizer}
 
-    def folder() -> object:
-        return directory_of(save_parallelized, directory, others)
-
+    folder = functools.partial(directory_of, save_parallelized, directory, others)
     if adapter_only:
-        save_adapters(self, lambda: alone(folder, {**how, **training}), timeout)
+        save_adapters(self, lambda: alone(folder, {**how, **training}), timeout, {})
         return
     save(self, {"directory": folder, **how}, timeout, **training)
 
@@ -233,21 +232,16 @@ def _refused(name: str, text: str) -> Callable[..., Any]:
 
 def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
     """Count the parameters of the whole model, as before ``initialize``; no communication."""
-    kind: Any = type(self)
     if shard_of(self) is None:
-        return int(kind.num_parameters(self, only_trainable, exclude_embeddings))
+        return type(self).num_parameters(self, only_trainable, exclude_embeddings)
     return _counted(self, only_trainable, exclude_embeddings)
 
 
 def _nb_trainable_of_peft(self: Any) -> tuple[int, int]:
     """Count what is trained and all of it, of the whole model, as ``PeftModel`` prints it; no communication."""
-    kind: Any = type(self)
-    counts: tuple[int, int] = (
-        kind.get_nb_trainable_parameters(self)
-        if shard_of(self) is None
-        else (_counted(self, True, False), _counted(self, False, False))
-    )
-    return counts
+    if shard_of(self) is None:
+        return type(self).get_nb_trainable_parameters(self)
+    return _counted(self, True, False), _counted(self, False, False)
 
 
 def _counted(self: Any, only_trainable: bool, exclude_embeddings: bool) -> int:
@@ -264,7 +258,7 @@ def _counted(self: Any, only_trainable: bool, exclude_embeddings: bool) -> int:
         found = {name: parameter for name, parameter in found.items() if id(parameter) not in excluded}
     counted: dict[int, int] = {}
     for name, parameter in found.items():
-        due = shard.planned(name) or shard.whole.tensors.get(shard.prefix + name)
+        due = shard.planned(name) or shard.plan.tensors.get(shard.prefix + name)
         if parameter.requires_grad or not only_trainable:
             shape = parameter.shape if due is None else due.shape
             counted.setdefault(id(parameter), math.prod(shape))
@@ -279,11 +273,11 @@ def _save_pretrained_of_peft(self: Any, save_directory: Any, *args: Any, **kwarg
     """
     from autopar.checkpoint.adapters import options_of_peft, save_adapters
 
-    kind: Any = type(self)
+    saver = type(self).save_pretrained
     if shard_of(self) is None:
-        kind.save_pretrained(self, save_directory, *args, **kwargs)
+        saver(self, save_directory, *args, **kwargs)
         return
-    named = inspect.signature(kind.save_pretrained).bind(self, save_directory, *args, **kwargs).arguments
+    named = inspect.signature(saver).bind(self, save_directory, *args, **kwargs).arguments
     save_adapters(self, lambda: save_directory, 20.0, options_of_peft(named))
 
 
@@ -298,8 +292,7 @@ def _push_to_hub(self: Any, repo_id: str, *, max_shard_size: int | str = "50GB",
 
     shard = shard_of(self)
     if shard is None:
-        address: str = type(self).push_to_hub(self, repo_id, max_shard_size=max_shard_size, **options)
-        return address
+        return type(self).push_to_hub(self, repo_id, max_shard_size=max_shard_size, **options)
     if STATE not in vars(self):
         return _refused("push_to_hub", _REFUSED["save_pretrained"])(self)
     return push_merged(self, repo_id, max_shard_size, options)

@@ -220,7 +220,16 @@ def copy_small_files(source: Path, folder: Path, dtype: torch.dtype | None = Non
     Args:
         dtype: if given, ``config.json`` says that the weights have it.
     """
-    _copy_small(source, folder)
+    for path in sorted(source.iterdir()):
+        if _NOT_SMALL.fullmatch(path.name):
+            continue
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
+        elif path.is_dir() and not path.is_symlink():
+            names = (name for _, _, found in os.walk(path) for name in found if not name.startswith("."))
+            if not any(map(_NOT_SMALL.fullmatch, names)):
+                (folder / path.name).mkdir(exist_ok=True)
+                copy_small_files(path, folder / path.name)
     path = folder / "config.json"
     if dtype is None or not path.is_file():
         return
@@ -232,19 +241,6 @@ def copy_small_files(source: Path, folder: Path, dtype: torch.dtype | None = Non
         raise CheckpointError(f"{path.name} cannot be read: {error}") from error
     config["dtype"] = str(dtype).removeprefix("torch.")
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _copy_small(source: Path, folder: Path) -> None:
-    for path in sorted(source.iterdir()):
-        if _NOT_SMALL.fullmatch(path.name):
-            continue
-        if path.is_file():
-            shutil.copyfile(path, folder / path.name)
-        elif path.is_dir() and not path.is_symlink():
-            names = (name for _, _, found in os.walk(path) for name in found if not name.startswith("."))
-            if not any(map(_NOT_SMALL.fullmatch, names)):
-                (folder / path.name).mkdir(exist_ok=True)
-                _copy_small(path, folder / path.name)
 
 
 # -- the shards of another mesh ----------------------------------------------------------------------------------------
@@ -302,25 +298,17 @@ def reshard_checkpoint(
             for name, part in parts.items():
                 plans = {key: _reshard(tensor, tp) for key, tensor in part.tensors.items()}
                 where = {key: stages.get(key.partition("::")[0], 0) for key in plans}
-
-                def read(key: str, part: str = name) -> torch.Tensor:
-                    bar.update(bytes_of[part][key])
-                    return shards.lazy(key, part).read()
-
-                written[name] = write_part(staging, name, plans, read, (tp, pp), where)
-            manifest = replace(old, save_id=staging.id, sizes=MeshSizes(tp, pp, 1), cp=1, tp=0, parts=written,
+                lazy = functools.partial(shards.lazy, part=name)
+                written[name] = write_part(staging, name, plans, lazy, (tp, pp), where, bar)
+            manifest = replace(old, save_id=staging.id, sizes=MeshSizes(tp, pp, 1), cp=1, tp=tp, parts=written,
                                training=training, versions=versions(), along={})  # fmt: skip
             return write_manifest(staging, manifest, folder)
 
 
 def stages_by_size(sizes: Mapping[str, int], pp: int) -> dict[str, int]:
-    """Assign each tensor to a stage's file: in order, about equally many bytes in each stage.
+    """Assign each tensor to a stage's file, by their bytes in state-dict order: about equally many in each stage.
 
     Loading reads any tensor from any file, so this decides only which files a rank opens.
-
-    Args:
-        sizes: tensor name -> bytes, in state-dict order.
-        pp: number of stages.
     """
     ends = itertools.accumulate(sizes.values())
     total = max(1, sum(sizes.values()))
@@ -339,17 +327,16 @@ def write_part(
     staging: Staging,
     part: str,
     plans: Mapping[str, TensorPlan],
-    read: Callable[[str], torch.Tensor],
+    lazy: Callable[[str], LazyTensor],
     mesh: tuple[int, int],
     stages: Mapping[str, int],
+    bar: Any,
 ) -> Part:
-    """Write all shard files of a part side by side; each tensor is read once, and whole for this moment only.
+    """Write all shard files of a part for the mesh ``(tp, pp)``; each tensor is read once, one at a time.
 
     Args:
-        plans: layouts for the new mesh.
-        read: the whole tensor of a name.
-        mesh: ``(tp, pp)``.
-        stages: name -> stage.
+        plans: The dtypes and layouts for the new mesh; tensors are converted to these dtypes.
+        stages: The stage of each tensor.
     """
     tp, pp = mesh
     needed = tp * pp + 256
@@ -370,7 +357,9 @@ def write_part(
                 writer = shard_writer(staging.temp, staging.id, part, (t, p, None), specs)
                 writers[t, p] = stack.enter_context(writer)
         for key in SafetensorsWriter.sorted_names({k: dtype_of(plan.dtype) for k, plan in plans.items()}):
-            full, plan = read(key), plans[key]
+            plan = plans[key]
+            full = lazy(key).read().to(dtype_of(plan.dtype))
+            bar.update(full.nbytes)
             for t in range(tp):
                 if (t, stages[key]) in writers and (t == 0 or plan.layout is not None):
                     shard = full if plan.layout is None else plan.layout.shard(full, t)
@@ -395,10 +384,7 @@ def write_manifest(
     }
 
 
-MOST = 4096  # files that are open at once are bounded by this
-
-
 def check_sizes(tp: int, pp: int) -> None:
-    """Raise CheckpointError unless both sizes can be made."""
-    if min(tp, pp) < 1 or tp * pp > MOST:
-        raise CheckpointError(f"--tp {tp} and --pp {pp} must be at least 1, and make at most {MOST} files")
+    """Raise CheckpointError unless both sizes can be made: all files are open at once."""
+    if min(tp, pp) < 1 or tp * pp > 4096:
+        raise CheckpointError(f"--tp {tp} and --pp {pp} must be at least 1, and make at most 4096 files")

@@ -1,11 +1,12 @@
 """The state of an optimizer as tensors under canonical names and metadata, for any tensor-parallel size.
 
-A state tensor is called ``{parameter}::{key}``: ``h.0.attn.c_attn.weight::exp_avg``. There are four kinds of state:
+A state tensor is called ``{parameter}::{key}``: ``h.0.attn.c_attn.weight::exp_avg``. There are two kinds:
 
 * **like** its parameter: it has the parameter's shape, and is sharded by the parameter's own layout.
 * **whole**: of a parameter that is replicated, or stepped whole, of any shape; and single numbers.
-* **value**: a number, a text or None, which lies in the metadata.
-* **list**: its items are states of their own, ``{key}[0]`` and so on (SOAP's matrices).
+
+Numbers, texts and None lie in the metadata, and so do lists: the tensors in them (SOAP's matrices) are called
+``{parameter}::{key}[0]`` and so on.
 
 The fp32 weight of a half-precision parameter is a tensor ``{parameter}::master`` in the parameter's layout. The rest is
 JSON, the same on all ranks with the same parameters:
@@ -18,10 +19,9 @@ JSON, the same on all ranks with the same parameters:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from autopar.checkpoint.format import reason
 from autopar.checkpoint.optimizer_weights import (
     as_stepped,
+    keeps_state,
     master_name,
     master_weights,
     parameters_by_name,
@@ -45,9 +46,6 @@ from autopar.storage.safetensors_io import dtype_name, dtype_of
 COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})  # 0-dim tensors that follow from the number of steps alone
 _ON_HOST = frozenset({"step", "mu_product"})  # where torch makes them, unless capturable or fused
 _VALUES = (type(None), bool, int, float, str)
-_ITEM = re.compile(r"(.+)\[(\d+)\]")  # of a list
-_LONGEST = 100_000  # of a list
-_KINDS = ("like", "whole", "value", "list")
 
 
 @dataclass(frozen=True)
@@ -70,11 +68,7 @@ Targets = dict[str, tuple[torch.Tensor, Layout | None]]
 
 
 def take(optimizer: Optimizer, model: nn.Module, plan: Plan, tp_rank: int) -> OptimizerState:
-    """Collect the optimizer's state of this rank.
-
-    Args:
-        model: the root model, or the stage of it that this rank holds.
-        plan: of the whole model.
+    """Collect this rank's state of the optimizer of ``model``, which is the root model or this rank's stage of it.
 
     Raises:
         CheckpointError: a parameter is not the model's, or a state cannot be saved (which one, and why).
@@ -89,25 +83,26 @@ def take(optimizer: Optimizer, model: nn.Module, plan: Plan, tp_rank: int) -> Op
             raise CheckpointError(f"{title} has two states that would be called {saved.name}")
         tensors[saved.name], plans[saved.name] = tensor.detach(), saved
 
-    for name, parameter in (pair for group in groups for pair in group):
+    def entry(key: Any, value: Any, name: str, parameter: nn.Parameter) -> Any:
+        if isinstance(key, str) and type(value) in _VALUES:
+            return value
+        if isinstance(key, str) and isinstance(value, list) and not isinstance(optimizer, torch.optim.LBFGS):
+            return [entry(f"{key}[{index}]", item, name, parameter) for index, item in enumerate(value)]
+        if not isinstance(value, torch.Tensor) or not isinstance(key, str) or not alike(value, parameter):
+            kind = "DTensor (fully_shard?)" if isinstance(value, DTensor) else type(value).__qualname__
+            raise CheckpointError(
+                f"{title} keeps state {key!r} of {name} as a {kind}; for each parameter a checkpoint holds "
+                "tensors, numbers and lists of them only\n"
+                "  Save without this optimizer, or use one whose state has the parameters' shapes."
+            )
         due = as_stepped(optimizer, parameter, plan.tensors[name])
-        for key, value in _flat(optimizer.state.get(parameter, {})):
-            entry: dict[str, Any] = {}
-            if type(value) in _VALUES and isinstance(key, str):
-                entry = {"kind": "value", "value": value}
-            elif isinstance(value, list) and isinstance(key, str) and not isinstance(optimizer, torch.optim.LBFGS):
-                entry = {"kind": "list", "value": len(value)}
-            elif not isinstance(value, torch.Tensor) or not isinstance(key, str) or not alike(value, parameter):
-                kind = "DTensor (fully_shard?)" if isinstance(value, DTensor) else type(value).__qualname__
-                raise CheckpointError(
-                    f"{title} keeps state {key!r} of {name} as a {kind}; for each parameter a checkpoint holds "
-                    "tensors, numbers and lists of them only\n"
-                    "  Save without this optimizer, or use one whose state has the parameters' shapes."
-                )
-            else:
-                saved, entry = _describe(key, value, due, tp_rank, plan.shards, title)
-                keep(saved, value)
-            entries.setdefault(name, {})[key] = entry
+        saved, described = _describe(key, value, due, tp_rank, plan.shards, title)
+        keep(saved, value)
+        return described
+
+    for name, parameter in (pair for group in groups for pair in group):
+        if state := optimizer.state.get(parameter):
+            entries[name] = {key: entry(key, value, name, parameter) for key, value in state.items()}
     other = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
     _, loose = encode(other, f"the state of {title}")
     if loose:
@@ -140,18 +135,15 @@ def prepare(
     tp_rank: int,
     metadata: Mapping[str, Any],
     saved: Mapping[str, TensorPlan],
-    owns: Callable[[str], bool] = lambda name: True,
     dtype_here: Callable[[str, torch.Tensor, torch.dtype], torch.dtype] = lambda name, parameter, dtype: dtype,
 ) -> tuple[Targets, Callable[[], None]]:
     """Check that a saved state fits this optimizer, and allocate its tensors. Changes nothing.
 
     Args:
-        model: the root model, or the stage of it that this rank holds.
-        plan: of the whole model, for the tensor-parallel size now; the saved one may differ.
-        metadata: of all ranks that saved, merged.
-        saved: every optimizer tensor of the checkpoint, of all ranks.
-        owns: whether this rank keeps the state of a parameter, by canonical name (ZeRO-1).
-        dtype_here: of a state that has the shape of a parameter, from the one that was saved.
+        plan: The plan of the full model for the tensor-parallel size now; the saved one may differ.
+        metadata: The merged metadata of all ranks that saved.
+        saved: Every optimizer tensor of the checkpoint, of all ranks.
+        dtype_here: Returns the dtype of a state that has the shape of a parameter, from the saved dtype.
 
     Returns:
         The tensors to fill, and a function to call then: it gives the optimizer this state instead of the one it has.
@@ -170,35 +162,36 @@ def prepare(
     before.check_names(saved)
     targets: Targets = {}
     step = step_of(optimizer)
-    state: list[tuple[nn.Parameter, dict[str, Any]]] = []
+    state: dict[nn.Parameter, dict[str, Any]] = {}
+
+    def made(key: str, entry: Any, name: str, parameter: nn.Parameter, on_host: bool) -> Any:
+        if isinstance(entry, list):
+            return [made(f"{key}[{index}]", item, name, parameter, on_host) for index, item in enumerate(entry)]
+        if not isinstance(entry, dict):
+            return entry
+        source, due = saved[f"{name}::{key}"], as_stepped(optimizer, parameter, plan.tensors[name])
+        shape, layout = _form(entry["kind"], source, due, tp_rank, title)
+        device = parameter.device if step is None or step.host is None else step.host  # maybe the CPU's memory
+        dtype = dtype_of(source.dtype)
+        if entry["kind"] == "like":
+            dtype = dtype_here(name, parameter, dtype)
+        if entry["kind"] == "like" and isinstance(parameter, DTensor):
+            tensor = torch.empty_like(parameter.detach(), dtype=dtype)
+        else:
+            tensor = torch.empty(shape, dtype=dtype, device="cpu" if on_host and key in _ON_HOST else device)
+        targets[source.name] = tensor, layout
+        return tensor
+
     for group, options in zip(groups, before.options, strict=True):
+        on_host = not (options.get("capturable") or options.get("fused"))
         for name, parameter in group:
-            mine: dict[str, Any] = {}
-            due = as_stepped(optimizer, parameter, plan.tensors[name])
-            for key, entry in before.state.get(name, {}).items() if owns(name) else ():
-                if entry.kind in ("value", "list"):
-                    mine[key] = entry.value if entry.kind == "value" else [None] * entry.value
-                    continue
-                source = saved[f"{name}::{key}"]
-                shape, layout = _form(entry.kind, source, due, tp_rank, title)
-                device = parameter.device if step is None or step.host is None else step.host  # maybe the CPU's memory
-                if key in _ON_HOST and not (options.get("capturable") or options.get("fused")):
-                    device = torch.device("cpu")
-                dtype = dtype_of(source.dtype)
-                if entry.kind == "like":
-                    dtype = dtype_here(name, parameter, dtype)
-                if entry.kind == "like" and isinstance(parameter, DTensor):
-                    mine[key] = torch.empty_like(parameter.detach(), dtype=dtype)
-                else:
-                    mine[key] = torch.empty(shape, dtype=dtype, device=device)
-                targets[source.name] = mine[key], layout
-            if mine:
-                state.append((parameter, _folded(mine)))
+            if (theirs := before.state.get(name)) and keeps_state(optimizer, parameter):
+                state[parameter] = {key: made(key, each, name, parameter, on_host) for key, each in theirs.items()}
 
     @torch.no_grad()
     def finish() -> None:
         optimizer.state.clear()
-        optimizer.state.update({parameter: dict(mine) for parameter, mine in state})
+        optimizer.state.update({parameter: dict(mine) for parameter, mine in state.items()})
         optimizer.state.update(before.other)
         for group, options in zip(optimizer.param_groups, before.options, strict=True):
             for key, value in options.items():
@@ -235,8 +228,7 @@ def alike(value: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 def named_groups(optimizer: Optimizer, model: nn.Module, plan: Plan) -> list[list[tuple[str, nn.Parameter]]]:
     """Return the named parameters of each group, without those of other stages (empty here)."""
-    canonical = plan.names
-    parameters = model.named_parameters(remove_duplicate=False)
+    canonical, parameters = plan.names, model.named_parameters(remove_duplicate=False)
     names = {id(parameter): canonical[name] for name, parameter in parameters if name in canonical}
     groups: list[list[tuple[str, nn.Parameter]]] = []
     for index, group in enumerate(optimizer.param_groups):
@@ -280,41 +272,18 @@ def _describe(
     return TensorPlan(name, shape, dtype), {"kind": "whole"}
 
 
-def _flat(state: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield each state, and the items of those that are lists behind them: ``Q``, ``Q[0]``, ``Q[1]``."""
-    for key, value in state.items():
-        yield key, value
-        if isinstance(value, list):
-            yield from _flat({f"{key}[{index}]": item for index, item in enumerate(value)})
-
-
-def _folded(flat: dict[str, Any]) -> dict[str, Any]:
-    """Put items into their lists again: the inverse of :func:`_flat`."""
-    items = {key: match for key in flat if (match := _ITEM.fullmatch(key)) and isinstance(flat.get(match[1]), list)}
-    for key, match in items.items():
-        flat[match[1]][int(match[2])] = flat[key]
-    return {key: value for key, value in flat.items() if key not in items}
-
-
 # -- metadata ----------------------------------------------------------------------------------------------------------
 
 
-class StateEntry(NamedTuple):
-    """One state of one parameter: its kind, and its value or length if any."""
-
-    kind: str
-    value: Any
-
-    @classmethod
-    def parse(cls, data: Mapping[str, Any], where: str) -> StateEntry:
-        """Check one. Raises ``KeyError``, ``TypeError``, ``AttributeError`` or ``ValueError`` on malformed data."""
-        kind = data["kind"]
-        if kind not in _KINDS:
-            raise ValueError(f"{where} is of kind {kind!r}")
-        value: Any = data["value"] if kind in ("value", "list") else None
-        if kind == "list" and not 0 <= int(value) < _LONGEST:
-            raise ValueError(f"{where} is a list of {value}")
-        return cls(kind, value)
+def _tensors_of(entry: Any, name: str) -> Iterator[str]:
+    """Yield the names of the tensors of one state. Raises ``ValueError`` if it is malformed."""
+    if isinstance(entry, list):
+        for index, item in enumerate(entry):
+            yield from _tensors_of(item, f"{name}[{index}]")
+    elif isinstance(entry, dict) and entry.get("kind") in ("like", "whole"):
+        yield name
+    elif type(entry) not in _VALUES:
+        raise ValueError(f"{name} is {entry!r}")
 
 
 def _form(
@@ -352,18 +321,18 @@ class OptimizerMetadata:
 
     Attributes:
         title: module and class of the optimizer.
-        masters: the parameters of half precision, whose fp32 weights are saved.
         members: the names of each group's parameters.
         options: of each group.
-        state: parameter -> key -> :class:`StateEntry`.
+        state: parameter -> key -> a value, a list, or the kind of a tensor.
+        tensors: the names of the tensors, fp32 weights included.
         other: state that belongs to no parameter.
     """
 
     title: str
-    masters: frozenset[str]
     members: list[list[str]]
     options: list[dict[str, Any]]
-    state: dict[str, dict[str, StateEntry]]
+    state: dict[str, dict[str, Any]]
+    tensors: set[str]
     other: dict[Any, Any]
 
     @classmethod
@@ -371,19 +340,20 @@ class OptimizerMetadata:
         """Decode and check. Raises CheckpointError if it is damaged."""
         try:
             data = decode(data, where="the optimizer")
+            masters = [str(name) for name in data["masters"]]
+            state = {str(name): dict(keys) for name, keys in data["state"].items()}
+            states = ((f"{name}::{key}", entry) for name, keys in state.items() for key, entry in keys.items())
             parsed = cls(
                 title=str(data["class"]),
-                masters=frozenset(map(str, data["masters"])),
                 members=[[str(name) for name in group["params"]] for group in data["groups"]],
                 options=[dict(group["options"]) for group in data["groups"]],
-                state={
-                    str(name): {str(key): StateEntry.parse(entry, f"{name}::{key}") for key, entry in keys.items()}
-                    for name, keys in data["state"].items()
-                },
+                state=state,
+                tensors={tensor for name, entry in states for tensor in _tensors_of(entry, name)}
+                | set(map(master_name, masters)),
                 other=dict(data["other"]),
             )
             names = [name for group in parsed.members for name in group]
-            if len(set(names)) != len(names) or not {*parsed.state, *parsed.masters} <= set(names):
+            if len(set(names)) != len(names) or not {*state, *masters} <= set(names):
                 raise ValueError("its groups do not have each parameter once")
             if any("params" in options for options in parsed.options):
                 raise ValueError("'params' is no option")
@@ -427,16 +397,10 @@ class OptimizerMetadata:
 
     def check_names(self, saved: Mapping[str, TensorPlan]) -> None:
         """Raise CheckpointError unless the checkpoint has the tensors that the metadata names, and no others."""
-        due = {
-            f"{name}::{key}"
-            for name, keys in self.state.items()
-            for key, entry in keys.items()
-            if entry.kind not in ("value", "list")
-        } | set(map(master_name, self.masters))
-        missing, unexpected = sorted(due - set(saved)), [name for name in saved if name not in due]
+        missing, unexpected = sorted(self.tensors - {*saved}), [name for name in saved if name not in self.tensors]
         if missing or unexpected:
             raise CheckpointError(
-                f"the optimizer in the checkpoint is damaged: {len(missing)} of {len(due)} tensors are "
+                f"the optimizer in the checkpoint is damaged: {len(missing)} of {len(self.tensors)} tensors are "
                 f"missing, {len(unexpected)} unexpected"
                 + (f"\n  Missing: {listed(missing)}." if missing else "")
                 + (f"\n  Unexpected: {listed(unexpected)}." if unexpected else "")

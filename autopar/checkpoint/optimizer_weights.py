@@ -25,10 +25,9 @@ if TYPE_CHECKING:
 LOSS_SCALE = "loss_scale"
 
 
-def step_of(optimizer: torch.optim.Optimizer) -> ParallelStep | None:
+def step_of(optimizer: torch.optim.Optimizer | None) -> ParallelStep | None:
     """Return what ``initialize`` left on the optimizer, if it was given to it."""
-    step: ParallelStep | None = getattr(optimizer, "_autopar", None)
-    return step
+    return getattr(optimizer, "_autopar", None)
 
 
 def keeps_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
@@ -77,22 +76,20 @@ class TrainingWeights:
     Making it checks the checkpoint and changes nothing.
 
     Args:
-        optimizer: which is going to be loaded.
-        plan: of the whole model.
-        manifest: of the checkpoint, which has an optimizer.
+        optimizer: The optimizer to load; None loads the model alone.
+        manifest: The manifest of the checkpoint; it holds an optimizer if one is loaded.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, plan: Plan, manifest: Manifest) -> None:
-        self._optimizer, self._plan, self._manifest = optimizer, plan, manifest
-        self._step = step_of(optimizer)
-        tensors = manifest.parts["optimizer"].tensors
+    def __init__(self, optimizer: torch.optim.Optimizer | None, manifest: Manifest) -> None:
+        self._manifest, self._step = manifest, step_of(optimizer)
         try:
-            self._saved = {str(name): master_name(name) for name in manifest.training["optimizer"]["masters"]}
+            masters = () if optimizer is None else manifest.training["optimizer"]["masters"]
+            self._saved = {str(name): master_name(name) for name in masters}
             for parameter, name in self._saved.items():
-                tensor, due = tensors[name], manifest.tensors[parameter]
+                tensor, due = manifest.parts["optimizer"].tensors[name], manifest.tensors[parameter]
                 if due.shape != tensor.shape or tensor.dtype != "float32":
                     raise ValueError(
                         f"{name} is {tensor.dtype} {list(tensor.shape)}, {parameter} has {list(due.shape)}"
@@ -136,10 +133,6 @@ class TrainingWeights:
     def state_dtype(self, name: str, parameter: torch.Tensor, saved: torch.dtype) -> torch.dtype:
         """Return the dtype of a state of its parameter's shape: what had the stepped weight's dtype has it again."""
         return self._now(name, parameter.dtype) if saved == self._then(name) else saved
-
-    def wanted(self) -> dict[str, torch.Tensor]:
-        """Return this rank's master weights, to be filled, by the parameter's name."""
-        return master_weights(self._optimizer, self._plan)
 
     def finish(self) -> None:
         """Restore the loss scale, if both runs have one."""

@@ -25,10 +25,7 @@ _SPREAD = 1 << 20  # more than there are tensor-parallel ranks
 
 
 def take(tracker: RandomStateTracker | None = None) -> Json:
-    """Return all random states of this process as JSON.
-
-    Args:
-        tracker: of the named streams (``mpu.random_tracker``); None if there are none.
+    """Return all random states of this process as JSON, those of the tracker's named streams included.
 
     Raises:
         CheckpointError: numpy's default generator was replaced by one that cannot be written down.
@@ -43,15 +40,12 @@ def take(tracker: RandomStateTracker | None = None) -> Json:
 
 
 def restore(value: Json, tracker: RandomStateTracker | None = None) -> RandomStateTracker | None:
-    """Go on with the states that :func:`take` or :func:`choose` returned.
+    """Continue with the states that :func:`take` or :func:`choose` returned.
 
     The GPU's state is left as it is if none was saved, and ignored without a GPU.
 
-    Args:
-        tracker: whose named streams are set. Streams that were saved need one; None makes a new one.
-
     Returns:
-        The tracker that has the streams: ``tracker``, or the new one; None if there are none.
+        The tracker of the named streams: ``tracker``, or a new one if that is None and streams were saved.
 
     Raises:
         CheckpointError: if ``value`` is damaged; then nothing has changed.
@@ -84,11 +78,12 @@ def choose(saved: Sequence[Mapping[str, Any]], tp: int, pp: int, dp: int, cp: in
         CheckpointError: if an entry is damaged, or that of the first rank is missing.
     """
     try:
-        states: dict[tuple[int, int, int], Json] = {}
-        for place in (0, cp) if cp else (0,):  # the rank's own one comes last, and stays
-            for entry in saved:
-                if int(entry["cp"]) == place:
-                    states[int(entry["tp"]), int(entry["pp"]), int(entry["dp"])] = entry["state"]
+        states: dict[tuple[int, int, int], Json] = {
+            (int(entry["tp"]), int(entry["pp"]), int(entry["dp"])): entry["state"]
+            for place in (0, cp)  # the rank's own one comes last, and stays
+            for entry in saved
+            if int(entry["cp"]) == place
+        }
         first = states[0, 0, 0]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"the {_WHERE} in the checkpoint are damaged: {error!r}") from error

@@ -38,10 +38,10 @@ def check_keep_last(target: str | os.PathLike[str], keep_last: object) -> None:
             f"keep_last={keep_last!r} must be a whole number of at least 1\n"
             "  It counts the checkpoint that is being saved; leave it out to keep all."
         )
-    name = os.path.basename(os.path.realpath(target))
-    if series(name) is None:
+    target = os.path.realpath(target)
+    if series(target) is None:
         raise CheckpointError(
-            f"{name!r} does not end in a number, so it is not known which checkpoints are older\n"
+            f"{os.path.basename(target)!r} does not end in a number, so it is not known which checkpoints are older\n"
             "  With keep_last= a folder is called like step-100, checkpoint-7 or epoch3; those that differ only in\n"
             "  the number are one series, and those that were saved last are kept."
         )
@@ -64,21 +64,17 @@ def next_order(target: Path) -> int:
 def rotate(target: Path, keep_last: int) -> list[Path]:
     """Delete checkpoints of the target's series, so that ``keep_last`` remain: what was saved last.
 
-    Those that were saved first go first. Call it when ``target`` is whole: it counts and always stays.
-
-    Only what a save has written is deleted. Other files in the folder stay where they are, with a warning. So does
-    everything else in the parent folder: other series, folders that hold no checkpoint, symbolic links and what they
-    point to. A checkpoint that is deleted stops being one at once: its manifest is renamed. The next call deletes the
-    remains that a killed call left.
-
-    A checkpoint that cannot be deleted only gives a warning, because the new one is written.
+    Only files that a save has written are deleted. Other files in the folder stay, with a warning, and so does
+    everything else in the parent folder: other series, folders without a checkpoint, symbolic links and their targets.
+    A checkpoint that is deleted stops being one at once: its manifest is renamed. The next call deletes the remains
+    that a killed call left. A checkpoint that cannot be deleted only gives a warning, because the new one is written.
 
     Args:
-        target: the checkpoint that was just written; a symbolic link stands for what it points to.
-        keep_last: how many remain, ``target`` included.
+        target: The full checkpoint that was just written, which always stays; or a symbolic link to it.
+        keep_last: The number of checkpoints that remain, ``target`` included.
 
     Returns:
-        The checkpoints that were deleted, in this order.
+        The deleted checkpoints; those that were saved first come first.
     """
     target = Path(os.path.realpath(target))
     stem, _ = series(target) or ("", 0)
@@ -103,9 +99,9 @@ def _folders(parent: Path, stem: str) -> list[tuple[Path, str]]:
     for entry in os.scandir(parent) if parent.is_dir() else ():
         hidden = HIDDEN.fullmatch(entry.name)
         name, kind = (hidden[1], hidden[2]) if hidden is not None else (entry.name, "")
-        numbered = _NUMBERED.fullmatch(name)
-        if numbered is not None and numbered[1] == stem and entry.is_dir(follow_symlinks=False):
-            found.append((int(numbered[2]), Path(entry.path), kind))
+        begins, number = series(name) or (None, 0)
+        if begins == stem and entry.is_dir(follow_symlinks=False):
+            found.append((number, Path(entry.path), kind))
     return [(path, kind) for _, path, kind in sorted(found)]
 
 

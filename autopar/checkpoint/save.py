@@ -53,20 +53,20 @@ def save(
     extra: Mapping[str, Any] | None = None,
     tokenizer: Any = None,
 ) -> None:
-    """See :func:`autopar.checkpoint.methods.save_parallelized`. ``arguments`` are those of :meth:`SaveRequest.of`."""
+    """See :func:`autopar.checkpoint.methods.save_parallelized`. ``arguments`` are those of :class:`SaveRequest`."""
     state = state_of(model)
     mpu = state.mpu
 
     def prepare() -> tuple[dict[str, Any], Writer, Snapshot]:
-        request = SaveRequest.of(**arguments)
+        request = SaveRequest(**arguments)
         training = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "extra": extra}
         given = [name for name, value in training.items() if value is not None]
-        if request.merge and given:
+        if request.merge_checkpoints and given:
             raise CheckpointError(
                 f"{given[0]}= cannot be saved with merge_checkpoints=True: a Hugging Face checkpoint has no place for "
                 "it. Save shards, and merge them with `autopar merge` where the model alone is needed."
             )
-        if request.merge:
+        if request.merge_checkpoints:
             state.check_whole("merge_checkpoints=True", quantized=True)
             check_merged(model)
         if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
@@ -97,8 +97,7 @@ def prepare_alike(
 ) -> tuple[Made, Snapshot]:
     """Prepare a save on each rank, and check that the ranks were called alike and hold the same. Collective.
 
-    Args:
-        prepare: returns the arguments of the call, what is going to write, and this rank's snapshot.
+    ``prepare`` returns the arguments of the call, the object that is going to write, and this rank's snapshot.
 
     Raises:
         CheckpointError: the same on every rank; nothing is changed.
@@ -137,8 +136,8 @@ class Writer:
 
     def __init__(self, model: nn.Module, state: State, request: SaveRequest, tokenizer: Any) -> None:
         self.state, self.request, self.tokenizer = state, request, tokenizer
-        self.write_config, inner = config_writer(model), model.get_submodule(state.hf_path)
-        self.base_name = str(getattr(getattr(inner, "config", None), "_name_or_path", ""))  # where it came from
+        self.write_config, hf_model = config_writer(model), model.get_submodule(state.hf_path)
+        self.base_name = str(getattr(getattr(hf_model, "config", None), "_name_or_path", ""))
         self.staging: Staging | None = None
         self.staged: tuple[Path, str] | None = None  # the folder to write into, the id of the save
 
@@ -169,9 +168,10 @@ class Writer:
     def make_folder(self) -> list[str]:
         """Make the temporary folder, on rank 0; return its path and the id of the save."""
         self.staging = Staging(Path(self.request.directory))
-        if self.request.merge:
-            (self.staging.temp / _SHARDS).mkdir()
-        return [str(self.staging.temp / _SHARDS if self.request.merge else self.staging.temp), self.staging.id]
+        folder = self.staging.temp / (_SHARDS if self.request.merge_checkpoints else "")
+        if self.request.merge_checkpoints:
+            folder.mkdir()
+        return [str(folder), self.staging.id]
 
     def write_shards(self, local: Snapshot, folder: Path, save_id: str) -> dict[str, Any]:
         """Write this rank's files; return its report for the manifest."""
@@ -205,7 +205,7 @@ class Writer:
         forms = {name: tensor.quantized for name, tensor in self.state.quantized.items()}
         base = QuantizedBase(self.base_name, forms, notes)
         replace(manifest, order=order, base=base).write(folder)
-        if self.request.merge:
+        if self.request.merge_checkpoints:
             with Shards(folder) as shards:
                 size, format = self.request.max_shard_size, self.request.format
                 write_merged(shards, temp, size, format, progress=False)

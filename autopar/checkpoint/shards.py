@@ -14,8 +14,8 @@ from autopar.checkpoint.staging import MANIFEST, progress_bar
 from autopar.errors import CheckpointError
 from autopar.layout import Layout, replica_rows
 from autopar.storage.files import Closing, file_checksum
-from autopar.storage.lazy_tensor import Joined, LazyTensor, narrowed, read_shard, whole_box
-from autopar.storage.safetensors_io import SafetensorsReader, SafetensorsWriter, dtype_name, nbytes
+from autopar.storage.lazy_tensor import Joined, LazyTensor, lazy_shard, narrowed, whole_box
+from autopar.storage.safetensors_io import SafetensorsReader, SafetensorsWriter, Spec, dtype_name, nbytes
 
 if TYPE_CHECKING:
     from autopar.distributed.mesh import MPU
@@ -138,43 +138,30 @@ class Shards(Closing):
             CheckpointError: a file is not what the manifest says.
         """
         there = self.manifest.parts[part]
-        plan = there.tensors[name]
-        if plan.layout is None:
+        layout = there.tensors[name].layout
+        if layout is None or not layout.size:
             return self._open(there, there.holder(name, 0)).lazy(name)
         pieces: list[tuple[int, LazyTensor]] = []
-        for tp in range(self.manifest.sizes.tp):
-            if not plan.layout.owned(tp):
-                continue
+        for tp in filter(layout.owned, range(self.manifest.sizes.tp)):
             shard = self._open(there, there.holder(name, tp)).lazy(name)
-            for (start, _), (low, high) in zip(plan.layout.owned(tp), plan.layout.owned_local(tp), strict=True):
-                whole = (low, high) == (0, shard.shape[plan.layout.dim])
-                pieces.append((start, shard if whole else narrowed(shard, plan.layout.dim, low, high)))
-        if not pieces:  # a dim of size 0
-            return self._open(there, there.holder(name, 0)).lazy(name)
+            for (start, _), (low, high) in zip(layout.owned(tp), layout.owned_local(tp), strict=True):
+                pieces.append((start, narrowed(shard, layout.dim, low, high)))
         ordered = [piece for _, piece in sorted(pieces, key=lambda pair: pair[0])]
-        return ordered[0] if len(ordered) == 1 else Joined(ordered, plan.layout.dim)
+        return ordered[0] if len(ordered) == 1 else Joined(ordered, layout.dim)
 
     @torch.no_grad()
     def read_shard(self, name: str, part: str, layout: Layout | None, mpu: MPU, out: torch.Tensor) -> None:
         """Read what this rank holds of a tensor by ``layout`` into ``out``; of a DTensor its own rows only."""
         from torch.distributed.tensor import DTensor  # takes half a second, which what reads a folder alone spares
 
-        lazy = self.lazy(name, part)
-        if not isinstance(out, DTensor):
-            read_shard(lazy, layout, mpu.shards.rank, out)
-            return
-        local = out.to_local()
-        if local.numel() == 0:
-            return
-        if layout is not None:
-            lazy = Joined(
-                [narrowed(lazy, layout.dim, *wanted) for wanted in layout.ranges(mpu.shards.rank)], layout.dim
-            )
-        if lazy.shape != tuple(out.shape):
-            raise ValueError(f"a tensor of shape {list(out.shape)} cannot take a shard of shape {list(lazy.shape)}")
-        axis = mpu.fsdp if out.device_mesh.size() == mpu.dp_cp.size else mpu.copies
-        rows = replica_rows(out.shape[0], axis.rank, axis.size)
-        lazy.read_into(local, (rows, *whole_box(lazy.shape[1:])))
+        shard = lazy_shard(self.lazy(name, part), layout, mpu.shards.rank)
+        shard.check_shape(out)
+        box = whole_box(shard.shape)
+        if isinstance(out, DTensor):
+            axis = mpu.fsdp if out.device_mesh.size() == mpu.dp_cp.size else mpu.copies
+            box = (replica_rows(out.shape[0], axis.rank, axis.size), *box[1:])
+            out = out.to_local()
+        shard.read_into(out, box)
 
     def close(self) -> None:
         """Close the files."""
@@ -183,11 +170,7 @@ class Shards(Closing):
 
 
 def shard_writer(
-    folder: Path,
-    save_id: str,
-    part: str,
-    place: tuple[int, int, int | None],
-    specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    folder: Path, save_id: str, part: str, place: tuple[int, int, int | None], specs: Mapping[str, Spec]
 ) -> SafetensorsWriter:
     """Make the shard file of rank ``(tp, pp, dp)``, to be filled."""
     path = folder / shard_name(part, *place)

@@ -60,6 +60,14 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
+def link(source: str, destination: str) -> None:
+    """Make a hard link, or a copy where the file system has none."""
+    try:
+        os.link(source, destination, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, destination, follow_symlinks=False)
+
+
 def leftovers(target: Path) -> list[Path]:
     """Return siblings of ``target`` that a killed save left behind, or that another one is writing."""
     try:
@@ -153,9 +161,8 @@ def output_folder(verb: str, source: Path, destination: str | os.PathLike[str], 
     """Stage a folder while the body writes into it, then commit it; after an error nothing of it is left.
 
     Args:
-        verb: of the command, for errors.
-        source: folder that is read.
-        force: replace a checkpoint in ``destination``.
+        source: The folder that is read.
+        force: Whether a checkpoint in ``destination`` may be replaced.
 
     Raises:
         CheckpointError: the destination cannot be written, or is the source or a folder around it.
@@ -223,22 +230,15 @@ def _merged(path: Path) -> bool:
 
 
 def _carry_over(target: Path, temp: Path) -> None:
-    """Take the files that no checkpoint consists of (a tokenizer, notes) along, by hard link where that works."""
-
-    def take(source: str, destination: str) -> None:
-        try:
-            os.link(source, destination, follow_symlinks=False)
-        except OSError:
-            shutil.copy2(source, destination, follow_symlinks=False)
-
+    """Take the files that no checkpoint consists of (a tokenizer, notes) along."""
     for entry in os.scandir(target):
         new = temp / entry.name
         if _OURS.fullmatch(entry.name) or os.path.lexists(new):
             continue
         if entry.is_dir(follow_symlinks=False):
-            shutil.copytree(entry.path, new, symlinks=True, copy_function=take)
+            shutil.copytree(entry.path, new, symlinks=True, copy_function=link)
         else:
-            take(entry.path, str(new))
+            link(entry.path, str(new))
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers import PreTrainedModel
 
 from autopar.distributed.agree import Ranks
 from autopar.distributed.axis import Axis
@@ -259,8 +260,6 @@ def config_writer(model: nn.Module) -> Callable[[Path], None]:
 
     For a plain module it writes nothing.
     """
-    from transformers import PreTrainedModel
-
     inner = model.get_submodule(state_of(model).hf_path)
     if not isinstance(inner, PreTrainedModel):
         return lambda folder: None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,18 +68,18 @@ class _Shared:
 class ModelShard(_Shared):
     """This rank's part of a module; an attribute of the root model, and of every Hugging Face model inside it.
 
+    Called as a pre-hook of ``load_state_dict`` on that module; on a block it acts only if that is loaded by itself.
+
     Attributes:
-        plan: of the root model, without quantized weights.
-        whole: of the root model.
+        plan: of the root model.
         name: of the root model's class.
-        tensors: name in the root model's state dict -> plan of the tensor.
+        tensors: name in the root model's state dict -> plan of the tensor, without quantized weights.
         prefix: of the module's names in the root model's state dict.
         is_block: the module is part of a Hugging Face model, and may be all of another stage.
         warned: the user was warned that an optimizer's state is a part.
     """
 
     plan: Plan
-    whole: Plan
     mpu: MPU
     name: str
     tensors: Mapping[str, TensorPlan]
@@ -105,6 +105,38 @@ class ModelShard(_Shared):
         if _over_replicas(model):
             axes["data-parallel rank"] = mpu.dp_cp
         return {name: [axis.rank, axis.size] for name, axis in axes.items()}
+
+    def __call__(self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+        if (self.is_block and prefix) or not self.is_part(model):
+            return
+        entries = [
+            (key.removeprefix(prefix), due, value)
+            for key, value in state.items()
+            if key.startswith(prefix) and isinstance(value, torch.Tensor)
+            if (due := self.planned(key.removeprefix(prefix))) is not None
+        ]
+        if metadata.get("assign_to_params_buffers"):
+            raise CheckpointError(
+                f"load_state_dict(assign=True): the tensors of {self.name} are this rank's shards, and an optimizer "
+                "and the other ranks rely on these very parameters.\n  Leave assign out: values are copied into them."
+            )
+        mark = metadata.get(_MARK)  # whose part it is, if that is known; a mark becomes plain data in a file
+        mark = mark.ranks if isinstance(mark, Mark) else mark if isinstance(mark, Mapping) else None
+        own = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+        is_whole = _check(self, self.ranks(model), own, entries, mark)
+        for name, due, value in entries:
+            if name not in own:
+                del state[prefix + name]  # another stage's
+                continue
+            mine, local = own[name], value
+            if is_whole and due.layout is not None and tuple(value.shape) == due.shape:
+                local = due.layout.shard(value.detach(), self.mpu.shards.rank)
+            if isinstance(mine, DTensor) and not isinstance(local, DTensor) and local.shape == mine.shape:
+                mesh = mine.device_mesh  # ZeRO's stages 2 and 3; dims before the last one hold copies
+                start, stop = replica_rows(mine.shape[0], mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
+                rows, form = local.detach()[start:stop].to(mine.to_local().device), (mine.shape, mine.stride())
+                local = DTensor.from_local(rows, mesh, mine.placements, run_check=False, shape=form[0], stride=form[1])
+            state[prefix + name] = local
 
 
 def _over_replicas(model: nn.Module) -> bool:
@@ -195,61 +227,19 @@ class MarkPartial(_Shared):
         return result
 
 
-class ShardOnLoad(_Shared):
-    """Pre-hook of ``load_state_dict`` on a module of a parallelized model; on a block only if it is loaded by itself.
-
-    Args:
-        shard: of the module.
-    """
-
-    def __init__(self, shard: ModelShard) -> None:
-        self._shard = shard
-
-    def __call__(self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-        shard = self._shard
-        if (shard.is_block and prefix) or not shard.is_part(model):
-            return
-        entries = [
-            (key.removeprefix(prefix), due, value)
-            for key, value in state.items()
-            if key.startswith(prefix) and isinstance(value, torch.Tensor)
-            if (due := shard.planned(key.removeprefix(prefix))) is not None
-        ]
-        if metadata.get("assign_to_params_buffers"):
-            raise CheckpointError(
-                f"load_state_dict(assign=True): the tensors of {shard.name} are this rank's shards, and an optimizer "
-                "and the other ranks rely on these very parameters.\n  Leave assign out: values are copied into them."
-            )
-        mark = metadata.get(_MARK)  # whose part it is, if that is known; a mark becomes plain data in a file
-        mark = mark.ranks if isinstance(mark, Mark) else mark if isinstance(mark, Mapping) else None
-        is_whole, own = _check(model, shard, entries, mark), dict(_own_tensors(model))
-        for name, due, value in entries:
-            if name not in own:
-                del state[prefix + name]  # another stage's
-                continue
-            whole = is_whole and due.layout is not None and tuple(value.shape) == due.shape
-            local = due.layout.shard(value.detach(), shard.mpu.shards.rank) if whole and due.layout else value
-            mine = own[name]
-            if isinstance(mine, DTensor) and not isinstance(local, DTensor) and local.shape == mine.shape:
-                mesh = mine.device_mesh  # ZeRO's stages 2 and 3; dims before the last one hold copies
-                start, stop = replica_rows(mine.shape[0], mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
-                rows, form = local.detach()[start:stop].to(mine.to_local().device), (mine.shape, mine.stride())
-                local = DTensor.from_local(rows, mesh, mine.placements, run_check=False, shape=form[0], stride=form[1])
-            state[prefix + name] = local
-
-
-def _own_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
-
-
 def _check(
-    model: nn.Module,
     shard: ModelShard,
+    ranks: Mapping[str, list[int]],
+    own: Container[str],
     entries: list[tuple[str, TensorPlan, torch.Tensor]],
     part: Mapping[str, list[int]] | None,
 ) -> bool:
-    """Tell whether the tensors are whole. Raises CheckpointError if they are mixed, or another rank's."""
+    """Tell whether the tensors are whole. Raises CheckpointError if they are mixed, or another rank's.
+
+    Args:
+        own: The names of this rank's tensors.
+        part: The ranks that the state dict is from; None if it does not say.
+    """
     rank = shard.mpu.shards.rank
     whole: list[str] = []
     local: list[str] = []
@@ -260,7 +250,6 @@ def _check(
             continue
         kind = whole if shape == due.shape else local if shape == expected else neither
         kind.append(f"{name}: {list(shape)} given, {list(due.shape)} whole, {list(expected)} here")
-    ranks = shard.ranks(model)
     is_part = bool(local) or not whole  # without a mark, shapes alone tell
     if part is not None and is_part and dict(part) != ranks:
         raise CheckpointError(
@@ -275,7 +264,6 @@ def _check(
             f"load_state_dict: {len(neither) or len(whole)} tensors {what} ({describe_ranks(ranks)}):\n  "
             + "\n  ".join(found[:5])
         )
-    own = dict(_own_tensors(model))
     if entries and not shard.is_block and not any(name in own for name, _, _ in entries):
         raise CheckpointError(
             f"load_state_dict: the state dict holds nothing of this rank ({describe_ranks(ranks)}), only what other "
@@ -286,12 +274,12 @@ def _check(
 
 def attach_hooks(model: nn.Module, plan: Plan, mpu: MPU) -> Iterator[nn.Module]:
     """Put hooks on a model that warn of taking a rank's part for all; yield its root and the models inside it."""
-    mark, saved, name = MarkPartial(), plan.saved(), type(model).__name__
-    tensors = {alias: t for t in saved.tensors.values() for alias in (t.name, *t.aliases)}
+    mark, name = MarkPartial(), type(model).__name__
+    tensors = {alias: t for t in plan.saved().tensors.values() for alias in (t.name, *t.aliases)}
     for path, module in model.named_modules():
         is_block = module is not model and not isinstance(module, PreTrainedModel)
-        shard = ModelShard(saved, plan, mpu, name, tensors, path and f"{path}.", is_block)
-        module.register_load_state_dict_pre_hook(ShardOnLoad(shard))
+        shard = ModelShard(plan, mpu, name, tensors, path and f"{path}.", is_block)
+        module.register_load_state_dict_pre_hook(shard)
         if not is_block:
             module.__dict__[MODEL_SHARD] = shard
             add_state_dict_hook(module, mark)
@@ -302,7 +290,7 @@ def detach_hooks(model: nn.Module) -> None:
     """Undo :func:`attach_hooks`."""
     for module in model.modules():
         module.__dict__.pop(MODEL_SHARD, None)
-        for hooks, kind in zip(state_dict_hooks(module), (MarkPartial, ShardOnLoad), strict=True):
+        for hooks, kind in zip(state_dict_hooks(module), (MarkPartial, ModelShard), strict=True):
             for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), kind)]:
                 del hooks[key]
 

@@ -23,10 +23,8 @@ from torch import nn
 from autopar.config import ParallelConfig
 from autopar.data_parallel.grad_sync import flattened
 from autopar.data_parallel.gradients import clip_factor, gradient_norm
-from autopar.data_parallel.muon import MuonSteps
-from autopar.data_parallel.optimizer_probe import stepping
 from autopar.data_parallel.optimizer_proxy import OptimizerProxy
-from autopar.data_parallel.optimizer_state import host_of, move_state
+from autopar.data_parallel.optimizer_state import check_group, host_of, move_state
 from autopar.data_parallel.precision import (
     DTYPES,
     LossScale,
@@ -37,7 +35,7 @@ from autopar.data_parallel.precision import (
     to_fp32,
     to_half,
 )
-from autopar.data_parallel.whole_parameters import WholeParameters, assign
+from autopar.data_parallel.whole_parameters import MuonSteps, WholeParameters, assign
 from autopar.distributed.axis import Axis
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
@@ -86,7 +84,7 @@ class ParallelStep:
         self.optimizer, self.model = optimizer, model
         self.sharded = config.zero_stage == 1 and mpu.dp_cp.size > 1  # ZeRO-1: a parameter has one owner
         self.names: dict[torch.Tensor, str] = {}
-        self._owners: dict[torch.Tensor, int] = {}
+        self._owners: dict[torch.Tensor, int | None] = {}  # None: every replica
         self._loads: dict[tuple[Axis, bool], list[int]] = {}
         self.update()
         self.max_norm = config.gradient_clipping
@@ -99,7 +97,7 @@ class ParallelStep:
         self.gradient_norm: torch.Tensor | None = None
         self._used_scale = 0.0  # by scale_loss since the last step
         self._running: OptimizerProxy | None = None
-        self._gathered: dict[torch.Tensor, torch.Tensor] = {}  # shards of what is stepped whole in this step
+        self._weights: dict[torch.Tensor, torch.Tensor] = {}  # parameter -> itself, or the weight stepped instead
         alone = config.precision == "fp32" and not self.whole and self.host is None
         self._looked = alone  # whether a step changed weights past its groups
         self._saved: Mapping[str, Any] = {}
@@ -126,7 +124,11 @@ class ParallelStep:
         return self  # a copied model is not what the optimizer steps
 
     def update(self) -> None:
-        """Assign owners to parameters that have none, among the replicas and, of whole ones, among the tp ranks too."""
+        """Assign an owner among the replicas, and of full parameters among the tp ranks, to parameters without one.
+
+        Raises:
+            ConfigError: one of them is not a parameter of the model, or ranks cannot step its group like one process.
+        """
         new = [p for group in self.optimizer.param_groups for p in group["params"] if p not in self._owners]
         if not new:
             return
@@ -137,35 +139,34 @@ class ParallelStep:
                     f"a parameter of shape {list(parameter.shape)} in {type(self.optimizer).__name__} is not one of "
                     f"{type(self.model).__name__}: was it made or replaced after autopar.initialize?"
                 )
+        plans = {parameter: self._plan_of(names[parameter]) for parameter in new}
+        groups = [group for group in self.optimizer.param_groups if not plans.keys().isdisjoint(group["params"])]
+        ways = [check_group(self.optimizer, group, self._config) for group in groups]
         self.names.update((parameter, names[parameter]) for parameter in new)
-        plans = {parameter: self._plan_of(self.names[parameter]) for parameter in new}
         for trained in (True, False):  # those that are frozen, which have no state, by themselves: they may thaw
             for axis, theirs in self._by_axis(p for p in new if p.requires_grad is trained).items():
                 loads = self._loads.setdefault((axis, trained), [0] * axis.size)
                 sizes = [p.numel() if (plan := plans[p]) is None else math.prod(plan.shape) for p in theirs]
-                for parameter, size, owner in zip(theirs, sizes, assign(sizes, axis.size, loads), strict=True):
-                    self._owners[parameter] = owner
-                    loads[owner] += size
-        for group in self.optimizer.param_groups:
+                owners = zip(theirs, assign(sizes, axis.size, loads), strict=True)
+                self._owners |= dict(owners) if self.sharded and axis.size > 1 else dict.fromkeys(theirs)
+        for group, how in zip(groups, ways, strict=True):
             units = {p: plan for p in group["params"] if (plan := plans.get(p)) is not None and plan.layout is not None}
-            self._step_whole(group, units)
+            self._step_whole(units, how)
 
-    def _step_whole(self, group: dict[str, Any], units: Mapping[torch.Tensor, TensorPlan]) -> None:
-        """Take new sharded parameters of a group that are not stepped as shards."""
+    def _step_whole(self, units: Mapping[torch.Tensor, TensorPlan], how: str) -> None:
+        """Take new sharded parameters that are not stepped as shards."""
         if self._config.optimizer_split_fused:
             self.muon.split(units)
+        if how == "parts":
+            return
         experts = {p for p, plan in units.items() if plan.name in self.plan.experts}
         for axis, replicas, chosen in (
             (self.mpu.tp, self.mpu.dp_cp, units.keys() - experts),
             (self.mpu.shards, self.mpu.copies, experts),
         ):
-            theirs = {p: plan for p, plan in units.items() if p in chosen and axis.size > 1}
-            how = stepping(self.optimizer, group, self._config) if theirs else "parts"
-            if how == "parts":
-                continue
-            whole = self.muon.shards if how == "sharded" else self.whole
-            for replica in range(replicas.size) if self.sharded else (0,):
-                mine = {p: plan for p, plan in theirs.items() if self.owner(p) in (None, replica)}
+            for replica in range(replicas.size if self.sharded else 1) if axis.size > 1 else ():
+                mine = {p: plan for p, plan in units.items() if p in chosen and self.owner(p) in (None, replica)}
+                whole = self.muon if how == "sharded" else self.whole
                 whole.add(mine, axis, replica, duplicated=how == "duplicated")
 
     def axis_of(self, parameter: torch.Tensor) -> Axis:
@@ -183,11 +184,11 @@ class ParallelStep:
         """Return the rank of its axis that owns ``parameter``; None if every replica does (no ZeRO-1)."""
         if parameter not in self._owners:  # of a group that was added since the last step
             self.update()
-        return self._owners[parameter] if self.sharded and self.axis_of(parameter).size > 1 else None
+        return self._owners[parameter]
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Return whether this rank owns ``parameter``: keeps its state and its fp32 weight."""
-        return self.owner(parameter) in (None, self.axis_of(parameter).rank)
+        return (owner := self.owner(parameter)) is None or owner == self.axis_of(parameter).rank
 
     @torch.no_grad()
     def broadcast(self) -> None:
@@ -195,10 +196,11 @@ class ParallelStep:
 
         All parameters of one dtype that one rank owns travel flat, in pieces of at most 32 MiB (or one parameter).
         """
-        for axis, theirs in self._by_axis(p for p in self._owners if p.requires_grad and self.sharded).items():
-            for owner, dtype, device in dict.fromkeys((self._owners[p], p.dtype, p.device) for p in theirs):
-                alike = [p.data for p in theirs if (self._owners[p], p.dtype, p.device) == (owner, dtype, device)]
-                for flat in flattened(alike) if axis.size > 1 else ():
+        owned = (p for p, owner in self._owners.items() if p.requires_grad and owner is not None)
+        for axis, theirs in self._by_axis(owned).items():
+            for owner, dtype, device in dict.fromkeys((self._owners[p] or 0, p.dtype, p.device) for p in theirs):
+                same = [p.data for p in theirs if (self._owners[p], p.dtype, p.device) == (owner, dtype, device)]
+                for flat in flattened(same):
                     dist.broadcast(flat, src=axis.ranks[owner], group=axis.group)
 
     def _plan_of(self, name: str) -> TensorPlan | None:
@@ -265,7 +267,7 @@ class ParallelStep:
     def _surround(self) -> None:
         """Put hooks around the step, unless the optimizer steps the model's parameters as they are."""
         configured = self.sharded or self.max_norm or self.scale or self.masters is not None or self.host
-        if not self._is_around and (configured or self.whole or self.muon):
+        if not self._is_around and (configured or self.whole or self.muon or self.muon.parts):
             self._handles.append(self.optimizer.register_step_pre_hook(self._before))
             self._handles.append(self.optimizer.register_step_post_hook(self._after))
             self._is_around = True
@@ -273,7 +275,7 @@ class ParallelStep:
     @torch.no_grad()
     def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.update()
-        self._gathered, self.muon.taken = {}, {}  # of a step that raised
+        self._weights, self.muon.taken = {}, {}  # of a step that raised
         with self._together(range(self.mpu.world_size)):
             overflow = self._agree()
             multiplier = 1.0 if overflow else self._multiplier()
@@ -283,20 +285,14 @@ class ParallelStep:
             self.gradient_norm = torch.full((), torch.inf, device=self.mpu.device) if self.max_norm else None
             self._running = OptimizerProxy(optimizer, None)
         else:
-            stepped = self._stepped(multiplier)
-            self._gathered = {p: tensor for p, tensor in stepped.items() if p in self.whole}
-            whole: dict[torch.Tensor, torch.Tensor] = {}
-            if self._gathered:
+            stepped = self._weights = self._stepped(multiplier)
+            if shards := {p: tensor for p, tensor in stepped.items() if p in self.whole}:
                 with self._together(self.mpu.shards.ranks):
-                    whole = self.whole.gather(self._gathered)
-            stepped = {p: whole.get(p, t) for p, t in stepped.items() if p in whole or p not in self.whole}
-            looked, self._looked = self._looked, True
-            watched = {
-                p: name
-                for p, name in self.names.items()
-                if not looked and (self.host is not None or p.itemsize == 2 or p in self.whole)
-            }
-            self._running = OptimizerProxy(optimizer, self.muon.take(stepped, whole), watched, apart=whole)
+                    full = self.whole.gather(shards)
+                stepped = {p: tensor for p, tensor in stepped.items() if p not in shards} | full
+            names, self._looked = {} if self._looked else self.names, True
+            watched = {p: name for p, name in names.items() if self.host or p.itemsize == 2 or p in self.whole}
+            self._running = OptimizerProxy(optimizer, self.muon.take(stepped), watched)
         return (self._running.optimizer, *args[1:]), kwargs
 
     @torch.no_grad()
@@ -305,10 +301,18 @@ class ParallelStep:
         if running is None:
             return
         running.write_back()
-        if self.muon.taken:
+        weights, self._weights = self._weights, {}
+        shards = {p: tensor for p, tensor in weights.items() if p in self.whole}
+        if shards or self.muon.taken:
             with self._together(self.mpu.shards.ranks):
-                self.muon.step(self.optimizer)
-        self._scatter()
+                if self.muon.taken:
+                    self.muon.step(self.optimizer)
+                if shards:
+                    self.whole.scatter(shards)
+        for parameter, tensor in weights.items():
+            if tensor is not parameter:
+                parameter.data.copy_(tensor)
+                tensor.grad = None
         if self.sharded and not self.step_was_skipped:
             with self._together(self.mpu.dp_cp.ranks):
                 self.broadcast()
@@ -321,18 +325,6 @@ class ParallelStep:
                 )
             self.scale.update(self.step_was_skipped)
         self.publish()
-
-    def _scatter(self) -> None:
-        """Give each rank its shards of what was stepped whole, fp32 weights first."""
-        shards, self._gathered = self._gathered, {}
-        if not shards:
-            return
-        with self._together(self.mpu.shards.ranks):
-            self.whole.scatter(shards)
-        for parameter, shard in shards.items():
-            if shard is not parameter:
-                parameter.data.copy_(shard)
-                shard.grad = None
 
     @contextmanager
     def _together(self, ranks: Sequence[int]) -> Iterator[None]:
@@ -380,8 +372,9 @@ class ParallelStep:
         stepped: dict[torch.Tensor, torch.Tensor] = {}
         for parameter in self.names:
             owned, gradient = self.owns(parameter), parameter.grad
-            of_some = parameter in self.whole or parameter in self.muon.shards  # another rank may have a gradient
-            weight = self.master(parameter) if owned and (of_some or gradient is not None) else None
+            of_some = parameter in self.whole or parameter in self.muon  # another rank may have a gradient
+            used = owned and (of_some or gradient is not None)
+            weight = self.masters.of(parameter) if used and self.masters is not None else None
             if gradient is not None and self.masters is not None and gradient.dtype in DTYPES.values():
                 gradient = gradient.float() if owned else None  # the model's stays as it is
             if weight is None and owned and self.host is not None and gradient is not None:

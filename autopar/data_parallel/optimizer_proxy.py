@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -26,7 +26,6 @@ class OptimizerProxy:
             stay, which may count steps. None: the step is to be skipped, and nothing that it does stays.
         watched: parameter -> its name. An optimizer inside of ``plain``, or a list of its own, does not see the groups
             here and steps parameters themselves, and what stands for them would be written over them.
-        apart: parameters into which the caller writes what was stepped for them.
     """
 
     def __init__(
@@ -34,9 +33,8 @@ class OptimizerProxy:
         plain: Any,
         stepped: Mapping[torch.Tensor, torch.Tensor] | None,
         watched: Mapping[torch.Tensor, str] = MappingProxyType({}),
-        apart: Container[torch.Tensor] = (),
     ) -> None:
-        self.plain, self.stepped, self.skips, self._apart = plain, stepped or {}, stepped is None, apart
+        self.plain, self.stepped, self.skips = plain, stepped or {}, stepped is None
         groups = [(g, [self.stepped[p] for p in g["params"] if p in self.stepped]) for g in plain.param_groups]
         self.groups = [(g, {**g, "params": tensors}) for g, tensors in groups if not self.skips]
         self.optimizer = object.__new__(type(plain))
@@ -64,7 +62,7 @@ class OptimizerProxy:
         return state
 
     def write_back(self) -> None:
-        """Write what the step has changed to the user's optimizer, and new values of fp32 weights to the model.
+        """Write the step's changes of groups, state and attributes to the user's optimizer.
 
         Raises:
             ConfigError: it has changed weights of the model that are watched.
@@ -99,10 +97,6 @@ class OptimizerProxy:
             for key in [key for key in self.plain.state if key not in self._own and key not in state]:
                 del self.plain.state[key]
             self.plain.state.update({parameters.get(key, key): entry for key, entry in state.items()})
-        for parameter, tensor in self.stepped.items():
-            if tensor is not parameter and parameter not in self._apart:
-                parameter.data.copy_(tensor)
-                tensor.grad = None
 
 
 def _set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.config import ParallelConfig
-from autopar.data_parallel.muon import fused
 from autopar.data_parallel.optimizer_probe import probe, refuse_unlike, stepping
+from autopar.data_parallel.whole_parameters import fused
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.guards.step import untried
@@ -47,17 +47,27 @@ def check_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, config:
                 f"are not parameters of {type(model).__name__}; the first has shape {list(foreign[0].shape)}.\n"
                 "  Make the optimizer from model.parameters() of the model that is passed to initialize."
             )
-        how = stepping(optimizer, group, config) if group["params"] else ""
-        if how == "sharded":
-            instead = "Write optimizer: {whole: owned}, which steps whole matrices."
-            _refuse_unlike_muon(optimizer, "optimizer.whole=sharded", instead)
-        if config.zero_optimizer_offload and how not in ("parts", ""):
-            raise ConfigError(
-                f"zero.optimizer_offload does not go with {type(optimizer).__name__}, which looks at whole matrices: "
-                "ranks exchange them where they compute.\n  Leave zero.optimizer_offload out."
-            )
+        how = check_group(optimizer, group, config) if group["params"] else ""
         groups.append([how, *(names[id(parameter)] for parameter in group["params"])])
     return groups
+
+
+def check_group(optimizer: Any, group: dict[str, Any], config: ParallelConfig) -> str:
+    """Return how a param group of an optimizer is stepped.
+
+    Raises:
+        ConfigError: ranks cannot step it like one process.
+    """
+    how = stepping(optimizer, group, config)
+    if how == "sharded":
+        instead = "Write optimizer: {whole: owned}, which steps whole matrices."
+        _refuse_unlike_muon(optimizer, "optimizer.whole=sharded", instead)
+    if config.zero_optimizer_offload and how != "parts":
+        raise ConfigError(
+            f"zero.optimizer_offload does not go with {type(optimizer).__name__}, which looks at whole matrices: "
+            "ranks exchange them where they compute.\n  Leave zero.optimizer_offload out."
+        )
+    return how
 
 
 def _refuse_unlike_muon(optimizer: Any, asked: str, instead: str) -> None:

@@ -55,7 +55,7 @@ class ReplicaNorm:
     @property
     def is_alive(self) -> bool:
         """Whether there are both the model and its process groups."""
-        return self.model is not None and self.mpu.model_parallel_is_initialized()
+        return self.model is not None and self.mpu.alive
 
     def remove(self) -> None:
         """Leave the model's parameters to torch from now on."""

@@ -1,15 +1,16 @@
-"""Let an optimizer step whole parameters of which each tensor-parallel rank holds a shard.
+"""Step full parameters of which each tensor-parallel rank holds a shard, and torch's Muon on shards.
 
-Before a step the shards of a parameter and of its gradient come together where it is stepped: on its owner, as ZeRO-1
-has owners among the replicas, or on every rank. After it each rank has its shard of the new parameter. The state is
-that of whole parameters, so a checkpoint holds it for any mesh.
+Before a step the shards of a parameter and of its gradient are gathered where it is stepped: on its owner, as ZeRO-1
+has owners among the replicas, or on every rank. After the step each rank gets its shard of the new parameter. The state
+is that of full parameters, so a checkpoint holds it for any mesh. A sharded Muon gathers only the directions of the
+updates, where they are orthogonalized: momentum, weight decay and the update are element-wise, so they stay in shards.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,93 +19,82 @@ from torch import nn
 from autopar.distributed.axis import Axis, device_of
 from autopar.distributed.collectives import exchange
 from autopar.distributed.gloo_collectives import all_reduce
+from autopar.foreign.tensors import muon_rates, newton_schulz
 from autopar.layout import Layout
 from autopar.plan.plan import TensorPlan
 
-_ROUND = 64 * 1024 * 1024  # bytes of whole parameters that are exchanged at once
+_ROUND = 64 * 1024 * 1024  # bytes of full parameters that are exchanged at once
+_Tensors = Mapping[torch.Tensor, torch.Tensor]  # parameter -> its shard, its gradient, its fp32 weight ...
 
 
-class WholeParameters:
-    """The sharded parameters that are stepped whole, and the ranks that step them.
+class WholeParameters(dict[torch.Tensor, tuple[int, ...]]):
+    """The full shapes of sharded parameters that are stepped as full tensors, and the ranks that step them.
 
     Attributes:
-        axes: parameter -> the ranks over which it is sharded.
+        axes: Parameter -> the ranks over which it is sharded.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.axes: dict[torch.Tensor, Axis] = {}
-        self._plans: dict[torch.Tensor, TensorPlan] = {}  # with layouts over their axes
+        self._layouts: dict[torch.Tensor, Layout] = {}
         self._owners: dict[torch.Tensor, int | None] = {}  # None: every rank
         self._loads: dict[tuple[Axis, int], list[int]] = {}
         self._stand_ins: dict[torch.Tensor, nn.Parameter] = {}
 
-    def __contains__(self, parameter: object) -> bool:
-        return parameter in self._plans
-
-    def __len__(self) -> int:
-        return len(self._plans)
-
     def add(self, parameters: Mapping[torch.Tensor, TensorPlan], axis: Axis, replica: int, *, duplicated: bool) -> None:
-        """Add parameters. The same on every rank of the axis.
+        """Add parameters, identical on all ranks of the axis.
 
         Args:
-            parameters: with the plans of whole ones.
-            axis: over which they are sharded.
-            replica: which of the axes that hold the same steps them; matrices are dealt over its ranks.
-            duplicated: every rank steps them.
+            parameters: Parameters with the plans of the full ones.
+            axis: The ranks over which they are sharded.
+            replica: The replica that steps them; its ranks share the matrices.
+            duplicated: Whether every rank steps them.
         """
-        self.axes.update(dict.fromkeys(parameters, axis))
         for parameter, plan in parameters.items():
-            self._plans[parameter] = replace(plan, layout=_layout(plan).of_first(axis.size))
-        if duplicated:
-            self._owners.update(dict.fromkeys(parameters))
-            return
+            assert plan.layout is not None
+            self[parameter], self.axes[parameter] = plan.shape, axis
+            self._layouts[parameter] = plan.layout.of_first(axis.size)
         loads = self._loads.setdefault((axis, replica), [0] * axis.size)
-        sizes = [math.prod(plan.shape) for plan in parameters.values()]
-        for parameter, size, owner in zip(parameters, sizes, assign(sizes, axis.size, loads), strict=True):
-            self._owners[parameter] = owner
-            loads[owner] += size
+        owners = () if duplicated else assign([math.prod(self[p]) for p in parameters], axis.size, loads)
+        self._owners.update(dict.fromkeys(parameters) | dict(zip(parameters, owners, strict=False)))
 
     def steps_here(self, parameter: torch.Tensor) -> bool:
         """Return whether this rank steps the parameter, and keeps its state."""
         return self._owners[parameter] in (None, self.axes[parameter].rank)
 
     def writer(self, parameter: torch.Tensor) -> int:
-        """Return the rank that writes the state of a parameter: the first of those of its axis that keep it."""
+        """Return the rank that writes the state of a parameter: the first rank of its axis that keeps it."""
         return self._owners.get(parameter) or 0
 
-    def shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
-        """Return the shape of what is stepped for a parameter: its whole shape, if it is stepped whole."""
-        return self._plans[parameter].shape if parameter in self._plans else tuple(parameter.shape)
-
     @torch.no_grad()
-    def gather(self, shards: Mapping[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        """Return the whole of each parameter that this rank steps, with its gradient. A collective of the axes.
+    def gather(self, shards: _Tensors) -> dict[torch.Tensor, torch.Tensor]:
+        """Return each full parameter that this rank steps, with its gradient. A collective of the axes.
 
         Args:
-            shards: parameter -> its shard (itself, or its fp32 weight) with the shard's gradient.
+            shards: Parameter -> its shard (itself, or its fp32 weight) with the shard's gradient.
         """
         gradients = self.collect(self.gradients(shards))
-        whole: dict[torch.Tensor, torch.Tensor] = {}
+        full: dict[torch.Tensor, torch.Tensor] = {}
         for parameter, weight in self.collect(shards).items():
             if parameter not in self._stand_ins:  # the same object in each step
                 self._stand_ins[parameter] = nn.Parameter(weight, requires_grad=weight.is_floating_point())
-            stand_in = whole[parameter] = self._stand_ins[parameter]
-            vars(stand_in).update(vars(parameter))  # what the user has set on it
+            stand_in = full[parameter] = self._stand_ins[parameter]
+            vars(stand_in).update(vars(parameter))  # attributes that user code has set
             stand_in.grad, stand_in.data = None, weight
             stand_in.grad = gradients.get(parameter)
-        return whole
+        return full
 
     @torch.no_grad()
-    def scatter(self, shards: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Write what was stepped into the shards, on every rank, and free the whole ones. A collective of the axes."""
+    def scatter(self, shards: _Tensors) -> None:
+        """Write the stepped parameters into the shards of every rank, and free them. A collective of the axes."""
         self.deal(self._stand_ins, shards)
         for parameter in filter(self.steps_here, shards):
             stand_in = self._stand_ins[parameter]
             stand_in.grad, stand_in.data = None, stand_in.new_empty(0)
 
-    def gradients(self, shards: Mapping[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        """Return the gradients of shards, without those that all ranks lack; one that some lack is zero there."""
+    def gradients(self, shards: _Tensors) -> dict[torch.Tensor, torch.Tensor]:
+        """Return the gradients of shards: zeros if only other ranks have one, none if no rank has one."""
         graded: dict[torch.Tensor, torch.Tensor] = {}
         for axis, theirs in self._by_axis(shards).items():
             has = torch.tensor([shard.grad is not None for shard in theirs.values()], device=device_of(axis)).int()
@@ -115,76 +105,69 @@ class WholeParameters:
                     graded[parameter] = gradient.to_dense() if gradient.is_sparse else gradient
         return graded
 
-    def collect(self, shards: Mapping[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        """Gather shards where their parameters are stepped; return the whole ones of this rank."""
+    def collect(self, shards: _Tensors) -> dict[torch.Tensor, torch.Tensor]:
+        """Gather shards where their parameters are stepped; return the full tensors of this rank."""
         found: dict[torch.Tensor, torch.Tensor] = {}
-        for axis, part in self._rounds(shards):
-            sent: list[list[torch.Tensor]] = [[] for _ in range(axis.size)]
-            due: list[list[torch.Tensor]] = [[] for _ in range(axis.size)]
-            held: dict[torch.Tensor, list[torch.Tensor]] = {}
-            others = [rank for rank in range(axis.size) if rank != axis.rank]
-            for parameter, shard in part.items():
-                owner, plan = self._owners[parameter], self._plans[parameter]
-                for rank in others if owner is None else {owner} - {axis.rank}:
-                    sent[rank].append(shard)
-                if owner in (None, axis.rank):
-                    pieces = held[parameter] = [shard.new_empty(plan.local_shape(rank)) for rank in range(axis.size)]
-                    pieces[axis.rank] = shard
-                    for rank in others:
-                        due[rank].append(pieces[rank])
-            exchange(sent, due, axis)
-            found |= {parameter: _layout(self._plans[parameter]).unshard(pieces) for parameter, pieces in held.items()}
+        for axis, run, sent, due in self._rounds(shards):
+            for parameter, shard in run.items():
+                layout, owner = self._layouts[parameter], self._owners[parameter]
+                mine = [shard.narrow(layout.dim, low, high - low) for low, high in layout.owned_local(axis.rank)]
+                for rank in range(axis.size) if owner is None else (owner,):
+                    sent[rank] += mine if rank != axis.rank else ()
+                if self.steps_here(parameter):
+                    full = found[parameter] = shard.new_empty(self[parameter])
+                    layout.write(full, shard, axis.rank)
+                    for rank in range(axis.size):
+                        parts = layout.owned(rank) if rank != axis.rank else ()
+                        due[rank] += [full.narrow(layout.dim, low, high - low) for low, high in parts]
         return found
 
-    def deal(self, whole: Mapping[torch.Tensor, torch.Tensor], shards: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Write the shards of whole tensors, of which the ranks that step them have each, into those of every rank."""
-        for axis, part in self._rounds(shards):
-            sent: list[list[torch.Tensor]] = [[] for _ in range(axis.size)]
-            due: list[list[torch.Tensor]] = [[] for _ in range(axis.size)]
-            for parameter, shard in part.items():
-                owner = self._owners[parameter]
-                if owner not in (None, axis.rank):
-                    due[owner].append(shard)
+    def deal(self, full: _Tensors, shards: _Tensors) -> None:
+        """Write full tensors, from the ranks that step them, into the shards of every rank."""
+        for axis, run, sent, due in self._rounds(shards):
+            for parameter, shard in run.items():
+                layout, owner = self._layouts[parameter], self._owners[parameter]
+                if not self.steps_here(parameter):
+                    due[owner or 0].append(shard)
                     continue
-                layout = _layout(self._plans[parameter])
-                shard.copy_(layout.shard(whole[parameter], axis.rank))
-                for rank in range(axis.size) if owner is not None else ():
-                    if rank != axis.rank:
-                        sent[rank].append(layout.shard(whole[parameter], rank).to(shard.dtype))
-            exchange(sent, due, axis)
+                shard.copy_(layout.shard(full[parameter], axis.rank))
+                for rank in {*range(axis.size)} - {axis.rank} if owner is not None else ():
+                    sent[rank].append(layout.shard(full[parameter], rank).to(shard.dtype))
 
-    def _by_axis(self, shards: Mapping[torch.Tensor, torch.Tensor]) -> dict[Axis, dict[torch.Tensor, torch.Tensor]]:
+    def _by_axis(self, shards: _Tensors) -> dict[Axis, dict[torch.Tensor, torch.Tensor]]:
         axes = dict.fromkeys(self.axes[parameter] for parameter in shards)
         return {axis: {p: shard for p, shard in shards.items() if self.axes[p] is axis} for axis in axes}
 
-    def _rounds(
-        self, shards: Mapping[torch.Tensor, torch.Tensor]
-    ) -> Iterator[tuple[Axis, dict[torch.Tensor, torch.Tensor]]]:
-        """Yield the shards in runs of bounded size, the same ones on every rank of the axis that comes with them."""
+    def _rounds(self, shards: _Tensors) -> Iterator[tuple[Axis, _Tensors, list[Any], list[Any]]]:
+        """Yield runs of shards of bounded size, identical on all ranks of an axis, and exchange what the caller lists.
+
+        The caller lists the tensors to send to each rank, and the tensors to fill from each rank.
+        """
         for axis, theirs in self._by_axis(shards).items():
-            run: dict[torch.Tensor, torch.Tensor] = {}
-            size, last = 0, next(reversed(theirs))
+            run, size, last = dict[torch.Tensor, torch.Tensor](), 0, next(reversed(theirs))
             for parameter, shard in theirs.items():
-                size += math.prod(self._plans[parameter].shape) * shard.itemsize
+                size += math.prod(self[parameter]) * shard.itemsize
                 run[parameter] = shard
                 if size >= _ROUND or parameter is last:
-                    yield axis, run
+                    sent, due = ([list[torch.Tensor]() for _ in range(axis.size)] for _ in range(2))
+                    yield axis, run, sent, due
+                    exchange(sent, due, axis)
                     run, size = {}, 0
 
 
-def assign(sizes: Sequence[int], ranks: int, loads: Sequence[int] = ()) -> list[int]:
+def assign(sizes: Sequence[int], ranks: int, loads: list[int] | None = None) -> list[int]:
     """Assign an owner, a rank in ``[0, ranks)``, to each of ``sizes`` elements: largest first, to the least loaded.
 
-    Deterministic: of equal sizes the first one comes first, of equally loaded ranks the lowest is taken. No rank gets
-    more than the mean load plus the largest size.
+    Deterministic: among equal sizes the first one is assigned first, among equally loaded ranks the lowest is taken. No
+    rank gets more than the mean load plus the largest size.
 
     Args:
-        loads: what the ranks own already.
+        loads: The number of elements that each rank owns already; updated.
 
     >>> assign([4, 1, 3, 2], 2)
     [0, 0, 1, 1]
     """
-    owned = list(loads) or [0] * ranks
+    owned = [0] * ranks if loads is None else loads
     owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         owners[index] = owned.index(min(owned))
@@ -192,6 +175,74 @@ def assign(sizes: Sequence[int], ranks: int, loads: Sequence[int] = ()) -> list[
     return owners
 
 
-def _layout(plan: TensorPlan) -> Layout:
-    assert plan.layout is not None
-    return plan.layout
+# -- torch's Muon, which itself steps full matrices only ---------------------------------------------------------------
+
+
+class MuonSteps(WholeParameters):
+    """The parameters of a Muon that are stepped here: in shards (the items), or fused ones with parts stepped apart.
+
+    Attributes:
+        parts: Fused parameter -> the layout of its parts.
+        taken: The tensors that this step has still to step here.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: dict[torch.Tensor, Layout] = {}
+        self.taken: dict[torch.Tensor, torch.Tensor] = {}
+
+    def split(self, parameters: Mapping[torch.Tensor, TensorPlan]) -> None:
+        """Step the parts of fused parameters separately."""
+        self.parts.update({p: layout for p, plan in parameters.items() if (layout := fused(plan)) is not None})
+
+    def take(self, stepped: _Tensors) -> dict[torch.Tensor, torch.Tensor]:
+        """Take the tensors that are stepped here, until :meth:`step`; return the other ones."""
+        self.taken = {p: tensor for p, tensor in stepped.items() if p in self or p in self.parts}
+        return {p: tensor for p, tensor in stepped.items() if p not in self.taken}
+
+    @torch.no_grad()
+    def step(self, optimizer: torch.optim.Muon) -> None:
+        """Step what was taken. A collective of the axes over which it is sharded."""
+        taken, self.taken = self.taken, {}
+        groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+        gradients = {p: tensor.grad for p, tensor in taken.items() if p not in self and tensor.grad is not None}
+        gradients |= self.gradients({p: tensor for p, tensor in taken.items() if p in self})
+        full, shards = dict[torch.Tensor, torch.Tensor](), dict[torch.Tensor, torch.Tensor]()
+        for parameter, gradient in gradients.items():
+            group, state = groups[parameter], optimizer.state[parameter]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(gradient)
+            momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+            direction = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+            (shards if parameter in self else full)[parameter] = direction
+        full |= self.collect(shards)
+        for parameter, direction in full.items():
+            dim, sizes, _ = self._sizes(parameter, direction)
+            full[parameter] = torch.cat([newton_schulz(x, groups[parameter]) for x in direction.split(sizes, dim)], dim)
+        for parameter, direction in shards.items():
+            # torch iterates in a dtype that ranks which only receive a shard of the result do not see.
+            dtype = newton_schulz(direction.new_zeros(1, 1), {**groups[parameter], "ns_steps": 0}).dtype
+            shards[parameter] = torch.empty_like(direction, dtype=dtype)
+        self.deal(full, shards)
+        for parameter, update in (full | shards).items():
+            weight = taken[parameter]
+            dim, sizes, here = self._sizes(parameter, weight)
+            shape = list(self.get(parameter, weight.shape))
+            for size, part, its in zip(sizes, weight.split(here, dim), update.split(here, dim), strict=True):
+                shape[dim] = size
+                kept, rate = muon_rates(groups[parameter], shape)
+                part.mul_(kept).add_(its, alpha=-rate)
+
+    def _sizes(self, parameter: torch.Tensor, here: torch.Tensor) -> tuple[int, list[int], list[int]]:
+        """Return the dim along which a matrix has parts, their full sizes, and their sizes in ``here``."""
+        layout, axis = self.parts.get(parameter), self.axes.get(parameter)
+        if layout is None:
+            return 0, [self[parameter][0]], [here.shape[0]]
+        ranges = [(0, block.count) if axis is None else block.ranges[axis.rank] for block in layout.blocks]
+        local = [(stop - start) * block.width for block, (start, stop) in zip(layout.blocks, ranges, strict=True)]
+        return layout.dim, [block.size for block in layout.blocks], local
+
+
+def fused(plan: TensorPlan) -> Layout | None:
+    """Return the layout of a matrix that consists of several side by side (q | k | v), or None."""
+    return plan.layout if plan.layout is not None and len(plan.layout.blocks) > 1 and len(plan.shape) == 2 else None

@@ -32,7 +32,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -42,11 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import registry
 from autopar.config import ParallelConfig
-from autopar.distributed import collectives
-from autopar.distributed.accessors import MeshAccessors
-from autopar.distributed.axis import Axis, check_divides, device_of_group
-from autopar.distributed.broadcast_data import Dtypes, broadcast_data
-from autopar.distributed.collectives import even_layout
+from autopar.distributed.axis import Axis, device_of_group
 from autopar.distributed.digest import number_groups_alike
 from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.distributed.process import TIMEOUT, start_process_group
@@ -132,7 +128,7 @@ def rank_groups(sizes: MeshSizes, experts: int = 1, zero: int = 0) -> dict[str, 
     return groups
 
 
-class MPU(MeshAccessors):
+class MPU:
     """This process's place in the (pp, dp, cp, tp) mesh, and the process groups around it.
 
     Every process of the world makes it, at the same point of the program, with the same sizes.
@@ -166,6 +162,7 @@ class MPU(MeshAccessors):
         sizes: ``MeshSizes(tp, pp, dp, cp)``.
         device: where this rank computes: its GPU under nccl, another accelerator under its own backend, else the CPU.
         failures: the failure log of the model that the mesh is of; None of one that was made by hand.
+        alive: whether the process groups exist: from the start until :meth:`destroy`.
         random_tracker: the random streams, after :func:`~autopar.distributed.rng_tracker.manual_seed` was called
             with this MPU.
 
@@ -199,7 +196,7 @@ class MPU(MeshAccessors):
         self._owned: list[dist.ProcessGroup] = owned_groups(self)
         self._mesh: DeviceMesh | None = None
         self._lines: dict[str, DeviceMesh] = {}  # by the names of their axes
-        self._alive = True
+        self.alive = True
         made: dict[tuple[int, ...], Any] = {}
         number_groups_alike(dist.group.WORLD)
         groups = rank_groups(self.sizes, ep, zero_shard_size)
@@ -334,7 +331,7 @@ class MPU(MeshAccessors):
 
     def destroy(self) -> None:
         """Destroy the process groups that this MPU made; the default group is left alone. Every rank calls it."""
-        if self._alive:
+        if self.alive:
             if self.tp.transport is not None:
                 self.tp.transport.close()
                 self.tp.transport = None
@@ -342,58 +339,19 @@ class MPU(MeshAccessors):
             self._owned.clear()
             self._mesh = None
             self._lines.clear()
-            self._alive = False
-
-    # -- Megatron-LM's and OSLO's names; more are in autopar.distributed.accessors ------------------------------------
-
-    def get_pipeline_parallel_global_ranks_across_all_groups(self) -> list[list[int]]:
-        """Return the global ranks of the stages of every replica."""
-        return rank_groups(self.sizes)["pp"]
-
-    def model_parallel_is_initialized(self) -> bool:
-        """Return whether the process groups are there: from the start until :meth:`destroy`."""
-        return self._alive
-
-    @staticmethod
-    def initialize_distributed() -> None:
-        """Start torch.distributed if it does not run, as the constructor does."""
-        start_process_group()
-
-    is_initialized = model_parallel_is_initialized
-    destroy_model_parallel = destroy
+            self.alive = False
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
             known = [one for one in dir(type(self)) if not one.startswith("_")]
+            for _, names in registry.entries("mesh_names") if not name.startswith("_") else ():
+                if name in vars(names):
+                    return vars(names)[name].__get__(self, type(self))
+                known += vars(names)
             hint = "" if name.startswith("_") else nearest(name, known, cutoff=0.6)
-            raise AttributeError(f"an MPU has no {name!r}.{hint}", name=name)
-
-    # -- the tensor-parallel axis, under OSLO's names; more is in autopar.tensor_parallel.megatron ------------
-
-    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Enter a sharded region (Megatron's f): identity forward, all-reduce backward. As in OSLO nothing is sent
-        forward: ``x`` is Replicate already. To send values there is :meth:`broadcast_data`."""
-        return collectives.copy(x, self.tp)
-
-    def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Leave a sharded region (Megatron's g): all-reduce forward (Partial -> Replicate), identity backward."""
-        return collectives.reduce(x, self.tp)
-
-    def scatter(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Keep own shard, ``[..., n] -> [..., n/tp]``; backward is an all-gather. ConfigError if it does not divide."""
-        check_divides(x.shape[dim], self.tp, f"dim {dim}")
-        return collectives.scatter(x, self.tp, even_layout(x.shape[dim], self.tp.size), dim)
-
-    def gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """All-gather ``[..., n/tp] -> [..., n]`` of equal widths; backward keeps the own shard."""
-        return collectives.gather(x, self.tp, even_layout(x.shape[dim] * self.tp.size, self.tp.size), dim)
-
-    def broadcast_data(
-        self, keys: Iterable[int | str], data: Mapping[Any, Any] | None, dtype: Dtypes
-    ) -> dict[int | str, torch.Tensor]:
-        """Broadcast the first tensor-parallel rank's tensors, see :mod:`autopar.distributed.broadcast_data`."""
-        return broadcast_data(keys, data, dtype, self)
+            more = registry.missing("megatron", "Names of Megatron-LM") if name.startswith(("get_", "is_")) else ""
+            raise AttributeError(f"an MPU has no {name!r}.{more or hint}", name=name)
 
 
 def new_pipeline_group(mpu: MPU, name: str, places: Iterable[int] | None = None, backend: str | None = None) -> Any:

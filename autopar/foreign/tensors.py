@@ -141,6 +141,7 @@ PROFILER_RUNS = "_is_profiler_enabled"  # attribute of torch.autograd.profiler: 
 
 
 current_backward = torch._C._current_graph_task_id  # () -> number of the pass that runs in this thread, or -1
+compiling = torch._guards.CompileContext.try_get  # () -> None unless dynamo compiles in this thread
 
 
 def in_backward() -> bool:
@@ -210,9 +211,6 @@ def muon_rates(group: Mapping[str, Any], shape: Sequence[int]) -> tuple[Any, Any
     rate: Any = group["lr"].squeeze() if isinstance(group["lr"], torch.Tensor) else group["lr"]
     return 1 - rate * group["weight_decay"], _muon._adjust_lr(rate, group["adjust_lr_fn"], torch.Size(shape))
 
-
-CALL = nn.Module._call_impl.__code__  # runs wherever a module is called
-SAVE_STATE = nn.Module._save_to_state_dict.__code__  # and where its state dict is made
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 

@@ -92,7 +92,6 @@ def _register() -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled step is checked, too
 def _before_step(optimizer: Optimizer, *arguments: Any) -> None:
-    switch.off = True
     switch.hide(True)
     count = sum(map(len, map(_PARAMETERS, optimizer.param_groups)))
     if _known.get(optimizer) != count:
@@ -100,14 +99,12 @@ def _before_step(optimizer: Optimizer, *arguments: Any) -> None:
         _known[optimizer] = count
     _call("before_step", optimizer, *arguments)
     if optimizer in untried:
-        switch.off, switch.in_hook = False, True
         switch.hide(False)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _after_step(*_: Any) -> None:
-    switch.off = switch.in_hook = False
-    switch.hide(switch.generating)
+    switch.hide(False)
 
 
 def _call(method: str, *arguments: Any) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -174,6 +174,19 @@ def read_batch(
             _counts_of_replicas(None, mpu.dp, p2p)
         raise
     return batch, [] if count is None else _counts_of_replicas(count(batch), mpu.dp, p2p)
+
+
+def compare_call(args: Sequence[Any], kwargs: Mapping[str, Any], p2p: P2P) -> None:
+    """Compare the arguments of a plain call over the stages: tokens, masks and labels, which all stages have.
+
+    Raises:
+        ConsistencyError: they differ; on all ranks of the replica.
+    """
+    named = {**{f"argument {place}": value for place, value in enumerate(args)}, **kwargs}
+    whole = {n: x for n, x in named.items() if isinstance(x, torch.Tensor) and not x.is_floating_point()}
+    said = p2p.exchange(Report(digest_of(whole)), _REPORT)
+    with p2p.raised_by_all():
+        _compare(said)
 
 
 def _read_alike(read: Callable[[], Batch], describe: Callable[[Batch], Report], p2p: P2P) -> Batch:

@@ -11,12 +11,14 @@ from transformers.cache_utils import Cache
 
 from autopar.distributed.rng import base_seed
 from autopar.errors import ConfigError
+from autopar.pipeline_parallel.batch_checks import compare_call
 from autopar.pipeline_parallel.engine import Engine
 from autopar.pipeline_parallel.outputs import complete, find_cache, incomplete, record_lengths, unavailable
 from autopar.pipeline_parallel.p2p import Message
 from autopar.pipeline_parallel.stage_forward import StageForward, StageOutput, Streams, run_stage
 
 _RESULT = Message("the model's result", 1_000_001)
+_COMPARED = "_autopar_compared"  # of a cache with which the stages were called already
 
 
 @torch.no_grad()
@@ -37,20 +39,26 @@ def call_through_stages(
 
     Raises:
         ConfigError: a KV cache was given, and ranks have several stages.
+        ConsistencyError: stages got different arguments in the first call with a cache, or in one without.
     """
     start, stop = span
     context, plan, p2p = engine.context, engine.plan, engine.p2p
     if context.encoder is not None and kwargs.get("encoder_outputs") is not None and stop > context.encoder + 1:
         start = max(start, context.encoder + 1)
     stages = [s for s in range(plan.stages) if plan.bounds[s] < stop and plan.bounds[s + 1] > start]
-    _check_cache(find_cache(args, kwargs), [plan.rank_of[stage] for stage in stages])
+    given = find_cache(args, kwargs)
+    _check_cache(given, [plan.rank_of[stage] for stage in stages])
     plain = functools.partial(type(module).forward, module)  # the hooks around it have run
     rank, owner = p2p.axis.rank, plan.rank_of[stages[-1]]
     with p2p.one_pass():
+        if engine.steps is not None and not hasattr(given, _COMPARED):  # in generate the first call only
+            compare_call(args, kwargs, p2p)
+        if given is not None:
+            setattr(given, _COMPARED, True)
         blame = p2p.failures.blame("a collective in a plain call of the model", p2p.failures.mpu.tp_cp.ranks)
         with base_seed(plan.stages > 1 and module.training) as seed, blame:
             result, used = _run_stages(plain, stages, engine, args, kwargs, seed)
-        cache = find_cache(args, kwargs) or used
+        cache = given or used
         if owner == rank:
             p2p.send_to_others((complete(result), unavailable(result)), _RESULT)
         else:

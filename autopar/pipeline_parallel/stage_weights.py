@@ -237,7 +237,7 @@ class Placeholder(torch.Tensor):
         first = args[0] if args else kwargs.get("tensor")  # functions of nn.init give it by name
         if isinstance(first, Placeholder) and _writes(func):
             first._check_write()
-            if func.__name__ in DRAWS and first.in_front() is None:
+            if func.__name__.strip("_") in DRAWS and first.in_front() is None:
                 _draw(func, first, args, kwargs)
             return None if func.__name__ in ("__setitem__", "__set__") else first
         with no_overrides():

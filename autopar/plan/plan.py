@@ -217,6 +217,7 @@ class ModulePlan:
         by_hidden: an embedding sharded along its columns instead of its rows.
         inputs: arguments of forward that are sliced.
         groups: of a norm, the units whose features are normalised by themselves.
+        extension: name of a feature's rule that extends this one, and its numbers by name.
     """
 
     path: str
@@ -236,6 +237,7 @@ class ModulePlan:
     by_hidden: bool = False
     inputs: tuple[InputPlan, ...] = ()
     groups: Layout | None = None
+    extension: tuple[str, tuple[tuple[str, float], ...]] | None = None
 
     def facts(self) -> list[Any]:
         """Return plain data that two ranks can compare."""
@@ -244,6 +246,7 @@ class ModulePlan:
             *(self.opens, self.closes, self.by_hidden, sorted(self.summed), sorted(self.once)),
             [[name, layout.to_json()] for name, layout in self.layouts.items()],
             [[sliced.name, sliced.layout.to_json()] for sliced in self.inputs],
+            *([self.extension] if self.extension else []),
         ]
 
 

@@ -104,6 +104,7 @@ def _layer(match: RuleMatch) -> TensorRule:
         enter_output=rule.enter_output,
         inside=rule.inside,
         by_hidden=rule.kind == "embedding" and rule.units == (HIDDEN,),
+        extension=rule.extension,
     )
     return TensorRule(plan, tensors)
 

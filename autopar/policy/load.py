@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autopar import registry
 from autopar.errors import PolicyError, nearest
 from autopar.policy.files import (
     PolicyName,
@@ -178,6 +180,17 @@ def _parse_rule(path: str, node: Node, units: Mapping[str, UnitSpec]) -> Rule:
             hint = f" Write {{{node.value}: UNIT}}." if node.value in KINDS else nearest(node.value, KINDS)
             raise PolicyError(f"unknown rule '{node.value}' for {path}.{hint}", node.where)
         return Rule("replicated", node.where)
+    own = registry.extensions()
+    name = next((name for name in own if isinstance(node.value, dict) and name in node.value), None)
+    if name is not None:
+        extended, numbers = own[name], own[name].numbers
+        missing = [key for key in numbers if key not in node.value]
+        if missing:
+            raise PolicyError(f"'{name}' of {path} needs {', '.join(missing)}", node.where)
+        given = tuple((key, float(_typed((int, float), "a number", node.value[key], key))) for key in numbers)
+        left = {key: entry for key, entry in node.value.items() if key not in (name, *numbers)}
+        rule = _parse_rule(path, Node({extended.rule: node.value[name], **left}, node.where), units)
+        return replace(rule, extension=(name, given))
     content = _mapping(node, (*KINDS, *_FLAGS, "dim", "repeat", *_BELONGS), f"the rule of {path}")
     kinds = [kind for kind in KINDS if kind in content]
     if kinds == ["row", "enter_output"]:  # a flag there, a rule by itself elsewhere
@@ -303,8 +316,8 @@ def _mapping(node: Node, known: tuple[str, ...] | None, what: str) -> dict[str, 
     return node.value
 
 
-def _typed(kind: type, words: str, node: Node, what: str) -> Any:
-    if type(node.value) is not kind:
+def _typed(kind: type | tuple[type, ...], words: str, node: Node, what: str) -> Any:
+    if type(node.value) not in (kind if isinstance(kind, tuple) else (kind,)):
         raise PolicyError(f"'{what}' must be {words}, not {plain(node)!r}", node.where)
     return node.value
 

@@ -20,9 +20,9 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, __version__ as transformers_version
 
+from autopar import registry
 from autopar.errors import PolicyError, UnsupportedModelError, nearest, tell
 from autopar.foreign.transformers import tensor_plan
-from autopar.on_demand import tool
 from autopar.policy.files import policy_files, policy_text, reference
 from autopar.policy.load import load_policies, own_policies, read_user_policy
 from autopar.policy.schema import DERIVED, Policy
@@ -282,7 +282,8 @@ def _derived_policy(model: PreTrainedModel) -> Policy:
     if not dist.is_initialized() or dist.get_rank() == 0:
         kind = type(model).__name__
         tell(_log, f"deriving a policy for {kind}: seconds, or minutes where forward loops in Python")
-    tree = tool("verification.small_models").derived_tree(model)
+    registry.need("tools", f"a policy that is derived from {type(model).__name__}")
+    tree = registry.entry("policies", DERIVE)(model)
     return read_user_policy(tree, place=f"policy derived from {type(model).__name__}")
 
 

@@ -68,7 +68,8 @@ class Rule:
     """The sharding of one module, bare parameter or buffer.
 
     ``kind`` is one of :data:`KINDS`. ``parts`` say what the features are made of; kinds that shard nothing name one
-    unit, the region in which they work.
+    unit, the region in which they work. ``extension``: name of the rule of a feature that extends this one, and its
+    numbers by name.
     """
 
     kind: str
@@ -85,6 +86,7 @@ class Rule:
     sorted: bool = False
     within: str | None = None
     repeat: str | None = None
+    extension: tuple[str, tuple[tuple[str, float], ...]] | None = None
 
     @property
     def units(self) -> tuple[str, ...]:

@@ -67,6 +67,11 @@ class LazyTensor(ABC):
         self.read_into(out, box)
         return out
 
+    def check_shape(self, out: torch.Tensor) -> None:
+        """Raise ``ValueError`` if ``out`` does not have this tensor's shape."""
+        if tuple(out.shape) != self.shape:
+            raise ValueError(f"a tensor of shape {list(out.shape)} cannot take a shard of shape {list(self.shape)}")
+
 
 def whole_box(shape: Sequence[int]) -> Box:
     """Return the box of a whole tensor."""
@@ -86,11 +91,6 @@ def _slabs(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Box]:
             yield ((at, at + 1), *rest)
 
 
-def with_range(box: Box, dim: int, wanted: Range) -> Box:
-    """Return the box with another range along ``dim``."""
-    return (*box[:dim], wanted, *box[dim + 1 :])
-
-
 class Stored(LazyTensor):
     """``shape`` elements of ``dtype``, contiguous in ``file`` from byte ``offset`` on."""
 
@@ -107,14 +107,13 @@ class Stored(LazyTensor):
             return
         inner = self._run_dim(box)  # a run is contiguous in the file and covers the dims from here on
         direct = out.device.type == "cpu" and out.dtype == self.dtype and not out.is_conj() and not out.is_neg()
-        if direct and _is_contiguous_from(out, inner):
+        if direct and out.detach()[(0,) * inner].is_contiguous():
             self._read_runs(out, box, inner)
         else:
             self._read_over(out, box)
 
     def _run_dim(self, box: Box) -> int:
-        partial = [dim for dim, wanted in enumerate(box) if wanted != (0, self.shape[dim])]
-        return partial[-1] if partial else 0
+        return max((dim for dim, wanted in enumerate(box) if wanted != (0, self.shape[dim])), default=0)
 
     def _read_runs(self, out: torch.Tensor, box: Box, inner: int) -> None:
         size = self.dtype.itemsize
@@ -135,15 +134,6 @@ class Stored(LazyTensor):
             buffer = torch.empty([high - low for low, high in slab], dtype=self.dtype, device="cpu")
             self._read_runs(buffer, part, self._run_dim(part))
             out[tuple(slice(low, high) for low, high in slab)].copy_(buffer)
-
-
-def _is_contiguous_from(out: torch.Tensor, inner: int) -> bool:
-    expected = 1
-    for dim in reversed(range(inner, out.ndim)):
-        if out.shape[dim] != 1 and out.stride(dim) != expected:
-            return False
-        expected *= out.shape[dim]
-    return all(step >= 0 for step in out.stride()[:inner])
 
 
 def memory(tensor: torch.Tensor) -> memoryview:
@@ -175,7 +165,7 @@ class Joined(LazyTensor):
             end = begin + part.shape[self.dim]
             low, high = max(start, begin), min(stop, end)
             if low < high:
-                wanted = with_range(box, self.dim, (low - begin, high - begin))
+                wanted = (*box[: self.dim], (low - begin, high - begin), *box[self.dim + 1 :])
                 part.read_into(out.narrow(self.dim, low - start, high - low), wanted)
             begin = end
 
@@ -188,10 +178,7 @@ class InMemory(LazyTensor):
         self.tensor = tensor.detach()
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
-        part = self.tensor
-        for dim, (start, stop) in enumerate(box):
-            part = part.narrow(dim, start, stop - start)
-        out.copy_(part)
+        out.copy_(self.tensor[tuple(slice(start, stop) for start, stop in box)])
 
 
 @torch.no_grad()
@@ -200,17 +187,17 @@ def read_shard(lazy: LazyTensor, layout: Layout | None, rank: int, out: torch.Te
 
     Raises ``ValueError`` if ``out`` does not have the shard's shape.
     """
-    due = lazy.shape if layout is None else layout.local_shape(lazy.shape, rank)
-    if tuple(out.shape) != due:
-        raise ValueError(f"a tensor of shape {list(out.shape)} cannot take a shard of shape {list(due)}")
-    box = whole_box(lazy.shape)
+    shard = lazy_shard(lazy, layout, rank)
+    shard.check_shape(out)
+    shard.read_into(out, whole_box(shard.shape))
+
+
+def lazy_shard(lazy: LazyTensor, layout: Layout | None, rank: int) -> LazyTensor:
+    """Return the shard of ``rank``; all of ``lazy`` if the layout is None."""
     if layout is None:
-        lazy.read_into(out, box)
-        return
-    offset = 0
-    for start, stop in layout.ranges(rank):
-        lazy.read_into(out.narrow(layout.dim, offset, stop - start), with_range(box, layout.dim, (start, stop)))
-        offset += stop - start
+        return lazy
+    ranges = layout.ranges(rank) or ((0, 0),)
+    return Joined([narrowed(lazy, layout.dim, start, stop) for start, stop in ranges], layout.dim)
 
 
 # -- views, and pieces that are such views -----------------------------------------------------------------------------
@@ -249,8 +236,10 @@ class View(LazyTensor):
         self.base.read_into(part, tuple(moved))
 
 
-def narrowed(base: LazyTensor, dim: int, start: int, stop: int) -> View:
+def narrowed(base: LazyTensor, dim: int, start: int, stop: int) -> LazyTensor:
     """Return the range ``[start, stop)`` along ``dim``."""
+    if (start, stop) == (0, base.shape[dim]):
+        return base
     starts = [start if at == dim else 0 for at in range(len(base.shape))]
     return View(base, (*base.shape[:dim], stop - start, *base.shape[dim + 1 :]), range(len(starts)), starts)
 

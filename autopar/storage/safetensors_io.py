@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +63,10 @@ def nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
+Spec = tuple[torch.dtype, tuple[int, ...]]
+"""The dtype and the shape of a tensor."""
+
+
 class Entry(NamedTuple):
     """Where one tensor lies: ``[start, stop)`` in bytes from the beginning of the file."""
 
@@ -73,7 +76,7 @@ class Entry(NamedTuple):
     stop: int
 
 
-class SafetensorsWriter:
+class SafetensorsWriter(Closing):
     """Writes one file; a context manager. Tensors must come in the order of :attr:`order`.
 
     Args:
@@ -87,12 +90,7 @@ class SafetensorsWriter:
         header: checksum of everything before the first tensor.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-        metadata: Mapping[str, str],
-    ) -> None:
+    def __init__(self, path: Path, tensors: Mapping[str, Spec], metadata: Mapping[str, str]) -> None:
         self.path = path
         self._tensors = dict(tensors)
         for name, (dtype, _) in self._tensors.items():
@@ -101,7 +99,6 @@ class SafetensorsWriter:
         self.order = self.sorted_names({name: dtype for name, (dtype, _) in self._tensors.items()})
         self.checksums: dict[str, str] = {}
         self._next = iter(self.order)
-        self._written = 0
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")  # kept: fresh memory costs more than filling it
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
         offset = 0
@@ -125,7 +122,6 @@ class SafetensorsWriter:
     def _is_next(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         if name != next(self._next, None) or (dtype, shape) != self._tensors[name]:
             raise ValueError(f"{name} is not the tensor that comes next in {self.path.name}")
-        self._written += 1
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write the next tensor; it is copied to the CPU and made contiguous. Raises ``ValueError`` out of order."""
@@ -151,15 +147,12 @@ class SafetensorsWriter:
             lazy.read_into(slab, box)
             self._file.append(memory(slab))
 
-    def __enter__(self) -> SafetensorsWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *exc: object) -> None:
         try:
-            if error is None:
-                if self._written != len(self.order):
-                    raise ValueError(f"{self.path.name} lacks {len(self.order) - self._written} tensors")
-                self._file.sync()
+            if exc[0] is None:
+                if left := len([*self._next]):
+                    raise ValueError(f"{self.path.name} lacks {left} tensors")
+                os.fsync(self._file.fileno())
         finally:
             self._file.close()
 

@@ -6,9 +6,9 @@ Every function takes ``group`` as its last argument: a process group, or an MPU 
 state. :mod:`autopar.api` is built from the same parts. The names are loaded when they are first used.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from autopar.distributed.accessors import MeshAccessors
+from autopar import registry
 from autopar.errors import nearest
 from autopar.on_demand import lazy_names
 
@@ -25,22 +25,6 @@ if TYPE_CHECKING:
     )
     from autopar.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
     from autopar.tensor_parallel.loss import vocab_parallel_cross_entropy
-    from autopar.tensor_parallel.megatron import (
-        VocabUtility,
-        all_to_all,
-        copy_to_tensor_model_parallel_region,
-        gather_from_sequence_parallel_region,
-        gather_from_tensor_model_parallel_region,
-        gather_split_1d_tensor,
-        reduce_from_tensor_model_parallel_region,
-        reduce_scatter_to_sequence_parallel_region,
-        scatter_to_sequence_parallel_region,
-        scatter_to_tensor_model_parallel_region,
-        split_tensor_along_last_dim,
-        split_tensor_into_1d_equal_chunks,
-        vocab_range_from_global_vocab_size,
-        vocab_range_from_per_partition_vocab_size,
-    )
     from autopar.tensor_parallel.parallelize import full_state_dict, load_full_state_dict
 
 __all__ = [
@@ -50,29 +34,15 @@ __all__ = [
     "RandomStateTracker",
     "RowParallelLinear",
     "VocabParallelEmbedding",
-    "VocabUtility",
-    "all_to_all",
     "axis_of",
     "broadcast_data",
     "checkpoint",
-    "copy_to_tensor_model_parallel_region",
     "full_state_dict",
-    "gather_from_sequence_parallel_region",
-    "gather_from_tensor_model_parallel_region",
-    "gather_split_1d_tensor",
     "get_cuda_rng_tracker",
     "load_full_state_dict",
     "manual_seed",
     "model_parallel_cuda_manual_seed",
-    "reduce_from_tensor_model_parallel_region",
-    "reduce_scatter_to_sequence_parallel_region",
-    "scatter_to_sequence_parallel_region",
-    "scatter_to_tensor_model_parallel_region",
-    "split_tensor_along_last_dim",
-    "split_tensor_into_1d_equal_chunks",
     "vocab_parallel_cross_entropy",
-    "vocab_range_from_global_vocab_size",
-    "vocab_range_from_per_partition_vocab_size",
 ]
 
 _HOMES = {
@@ -84,14 +54,21 @@ _HOMES = {
     "tensor_parallel.loss": "vocab_parallel_cross_entropy",
     "tensor_parallel.parallelize": "full_state_dict load_full_state_dict",
 }
-_MEGATRON = dict.fromkeys(__all__, "autopar.tensor_parallel.megatron")  # all other ones
+_TOOLBOX = [name for feature in registry.features() for name in feature.toolbox]
+__all__ += list(_TOOLBOX)
 
 
 def _hint(name: str) -> str:
-    if name in dir(MeshAccessors) and not name.startswith("_"):
+    if name.startswith("_"):
+        return ""
+    if any(name in vars(names) for _, names in registry.entries("mesh_names")):
         return f" It is a method of the MPU here: model.mpu.{name}()."
-    return "" if name.startswith("_") else nearest(name, __all__, cutoff=0.7)
+    return registry.missing("megatron", "Names of Megatron-LM") or nearest(name, __all__, cutoff=0.7)
+
+
+def _tool(name: str) -> Any:
+    return registry.entry("toolbox", name)
 
 
 _NAMES = {name: f"autopar.{home}" for home, names in _HOMES.items() for name in names.split()}
-__getattr__, __dir__ = lazy_names(__name__, _MEGATRON | _NAMES, _hint)
+__getattr__, __dir__ = lazy_names(__name__, {**dict.fromkeys(_TOOLBOX, _tool), **_NAMES}, _hint)

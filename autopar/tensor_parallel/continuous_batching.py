@@ -21,7 +21,7 @@ from autopar import activation_checkpoint
 from autopar.distributed.digest import of_text
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
-from autopar.distributed.shard_reads import hidden
+from autopar.distributed.shard_reads import aside
 from autopar.errors import ConfigError
 from autopar.foreign.transformers import free_part, kept_manager, takes_ranks
 from autopar.swap import config_view, set_value, swap
@@ -188,7 +188,7 @@ class _OverRanks:
             if check is not None:
                 stack.enter_context(check.first_only(compare, watch=False))
             stack.enter_context(activation_checkpoint.paused(self.model))
-            stack.enter_context(hidden())
+            stack.enter_context(aside())
             yield
 
     def warmup(self: Any) -> None:

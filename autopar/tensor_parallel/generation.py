@@ -26,7 +26,7 @@ from autopar.distributed.digest import extremes
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import sync_generators
-from autopar.distributed.shard_reads import hidden
+from autopar.distributed.shard_reads import aside
 from autopar.errors import ConfigError
 from autopar.guards.forward import ForwardCheck
 from autopar.plan.plan import Plan
@@ -145,7 +145,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             self._autopar_region.streamer = kwargs["streamer"] = guard
         first = contextlib.nullcontext() if check is None else check.first_only()
         try:
-            with first, activation_checkpoint.paused(self), hidden():
+            with first, activation_checkpoint.paused(self), aside():
                 tokens = type(self).generate(self, *args, **kwargs)
         finally:
             self._autopar_region.streamer = None

@@ -316,8 +316,8 @@ def attach(
     for module in callable_alone(model):
         tree = ModuleTree(module) if plan.tp > 1 else None
         before = BeforeForward(region, check, tree, parameters_of(module))
-        before.outermost, before.sharded = module is model, plan.shards > 1 or mpu.pp.size > 1
-        before.together = before.sharded or mpu.cp.size > 1
+        before.outermost, before.sharded = module is model, plan.shards > 1
+        before.together = before.sharded or mpu.pp.size > 1 or mpu.cp.size > 1
         if check is not None or plan.tp > 1:
             before.model = module
         module.register_forward_pre_hook(before, with_kwargs=True)
@@ -378,9 +378,7 @@ class BeforeForward(Hook):
             self.region.check_thread()
         silent = self.tree is None if self.check is None else self.check.is_silent
         if self.sharded and not compiling:
-            switch.off = True  # layers read their shards
-            if not torch.is_grad_enabled():
-                switch.hide(True)
+            switch.hide(True)  # layers read their shards
         if self.outermost and not compiling:
             self.region.running = 0  # an interrupted forward (Ctrl-C) did not end
         if self.region.running == 0 and compiling and not silent:  # a step of decoding may become a CUDA graph
@@ -430,8 +428,7 @@ class AfterForward(Hook):
     def __call__(self, model: Any, args: Any, output: Any) -> Any:
         self.region.finish()
         if not self.region.running and not torch.compiler.is_compiling():
-            switch.off = False
-            switch.hide(switch.generating)
+            switch.hide(False)
         if output is not None and self.region.row_tensors:
             output = gather_hidden_states(output, self.region)
         if self.region.rows_are_out and output is not None and self.mpu.pp.size == 1:

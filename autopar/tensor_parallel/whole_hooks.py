@@ -23,7 +23,6 @@ from transformers.utils.generic import ModelOutput
 from autopar.call_site import is_of_library
 from autopar.distributed import collectives
 from autopar.distributed.axis import Axis
-from autopar.distributed.shard_reads import inside_hook
 from autopar.errors import ConfigError
 from autopar.foreign.tensors import hooks_of, hooks_of_all, hooks_with_kwargs, own_parameters, version_of
 from autopar.layout import Layout
@@ -159,13 +158,13 @@ class _WholeHook:
         shards = self.known.get(id(module))
         failed = self.kind == "forward" and values[-1] is None  # called in spite of an error, maybe on one rank
         if shards is None or failed or _LOCAL in vars(module):
-            return self._run(module, *values)
+            return self.hook(module, *values)
         backward = self.kind.startswith("backward")
         given, made = SeenShards(shards.given, shards, self.axis), SeenShards(shards.made, shards, self.axis)
         if self.kind == "forward":
             *inputs, output = values
             seen = made.whole(output)
-            result = self._run(module, *given.whole(inputs), seen)
+            result = self.hook(module, *given.whole(inputs), seen)
             if given.is_written():
                 raise ConfigError(
                     f"the hook {described(self.hook)} on {shards.path} writes into what its module was given, of which "
@@ -176,21 +175,14 @@ class _WholeHook:
         if self.kind == "backward":
             into, out = values
             seen = given.whole(into, gradient=True)
-            result = self._run(module, seen, made.whole(out, gradient=True))
+            result = self.hook(module, seen, made.whole(out, gradient=True))
             return given.cut(seen if result is None and given.is_written() else result, gradient=True)
         front = made if backward else given
         entered = front.whole(list(values), gradient=backward)
-        result = self._run(module, *entered)
+        result = self.hook(module, *entered)
         if result is None and (front.is_written() or front.is_kept()):
             result = tuple(entered) if self.with_kwargs else entered[0]
         return front.cut(result, gradient=backward)
-
-    def _run(self, *values: Any) -> Any:
-        """Call the hook; it is told if it reads shards of weights."""
-        if torch.compiler.is_compiling():
-            return self.hook(*values)
-        with inside_hook():
-            return self.hook(*values)
 
 
 def refused_hook(path: str, hook: Any, ranks: int) -> str:

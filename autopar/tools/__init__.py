@@ -1,4 +1,26 @@
-"""Tools beside the library: what derives policies, plans meshes, proves models, and the command line.
+"""Tools beside the library: what derives policies, plans meshes, proves models and rehearses jobs.
 
 They import the core; it imports none of them.
 """
+
+from autopar.registry import Feature
+
+FEATURE = Feature(
+    name="tools",
+    about="plan, verify, rehearse, and policies that are derived",
+    names={
+        "metrics": "autopar.tools.planner.parallelized:metrics",
+        "plan_memory": "autopar.tools.planner.memory_plan:plan_memory",
+        "rehearse": "autopar.tools.rehearsal.run:rehearse",
+        "summary": "autopar.tools.planner.parallelized:summary",
+        "verify": "autopar.tools.verification.verify:verify",
+    },
+    policies={"derive": "autopar.tools.verification.small_models:derived_tree"},
+    commands={
+        "policy": "autopar.tools.commands.policy:policy",
+        "plan": "autopar.tools.commands.plan:plan",
+        "rehearse": "autopar.tools.commands.rehearse:rehearse",
+        "trace": "autopar.tools.commands.rehearse:trace",
+        "verify": "autopar.tools.commands.verify:verify",
+    },
+)

@@ -153,6 +153,8 @@ def same(one: Any, other: Any) -> bool:
         return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
         return list(one) == list(other) and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list):
+        return isinstance(other, list) and len(one) == len(other) and all(map(same, one, other))
     return type(one) is type(other) and one == other
 
 

@@ -147,7 +147,7 @@ def held_twice(data):
         (lambda data: None, "autopar.json is no manifest"),
         (
             edited(lambda d: d.update(format_version=1)),
-            r"format_version 1; this .* reads 7\n  Load it with the version",
+            r"format_version 1; this .* reads 8\n  Load it with the version",
         ),
         (drop("format_version"), "'format_version' is missing"),
         (drop("parts"), "damaged: 'parts' is missing"),

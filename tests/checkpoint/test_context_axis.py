@@ -11,7 +11,7 @@ import torch.distributed as dist
 import autopar
 from autopar.checkpoint import Manifest
 from autopar.checkpoint.random_states import choose
-from autopar.tools.cli.checkpoints import _summary
+from autopar.cli.checkpoints import _summary
 from tests.parity import all_close, language_batches, whole
 from tests.pool import pooled
 from tests.small import gpt2

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM, PreTrainedModel
 
 import autopar
+from autopar.cli.split import split_checkpoint
 from autopar.errors import CheckpointError, ConfigError
-from autopar.tools.split import split_checkpoint
 from tests.checkpoint.loading import both, shared, tp
 from tests.checkpoint.refusals import refusals
 from tests.pool import pooled

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 import autopar
 from autopar.checkpoint import Manifest
 from autopar.checkpoint.state import check_fsdp_shard
+from autopar.cli import app
 from autopar.errors import CheckpointError
-from autopar.tools.cli import app
 from tests.checkpoint.hybrid import OF_FOUR, OF_TWO, Mesh, Run, adamw, assert_same, batch_of, groups_of, same
 from tests.parity import close
 from tests.pipeline_parallel.deep import deep

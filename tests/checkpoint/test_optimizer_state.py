@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -120,7 +121,8 @@ def test_state_of_no_parameter_and_numbers_and_the_saved_dtype():
     parameters = list(model.parameters())
     optimizer = optim.SGD(parameters)
     optimizer.state["seen"] = {"tokens": 12, "window": (1, 2.5)}
-    optimizer.state[parameters[0]] = {"master": parameters[0].detach().float(), "count": 3, "nothing": None}
+    lists = [torch.ones(3, 3), [torch.zeros(2), None, math.inf], []]
+    optimizer.state[parameters[0]] = {"master": parameters[0].detach().float(), "count": 3, "no": None, "Q": lists}
     mine = optim.SGD(parameters)
     restore((model, mine), plan, 0, stored([take(optimizer, model, plan, 0)]))
     assert optimizer.state.keys() == mine.state.keys()

@@ -79,7 +79,7 @@ def _wrong_saves(folder: Path, mpu: MPU, model: Any) -> list[tuple[dict[str, obj
         ({"directory": folder / "x-1", "keep_last": 1, "merge_checkpoints": True}, "needs merge_checkpoints=False"),
         ({"directory": folder / f"own{mpu.rank}"}, "ranks were called differently: directory"),
         ({"directory": x, "merge_checkpoints": mpu.rank == 0},
-         "ranks were called differently: merge is True on rank 0 and False"),
+         "ranks were called differently: merge_checkpoints is True on rank 0 and False"),
         ({"directory": x, "merge_checkpoints": 1 if mpu.rank else True}, "merge_checkpoints=1"),
     ]  # fmt: skip
 

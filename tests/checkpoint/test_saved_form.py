@@ -23,13 +23,13 @@ from typer.testing import CliRunner
 import autopar
 from autopar.checkpoint.format import Manifest
 from autopar.checkpoint.offline import merge_checkpoint, reshard_checkpoint
+from autopar.cli import app
+from autopar.cli.split import split_checkpoint
 from autopar.errors import CheckpointError
 from autopar.plan import tensors
 from autopar.plan.tensors import plan_tensors
 from autopar.policy.match import supported_model_types
 from autopar.storage.lazy_tensor import InMemory, open_piece
-from autopar.tools.cli import app
-from autopar.tools.split import split_checkpoint
 from tests.checkpoint.tiny import assert_same_files, files, rewrite_manifest
 from tests.pool import pooled
 from tests.random_models import Case, build, cases, of_type

@@ -145,8 +145,8 @@ def test_a_copy_becomes_plain_and_the_model_goes_on(kind: str) -> None:
     mpu = model.mpu
     kept = copy.deepcopy(model) if dist.get_rank() == 0 else None  # averages of weights, on one rank only
     same_plain(autopar.deparallelize(copy.deepcopy(model)), plain)
-    assert mpu._alive
+    assert mpu.alive
     del kept
     gc.collect()
     same_plain(autopar.deparallelize(model), plain)
-    assert not mpu._alive
+    assert not mpu.alive

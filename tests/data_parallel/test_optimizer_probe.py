@@ -70,6 +70,16 @@ def test_a_users_own_optimizer(name: str) -> None:
         assert torch.equal(now, was) and now.grad is None
 
 
+@pytest.mark.parametrize("rate", [0.0, 1e-10])
+def test_the_small_rate_with_which_a_warm_up_begins_hides_nothing(rate: float) -> None:
+    muon = torch.optim.Muon(_parameters()[:1], lr=rate)
+    assert probe(muon, muon.param_groups[0]) == "matrices"
+    for update, expected in (UPDATES["trust ratio"], UPDATES["by the norm of all"], UPDATES["sign"]):
+        optimizer = Own(_parameters(), update)
+        optimizer.param_groups[0]["lr"] = rate
+        assert probe(optimizer, optimizer.param_groups[0]) == expected
+
+
 class Closing(torch.optim.SGD):
     """Needs a closure."""
 
@@ -82,6 +92,21 @@ def test_what_cannot_be_tried_is_not_refused() -> None:
     assert probe(optimizer, optimizer.param_groups[0]) is None
     config = ParallelConfig.parse({"tp": 2, "pp": 2, "zero": {"stage": 1}})
     assert stepping(optimizer, optimizer.param_groups[0], config) == "parts"
+
+
+def test_one_that_has_state() -> None:
+    """State that the class makes is there in the trial; a class that needs more than its defaults is copied."""
+
+    class Mine(torch.optim.Adagrad):
+        pass
+
+    parameters = _parameters()
+    stepped = MATRICES["lamb"](parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    stepped.step()
+    for optimizer, expected in ((Mine(parameters), "parts"), (stepped, "matrices")):
+        assert optimizer.state and probe(optimizer, optimizer.param_groups[0]) == expected
 
 
 def test_a_class_of_torch_is_known_and_one_that_derives_from_it_is_tried() -> None:
@@ -163,7 +188,7 @@ def test_made_before_or_after_it_is_refused_where_its_steps_would_be_others() ->
     whole, every = UPDATES["trust ratio"][0], UPDATES["by the norm of all"][0]
     tp, pp = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
     for sizes, more, update, text in (
-        (tp, {"zero": {"stage": 3}}, whole, "Use zero.stage 1, where a rank steps whole matrices"),
+        *((tp, {"zero": {"stage": stage}}, whole, "Use zero.stage 1, where a rank steps whole") for stage in (2, 3)),
         (tp, {"zero": {"stage": 1}}, every, "With zero.stage=1 a rank steps some of them"),
         (pp, {}, every, "With pipeline_parallel_size=2 a rank steps some of them"),
         ({}, {"zero": {"stage": 1}}, every, "With zero.stage=1 a rank steps some of them"),

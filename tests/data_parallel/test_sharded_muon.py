@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.optim import Muon
+from torch.optim import Muon, Optimizer
 from transformers import NllbMoeConfig, NllbMoeModel, Phi3Config, Phi3ForCausalLM
 
 import autopar
@@ -48,7 +48,7 @@ def phi3(seed: int = 0) -> Any:
 
 
 def only_shards(optimizer: Any) -> None:
-    assert optimizer._autopar.muon.shards and not optimizer._autopar.whole
+    assert optimizer._autopar.muon and not optimizer._autopar.whole
     for parameter, state in optimizer.state.items():
         assert list(state) == ["momentum_buffer"] and state["momentum_buffer"].shape == parameter.shape
     assert optimizer.state.keys() == {p for group in optimizer.param_groups for p in group["params"]}
@@ -85,7 +85,7 @@ def test_matrices_of_experts_each_by_itself() -> None:
         return randomise(NllbMoeModel(NllbMoeConfig(**sizes, **layers, **widths)))
 
     model, plain, optimizer = from_equal_gradients(build, MATRICES["Muon"], "Muon", **SHARDED)
-    names = {optimizer._autopar.names[p] for p in optimizer._autopar.muon.shards.axes}
+    names = {optimizer._autopar.names[p] for p in optimizer._autopar.muon.axes}
     assert {f"decoder.layers.1.ffn.experts.expert_{n}.fc1.weight" for n in range(3)} <= names
     equal_bits(model, plain, "experts")
 
@@ -104,7 +104,7 @@ def test_training(mesh: str) -> None:
     }[mesh]
     with precise_muon():
         model, plain, optimizer = train(lambda: llama().double(), muon, {**config, **SHARDED})
-    assert bool(optimizer._autopar.muon.shards) is (mesh != "one rank")  # type: ignore[attr-defined]
+    assert bool(optimizer._autopar.muon) is (mesh != "one rank")  # type: ignore[attr-defined]
     same_weights(model, plain, 1e-6, when=mesh)
     assert mesh != "clipped" or optimizer.gradient_norm > 0.5  # type: ignore[attr-defined]
 
@@ -233,7 +233,38 @@ def test_other_optimizers_are_refused_with_what_works() -> None:
         autopar.initialize(gpt2(), {"tp": 2, **split})
     model = gpt2()
     model, optimizer = autopar.initialize(model, {"tp": 2, **SHARDED}, optimizer=torch.optim.AdamW(model.parameters()))
-    assert not optimizer._autopar.muon.shards and not optimizer._autopar.whole
+    assert not optimizer._autopar.muon and not optimizer._autopar.whole
+
+
+class Normed(Optimizer):
+    """Divides gradients by their norm, in groups that ask for it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(0.1 * p.grad / (p.grad.norm() if group["normed"] else 1))
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_a_group_that_is_added_is_checked_too() -> None:
+    model = gpt2(n_layer=1)
+    block = model.transformer.h[0]
+    made = Normed([block.attn.c_attn.weight], {"normed": False})
+    model, optimizer = autopar.initialize(model, {"tp": 2, **SHARDED}, optimizer=made)
+    set_gradients(model, 0)
+    optimizer.step()
+    optimizer.add_param_group({"params": [block.mlp.c_fc.weight], "normed": True})
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for _ in range(2):
+        with raises_everywhere(ConfigError, "optimizer.whole=sharded is for torch.optim.Muon itself"):
+            optimizer.step()
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    optimizer.param_groups[1]["normed"] = False
+    optimizer.step()
+    changed = [name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])]
+    assert changed == ["transformer.h.0.attn.c_attn.weight", "transformer.h.0.mlp.c_fc.weight"]
 
 
 class Apart:

@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import autopar
+from autopar.cli import app
 from autopar.errors import ConfigError
 from autopar.policy.load import read_user_policy
-from autopar.tools.cli import app, policy
+from autopar.tools.commands import policy
 from autopar.tools.derivation.derive import derive
 from autopar.tools.derivation.reasons import meetings
 from autopar.tools.verification import verify

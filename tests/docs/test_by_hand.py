@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from autopar.tools.cli import app
+from autopar.cli import app
 from autopar.tools.verification.small_models import randomise
 from tests.docs.pages import DOCS, codes, section
 from tests.parity import check, language_batches

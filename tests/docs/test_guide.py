@@ -15,8 +15,8 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+from autopar.cli import app
 from autopar.policy.files import policy_folder
-from autopar.tools.cli import app
 from tests.docs.pages import DOCS, Code, codes, section
 from tests.tutorials.run_scripts import run_script
 from tests.worlds import distributed

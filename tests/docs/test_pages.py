@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from autopar.tools.cli import app
+from autopar.cli import app
 from tests.docs.pages import DOCS, PAGES, README, ROOT, anchors, codes
 
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]

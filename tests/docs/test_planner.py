@@ -15,7 +15,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import autopar
-from autopar.tools.cli import app
+from autopar.cli import app
 from tests.docs.pages import DOCS, codes
 
 PAGE = DOCS / "planner.md"

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from typer.testing import CliRunner
 
 import autopar
-from autopar.tools.cli import app
+from autopar.cli import app
 from tests.adapters.adapted import batch
 from tests.compare import same_gradients
 from tests.docs.pages import DOCS, PAGES, codes

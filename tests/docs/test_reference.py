@@ -18,7 +18,7 @@ MODULES = {
     "autopar.integrations": "integrations.md",
     "autopar.checkpoint": "checkpoint.md",
     "autopar.tensor_parallel": "tensor_parallel.md",
-    "autopar.pipeline_parallel.megatron": "megatron.md",
+    "autopar.features.megatron.schedules": "megatron.md",
 }
 METHODS = {"save_parallelized", "from_parallelized", "wait_for_save", "execute_pipeline", "no_sync"}
 SPHINX = ROOT / ".cache" / "docs"

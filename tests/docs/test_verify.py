@@ -14,7 +14,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from autopar.tools.cli import app
+from autopar.cli import app
 from autopar.tools.verification.outputs import TOLERANCES
 from autopar.tools.verification.verify import CHECKS
 from tests.docs.pages import DOCS, codes

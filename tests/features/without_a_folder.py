@@ -13,6 +13,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
+from autopar.cli import app
 
 CONFIG = LlamaConfig(
     vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
@@ -40,8 +41,6 @@ def quantized() -> Any:
 
 def train(folder: Path) -> list[float]:
     """Return losses of four steps, a difference after loading, and one of the merged weights; both must be 0."""
-    from autopar.checkpoint.offline import merge_checkpoint
-
     model = built()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = autopar.initialize(model, {"tp": 2, "pp": 2}, optimizer=optimizer)
@@ -64,7 +63,7 @@ def train(folder: Path) -> list[float]:
     with torch.no_grad():
         again = torch.as_tensor(second(input_ids=ids).logits)
     if dist.get_rank() == 0:
-        merge_checkpoint(folder / "saved", folder / "merged")
+        app(["merge", str(folder / "saved"), str(folder / "merged")], standalone_mode=False)
     dist.barrier()
     plain = LlamaForCausalLM.from_pretrained(folder / "merged").eval()
     with torch.no_grad():

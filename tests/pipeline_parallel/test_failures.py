@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import autopar
 from autopar.errors import ConfigError, ConsistencyError, PipelineError, UnsupportedModelError
-from autopar.pipeline_parallel.megatron import get_forward_backward_func
+from autopar.features.megatron.schedules import get_forward_backward_func
 from tests.parity import language_batches
 from tests.pipeline_parallel.deep import deep
 from tests.pool import pooled

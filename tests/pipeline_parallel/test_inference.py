@@ -10,13 +10,14 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM
 
 import autopar
-from autopar.errors import ConfigError
-from autopar.tools.cli.models import of_task
+from autopar.errors import ConfigError, ConsistencyError
+from autopar.tools.commands.models import of_task
 from autopar.tools.verification.small_models import build_small
 from tests.parity import close, language_batches, randomise
 from tests.pipeline_parallel.deep import NAMES, deep
 from tests.pool import pooled
 from tests.small import gpt2, llama
+from tests.worlds import raises_everywhere
 
 
 def _both(name: str, *, pp: int = 2, tp: int = 1, layers: int = 3, **pipeline: Any) -> tuple[Any, Any]:
@@ -105,6 +106,20 @@ def test_sampling_is_the_same_on_every_rank() -> None:
     torch.manual_seed(0)
     expected = plain.generate(input_ids=ids, do_sample=True, max_new_tokens=8, pad_token_id=0)
     assert torch.equal(actual, expected)
+    piped.mpu.destroy()
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_stages_with_different_inputs_are_named() -> None:
+    piped = autopar.initialize(gpt2(), {"pp": 2}).eval()
+    ids = torch.arange(8).view(2, 4) + 1 + piped.mpu.rank
+    text = "ranks [0, 1]) got different batches", "input_ids: rank 0: [2, 4] "
+    with raises_everywhere(ConsistencyError, *text):
+        piped.generate(input_ids=ids, max_new_tokens=2, pad_token_id=0)
+    with raises_everywhere(ConsistencyError, *text), torch.no_grad():
+        piped(input_ids=ids)
+    assert piped.generate(input_ids=torch.arange(8).view(2, 4), max_new_tokens=2, pad_token_id=0).shape == (2, 6)
     piped.mpu.destroy()
 
 

@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import autopar.pipeline_parallel.pipeline
 from autopar.distributed.failures import GRACE
 from autopar.errors import ConsistencyError, PipelineError
-from autopar.pipeline_parallel.megatron import get_forward_backward_func
+from autopar.features.megatron.schedules import get_forward_backward_func
 from tests.parity import language_batches
 from tests.pipeline_parallel.deep import deep
 from tests.rows import rows

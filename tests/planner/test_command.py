@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 import autopar
-from autopar.tools.cli import app
+from autopar.cli import app
 from tests.small import llama
 
 SIZES = ("--gpus", 4, "--sequence", 64, "--global-batch", 8, "--gpu-memory", 1.6)

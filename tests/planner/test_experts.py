@@ -12,7 +12,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from typer.testing import CliRunner
 
 import autopar
-from autopar.tools.cli import app
+from autopar.cli import app
 from tests.small import llama
 
 SEQUENCE = 32

@@ -27,7 +27,7 @@ from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import UnsupportedModelError
 from autopar.plan.make_plan import make_plan
 from autopar.policy.match import find_policy
-from autopar.tools.cli.policy_check import check_policy
+from autopar.tools.commands.policy_check import check_policy
 from autopar.tools.derivation.derive import derive
 from autopar.tools.verification import small_models
 from tests.parity import check, language_batches

@@ -18,7 +18,7 @@ from transformers import (
 
 import autopar
 from autopar.errors import ConfigError
-from autopar.tools.cli.models import add_lora
+from autopar.tools.commands.models import add_lora
 from tests.rehearsal.programs import llama, mixtral
 from tests.rehearsal.test_rehearse import on_meta
 from tests.tiers import mainly

@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import autopar
+from autopar.cli import app
 from autopar.errors import ConfigError
-from autopar.tools.cli import app
 from tests.rehearsal.programs import SMALL, llama, mamba, mixtral, of_type
 from tests.tiers import mainly
 

@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+from autopar.cli import app
 from autopar.distributed.mesh import MPU
 from autopar.distributed.trace import read
-from autopar.tools.cli import app
 from tests.pool import pooled
 
 SCRIPT = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -103,24 +104,6 @@ def saved_by_hand(model: Any) -> None:
     torch.save({name: tensor.cpu() for name, tensor in model.state_dict().items()}, io.BytesIO())
 
 
-def hook_of_a_layer(model: Any) -> None:
-    norms = []
-    layer = model.model.layers[0].mlp.up_proj
-    handle = layer.register_forward_hook(lambda layer, args, out: norms.append(layer.weight.norm()))
-    model(IDS, labels=IDS)
-    with torch.no_grad():
-        model(IDS, labels=IDS)
-    handle.remove()
-
-
-def backward_hook_of_a_layer(model: Any) -> None:
-    norms = []
-    layer = model.model.layers[0].mlp.down_proj
-    handle = layer.register_full_backward_hook(lambda layer, into, out: norms.append(layer.weight.norm()))
-    model(IDS, labels=IDS).loss.backward()
-    handle.remove()
-
-
 def rows(model: Any) -> int:
     return len(model.lm_head.weight)
 
@@ -131,9 +114,8 @@ NOTICED: dict[str, Callable[[Any], Any]] = {
     "flat": flat_gradients,
     "TIES": trimmed_task_vector,
     "saved by hand": saved_by_hand,
+    "pickled": lambda model: pickle.dumps(head(model).detach()),
     "a saved layer": lambda model: torch.save(model.lm_head.state_dict(), io.BytesIO()),
-    "hook of a layer": hook_of_a_layer,
-    "backward hook of a layer": backward_hook_of_a_layer,
     "rows": rows,
     "width": lambda model: head(model).size(0) ** -0.5,
     "count": lambda model: sum(p.numel() for p in model.parameters()),
@@ -142,9 +124,7 @@ NOTICED: dict[str, Callable[[Any], Any]] = {
     "numpy": lambda model: [p.detach().cpu().numpy().mean() for p in model.parameters()],
     "list": lambda model: max(map(max, head(model).grad.tolist())),
     "copied gradients": lambda model: [copy.deepcopy(p.grad).norm() for p in model.parameters()],
-    "foreach": lambda model: [x.sum() for x in torch._foreach_mul([p.grad for p in model.parameters()], 2.0)],
     "pieces": lambda model: [piece.norm() for piece in head(model).chunk(2, dim=1)],
-    "stacked": lambda model: torch.stack([head(model), head(model).grad]).norm(),
     "drawn in place": lambda model: torch.empty_like(head(model)).normal_(),
     "norm": lambda model: head(model).norm(),
     "linalg norm": lambda model: torch.linalg.vector_norm(head(model).grad),

@@ -7,14 +7,14 @@ import torch.distributed as dist
 from autopar.distributed.broadcast_data import broadcast_data
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.layout import even_shards
-from autopar.tensor_parallel.megatron import (
+from autopar.features.megatron.toolbox import (
     VocabUtility,
     gather_split_1d_tensor,
     split_tensor_along_last_dim,
     split_tensor_into_1d_equal_chunks,
     vocab_range_from_global_vocab_size,
 )
+from autopar.layout import even_shards
 from tests.pool import pooled
 from tests.worlds import raises_everywhere
 

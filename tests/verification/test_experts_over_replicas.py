@@ -11,9 +11,9 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from typer.testing import CliRunner
 
 import autopar
+from autopar.cli import app
 from autopar.config import ParallelConfig
 from autopar.tensor_parallel import experts
-from autopar.tools.cli import app
 from autopar.tools.verification.report import Report
 from autopar.tools.verification.session import Session
 from autopar.tools.verification.verify import checks_of, verify_on_ranks

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import ConvNextConfig, ConvNextModel, PretrainedConfig, PreTrainedModel
 
 import autopar
-from autopar.tools.cli.models import of_task
+from autopar.tools.commands.models import of_task
 from autopar.tools.verification.batches import halves_agree, make_batches
 from autopar.tools.verification.outputs import size_of_loss, total_loss
 from autopar.tools.verification.session import _Dtypes

@@ -58,10 +58,7 @@ class Base:
 
     @staticmethod
     def restore(model: nn.Module, state: State, shards: Shards, *, check: bool = False) -> None:
-        """Read this rank's parts of the quantized weights of a checkpoint.
-
-        Args:
-            check: only look whether they fit.
+        """Read this rank's parts of the quantized weights of a checkpoint; or only check that they fit.
 
         Raises:
             CheckpointError: they do not stand for weights of these shapes.

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.cli.tables import lines, shape, table
 from autopar.deferred_init.context import lazy_init
 from autopar.errors import ConfigError, not_parallelized
 from autopar.foreign.transformers import from_config
@@ -16,7 +17,6 @@ from autopar.plan.plan import held as held_here, rows, rule_of
 from autopar.tools.planner.candidate import Rows
 from autopar.tools.planner.hardware import find_gpu, gpu_of
 from autopar.tools.planner.planned_model import PlannedModel
-from autopar.tools.tables import lines, shape, table
 
 
 def summary(model: nn.Module) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from autopar.cli.tables import lines, size, table
 from autopar.errors import VerificationError, clip
-from autopar.tools.tables import lines, size, table
 
 if TYPE_CHECKING:
     from rich.table import Table

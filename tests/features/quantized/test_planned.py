@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import autopar
+from autopar.cli import app
 from autopar.errors import ConfigError
 from autopar.plan.plan import held
-from autopar.tools.cli import app
-from autopar.tools.cli.models import add_lora, kind_of, mark_quantized
+from autopar.tools.commands.models import add_lora, kind_of, mark_quantized
 from tests.features.quantized.models import FAMILIES, adapted, quantized
 from tests.planner.saved_bytes import SavedBytes
 from tests.pool import pooled

@@ -13,10 +13,10 @@ from torch import nn
 from typer.testing import CliRunner
 
 import autopar
+from autopar.cli import app
+from autopar.cli.split import split_checkpoint
 from autopar.errors import ConfigError
 from autopar.stored import as_plain
-from autopar.tools.cli import app
-from autopar.tools.split import split_checkpoint
 from tests.features.quantized.models import adapted, batches, bitsandbytes, quantized
 from tests.features.quantized.test_training import gradients
 from tests.parity import close

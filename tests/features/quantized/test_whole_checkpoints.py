@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import autopar
-from autopar.tools.cli import app
+from autopar.cli import app
 from tests.features.quantized.models import FORMS, batches, how, quantized
 from tests.features.quantized.test_loading import same, written
 from tests.features.quantized.test_use import let_pack

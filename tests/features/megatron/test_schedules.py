@@ -11,7 +11,7 @@ import torch
 
 import autopar
 from autopar.errors import ConfigError
-from autopar.pipeline_parallel.megatron import get_forward_backward_func
+from autopar.features.megatron.schedules import get_forward_backward_func
 from autopar.pipeline_parallel.pipeline import pipeline_of
 from tests.compare import same_gradients
 from tests.parity import close, language_batches

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autopar.cli.app import PP, TP, Json, Model, Trust, app, errors, print_json
+from autopar.cli.tables import console, filled, lines, shape, size
 from autopar.errors import AutoparError, ConfigError, VerificationError, listed, type_and_text
-from autopar.tools.cli.app import PP, TP, Json, Model, Trust, app, errors, print_json
-from autopar.tools.tables import console, filled, lines, shape, size
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from autopar.tools.cli.models import Head
+    from autopar.tools.commands.models import Head
     from autopar.tools.derivation.derive import Derived
     from autopar.tools.verification.report import Report
 
@@ -87,8 +87,8 @@ def check(
         if sequence_parallel and cp > 1:
             raise ConfigError(f"--sequence-parallel and --cp {cp} shard the same sequences; check one at a time")
         file, named = policy_and_model(source, model)
-        from autopar.tools.cli.models import heads as find_heads
-        from autopar.tools.cli.policy_check import check_policy
+        from autopar.tools.commands.models import heads as find_heads
+        from autopar.tools.commands.policy_check import check_policy
 
         found, reports = find_heads(named, every=heads, trust=trust), []
         options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "long_sequences": not heads}
@@ -165,8 +165,8 @@ def show(
     """Print what each rank would hold of every parameter, and the line of the policy that says so. Nothing is run."""
     with errors(as_json):
         file, named = policy_and_model(source, model)
-        from autopar.tools.cli.models import heads
-        from autopar.tools.cli.policy_check import check_policy
+        from autopar.tools.commands.models import heads
+        from autopar.tools.commands.policy_check import check_policy
 
         report = check_policy(build(heads(named, trust=trust)[0]), file, tp=tp, pp=pp, ep=ep, dry_run=False)
         if report["errors"]:
@@ -179,7 +179,7 @@ def show(
 
 
 def print_report(report: dict[str, Any], *, brief: bool = False, places: bool = False) -> None:
-    """Print a report of :func:`~autopar.tools.cli.policy_check.check_policy`: tables, and the verdict if it has one.
+    """Print a report of :func:`.policy_check.check_policy`: tables, and the verdict if it has one.
 
     Args:
         brief: without tables.
@@ -320,7 +320,7 @@ def _drafted(source: str, tp: int, trust: bool) -> dict[str, Any]:
 
     from autopar.plan.make_plan import make_plan
     from autopar.policy.load import read_user_policy
-    from autopar.tools.cli.models import heads
+    from autopar.tools.commands.models import heads
     from autopar.tools.derivation.derive import derive
     from autopar.tools.derivation.policy_tree import yaml_text
     from autopar.tools.derivation.reasons import meetings

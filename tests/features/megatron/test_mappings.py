@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.tensor_parallel.megatron import (
+from autopar.features.megatron.toolbox import (
     all_to_all,
     axis_of,
     copy_to_tensor_model_parallel_region,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.tools.cli.app import Json, Model, Policy, Trust, app, errors, print_json
-from autopar.tools.tables import lines, table
+from autopar.cli.app import Json, Model, Policy, Trust, app, errors, print_json
+from autopar.cli.tables import lines, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -97,7 +97,7 @@ def plan(
 def _model(source: str, lora: int | None, quantization: str | None, trust: bool) -> nn.Module:
     """Build the model without memory, with adapters on a quantized base if asked."""
     from autopar.errors import ConfigError
-    from autopar.tools.cli.models import add_lora, heads, kind_in, kind_of, mark_quantized
+    from autopar.tools.commands.models import add_lora, heads, kind_in, kind_of, mark_quantized
 
     if quantization is not None and lora is None:
         raise ConfigError(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.tools.cli.app import CP, EP, PP, SP, TP, Json, Policy, Trust, app, errors, print_json, sections_of
+from autopar.cli.app import CP, EP, PP, SP, TP, Json, Policy, Trust, app, errors, print_json, sections_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,7 +66,7 @@ def verify(
             from autopar.errors import ConfigError
 
             raise ConfigError("one process is the plain model: say --tp 2, --pp 2, --dp 2, --cp 2 or several of them")
-        from autopar.tools.cli.models import named_object
+        from autopar.tools.commands.models import named_object
         from autopar.tools.verification.verify import verify as compare
 
         listed = None if checks is None else [name.strip() for name in checks.split(",") if name.strip()]
@@ -78,7 +78,7 @@ def verify(
     if as_json:
         print_json(report.to_dict())
     else:
-        from autopar.tools.tables import console
+        from autopar.cli.tables import console
 
         out = console()
         with out.capture() as captured:
@@ -106,7 +106,7 @@ def _model(
     import transformers
 
     from autopar.errors import ConfigError, in_one_line, nearest
-    from autopar.tools.cli.models import fine_tuned, kind_of, of_task, quantize
+    from autopar.tools.commands.models import fine_tuned, kind_of, of_task, quantize
     from autopar.tools.verification.small_models import build_small
     from autopar.tools.verification.verify import checks_of
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autopar.tools.cli.app import CP, EP, PP, SP, TP, Json, Model, Policy, Trust, app, errors, print_json, sections_of
+from autopar.cli.app import CP, EP, PP, SP, TP, Json, Model, Policy, Trust, app, errors, print_json, sections_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -60,7 +60,7 @@ def rehearse(
     with errors(as_json):
         from autopar.config import ParallelConfig
         from autopar.errors import AutoparError, ConfigError
-        from autopar.tools.cli.models import heads
+        from autopar.tools.commands.models import heads
         from autopar.tools.rehearsal.run import rehearse as run
 
         if trace is not None and not trace.absolute().parent.is_dir():
@@ -87,7 +87,7 @@ def rehearse(
 
 
 def _in_words(found: Rehearsal) -> list[str]:
-    from autopar.tools.tables import digits, lines, table
+    from autopar.cli.tables import digits, lines, table
 
     shown = table("axis", "calls", "GB sent", "to other nodes")
     for name, traffic in found.traffic.items():
@@ -110,7 +110,7 @@ def _in_words(found: Rehearsal) -> list[str]:
 
 def _counted(found: Rehearsal) -> Iterator[str]:
     """Yield memory and time where they were counted."""
-    from autopar.tools.tables import digits, size
+    from autopar.cli.tables import digits, size
 
     if found.held and found.timeline is not None:
         rank, most = max(found.held.items(), key=lambda pair: pair[1].peak)

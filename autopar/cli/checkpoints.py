@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autopar.cli.app import Json, Policy, app, errors, print_json
+from autopar.cli.tables import console, filled, lines, shape, size, table
 from autopar.errors import listed
-from autopar.tools.cli.app import Json, Policy, app, errors, print_json
-from autopar.tools.tables import console, filled, lines, shape, size, table
 
 if TYPE_CHECKING:
     from autopar.checkpoint import Manifest
@@ -81,7 +81,7 @@ def split(
 ) -> None:
     """Split a Hugging Face checkpoint into the shards of a mesh beforehand, one tensor at a time."""
     with errors(as_json):
-        from autopar.tools.split import split_checkpoint
+        from autopar.cli.split import split_checkpoint
 
         result = split_checkpoint(
             source, destination, tp=tp, pp=pp, policy=policy, dtype=dtype, force=force,
@@ -183,7 +183,7 @@ def _summary(manifest: Manifest, files: list[dict[str, Any]]) -> dict[str, Any]:
                 "dtype": tensor.dtype,
                 "layout": in_words(tensor.layout),
                 "saved_as": tensor.saved_as,
-                "pieces": manifest.pieces_with(name) if part.name == "model" else [],
+                "pieces": manifest.pieces_with[name] if part.name == "model" else [],
                 "aliases": list(tensor.aliases),
                 "held_by": [
                     {"file": file, "tp": rank, "shape": list(tensor.local_shape(rank))}
@@ -241,7 +241,7 @@ def _tensors(manifest: Manifest) -> Iterator[list[str]]:
     found = []
     for name, tensor in manifest.tensors.items():
         merged = {None: "not saved", name: ""}.get(tensor.saved_as, tensor.saved_as)
-        if tensor.saved_as is None and (pieces := manifest.pieces_with(name)):
+        if tensor.saved_as is None and (pieces := manifest.pieces_with[name]):
             merged = f"in {pieces[0]}" if len(pieces) == 1 else f"{len(pieces)} parts, {pieces[0]} ..."
         files = [file.removeprefix("model-").removesuffix(".safetensors") for file in holders[name].values()]
         saved = files[0] if len(files) == 1 else "all tp ranks"

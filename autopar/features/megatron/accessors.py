@@ -6,13 +6,24 @@ are tables, from which :class:`MeshAccessors` gets its methods.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
-from autopar.distributed.axis import Axis
+from autopar.distributed import collectives
+from autopar.distributed.axis import Axis, check_divides
+from autopar.distributed.broadcast_data import Dtypes, broadcast_data
+from autopar.distributed.collectives import even_layout
+from autopar.distributed.mesh import rank_groups
+from autopar.distributed.process import start_process_group
+
+if TYPE_CHECKING:
+    from autopar.distributed.mesh import MPU as _Mesh
+else:
+    _Mesh = object
 
 _AXES = {  # in a name -> the axis, and its ranks in words
     "tensor_parallel": ("tp", "the ranks that hold the shards of one layer"),
@@ -50,11 +61,8 @@ _DATA = {  # get_data_parallel_VALUE(with_context_parallel=False), over ``dp`` o
 }
 
 
-class MeshAccessors:
-    """The accessors of :class:`~autopar.distributed.mesh.MPU`."""
-
-    pp: Axis
-    _embedding: Axis | None
+class MeshAccessors(_Mesh):
+    """Methods of :class:`~autopar.distributed.mesh.MPU`."""
 
     def is_pipeline_first_stage(self) -> bool:
         """Return whether this rank holds the embeddings."""
@@ -82,6 +90,51 @@ class MeshAccessors:
         """Return None: which chunks of a schedule a stage holds is the pipeline's affair."""
 
     get_virtual_pipeline_model_parallel_world_size = get_virtual_pipeline_model_parallel_rank
+
+    def get_pipeline_parallel_global_ranks_across_all_groups(self) -> list[list[int]]:
+        """Return the global ranks of the stages of every replica."""
+        return rank_groups(self.sizes)["pp"]
+
+    def model_parallel_is_initialized(self) -> bool:
+        """Return whether the process groups are there: from the start until ``destroy``."""
+        return self.alive
+
+    @staticmethod
+    def initialize_distributed() -> None:
+        """Start torch.distributed if it does not run, as the constructor does."""
+        start_process_group()
+
+    is_initialized = model_parallel_is_initialized
+
+    def destroy_model_parallel(self) -> None:
+        """Destroy the process groups, as ``destroy`` does."""
+        self.destroy()
+
+    # -- the tensor-parallel axis, under OSLO's names; more is in toolbox.py
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Enter a sharded region (Megatron's f): identity forward, all-reduce backward. As in OSLO nothing is sent
+        forward: ``x`` is Replicate already. To send values there is :meth:`broadcast_data`."""
+        return collectives.copy(x, self.tp)
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Leave a sharded region (Megatron's g): all-reduce forward (Partial -> Replicate), identity backward."""
+        return collectives.reduce(x, self.tp)
+
+    def scatter(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """Keep own shard, ``[..., n] -> [..., n/tp]``; backward is an all-gather. ConfigError if it does not divide."""
+        check_divides(x.shape[dim], self.tp, f"dim {dim}")
+        return collectives.scatter(x, self.tp, even_layout(x.shape[dim], self.tp.size), dim)
+
+    def gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """All-gather ``[..., n/tp] -> [..., n]`` of equal widths; backward keeps the own shard."""
+        return collectives.gather(x, self.tp, even_layout(x.shape[dim] * self.tp.size, self.tp.size), dim)
+
+    def broadcast_data(
+        self, keys: Iterable[int | str], data: Mapping[Any, Any] | None, dtype: Dtypes
+    ) -> dict[int | str, torch.Tensor]:
+        """Broadcast the first tensor-parallel rank's tensors, see :mod:`autopar.distributed.broadcast_data`."""
+        return broadcast_data(keys, data, dtype, self)
 
 
 def _getter(axis: str, value: Callable[[Axis], Any], words: str) -> Callable[[Any], Any]:

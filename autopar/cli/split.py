@@ -77,12 +77,8 @@ def split_checkpoint(
     bytes_of = {name: nbytes(dtype_of(tensor.dtype), tensor.shape) for name, tensor in plan.tensors.items()}
     with output_folder("split", folder, destination, force) as staging:
         with progress_bar("splitting", sum(bytes_of.values()), progress) as bar:
-
-            def read(name: str) -> torch.Tensor:
-                bar.update(bytes_of[name])
-                return sources[name].read().to(dtype_of(plan.tensors[name].dtype))
-
-            part = write_part(staging, "model", plan.tensors, read, (tp, pp), stages_by_size(bytes_of, pp))
+            stages = stages_by_size(bytes_of, pp)
+            part = write_part(staging, "model", plan.tensors, sources.__getitem__, (tp, pp), stages, bar)
         manifest = Manifest(
             save_id=staging.id,
             sizes=MeshSizes(tp, pp, 1),
@@ -90,6 +86,7 @@ def split_checkpoint(
             policy=plan.policy,
             hf_prefix="",
             parts={"model": part},
+            tp=tp,
             parameters=frozenset(plan.canonical(name) for name, _ in model.named_parameters()),
             versions=versions(),
         )

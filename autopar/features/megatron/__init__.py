@@ -1,0 +1,18 @@
+"""Names of Megatron-LM, OSLO and DeepSpeed: accessors of the mesh, mappings, and the function of schedules."""
+
+from autopar.registry import Feature
+
+_TOOLBOX = (
+    *("VocabUtility", "all_to_all", "copy_to_tensor_model_parallel_region", "gather_from_sequence_parallel_region"),
+    *("gather_from_tensor_model_parallel_region", "gather_split_1d_tensor", "reduce_from_tensor_model_parallel_region"),
+    *("reduce_scatter_to_sequence_parallel_region", "scatter_to_sequence_parallel_region"),
+    *("scatter_to_tensor_model_parallel_region", "split_tensor_along_last_dim", "split_tensor_into_1d_equal_chunks"),
+    *("vocab_range_from_global_vocab_size", "vocab_range_from_per_partition_vocab_size"),
+)
+
+FEATURE = Feature(
+    name="megatron",
+    about="names of Megatron-LM, OSLO and DeepSpeed",
+    toolbox={name: f"autopar.features.megatron.toolbox:{name}" for name in _TOOLBOX},
+    mesh_names={"accessors": "autopar.features.megatron.accessors:MeshAccessors"},
+)

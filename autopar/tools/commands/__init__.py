@@ -1,0 +1,1 @@
+"""Commands of the tools: ``autopar plan | verify | rehearse | trace | policy``."""
