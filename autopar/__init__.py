@@ -38,7 +38,6 @@ _HOMES = {
         "foreign.patches": "patches",
         "pretrained": "from_pretrained",
         "tensor_parallel": "tensor_parallel",
-        "tensor_parallel.experts": "expert_load",
         "tensor_parallel.whole_hooks": "local_hooks",
     }.items()
     for name in names.split()

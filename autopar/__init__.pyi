@@ -29,9 +29,9 @@ from autopar.errors import (
     UnsupportedModelError as UnsupportedModelError,
     VerificationError as VerificationError,
 )
+from autopar.features.experts.layers import expert_load as expert_load
 from autopar.foreign.patches import patches as patches
 from autopar.pretrained import from_pretrained as from_pretrained
-from autopar.tensor_parallel.experts import expert_load as expert_load
 from autopar.tensor_parallel.whole_hooks import local_hooks as local_hooks
 from autopar.tools.planner.memory_plan import plan_memory as plan_memory
 from autopar.tools.planner.parallelized import metrics as metrics, summary as summary

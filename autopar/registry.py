@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.metadata import entry_points
@@ -30,10 +31,12 @@ class Step:
         function: Name of ``step(model, state, given)``, as in :mod:`autopar.applied.steps`. It changes the model in
             place, and puts what takes that back onto ``state.undo``.
         after: Name of the step that comes before it: one of the core, or of a feature earlier in the alphabet.
+        always: Whether ``initialize`` makes it also where the configuration does not ask for the feature.
     """
 
     function: str
     after: str
+    always: bool = False
 
     def __str__(self) -> str:
         return f"{self.function}, after {self.after}"
@@ -58,14 +61,16 @@ class Extension:
 
 @dataclass(frozen=True)
 class Feature:
-    """The additions of one feature. Each attribute below ``about`` is a table.
+    """The entries of one feature. Each attribute below ``library`` is a table.
 
-    Planners and steps of a feature that :data:`SETTINGS` names are called where a configuration asks for it; those of
-    another feature in every ``initialize``.
+    Planners and steps of a feature that :data:`SETTINGS` names are called where a configuration asks for it (a step may
+    say ``always``); those of another feature in every ``initialize``.
 
     Attributes:
         name: Name of its folder.
         about: Its purpose in a few words, for lists.
+        library: Name of the package whose objects it is for, "" for none. The feature adds nothing until the user has
+            imported it.
         names: Public names of ``autopar``. The object is imported when the name is first used.
         commands: Commands of the command line. Importing one adds it to :data:`autopar.cli.app.app`, without torch.
         policies: Words that a user may write in place of a policy. ``tree(model)`` is called once in an ``initialize``,
@@ -80,7 +85,17 @@ class Feature:
             (:class:`autopar.dry_run.plan_model.ModelPlans`), in the order of names. It sends nothing, and only reads
             the model. Its result (None: the feature is not used) is kept under the entry's name, in ``Plans.features``
             and ``Parallelized.features``. ``to_json()`` of the result must be equal on all ranks.
-        rules: Rules of plans. ``classes(plain, plan)`` returns the class that a module of class ``plain`` becomes.
+        matches: Keys of a policy's rules that lay modules over more ranks than those of tensor parallelism.
+            ``lay(matches, root, ranks)`` is called when such a plan is made, before matches become layouts. It returns
+            the matches to go on with (``RuleMatch.rules`` makes layouts of one), the attributes that change, and the
+            rules of plans whose modules it lays so. It only reads the model.
+        additions: Modules in a model that its policy does not describe. ``addition(root)`` is made for each plan, and
+            only reads the model. ``check(tp, pp)`` is called before anything is planned, and raises ConfigError.
+            ``rules(matches, modules, tp)`` is called when the modules of the policy have plans. It yields each rule
+            with the match whose units it has.
+        rules: Rules of plans. The entry is the mixin that :func:`autopar.tensor_parallel.region_modules.region_class`
+            puts before the class of a module, when layers are swapped; or a function of that class that returns it.
+            ``autopar_state`` of a mixin names the attributes that its instances add.
         extensions: Rules of policies, by their name.
         steps: Steps of ``initialize``, by name.
         forms: Forms of weights that are no tensors of their shape, by the module of the library that makes them. Where
@@ -97,6 +112,7 @@ class Feature:
 
     name: str
     about: str
+    library: str = ""
     names: Entries = field(default_factory=dict)
     commands: Entries = field(default_factory=dict)
     policies: Entries = field(default_factory=dict)
@@ -104,6 +120,8 @@ class Feature:
     mesh_names: Entries = field(default_factory=dict)
     transports: Entries = field(default_factory=dict)
     planners: Entries = field(default_factory=dict)
+    matches: Entries = field(default_factory=dict)
+    additions: Entries = field(default_factory=dict)
     rules: Entries = field(default_factory=dict)
     extensions: Mapping[str, Extension] = field(default_factory=dict)
     steps: Mapping[str, Step] = field(default_factory=dict)
@@ -112,16 +130,23 @@ class Feature:
     parts: Entries = field(default_factory=dict)
 
 
-TABLES = tuple(each.name for each in fields(Feature))[2:]
+TABLES = tuple(each.name for each in fields(Feature))[3:]
 # Fields of a configuration that ask for a feature with any value but these.
 SETTINGS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "context_parallel_size": ("context_parallel", (1,)),
+    "expert_parallel_size": ("experts", (1,)),
     "sequence_parallel": ("sequence_parallel", (False,)),
     "cpu_transport": ("host_transport", ("auto", "gloo")),
 }
 
+# Rules of policies and plans that features add: entries of their tables ``matches`` and ``rules``.
+RULES: Mapping[str, str] = dict.fromkeys(("by_expert", "calls_experts", "expert_modules", "experts"), "experts")
+
 # Public names of the package that features add.
-OF_FEATURES: Mapping[str, str] = dict.fromkeys(("metrics", "plan_memory", "rehearse", "summary", "verify"), "tools")
+OF_FEATURES: Mapping[str, str] = {
+    **dict.fromkeys(("metrics", "plan_memory", "rehearse", "summary", "verify"), "tools"),
+    "expert_load": "experts",
+}
 
 
 @functools.cache
@@ -149,15 +174,24 @@ def entries(table: str, config: Any = None) -> Iterator[tuple[str, Any]]:
     Args:
         config: A configuration, which must ask for the feature; None: entries of all features.
     """
-    for feature in features() if config is None else asked(config):
+    for feature in asked(config):
         for name, entry in getattr(feature, table).items():
             yield name, load(entry)
 
 
-def entry(table: str, name: str) -> Any:
-    """Return the object of one entry; None if no feature has it."""
-    found = (getattr(feature, table) for feature in features())
-    return next((load(known[name]) for known in found if name in known), None)
+def entry(table: str, name: str, where: object = "") -> Any:
+    """Return the object of one entry; None if no feature has it.
+
+    Args:
+        where: Line of the policy that asks for a rule.
+
+    Raises:
+        ConfigError: the feature that :data:`RULES` names for it is not installed.
+    """
+    found = next((known[name] for known in (getattr(each, table) for each in features()) if name in known), None)
+    if found is None and name in RULES:
+        need(RULES[name], f"the rule '{name}' ({where})")
+    return None if found is None else load(found)
 
 
 def extensions() -> Mapping[str, Extension]:
@@ -176,9 +210,12 @@ def public_name(name: str) -> Any:
 
 
 def asked(config: Any) -> list[Feature]:
-    """Return the features that a configuration asks for, and those that no setting turns on."""
+    """Return the features that a configuration asks for, and those that no setting turns on; of None: all of them."""
+    known = [feature for feature in features() if not feature.library or feature.library in sys.modules]
+    if config is None:
+        return known
     turned = {feature: getattr(config, key) not in without for key, (feature, without) in SETTINGS.items()}
-    return [feature for feature in features() if turned.get(feature.name, True)]
+    return [feature for feature in known if turned.get(feature.name, True)]
 
 
 def in_order(steps: Sequence[Callable[..., Any]], config: Any) -> tuple[Callable[..., Any], ...]:
@@ -188,8 +225,11 @@ def in_order(steps: Sequence[Callable[..., Any]], config: Any) -> tuple[Callable
         ConfigError: no step has the name.
     """
     ordered, names = list(steps), [step.__name__ for step in steps]
-    for feature in asked(config):
+    turned_on = asked(config)
+    for feature in features():
         for own, step in feature.steps.items():
+            if feature not in turned_on and not step.always:
+                continue
             if step.after not in names:
                 raise ConfigError(f"feature {feature.name}: step {own} follows '{step.after}', which does not exist")
             place = names.index(step.after) + 1

@@ -9,13 +9,16 @@ another's, so the order in which they do it does not matter, and each takes away
 A module's view of the model's config shares its state and has local sizes: attention that reads
 ``self.config.num_attention_heads`` must see this rank's number, while everything else, and what is set later, stays
 that of the model.
+
+Boundaries around a swapped module change the arguments of its plain forward, by name.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from types import MethodType
 from typing import Any
@@ -67,6 +70,34 @@ def unswap(target: Any, mixin: type, *attributes: str) -> None:
         target.__class__ = kind._autopar_plain
     for name in attributes:
         vars(target).pop(name, None)
+
+
+def argument_names(module: Any) -> tuple[str, ...]:
+    """Return the names of the arguments of a module's forward."""
+    kind: Any = type(module)
+    return _names_of(kind)
+
+
+@functools.cache
+def _names_of(kind: Any) -> tuple[str, ...]:
+    while (swapped := next((each for each in kind.__mro__ if "_autopar_plain" in vars(each)), None)) is not None:
+        kind = swapped._autopar_plain  # also below a class that FSDP2 has put on top
+    return tuple(name for name in inspect.signature(inspect.unwrap(kind.forward)).parameters if name != "self")
+
+
+def given_by_name(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the arguments of a forward and their names, in the order in which they were given."""
+    names = argument_names(module)
+    given = [(names[place] if place < len(names) else f"argument {place}", x) for place, x in enumerate(args)]
+    return [*given, *kwargs.items()]
+
+
+def change_given(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[str, Any], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments of a forward, each of them changed: ``change(name, value)``."""
+    values = [change(name, value) for name, value in given_by_name(module, args, kwargs)]
+    return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
 
 def bind(module: nn.Module, owner: str, **methods: Callable[..., Any]) -> None:

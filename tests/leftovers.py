@@ -126,7 +126,7 @@ def _namespaces() -> list[Any]:
 def _destroy_groups() -> None:
     """Destroy all process groups but the world's; from here on all ranks number new groups alike."""
     state = dist.distributed_c10d._world
-    batching = sys.modules.get("autopar.tensor_parallel.batching_turns")
+    batching = sys.modules.get("autopar.features.generation.batching_turns")
     if batching is not None:
         vars(batching)["_groups"].clear()
     for group in list(state.pg_map):

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import CheckpointError, ConsistencyError
+from tests.features.experts.test_experts import mixtral
 from tests.parity import language_batches
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
-from tests.tensor_parallel.test_experts import mixtral
 from tests.worlds import raises_everywhere
 
 

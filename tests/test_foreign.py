@@ -17,7 +17,7 @@ DOCUMENTED = {"_getframe", "_exit", "_asdict", "_replace", "_fields"}
 # Always another library's, also where a class of ours has an attribute of that name by itself (``self._parameters``).
 HELD = {"_parameters", "_buffers", "_modules", "_version", "_base", "_cdata", "_schema", "_C"}
 # Methods of transformers' Trainer and of peft that a subclass or a bound method of ours extends.
-EXTENDED = {"integrations/trainer", "tensor_parallel/adapters.py", "tensor_parallel/hooks.py"}
+EXTENDED = {"integrations/trainer", "features/peft", "tensor_parallel/hooks.py"}
 
 
 @pytest.mark.parametrize("name", probes.PROBES)

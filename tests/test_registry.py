@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -38,13 +39,16 @@ def test_each_setting_is_one_of_the_configuration() -> None:
 
 def test_steps_of_features_follow_those_that_they_name() -> None:
     names = [step.__name__ for step in registry.in_order(STEPS, ALL)]
-    assert names.index("run_on_rows_between_regions") == names.index("release_other_stages") + 1
-    assert names.index("run_on_rows_of_sequences") == names.index("hook_forwards") + 1
+    assert (
+        names.index("release_other_stages") < names.index("run_on_rows_between_regions") < names.index("fill_weights")
+    )
+    assert names.index("hook_forwards") < names.index("run_on_rows_of_sequences") < names.index("add_savers")
 
 
 def test_features_that_a_configuration_does_not_ask_for_add_no_steps() -> None:
     names = [step.__name__ for step in registry.in_order(STEPS, ParallelConfig())]
-    assert "run_on_rows_of_sequences" not in names
+    assert "run_on_rows_of_sequences" not in names and "share_experts" not in names
+    assert "balance_routers" in names  # one that is made always
 
 
 @pytest.fixture
@@ -53,6 +57,16 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Feature]]:
     found = list(registry.features())
     monkeypatch.setattr(registry, "features", lambda: tuple(found))
     yield found
+
+
+def test_a_feature_of_a_library_adds_nothing_before_it_is_imported(
+    installed: list[Feature], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed[:] = [Feature("toy", "a test", library="toy_library", additions={"toy": "math:sqrt"})]
+    assert not list(registry.entries("additions")) and not registry.asked(ParallelConfig())
+    monkeypatch.setitem(sys.modules, "toy_library", sys)
+    assert [name for name, _ in registry.entries("additions")] == ["toy"]
+    assert registry.asked(ParallelConfig()) == installed
 
 
 def test_a_setting_of_a_missing_feature_is_an_error(installed: list[Feature]) -> None:

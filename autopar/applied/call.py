@@ -24,6 +24,7 @@ from autopar.distributed.agree import same_on_every_rank
 from autopar.distributed.mesh import MPU
 from autopar.dry_run.plan_model import Plans, plan_model, plans_of, uncollected, warn_no_dry_run
 from autopar.errors import ConfigError, nearest
+from autopar.foreign.transformers import router_loss_module
 from autopar.plan.matching import check_forwards
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.stages import elements_of
@@ -139,6 +140,9 @@ def make_plans(model: nn.Module, call: Call, mpu: MPU, optimizer: Any) -> tuple[
             check_state(optimizer, model, plan, call.config)
 
     def make() -> tuple[Plans, Materializer]:
+        if mpu.dp_cp.size > 1 and router_loss_module(call.inner) is not None:
+            kind = type(call.inner).__name__
+            registry.need("experts", f"the auxiliary loss of the routers of {kind} over {mpu.dp_cp.size} replicas")
         if mpu.world_size > 1:
             quantizers(type(call.inner).__name__, getattr(call.inner, "hf_quantizer", None))
         if call.config.precision != "fp32":

@@ -55,7 +55,7 @@ class Parallelized:
     Attributes:
         plan: what this rank holds of each tensor over tp.
         stages: what it holds over pp.
-        features: plans of features, by name.
+        features: plans of features, by name, and what their steps keep on the model.
         prefix: path of the Hugging Face model in the model, ``""`` if it is that.
         policy: the one that fitted; ``own_policy``: that one if the user gave it.
         failures, region, dp: the parts that steps have made.
@@ -72,7 +72,7 @@ class Parallelized:
         self.own_policy: Policy | None = call.policy if call.own_policy else None
         self.plan: Plan = plans.tensors
         self.stages: StagePlan = plans.stages
-        self.features = plans.features
+        self.features: dict[str, Any] = dict(plans.features)
         self.undo: list[Callable[[Any, Parallelized], None]] = []
         self.pp: pipeline_methods.Pipeline | None = None
         _alive.add(self)

@@ -6,8 +6,6 @@ of it: they raise, or answer for the whole model.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 import os
 import sys
@@ -18,7 +16,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.adapters import is_peft_model
 from autopar.checkpoint.state import STATE, State, parameters_elsewhere, state_of
 from autopar.checkpoint.state_dict import (
     MODEL_SHARD,
@@ -31,7 +28,7 @@ from autopar.checkpoint.state_dict import (
     shard_of,
 )
 from autopar.distributed.mesh import MPU
-from autopar.errors import ConfigError
+from autopar.errors import CheckpointError, ConfigError
 from autopar.plan.plan import Plan
 from autopar.swap import bind, unbind
 
@@ -88,7 +85,6 @@ def save_parallelized(
             did not call, died or could not write, or the model is no longer the one that was parallelized.
     """
     # Imported here, and where something is loaded or pushed: initialize loads none of it.
-    from autopar.checkpoint.adapters import alone, save_adapters
     from autopar.checkpoint.arguments import directory_of
     from autopar.checkpoint.save import save
 
@@ -96,9 +92,18 @@ def save_parallelized(
     how |= {"keep_last": keep_last, "async_save": async_save}
     training = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "extra": extra, "tokenizer": tokenizer}
 
-    folder = functools.partial(directory_of, save_parallelized, directory, others)
-    if adapter_only:
-        save_adapters(self, lambda: alone(folder, {**how, **training}), timeout, {})
+    save_adapters = state_of(self).save_adapters
+
+    def folder() -> object:
+        if adapter_only and save_adapters is None:
+            raise CheckpointError(
+                f"adapter_only=True: {type(self).__name__} holds 0 models of PEFT (PeftModel); it must be one, which "
+                "writes its adapters.\n  Make it with peft.get_peft_model before autopar.initialize."
+            )
+        return directory_of(save_parallelized, directory, others)
+
+    if adapter_only and save_adapters is not None:
+        save_adapters(self, folder, timeout, {**how, **training})
         return
     save(self, {"directory": folder, **how}, timeout, **training)
 
@@ -177,10 +182,6 @@ def attach(
     saved = plan.saved()
     left_out = {name: tensor for name, tensor in plan.tensors.items() if tensor.quantized}
     model.__dict__[STATE] = State(saved, mpu, path, dict(holders or {}), left_out)
-    if is_peft_model(model):
-        hub = _refused("push_to_hub", _PUSH_PEFT)
-        bind(model, _OWNER, save_pretrained=_save_pretrained_of_peft, push_to_hub=hub)
-        bind(model, _OWNER, get_nb_trainable_parameters=_nb_trainable_of_peft)
     methods = {method.__name__: method for method in (save_parallelized, wait_for_save, from_parallelized)}
     bind(model, _OWNER, **methods, __reduce_ex__=_refuse_pickle, _fqn_modifiers=fqn_modifiers)
     for module in attach_hooks(model, plan, mpu):
@@ -201,22 +202,21 @@ def detach(model: nn.Module) -> None:
 # -- methods of the whole model ---------------------------------------------------------------------------------------
 
 
-_PART = "this rank holds only its part of {model}: that of {ranks}.\n"
+PART = "this rank holds only its part of {model}: that of {ranks}.\n"
 _EMBEDDINGS = (
     "the embeddings of this {model} lie on several ranks: this is {ranks}.\n"
     "  Set them before autopar.initialize, or after autopar.deparallelize(model)."
 )
 # Method -> what ConfigError says where the model is not whole on this rank.
 _REFUSED = {
-    "save_pretrained": _PART + USE_INSTEAD,
-    "should_save_on_this_rank": _PART + USE_INSTEAD,  # save_pretrained asks it, also if called through the class
+    "save_pretrained": PART + USE_INSTEAD,
+    "should_save_on_this_rank": PART + USE_INSTEAD,  # save_pretrained asks it, also if called through the class
     "set_input_embeddings": _EMBEDDINGS,
     "set_output_embeddings": _EMBEDDINGS,
 }
-_PUSH_PEFT = _PART + "  Use model.save_pretrained(dir) on every rank, then huggingface_hub.upload_folder on rank 0."
 
 
-def _refused(name: str, text: str) -> Callable[..., Any]:
+def refused(name: str, text: str) -> Callable[..., Any]:
     """Make a method that raises ConfigError if the model is not whole on this rank, else calls its class's."""
     called = {"should_save_on_this_rank": "save_pretrained"}.get(name, name)
 
@@ -234,17 +234,11 @@ def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings:
     """Count the parameters of the whole model, as before ``initialize``; no communication."""
     if shard_of(self) is None:
         return type(self).num_parameters(self, only_trainable, exclude_embeddings)
-    return _counted(self, only_trainable, exclude_embeddings)
+    return counted(self, only_trainable, exclude_embeddings)
 
 
-def _nb_trainable_of_peft(self: Any) -> tuple[int, int]:
-    """Count what is trained and all of it, of the whole model, as ``PeftModel`` prints it; no communication."""
-    if shard_of(self) is None:
-        return type(self).get_nb_trainable_parameters(self)
-    return _counted(self, True, False), _counted(self, False, False)
-
-
-def _counted(self: Any, only_trainable: bool, exclude_embeddings: bool) -> int:
+def counted(self: Any, only_trainable: bool, exclude_embeddings: bool) -> int:
+    """Count the parameters of the full model, of which this rank holds a part; no communication."""
     shard: ModelShard = vars(self)[MODEL_SHARD]
     found: dict[str, nn.Parameter] = dict(self.named_parameters(remove_duplicate=False))
     paths = {id(module): path for path, module in self.named_modules()}
@@ -256,29 +250,13 @@ def _counted(self: Any, only_trainable: bool, exclude_embeddings: bool) -> int:
         tables = {f"{path}.weight" for path, module in self.named_modules() if isinstance(module, nn.Embedding)}
         excluded = {id(found[name]) for name in tables if name in found}
         found = {name: parameter for name, parameter in found.items() if id(parameter) not in excluded}
-    counted: dict[int, int] = {}
+    counts: dict[int, int] = {}
     for name, parameter in found.items():
         due = shard.planned(name) or shard.plan.tensors.get(shard.prefix + name)
         if parameter.requires_grad or not only_trainable:
             shape = parameter.shape if due is None else due.shape
-            counted.setdefault(id(parameter), math.prod(shape))
-    return sum(counted.values())
-
-
-def _save_pretrained_of_peft(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-    """``PeftModel.save_pretrained``; every rank calls it, and rank 0 writes the files that it writes.
-
-    Raises:
-        CheckpointError: the same on every rank, if a rank did not call, or an argument asks for something else.
-    """
-    from autopar.checkpoint.adapters import options_of_peft, save_adapters
-
-    saver = type(self).save_pretrained
-    if shard_of(self) is None:
-        saver(self, save_directory, *args, **kwargs)
-        return
-    named = inspect.signature(saver).bind(self, save_directory, *args, **kwargs).arguments
-    save_adapters(self, lambda: save_directory, 20.0, options_of_peft(named))
+            counts.setdefault(id(parameter), math.prod(shape))
+    return sum(counts.values())
 
 
 def _push_to_hub(self: Any, repo_id: str, *, max_shard_size: int | str = "50GB", **options: Any) -> str:
@@ -294,14 +272,14 @@ def _push_to_hub(self: Any, repo_id: str, *, max_shard_size: int | str = "50GB",
     if shard is None:
         return type(self).push_to_hub(self, repo_id, max_shard_size=max_shard_size, **options)
     if STATE not in vars(self):
-        return _refused("push_to_hub", _REFUSED["save_pretrained"])(self)
+        return refused("push_to_hub", _REFUSED["save_pretrained"])(self)
     return push_merged(self, repo_id, max_shard_size, options)
 
 
 _WHOLE_MODEL_METHODS: dict[str, Callable[..., Any]] = {
     "num_parameters": _num_parameters,
     "push_to_hub": _push_to_hub,
-    **{name: _refused(name, text) for name, text in _REFUSED.items() if hasattr(PreTrainedModel, name)},
+    **{name: refused(name, text) for name, text in _REFUSED.items() if hasattr(PreTrainedModel, name)},
 }
 
 

@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar import registry
-from autopar.adapters import check_merged
 from autopar.checkpoint import random_states
 from autopar.checkpoint.arguments import SaveRequest, check_same_call, seconds
 from autopar.checkpoint.extra import Extra, check_extra, check_replicas
@@ -68,7 +67,8 @@ def save(
             )
         if request.merge_checkpoints:
             state.check_whole("merge_checkpoints=True", quantized=True)
-            check_merged(model)
+            for check in state.before_merge:
+                check(model)
         if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
             raise CheckpointError(f"tokenizer= must have save_pretrained, which a {type(tokenizer).__name__} has not")
         local = snapshot(model, optimizer, lr_scheduler, extra)

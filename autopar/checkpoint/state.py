@@ -119,6 +119,9 @@ class State:
         holders: tensor name -> the stages that hold it; empty without a pipeline.
         quantized: the weights that are left out, or saved as what they are made of (:attr:`adapted`).
         background: the save that is being written while training goes on.
+        save_adapters: writes adapters alone, for ``adapter_only=True``: ``save(model, directory, timeout, others)`` is
+            called on every rank; None: the model has none.
+        before_merge: checks of the model on this rank before its weights are merged; they raise CheckpointError.
     """
 
     plan: Plan
@@ -127,6 +130,8 @@ class State:
     holders: Mapping[str, Sequence[int]] = field(default_factory=dict)
     quantized: Mapping[str, TensorPlan] = field(default_factory=dict)
     background: Background = field(default_factory=Background, compare=False)
+    save_adapters: Callable[..., None] | None = field(default=None, compare=False)
+    before_merge: tuple[Callable[[nn.Module], None], ...] = field(default=(), compare=False)
 
     @property
     def hf_prefix(self) -> str:

@@ -10,16 +10,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.config import ParallelConfig
-from autopar.data_parallel.experts import ExpertGradients
 from autopar.data_parallel.fully_sharded import FullySharded
 from autopar.data_parallel.grad_sync import held_alike
 from autopar.data_parallel.gradients import counted_here
 from autopar.data_parallel.optimizer_state import keep_stage, look_at_new, rebind, shard_state, stepped_whole
 from autopar.data_parallel.replica_norm import ReplicaNorm
-from autopar.data_parallel.router_loss import RouterLoss
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
-from autopar.guards.experts import SharedExperts
 from autopar.guards.model_changes import WrapperCheck
 from autopar.guards.step import StepCheck, forget
 from autopar.plan.plan import Plan
@@ -50,19 +47,13 @@ class DataParallel:
         self.model, self.inner, self.plan, self.mpu, self.config = model, inner, plan, mpu, config
         self.failures = failures
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.experts = ExpertGradients(model, plan, mpu, failures) if plan.experts else None
         self.wrappers = WrapperCheck(
             model, mpu, shares_experts=bool(plan.experts), fully_sharded=config.fully_sharded
         )  # reports first what it finds in a step
-        several, apart = mpu.dp_cp.size > 1, config.loss_router_aux == "replica"
-        self.routers = RouterLoss.of(inner, mpu, failures, apart=apart) if several else None
         compare = config.consistency_check and not config.fully_sharded
         self.steps = StepCheck(model, mpu, failures, held_alike(model, plan, mpu), compare=compare,
                                whole_every=config.parameters_every, experts=plan.experts,
                                look=partial(look_at_new, plan, config))  # fmt: skip
-        self.shared: SharedExperts | None = None
-        if plan.experts:
-            self.shared = SharedExperts(inner, mpu, failures)
         self.norm = ReplicaNorm(model, plan, mpu, failures, scaled=config.precision == "fp16")
         self.step: ParallelStep | None = None
         self.fully_sharded: FullySharded | None = None
@@ -81,8 +72,6 @@ class DataParallel:
         if config.fully_sharded:
             blocks = [] if isinstance(inner, PreTrainedModel) else blocks
             self.fully_sharded = FullySharded(model, inner, mpu, config, self.failures, blocks, plan.experts)
-            if self.experts is not None:
-                self.experts.rebind(model)
             if optimizer is not None:
                 rebind(optimizer, self.names, model)
         if optimizer is not None:
@@ -95,14 +84,9 @@ class DataParallel:
         """Remove all of it, and put the fp32 weights back into the model; with ZeRO-1 a collective of the dp axis."""
         forget(self.steps)
         self.wrappers.remove()
-        if self.experts is not None and self.shared is not None:
-            self.experts.remove(self.model)
-            self.shared.remove()
         self.norm.remove()
         if self.fully_sharded is not None:
             self.fully_sharded.remove()
-        if self.routers is not None:
-            self.routers.remove()
         if self.step is not None and self.step.model is self.model:  # a copied model is not what the optimizer steps
             self.step.give_back_weights()
             self.step.remove()

@@ -99,7 +99,7 @@ class FullySharded:
 
     ``Parameter`` objects are replaced by ones that hold a ``DTensor``, this rank's shard. Experts that replicas hold
     different ones of are sharded over the ranks with the same ones, of which there may be one. Its gradients are
-    averaged over these, as FSDP2 does by itself (:mod:`autopar.tensor_parallel.experts`, note on gradients).
+    averaged over these, as FSDP2 does by itself (README of the feature ``experts``).
 
     Weights that a forward gathers stay until a backward of it, which may never come: before a step, and after a
     forward without gradients, they are freed, so that the next forward gathers what the optimizer has made.

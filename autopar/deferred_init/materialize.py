@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, initialization as hf_init
 
-from autopar.adapters import tuner_layers
 from autopar.deferred_init.context import adapter_first, on_cpu
 from autopar.deferred_init.files import by_parameter, clear_sources, sources_of
 from autopar.distributed.broadcast_data import sync_parameters
@@ -26,8 +25,9 @@ from autopar.distributed.mesh import MPU
 from autopar.distributed.process import cores_of_a_rank
 from autopar.distributed.rng import kept, same_draws
 from autopar.errors import ConfigError, listed
+from autopar.foreign.peft import Init, adapter_inits, adapter_parameters
 from autopar.foreign.tensors import own_parameters, version_of
-from autopar.foreign.transformers import adapters_available, has_own_adapters, initialize_weights, is_initialized
+from autopar.foreign.transformers import has_own_adapters, initialize_weights, is_initialized
 from autopar.layout import Layout
 from autopar.plan.plan import Plan
 from autopar.storage.lazy_tensor import InMemory, LazyTensor, read_shard
@@ -209,8 +209,6 @@ def reading_threads(ranks: int) -> int:
 
 # -- random initialization, in steps -----------------------------------------------------------------------------------
 
-_Step = tuple[nn.Module, Callable[[], Any]]
-
 
 @dataclass
 class DeferredParameter:
@@ -243,7 +241,7 @@ class InitSteps:
         self._model, self._inner, self._drawn = model, inner, drawn
         self.first: list[set[int]] = []
         self.last: list[set[int]] = []
-        self._calls: list[_Step] = []
+        self._calls: list[Init] = []
         if not any(pending.source is None for pending in drawn.values()):
             return  # transformers has initialized what it missed in the files
         self._calls = list(_own_inits(model, inner, None, adapter_inits(model)))
@@ -275,7 +273,7 @@ class InitSteps:
             touches.insert(place, self._touches([(module, reset)])[0])
             self._calls.insert(place, (module, reset))
 
-    def _touches(self, calls: list[_Step]) -> list[set[int]]:
+    def _touches(self, calls: list[Init]) -> list[set[int]]:
         by_storage = {storage_key(p.parameter): key for key, p in self._drawn.items()}
         result = []
         try:
@@ -311,8 +309,8 @@ class InitSteps:
 
 
 def _own_inits(
-    module: nn.Module, inner: nn.Module, owner: PreTrainedModel | None, adapters: Mapping[int, list[_Step]]
-) -> Iterator[_Step]:
+    module: nn.Module, inner: nn.Module, owner: PreTrainedModel | None, adapters: Mapping[int, list[Init]]
+) -> Iterator[Init]:
     """The modules, children first, with their initialization: a Hugging Face model's, or their reset_parameters.
 
     Args:
@@ -422,50 +420,3 @@ class _Touched(TensorTracking):
             yield
         finally:
             hf_init.TORCH_INIT_FUNCTIONS.update(real)
-
-
-# -- PEFT's adapters ---------------------------------------------------------------------------------------------------
-# PEFT's own functions draw them: a model's ``_init_weights`` would draw them as it draws its linear layers. Adapters
-# that are made from the values of the weights (PiSSA, OLoRA) have no place here: there are no values yet.
-
-
-def adapter_parameters(root: nn.Module) -> set[int]:
-    """Return ``id(parameter)`` of every adapter's, in layers that are not whole copies."""
-    return {
-        id(parameter)
-        for _, layer in tuner_layers(root)
-        for name, child in layer.named_children()
-        if name != "base_layer"
-        for parameter in child.parameters()
-    }
-
-
-def adapter_inits(root: nn.Module) -> dict[int, list[_Step]]:
-    """Return ``id(layer)`` -> the steps that initialize its adapters, each with its module.
-
-    Raises:
-        ConfigError: an adapter without memory is initialized from the values of the weights, or in a way not known.
-    """
-    configs: dict[str, Any] = {}
-    for module in root.modules():
-        found = vars(module).get("peft_config")
-        configs |= found if isinstance(found, dict) else {}
-    return {id(layer): list(_steps(path, layer, configs)) for path, layer in tuner_layers(root)}
-
-
-def _steps(path: str, layer: Any, configs: dict[str, Any]) -> Iterator[_Step]:
-    own = [child for name, child in layer.named_children() if name != "base_layer"]
-    if not any(parameter.is_meta for child in own for parameter in child.parameters()):
-        return
-    for name in adapters_available(layer):
-        config = configs.get(name)
-        kind = getattr(config, "init_lora_weights", getattr(config, "init_ia3_weights", None))
-        if kind in (True, "gaussian") and hasattr(layer, "reset_lora_parameters"):
-            yield layer, partial(layer.reset_lora_parameters, name, kind)
-        elif kind is True and hasattr(layer, "reset_ia3_parameters"):
-            yield layer, partial(layer.reset_ia3_parameters, name)
-        else:
-            raise ConfigError(
-                f"adapter '{name}' at {path} is initialized by {kind!r}, which a model that was built in lazy_init "
-                "cannot do.\n  Leave init_lora_weights at True (or 'gaussian'), or build the model without lazy_init."
-            )

@@ -6,35 +6,26 @@ Every tensor is of one kind:
 * *input*: made from the model's inputs alone (masks, positions, pixels): no gradient flows back through it,
 * *parameter*: made from replicated parameters and inputs, with the names of those parameters,
 * *replicated*: an activation, the same on all ranks, with a full gradient,
-* *sharded*: an activation inside a region: this rank's shard, or at least with a partial gradient,
-* *rows*: with sequence parallelism, an activation between regions, of which this rank has some rows.
+* *sharded*: an activation inside a region: this rank's shard, or at least with a partial gradient.
 
 The result of a computation with a sharded tensor is sharded. A replicated parameter in it has a partial gradient, which
-must be summed; a replicated activation in it has one too, and that is never summed. A replicated parameter that meets
-rows has a partial gradient. Rows must not meet a sharded activation, nor a full one with a gradient of its own.
+must be summed; a replicated activation in it has one too, and that is never summed.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import PreTrainedModel
 
 from autopar.dry_run.equal_blocks import BlockReplay, EqualBlocks
 from autopar.dry_run.operators import CONSTANT, ValuelessTracking, form_of, name_of, tensor_of
-from autopar.dry_run.row_tracking import MixedRows, RowTracking
 from autopar.errors import PolicyError
-from autopar.foreign.tensors import base_of, own_parameters, tree_leaves
-from autopar.layout import Layout
+from autopar.foreign.tensors import base_of, own_parameters
 from autopar.plan.plan import ModulePlan, Plan
-from autopar.tensor_parallel.regions import Region
-from autopar.tensor_parallel.sequence_parallel import RowsOfList, SequencePlan, argument_names
-from autopar.tensor_parallel.sequence_rows import rows_of
 from autopar.tensor_tracking import tensors_in
 
 
@@ -284,156 +275,3 @@ def line_of(plan: Plan, path: str) -> str:
         return str(rule.where)
     own = (tensor for name, tensor in plan.tensors.items() if name.rpartition(".")[0] == path)
     return next((tensor.where for tensor in own if tensor.where), "")
-
-
-_ROWS = Kind("rows")
-
-
-class SequenceTracking(ActivationTracking):
-    """A dispatch mode that follows rows, and gives each tensor its kind.
-
-    Args:
-        rows: follows the dims of rows.
-        blocks: paths of the blocks.
-        stack: paths of the modules that run.
-
-    Attributes:
-        on_rows: block -> parameters that work on rows in it.
-        on_whole: parameters that work on whole sequences.
-        worked: blocks that computed with rows.
-    """
-
-    def __init__(self, rows: RowTracking, blocks: Sequence[str], stack: list[str]) -> None:
-        def mixed() -> None:
-            raise MixedRows("a replicated activation meets sharded ones")
-
-        super().__init__(mixed)
-        self.rows, self.stack = rows, stack
-        self.on_rows: dict[str, set[str]] = {block: set() for block in blocks}
-        self.on_whole: set[str] = set()
-        self.worked: set[str] = set()
-
-    @property
-    def block(self) -> str:
-        """The block that runs; empty outside of blocks."""
-        return next((path for path in self.stack if path in self.on_rows), "")
-
-    def mark_rows(self, value: Any) -> Any:
-        """Mark every tensor in ``value`` as rows; returns ``value``."""
-        return self.mark(self.rows.mark_rows(value), _ROWS)
-
-    def mark_replicated(self, value: Any) -> Any:
-        """Mark every tensor in ``value`` that holds no rows as replicated; returns ``value``."""
-        self.mark([tensor for tensor in tensors_in(value) if not self.rows.holds_rows(tensor)], _REPLICATED)
-        return value
-
-    def mark_sharded(self, value: Any) -> Any:
-        """Mark every tensor in ``value`` as sharded; returns ``value``."""
-        if self.rows.holds_rows(value):
-            raise MixedRows("rows enter a sharded region")
-        return super().mark_sharded(value)
-
-    def alias(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` as another tensor, marked as sharded."""
-        if self.rows.holds_rows(x):
-            raise MixedRows("rows enter a sharded region")
-        return super().alias(x)
-
-    def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        if self.block or self.rows.holds_rows((args, kwargs)):
-            self.rows.track(func, args, kwargs, result)
-        super().track(func, args, kwargs, result)
-
-    def _combine(self, kinds: list[Kind]) -> Kind:
-        names = {kind.name for kind in kinds}
-        parameters = {name for kind in kinds for name in kind.parameters}
-        if "rows" not in names:
-            if names & {"replicated", "sharded"}:
-                self.on_whole |= parameters
-            return super()._combine(kinds)
-        if "sharded" in names:
-            raise MixedRows("rows meet what a sharded region has made")
-        if "replicated" in names:
-            raise MixedRows("rows meet a whole activation that has a gradient")
-        inside = sorted(name[1:] for name in parameters if name.startswith("+"))
-        if inside:
-            raise MixedRows(f"rows meet {inside[0]}, which works inside a sharded region")
-        if self.block:
-            self.worked.add(self.block)
-            self.on_rows[self.block] |= parameters
-        elif parameters:
-            raise MixedRows(f"rows meet {min(parameters)} outside of blocks")
-        return _ROWS
-
-
-class ModuleNotes:
-    """Notes on the modules of a shard, and on their arguments, made while it runs.
-
-    Args:
-        length: of the sequence.
-
-    Attributes:
-        ran: block -> paths of the modules that run in it.
-        seen, given: names of arguments that hold tensors, of the models around the blocks and of the blocks.
-        beside: names of arguments of blocks, ``[batch, seq, features]``, besides hidden states.
-    """
-
-    def __init__(self, shard: nn.Module, tracking: SequenceTracking, length: int) -> None:
-        self.ran: dict[str, set[str]] = {block: set() for block in tracking.on_rows}
-        self.seen, self.given, self.beside = set[str](), set[str](), set[str]()
-        self._tracking, self._length = tracking, length
-        self.hooks = []
-        blocks = {id(shard.get_submodule(path)) for path in self.ran}
-        for path, module in shard.named_modules():
-            note = functools.partial(self._note, path, id(module) in blocks)
-            self.hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
-
-    def _note(
-        self, path: str, is_block: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        if self._tracking.block:
-            self.ran[self._tracking.block].add(path)
-        if not is_block and not isinstance(module, PreTrainedModel):
-            return
-        given = [*zip(argument_names(module), args, strict=False), *kwargs.items()]
-        held = {name for name, value in given if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))}
-        self.seen |= held if isinstance(module, PreTrainedModel) else set()
-        if is_block:
-            self.given |= held
-            self.beside |= {name for name, value in given[1:] if isinstance(value, torch.Tensor)
-                            and value.ndim == 3 and value.shape[1] == self._length}  # fmt: skip
-
-
-class SampleRows(RowsOfList):
-    """Rows of a sequence of one length, whatever the model makes of its sample (the patches of an image)."""
-
-    def __init__(self, batch: int, length: int, region: Region, plan: SequencePlan) -> None:
-        super().__init__(region, plan)
-        self.batch, self.length = batch, length
-        self.known = _Everything()
-        self.whole: list[int] = []
-
-    def note_length(self, x: torch.Tensor) -> torch.Tensor:
-        """Note the length of the sample."""
-        natural = x.ndim > 2 and x.shape[1] == self.length
-        if x.shape[0] % self.batch or not (natural or x.ndim == 3):
-            raise MixedRows(f"hidden states have the shape {list(x.shape)}, not that of [batch, seq, hidden]")
-        self.whole = list(x.shape)
-        self.rows = rows_of(self.length, self.region.axis.size)
-        return x
-
-    def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """Return rows of the sample."""
-        return super().enter(self.region.mark_replicated(x.new_empty(x.shape[0], self.length, *x.shape[2:])))
-
-    def leave(self, x: torch.Tensor, rows: Layout | None = None) -> torch.Tensor:
-        """Return whole hidden states, as long as they were."""
-        y = super().leave(x, rows)
-        return self.region.mark_replicated(y.new_empty(*self.whole[:2], *y.shape[2:]))
-
-
-class _Everything(frozenset[str]):
-    """All names: nothing is unknown to a dry run."""
-
-    def __contains__(self, name: object) -> bool:
-        return True

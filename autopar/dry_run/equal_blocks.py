@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.adapters import is_adapted
 from autopar.dry_run.operators import form_of
+from autopar.foreign.peft import is_adapted
 from autopar.foreign.tensors import (
     TreeSpec,
     own_buffers,

@@ -26,7 +26,7 @@ from autopar.dry_run.inputs import sample_inputs
 from autopar.dry_run.operators import ALONG, CONSTANT, EMPTY, SIZES, ValuelessTracking, name_of
 from autopar.errors import ConfigError
 from autopar.foreign.tensors import base_of, schema_of, tree_map
-from autopar.plan.stages import lies_in
+from autopar.plan.stages import dropped_blocks, lies_in
 from autopar.tensor_tracking import tensors_in
 
 _PRIMES = (29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 23, 19, 17, 13, 11, 7, 5)
@@ -84,17 +84,25 @@ class RowSearch(ABC):
     Args:
         model: the Hugging Face model, only read.
         ranks: over which sequences are sharded.
-        blocks: paths of its blocks.
+        lists: paths of its blocks, each list in forward order.
 
     Attributes:
+        blocks: paths of all blocks.
         prime: of :func:`prime_beside`: rows of one rank.
+
+    Raises:
+        ConfigError: a setting of the model may leave out its last block.
     """
 
     prime: int
 
-    def __init__(self, model: PreTrainedModel, ranks: int, blocks: Sequence[str]) -> None:
-        self.model, self.ranks, self.blocks = model, ranks, blocks
+    def __init__(self, model: PreTrainedModel, ranks: int, lists: Sequence[tuple[str, ...]]) -> None:
+        self.model, self.ranks, self.lists = model, ranks, tuple(lists)
+        self.blocks = [block for each in lists for block in each]
         self.kinds = {path: type(module) for path, module in model.named_modules(remove_duplicate=False)}
+        dropped = dropped_blocks(model)
+        if dropped:
+            raise self.refusal(f"{dropped} leaves out blocks, and the last of them makes sequences whole")
 
     @abstractmethod
     def attempt(self) -> None:

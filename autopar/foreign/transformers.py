@@ -1,10 +1,12 @@
-"""transformers and peft: private names of models, and of continuous batching."""
+"""transformers: private names of models, and of continuous batching."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from transformers import Cache, EncoderDecoderCache
 
 ATTENTION = "_attn_implementation"  # of a config: the name of the function that attends
+ROUTER_LOSS = "load_balancing_loss_func"  # of a module of transformers: the auxiliary loss of a mixture's routers
 EXPERTS = "_experts_implementation"  # of a config: how the experts of a mixture are multiplied
 RECOMPUTE = "_gradient_checkpointing_func"  # of a module: what runs its forward again
 _CONVERSIONS = "_weight_conversions"  # of a loaded model: what was done to the tensors of the files
@@ -110,14 +113,10 @@ def set_loss_function(model: nn.Module) -> Any:
     return getattr(model, "_loss_function", None)
 
 
-def adapters_available(layer: Any) -> list[str]:
-    """Return the names of the adapters in a PEFT layer."""
-    return list(layer._get_available_adapters())
-
-
-def swaps_features(layer: Any) -> bool:
-    """Return whether a PEFT layer of an embedding has its input and output features exchanged."""
-    return bool(layer._did_swap_in_out_features)
+def router_loss_module(model: nn.Module) -> ModuleType | None:
+    """Return the module of transformers that has the auxiliary loss of the routers of ``model``; None without one."""
+    modules = (sys.modules.get(kind.__module__) for kind in type(model).__mro__)
+    return next((module for module in modules if getattr(module, ROUTER_LOSS, None) is not None), None)
 
 
 def given_cache(arguments: Mapping[str, Any]) -> Any:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import math
 import operator
 import weakref
@@ -289,14 +288,9 @@ class ForwardCheck:
 
 
 def named_arguments(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a forward by name (``names``: :func:`parameters_of`), without this rank's cache."""
+    """Return the arguments of a forward by name (``names``: of all of them), without this rank's cache."""
     named = {**dict(zip(names, args, strict=False)), **kwargs}
     return {name: value for name, value in named.items() if name not in CACHES}
-
-
-def parameters_of(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of what the forward of ``model`` takes."""
-    return tuple(name for name in inspect.signature(type(model).forward).parameters if name != "self")
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -27,10 +27,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from autopar.adapters import is_adapted, is_peft_model, tuner_layers
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.foreign.c10d import left_out_of_ddp, meshes_of_fsdp
+from autopar.foreign.c10d import meshes_of_fsdp
+from autopar.foreign.peft import is_adapted, is_peft_model, tuner_layers
 from autopar.foreign.tensors import no_overrides, own_modules, own_parameters
 from autopar.foreign.transformers import forget_own_adapters
 from autopar.guards.messages import group_call
@@ -191,6 +191,9 @@ class WrapperCheck:
     Args:
         shares_experts: Whether replicas hold different experts.
         fully_sharded: Whether autopar calls ``fully_shard``, which shards experts over other ranks than the rest.
+
+    Attributes:
+        when_wrapped: Function of a feature, called with a wrapper that averages gradients and with the module in it.
     """
 
     def __init__(
@@ -198,6 +201,7 @@ class WrapperCheck:
     ) -> None:
         self.mpu, self._shares, self._fully_sharded = mpu, shares_experts, fully_sharded
         self._model = weakref.ref(model)
+        self.when_wrapped: Callable[[nn.Module, nn.Module], None] | None = None
         self._handle: Any = None
         if mpu.model.size > 1 or shares_experts or fully_sharded:
             listen(self)
@@ -221,8 +225,8 @@ class WrapperCheck:
                         "gradients over the replicas already.\n  Leave the wrapper out."
                     )
                 _check_group(type(module).__name__, module.process_group, self.mpu)
-                if self._shares:
-                    self._leave_to_us(module, submodule)
+                if self.when_wrapped is not None:
+                    self.when_wrapped(module, submodule)
                 if isinstance(module, FullyShardedDataParallel):
                     vars(module)["clip_grad_norm_"] = refuse_flat
         elif isinstance(submodule, nn.SyncBatchNorm) and self._is_ours([module]):
@@ -231,22 +235,6 @@ class WrapperCheck:
             self._refuse_adapters()
         elif name == "base_model" and is_peft_model(module) and submodule is not None and self._is_ours([submodule]):
             self._refuse_adapters()  # prompts and prefixes: a PeftModel around the model itself
-
-    def _leave_to_us(self, wrapper: Any, inside: nn.Module) -> None:
-        """Check that a wrapper leaves the experts out, which other replicas hold others of."""
-        states = (vars(module).get("_autopar") for module in inside.modules())  # of the model, or of a copy
-        found = [state.dp.experts for state in states if state is not None and state.mpu is self.mpu]
-        own = {parameter for experts in found for parameter in experts.parameters}
-        names = {name for name, parameter in inside.named_parameters() if parameter in own}
-        if names and not (isinstance(wrapper, DistributedDataParallel) and names <= left_out_of_ddp(wrapper)):
-            raise ConfigError(
-                f"{type(wrapper).__name__} would average experts over all replicas: with expert_parallel_size="
-                f"{self.mpu.ep.size} above tensor_parallel_size={self.mpu.tp.size}\n  replicas hold different ones, "
-                f"{min(names)} for instance. Wrap DistributedDataParallel around what\n  autopar.initialize returned "
-                "itself, which has told it to leave them out."
-            )
-        for experts in found if isinstance(wrapper, DistributedDataParallel) else ():
-            experts.inside(wrapper)
 
     def when_new(self, optimizer: torch.optim.Optimizer) -> None:
         model = self._model()

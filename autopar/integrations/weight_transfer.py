@@ -12,13 +12,13 @@ import http.client
 import json
 import struct
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from autopar.checkpoint.adapters import adapter_weights
+from autopar import registry
 from autopar.checkpoint.format import parse_size
 from autopar.checkpoint.hf_weights import hf_weights
 from autopar.distributed.agree import rank_zero
@@ -132,7 +132,7 @@ class WeightTransfer:
         mpu: Any = model.mpu
         before, self._sent = self._sent, {}
         bucket, now, count = _Bucket(keeps=mpu.rank == 0), dict(before), 0
-        weights: Any = adapter_weights(model) if adapters_only else hf_weights(model, bucket_size=self.limit)
+        weights: Any = _adapter_weights(model) if adapters_only else hf_weights(model, bucket_size=self.limit)
         try:
             self._tell(mpu, "start")
             for name, tensor in weights:
@@ -171,6 +171,13 @@ class WeightTransfer:
         rank_zero(mpu, call)
         if bucket is not None:
             bucket.clear()
+
+
+def _adapter_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    registry.need("peft", "adapters_only=True")
+    from autopar.features.peft.saving import adapter_weights
+
+    return adapter_weights(model)
 
 
 class _Bucket:

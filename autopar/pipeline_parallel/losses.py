@@ -18,7 +18,6 @@ from transformers.loss.loss_utils import (
 )
 
 from autopar.call_site import warn_user
-from autopar.data_parallel.router_loss import adds_router_loss
 from autopar.errors import ConfigError
 from autopar.foreign.tensors import next_sequence_number, sequence_number
 from autopar.foreign.transformers import set_loss_function
@@ -183,6 +182,18 @@ class OwnLoss:
         if adds_router_loss(self.model, given):
             return "it has the routers' auxiliary loss (output_router_logits)"
         return None
+
+
+def adds_router_loss(model: Any, given: Mapping[str, Any]) -> bool:
+    """Return whether a forward with these arguments adds the auxiliary loss of a mixture's routers to its own.
+
+    It is not a mean over samples, so the mean over replicas differs from the loss of one process.
+    """
+    asked, config = given.get("output_router_logits"), getattr(model, "config", None)
+    if asked is not None:
+        return bool(asked)
+    configs = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
+    return any(getattr(each, "output_router_logits", False) for each in configs)
 
 
 def loss_in(outputs: Any) -> Any:

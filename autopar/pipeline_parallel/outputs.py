@@ -200,9 +200,9 @@ def record_length(
     index = _layer_index(block)
     if index is None or hidden is None:
         return
-    rows = getattr(getattr(block, "rows_list", None), "rows", None)
-    if hidden.ndim == 3 and rows is not None:  # sequence parallelism: keys and values are whole
-        _extend(cache, index, hidden.new_empty(hidden.shape[0], rows.size))
+    length = getattr(block, "full_length", None)
+    if hidden.ndim == 3 and length is not None:  # hidden states are shards of sequences, but keys and values are full
+        _extend(cache, index, hidden.new_empty(hidden.shape[0], length))
     elif hidden.ndim == 3:
         time_first = tokens is not None and hidden.shape[:2] == tokens.shape[1::-1]
         _extend(cache, index, hidden.transpose(0, 1) if time_first else hidden)

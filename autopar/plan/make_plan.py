@@ -9,18 +9,16 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from autopar.adapters import check_adapters
+from autopar import registry
 from autopar.errors import ConfigError, PolicyError, listed, nearest
 from autopar.foreign.tensors import own_parameters
 from autopar.layout import Block, Layout
-from autopar.plan.adapters import adapter_rules, expert_attributes as adapted_experts
-from autopar.plan.by_expert import mixtures_in, rules_of, shard_by_expert
 from autopar.plan.matching import RuleMatch, Scope, all_scopes, check_overlap, check_regions, join, matches_of, walk
 from autopar.plan.plan import AttributePlan, InputPlan, ModulePlan, Plan
-from autopar.plan.rules import TensorRule
+from autopar.plan.rules import TensorRule, tensor_rules_of
 from autopar.plan.tensors import plan_tensors
 from autopar.policy.match import Described, model_type_of
-from autopar.policy.schema import Policy, Ratio
+from autopar.policy.schema import BY_EXPERT, Policy, Ratio
 
 
 def scaled_attributes(scope: Scope, modules: Mapping[str, ModulePlan]) -> Iterator[AttributePlan]:
@@ -131,7 +129,9 @@ def make_plan(root: nn.Module, policy: Policy | Described, tp: int, *, experts: 
     """
     described = Described.of(root, policy)
     policy, prefix, model = described.policy, described.prefix, described.model
-    check_adapters(root, tp)
+    additions = [addition(root) for _, addition in registry.entries("additions")]
+    for addition in additions:
+        addition.check(tp, 1)
     scopes = list(all_scopes(policy, prefix, model, tp, described.policy_of))
     names = _Names(root)
     found = [match for scope in scopes for met in matches_of(scope) for match in _replicated_if_too_few(met)]
@@ -140,15 +140,19 @@ def make_plan(root: nn.Module, policy: Policy | Described, tp: int, *, experts: 
     modules: dict[str, ModulePlan] = {}
     layouts = _Layouts()
     expert_attributes: list[AttributePlan] = []
+    expert_rules: Collection[str] = ()
     if experts > 1:
-        matches, expert_attributes = shard_by_expert(matches, experts)
+        where = next((match.rule.where for match in matches if match.rule.by_expert is not None), policy.where)
+        lay = registry.entry("matches", BY_EXPERT, where)
+        matches, expert_attributes, expert_rules = lay(matches, root, experts)
     for bare in (False, True):  # a bare parameter that is tied to one which a layer's rule shards follows that rule
         for match in matches:
             if isinstance(match.module, nn.Module) is not bare:
-                for rule in rules_of(match, root):
+                for rule in (match.rules or tensor_rules_of)(match):
                     _add(rule, match, modules, layouts, bare)
-    for match, rule in adapter_rules(root, matches, modules, tp):
+    for match, rule in (found for addition in additions for found in addition.rules(matches, modules, tp)):
         _add(rule, match, modules, layouts, bare=False)
+        expert_attributes.extend(rule.attributes)
     check_regions(matches, modules)
     attributes = [replace(a, path=names[a.path]) for scope in scopes for a in scaled_attributes(scope, modules)]
     for scope in scopes:
@@ -169,8 +173,8 @@ def make_plan(root: nn.Module, policy: Policy | Described, tp: int, *, experts: 
             "Every parameter needs a rule; 'replicated' keeps one whole.",
             policy.where,
         )
-    expert_attributes += adapted_experts(root, modules) if experts > 1 else ()
-    mixtures = mixtures_in(expert_attributes, modules)
+    mixtures = {path for path, plan in modules.items() if plan.rule in expert_rules}
+    mixtures |= {attribute.path for attribute in expert_attributes}
     attributes = [attribute for attribute in attributes if attribute.path not in mixtures]
     if tp == 1 and experts > 1:  # all other modules stay as they are
         wide = {path for path, plan in modules.items() if any(x.axis_size == experts for x in plan.layouts.values())}

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.adapters import seen_through
 from autopar.errors import ConfigError, PolicyError, UnsupportedModelError, nearest
+from autopar.foreign.peft import seen_through
 from autopar.foreign.tensors import own_buffers, own_modules, own_parameters
 from autopar.foreign.transformers import has_accelerate_hook
 from autopar.layout import Layout
@@ -55,13 +55,18 @@ class Scope:
 
 @dataclass(frozen=True)
 class RuleMatch:
-    """One rule and one module, bare parameter or buffer that it matches."""
+    """One rule and one module, bare parameter or buffer that it matches.
+
+    Attributes:
+        rules: Function of a feature that makes the layouts; None: :func:`autopar.plan.rules.tensor_rules_of`.
+    """
 
     path: str
     module: nn.Module | torch.Tensor
     rule: Rule
     scope: Scope
     shown: str
+    rules: Callable[[RuleMatch], Iterator[Any]] | None = None
 
     def count(self, unit: str) -> int | None:
         """Return how many units there are here; None if the policy leaves it to the parameter."""
@@ -153,7 +158,7 @@ def matches_of(scope: Scope) -> Iterator[RuleMatch]:
 def walk(root: nn.Module, pattern: str, where: Where) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
     """Yield each module, bare parameter or buffer at ``pattern``: none if a segment marked ``?`` is missing (or None).
 
-    ``*`` stands for every member of a list of modules. Adapters are seen through (:mod:`autopar.adapters`).
+    ``*`` stands for every member of a list of modules. Adapters are seen through (:mod:`autopar.foreign.peft`).
     """
     found: list[tuple[str, Any]] = [("", root)]
     for segment in pattern.split("."):

@@ -13,17 +13,22 @@ from autopar.errors import ConfigError, PolicyError
 from autopar.foreign.tensors import BatchNorm, own_buffers, own_parameters
 from autopar.layout import Layout
 from autopar.plan.matching import RuleMatch, join
-from autopar.plan.plan import ModulePlan
+from autopar.plan.plan import AttributePlan, ModulePlan
 from autopar.policy.schema import BY_EXPERT, HIDDEN, Part
 from autopar.stored import StandIn
 
 
 @dataclass(frozen=True)
 class TensorRule:
-    """Part of a plan: a module, and each tensor that a rule decides on with its layout (None: replicated)."""
+    """Part of a plan: a module, and each tensor that a rule decides on with its layout (None: replicated).
+
+    Attributes:
+        attributes: sizes that an addition to the model has on each rank.
+    """
 
     plan: ModulePlan | None
     tensors: list[tuple[str, torch.Tensor, Layout | None]] = field(default_factory=list)
+    attributes: tuple[AttributePlan, ...] = ()
 
 
 def tensor_rules_of(match: RuleMatch) -> Iterator[TensorRule]:

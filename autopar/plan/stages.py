@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.adapters import check_adapters
+from autopar import registry
 from autopar.errors import ConfigError, UnsupportedModelError
 from autopar.foreign.transformers import CACHES
 from autopar.plan.matching import Scope, all_scopes, around, join, matches_of
@@ -335,7 +335,8 @@ def make_stages(
         ConfigError: more stages than blocks, or ``layers_per_stage`` does not add up.
         UnsupportedModelError: the blocks are not a chain, or a stage cannot run by itself.
     """
-    check_adapters(root, 1, ranks)
+    for _, addition in registry.entries("additions"):
+        addition(root).check(1, ranks)
     blocks = Blocks(Described.of(root, policy))
     chunks = chunks if ranks > 1 else 1
     stages = ranks * chunks

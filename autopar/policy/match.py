@@ -22,6 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel, __version__ as trans
 
 from autopar import registry
 from autopar.errors import PolicyError, UnsupportedModelError, nearest, tell
+from autopar.foreign.peft import uses_peft
 from autopar.foreign.transformers import tensor_plan
 from autopar.policy.files import policy_files, policy_text, reference
 from autopar.policy.load import load_policies, own_policies, read_user_policy
@@ -36,7 +37,10 @@ def model_inside(root: nn.Module, policy: Policy | None) -> tuple[str, Any]:
 
     Raises:
         UnsupportedModelError: there is no Hugging Face model and no policy was given, or there are several.
+        ConfigError: the model has adapters, and the feature for them is not installed.
     """
+    if uses_peft(root):
+        registry.need("peft", f"the adapters of {type(root).__name__} (PEFT)")
     if policy is not None and not policy.model_types:
         return "", root
     if policy is not None and not _hugging_face_models(root):

@@ -7,27 +7,29 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar import registry
 from autopar.config import ParallelConfig
 from autopar.distributed.axis import Axis
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
+from autopar.errors import ConfigError
 from autopar.foreign.tensors import forward_hooks
 from autopar.guards.forward import ForwardCheck
 from autopar.guards.step import StepCheck
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.stages import StagePlan
 from autopar.swap import bind, unbind
-from autopar.tensor_parallel import generation, hooks, parameter_marks
+from autopar.tensor_parallel import hooks, parameter_marks
 from autopar.tensor_parallel.regions import Region
 
-_OWNER = "seeds of layers"
+_OWNER = "tensor parallelism"
 _MODELS = itertools.count(1)  # every rank makes the same ones, in the same order
 
 
@@ -41,7 +43,7 @@ def apply(model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU, config: Para
     if plan.shards > 1:
         from autopar.tensor_parallel import parallelize
 
-        parallelize.apply(model, plan, mpu.tp, region, mpu.shards, config.expert_dispatch)
+        parallelize.apply(model, plan, mpu.tp, region, mpu.shards)
     if plan.tp == 1 and config.loss_chunk:
         chunk_head(inner, mpu.tp, region)
     region.find_dropout(model)
@@ -62,7 +64,7 @@ def attach(
 
     Args:
         region: of :func:`apply`.
-        failures: where ``generate`` publishes its errors.
+        failures: where forwards publish their errors.
         steps: counts the steps of the model's optimizers.
     """
     check = None
@@ -73,7 +75,7 @@ def attach(
         if not config.fully_sharded:
             check.find_sharded(inner)
     hooks.attach(inner, plan, mpu, region, failures, check)
-    generation.attach(inner, plan, mpu)
+    refuse_methods(inner, plan, mpu)
     if mpu.tp_cp.size > 1:
         draw_seeds_alike(inner)
     if (plan.tp > 1 or config.loss_chunk) and config.loss_gather_logits == "on_read":
@@ -84,6 +86,34 @@ def attach(
                 "head whose logits a loss could make some tokens at a time",
                 stacklevel=2,
             )
+
+
+def refuse_methods(model: nn.Module, plan: Plan, mpu: MPU) -> None:
+    """Let methods of Hugging Face models raise that a sharded model does not have."""
+    generates = any(feature.name == "generation" for feature in registry.features())
+    for module in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
+        bind(module, _OWNER, resize_token_embeddings=_refuse_resize)
+        if not generates:
+            names = generating_methods(module, plan, mpu)
+            bind(module, _OWNER, **{name: functools.partial(_need_generation, name) for name in names})
+
+
+def generating_methods(module: nn.Module, plan: Plan, mpu: MPU) -> list[str]:
+    """Return the names of a model's methods that ranks must run together: the feature ``generation`` replaces them."""
+    names = ["generate"] if mpu.model.size > 1 or plan.experts else []
+    names += ["init_continuous_batching", "generate_batch"] if mpu.world_size > 1 else []
+    return [name for name in names if callable(getattr(module, name, None))]
+
+
+def _refuse_resize(self: Any, *_: Any, **__: Any) -> NoReturn:
+    raise ConfigError(
+        f"resize_token_embeddings: the vocabulary of this {type(self).__name__} is sharded already. "
+        "Resize before autopar.initialize, or after autopar.deparallelize(model)."
+    )
+
+
+def _need_generation(name: str, self: Any, *_: Any, **__: Any) -> None:
+    registry.need("generation", f"{type(self).__name__}.{name} on several ranks")
 
 
 def chunk_head(model: nn.Module, axis: Axis, region: Region) -> None:
@@ -127,24 +157,18 @@ def mark_parameters(model: nn.Module, inner: nn.Module, plan: Plan, stages: Stag
             if isinstance(hook, hooks.BeforeForward) and hook.tree is not None:
                 hook.tree.check(module)
     parameter_marks.mark(model, plan, stages, mpu)
-    if mpu.tp.size > 1:
-        from autopar.tensor_parallel import adapters
-
-        adapters.attach(model)
 
 
 def undo(model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU) -> None:
     """Give back plain layers with full weights and gradients, without hooks and methods. Collective over tp."""
-    from autopar.tensor_parallel import adapters, parallelize
+    from autopar.tensor_parallel import parallelize
     from autopar.tensor_parallel.layers import ParallelLayer
 
     if plan.shards > 1:
         parallelize.undo(model, plan)
-        adapters.detach(model)
     head = _head_of(inner)
     if isinstance(head, ParallelLayer):  # of chunk_head
         parallelize.swap_back(head)
-    generation.detach(inner)
     hooks.detach(inner)
     unbind(inner, _OWNER)
     parameter_marks.unmark(model)

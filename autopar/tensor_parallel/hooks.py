@@ -42,10 +42,11 @@ from autopar.distributed.shard_reads import switch
 from autopar.errors import ConfigError, first_line
 from autopar.foreign.tensors import forward_hooks, leave_alone, remove_forward_hooks
 from autopar.foreign.transformers import caches_in, holds_states, holds_tokens
-from autopar.guards.forward import ForwardCheck, leaves, named_arguments, parameters_of
+from autopar.guards.forward import ForwardCheck, leaves, named_arguments
 from autopar.guards.model_changes import ModuleTree
 from autopar.layout import Block, Layout
 from autopar.plan.plan import Plan
+from autopar.swap import argument_names
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.whole_hooks import WholeHooks
 
@@ -172,24 +173,6 @@ def _plain(name: str, entry: Any) -> bool:
     return "attentions" not in name and not isinstance(entry, dict)
 
 
-def gather_hidden_states(output: Any, region: Region) -> Any:
-    """Return what a model returns with hidden states gathered; a collective of the axis if it holds rows."""
-    if isinstance(output, torch.Tensor):
-        ref, gather = region.row_tensors.get(id(output), (None, None))
-        return gather(output) if ref is not None and gather is not None and ref() is output else output
-    if isinstance(output, dict):
-        for name, value in list(output.items()):
-            changed = gather_hidden_states(value, region)
-            if changed is not value:
-                output[name] = changed
-        return output
-    if type(output) in (tuple, list):
-        entries = [gather_hidden_states(entry, region) for entry in output]
-        same = all(new is old for new, old in zip(entries, output, strict=True))
-        return output if same else type(output)(entries)
-    return output
-
-
 _SHARDED = "_autopar_local"
 _NOT_CACHED = ("key_heads", "value_heads", "state_heads")  # of linear attention
 
@@ -309,13 +292,13 @@ def attach(
     """Register hooks on ``model`` and its base model (which users call by itself, too).
 
     Args:
-        failures: where ``generate`` publishes its errors.
+        failures: where forwards publish their errors.
         check: compares over tp and cp when a forward begins; None for no checks.
     """
     layouts = head_layouts(plan) if plan.tp > 1 and isinstance(model, PreTrainedModel) else []
     for module in callable_alone(model):
         tree = ModuleTree(module) if plan.tp > 1 else None
-        before = BeforeForward(region, check, tree, parameters_of(module))
+        before = BeforeForward(region, check, tree, argument_names(module))
         before.outermost, before.sharded = module is model, plan.shards > 1
         before.together = before.sharded or mpu.pp.size > 1 or mpu.cp.size > 1
         if check is not None or plan.tp > 1:
@@ -374,7 +357,7 @@ class BeforeForward(Hook):
     @no_graph_of_its_own
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         compiling, changed = torch.compiler.is_compiling(), None
-        if self.region.batching is not None and not compiling:
+        if self.region.check_thread is not None and not compiling:
             self.region.check_thread()
         silent = self.tree is None if self.check is None else self.check.is_silent
         if self.sharded and not compiling:
@@ -429,13 +412,8 @@ class AfterForward(Hook):
         self.region.finish()
         if not self.region.running and not torch.compiler.is_compiling():
             switch.hide(False)
-        if output is not None and self.region.row_tensors:
-            output = gather_hidden_states(output, self.region)
-        if self.region.rows_are_out and output is not None and self.mpu.pp.size == 1:
-            raise ConfigError(
-                f"sequence_parallel: the last block of {type(model).__name__} did not run in this forward, so what its "
-                "blocks made are rows of the sequence.\n  Leave no last block out, or leave out sequence_parallel."
-            )
+        if output is not None and self.region.sequence is not None:
+            output = self.region.sequence.after_forward(model, output)
         if self.region.running or self.mpu.tp_cp.size == 1:
             return output  # inside another of the model's forwards
         check = None if torch.compiler.is_compiling() else self.check

@@ -40,7 +40,6 @@ from autopar.tensor_parallel.logits_shards import Head, HeadState, Shards
 from autopar.tensor_parallel.overlap import CONV1D, LINEAR, WeightGradient, attach
 from autopar.tensor_parallel.parameter_marks import mark_shard
 from autopar.tensor_parallel.regions import Region
-from autopar.tensor_parallel.sequence_rows import sum_to_rows
 from autopar.tensor_parallel.sharded_logits import sharded_logits
 
 InitMethod = Callable[[torch.Tensor], Any]
@@ -368,7 +367,7 @@ class Row(ParallelLayer):
         if rows is None:
             y = self.region.mark_replicated(reduce_(y, self.tp))
         else:
-            y = self.region.mark_rows(sum_to_rows(y, self.tp, rows))  # [batch, seq/tp, out]
+            y = self.region.mark_rows(rows.sum(y))  # [batch, seq/tp, out]
         if self.skip_bias_add:
             return y, self.bias
         y = y if self.bias is None else self._add_bias(y)

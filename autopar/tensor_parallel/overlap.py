@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autopar.distributed.autograd_functions import any_order, keep_none, named_collective, record
+from autopar.distributed.autograd_functions import any_order, is_watched, keep_none, named_collective, record
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy, reduce, start_all_reduce
 
@@ -62,6 +62,19 @@ class Late(NamedTuple):
     tensor: torch.Tensor | None = None
     weight: torch.Tensor | None = None
     x: torch.Tensor | None = None
+
+
+def can_compute_late(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether the gradient of ``weight`` can be computed from ``x``, or rows of it, next to the layer."""
+    return (
+        weight.requires_grad
+        and torch.is_grad_enabled()
+        and type(x) is torch.Tensor
+        and x.dtype == weight.dtype
+        and not torch.compiler.is_compiling()
+        and (x.is_meta or not torch.is_autocast_enabled(x.device.type))
+        and not is_watched(x)  # what the layer returns was kept: it must not be written to
+    )
 
 
 def enter(x: torch.Tensor, weight: torch.Tensor, gradient: WeightGradient, axis: Axis) -> tuple[torch.Tensor, Late]:

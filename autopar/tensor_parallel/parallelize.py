@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from autopar import registry
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather
 from autopar.distributed.gloo_collectives import all_reduce
@@ -27,9 +28,6 @@ from autopar.plan.matching import drop_plain_forward
 from autopar.plan.plan import AttributePlan, ModulePlan, Plan
 from autopar.stored import StoredWeight, stored_weight
 from autopar.swap import bind, mixed_class, set_value, unbind, view_of_config
-from autopar.tensor_parallel.adapters import AdapterOfRows, DropoutAlike, DropoutApart, Magnitude, MagnitudeOfParts
-from autopar.tensor_parallel.expert_modules import ExpertCaller, ModuleExperts
-from autopar.tensor_parallel.experts import ExpertParallel, SortedExperts
 from autopar.tensor_parallel.layers import (
     ColumnParallelConv,
     ColumnParallelConv1D,
@@ -41,7 +39,7 @@ from autopar.tensor_parallel.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from autopar.tensor_parallel.region_modules import RegionModule, ShardedNorm, argument_names, region_class
+from autopar.tensor_parallel.region_modules import RegionModule, ShardedNorm, region_class
 from autopar.tensor_parallel.regions import Region
 
 _OWNER = "printed sizes"
@@ -66,9 +64,7 @@ def _extra_repr(self: Any) -> str:
 _SIZES = {"column": ("out_features", "nf", "out_channels"), "row": ("in_features", "nx", "in_channels")}
 
 
-def apply(
-    model: nn.Module, plan: Plan, axis: Axis, region: Region, shards: Axis | None = None, dispatch: str = "all_to_all"
-) -> None:
+def apply(model: nn.Module, plan: Plan, axis: Axis, region: Region, shards: Axis | None = None) -> None:
     """Shard ``model`` for ``axis.rank``, in place; no communication.
 
     Parameter objects keep their identity: ``param.data`` (and ``param.grad``) become the shard, ``id(param)`` stays,
@@ -77,7 +73,6 @@ def apply(
     Args:
         shards: the ranks over which experts are sharded, where these are more than those of ``axis``; None: of a dry
             run, which sends nothing.
-        dispatch: how tokens travel to experts.
     """
     if plan.shards == 1:
         return
@@ -89,12 +84,9 @@ def apply(
         module = modules[path]
         drop_plain_forward(module)
         swap(module, module_plan, axis, region)
-        if module_plan.rule in ("experts", "expert_modules"):
-            module.tp, module.beside, module.dispatch = shards, axis, dispatch
-            assert module_plan.layout is not None
-            module.tokens = torch.zeros(module_plan.layout.local_size(shards.rank), dtype=torch.int64)
-        elif any(layout.axis_size > axis.size for layout in module_plan.layouts.values()):
-            module.tp = shards  # adapters of experts
+        layouts = [*module_plan.layouts.values(), *([module_plan.layout] if module_plan.layout is not None else [])]
+        if any(layout.axis_size > axis.size for layout in layouts):
+            module.tp = shards
         rank = module.tp.rank
         for name, layout in vars(module)["autopar_layouts"].items():
             parameter = own_parameters(module).get(name)
@@ -133,13 +125,11 @@ def swap(module: nn.Module, plan: ModulePlan, axis: Axis, region: Region) -> Non
     vars(module).update(tp=axis, region=region, autopar=plan, autopar_layouts=dict(plan.layouts))
 
 
-_OF_LISTS = ("autopar_names", "idle_zeros", "_called", "_inside")  # attributes of experts that are modules
-
-
 def swap_back(module: nn.Module) -> None:
     """Undo :func:`swap`."""
+    own: tuple[str, ...] = getattr(type(module), "autopar_state", ())
     module.__class__ = plain_class(module)
-    for name in ("tp", "region", "autopar", "autopar_layouts", "beside", "dispatch", "tokens", "chunk", *_OF_LISTS):
+    for name in ("tp", "region", "autopar", "autopar_layouts", "chunk", *own):
         module.__dict__.pop(name, None)
 
 
@@ -292,14 +282,6 @@ _LAYERS: dict[tuple[str, bool], type[nn.Module]] = {
 
 _REGION_MODULES: dict[str, type[RegionModule]] = {
     "norm_over": ShardedNorm,
-    "experts": ExpertParallel,
-    "expert_modules": ModuleExperts,
-    "calls_experts": ExpertCaller,
-    "dropout_alike": DropoutAlike,
-    "dropout_apart": DropoutApart,
-    "adapter_of_rows": AdapterOfRows,
-    "magnitude": Magnitude,
-    "magnitude_of_parts": MagnitudeOfParts,
 }
 
 
@@ -323,10 +305,8 @@ def parallel_class(plain: type[nn.Module], plan: ModulePlan, stored: StoredWeigh
         layer = _LAYERS[plan.rule, plan.by_hidden if plan.rule == "embedding" else issubclass(plain, Conv1D)]
         return _layer_class(plain, layer)  # type: ignore[arg-type]
     replicas = {name for name, layout in plan.layouts.items() if layout.replicated}
-    mixin = _REGION_MODULES.get(plan.rule, RegionModule)
-    takes_routes = mixin is ExpertParallel and len(argument_names(plain)) >= 3  # type: ignore[arg-type]
-    if mixin is ExpertParallel and not takes_routes:  # no indices of experts and no weights
-        mixin = SortedExperts
+    found: Any = _REGION_MODULES.get(plan.rule) or registry.entry("rules", plan.rule, plan.where) or RegionModule
+    mixin = found if isinstance(found, type) else found(plain)
     return region_class(plain, mixin, tuple(sorted(plan.summed | replicas)))  # type: ignore[arg-type]
 
 

@@ -15,7 +15,6 @@ Nothing is drawn, saved or restored unless the model is in training mode and som
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import is_dataclass
@@ -31,9 +30,7 @@ from autopar.distributed.collectives import copy
 from autopar.distributed.rng import TorchGenerators, follow_streams, seed_torch, unfollow_streams
 from autopar.foreign.c10d import in_fake_world
 from autopar.foreign.tensors import version_of
-from autopar.layout import Layout
-from autopar.tensor_parallel.overlap import Late, WeightGradient, enter as enter_overlapped
-from autopar.tensor_parallel.sequence_rows import Entered, can_save_rows, gather_rows
+from autopar.tensor_parallel.overlap import Late, WeightGradient, can_compute_late, enter as enter_overlapped
 
 _DRAWS = {
     *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
@@ -58,22 +55,22 @@ class Region:
         axis: the tp axis.
 
     Attributes:
-        rows: which rows of the sequence each rank has between regions, in sequence parallelism; None: whole sequences
-            are computed with.
-        rows_of_parameters: id of a parameter -> what rows are computed with instead.
-        rows_are_out: whether a list of blocks has begun with rows, and its last block has not run.
-        row_tensors: id -> hidden states that are rows, and what makes them whole.
-        streamer: of the ``generate`` that runs, if a rank has one.
+        sequence: what shards sequences between regions; None: nothing does. ``begin()`` is called when the outermost
+            model begins a forward, ``after_forward(model, output)`` when a model ends one; it returns the output.
+        rows: the shards of sequences that are computed with now: ``sum(y)`` sums the output of a region into this
+            rank's shard; ``training`` is the mode of the module around it. None: full sequences.
+        entered: a full sequence that entered the region: ``is_whole(x)`` returns whether ``x`` is it, ``enter()`` what
+            layers read, ``late_weight(weight, gradient)`` what a layer attaches to its output.
+        check_thread: called before a forward, unless it is None; raises ConfigError if another thread runs some whose
+            collectives would meet those of this one.
     """
-
-    streamer: Any = None
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
-        self._entered: Entered | None = None
-        self._training = False
-        self.row_tensors: dict[int, tuple[weakref.ref[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {}
-        self.forget_rows()
+        self.sequence: Any = None
+        self.rows: Any = None
+        self.entered: Any = None
+        self.check_thread: Callable[[], None] | None = None
         self.may_draw = False
         self._in_evaluation = False
         self._source: torch.Tensor | None = None
@@ -87,25 +84,15 @@ class Region:
         self.forwards = 0
         self._has_labels, self._logits_made = False, 0  # in the forward that runs
         self.tracking: Any = None  # of a dry run: an ActivationTracking
-        self.batching: weakref.ref[Any] | None = None  # transformers' manager of continuous batching
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         copied = Region(self.axis)
         memo[id(self)] = copied
         copied.model = f"{self.model}, copied"
+        copied.sequence = deepcopy(self.sequence, memo)
         owners = [(deepcopy(owner, memo), name) for owner, name, _ in self._dropouts]
         copied._dropouts = [(owner, name, _entries(owner)) for owner, name in owners]
         return copied
-
-    def check_thread(self) -> None:
-        """Refuse a forward of another thread while requests run, whose collectives would meet those of the requests.
-
-        Raises:
-            ConfigError: Says what to do.
-        """
-        manager = None if self.batching is None else self.batching()
-        if manager is not None:
-            manager.check_thread()
 
     def find_dropout(self, model: nn.Module) -> None:
         """Find dropout: ``p`` of dropout modules, attributes called ``*drop*``, the config's for attention.
@@ -137,8 +124,9 @@ class Region:
         self.draw_alike()
         self.release()
         if self.running == 0:
-            self.depth = 0
-            self.forget_rows()
+            self.depth, self.rows = 0, None
+            if self.sequence is not None:
+                self.sequence.begin()
         self.running += 1
         on = [owner for owner, name, entries in self._dropouts if float(entries.get(name) or 0) > 0]
         self.may_draw = bool(on)
@@ -152,7 +140,7 @@ class Region:
 
     def release(self) -> None:
         """Release the references to activations."""
-        self._source = self._copied = self._entered = None
+        self._source = self._copied = self.entered = None
 
     def expect_logits(self, has_labels: bool) -> None:
         """Count a forward, which is given labels or is not."""
@@ -198,8 +186,9 @@ class Region:
             return x  # nothing to sum; also inference tensors, which have no version
         if not shared:
             return copy(x, self.axis)
-        if self._entered is not None and self.rows is not None and self._entered.is_whole(x):
-            return self._entered.enter()
+        if self.entered is not None and self.rows is not None and self.entered.is_whole(x):
+            inside: torch.Tensor = self.entered.enter()
+            return inside
         # In a graph of torch.compile there are no versions: there torch itself refuses a copy of what has changed.
         version = 0 if torch.compiler.is_compiling() else version_of(x)
         if self._source is not x or self._version != version or self._copied is None:
@@ -215,8 +204,8 @@ class Region:
             The copy, and what the layer attaches to its output (:mod:`~autopar.tensor_parallel.overlap`); None if the
             layer is not the first that reads ``x``, or nothing would overlap. With rows every layer attaches something.
         """
-        if self._entered is not None and self._entered.is_whole(x) and can_save_rows(x, weight):
-            return self.enter(x), self._entered.late_weight(weight, gradient)
+        if self.entered is not None and self.entered.is_whole(x) and can_compute_late(x, weight):
+            return self.enter(x), self.entered.late_weight(weight, gradient)
         small = x.numel() < _LEAST
         if self.tracking is not None or small or not can_overlap(x, weight, self.axis):
             return self.enter(x), None
@@ -231,59 +220,9 @@ class Region:
         if self.rows is None:
             self.draw_alike()
         else:
-            self.draw_per_rank(self._training)
+            self.draw_per_rank(self.rows.training)
         if torch.compiler.is_compiling():
             self.release()
-
-    def forget_rows(self) -> None:
-        """Compute with whole sequences again, whatever an interrupted forward left behind."""
-        self.rows: Layout | None = None
-        self.rows_are_out = False
-        self.rows_of_parameters: Mapping[int, torch.Tensor] = {}
-        self.row_tensors.clear()
-
-    @contextlib.contextmanager
-    def on_rows(self, rows: Layout, parameters: Mapping[int, torch.Tensor], training: bool) -> Iterator[None]:
-        """Compute with rows of the sequence between regions: each rank has its own, and draws by itself.
-
-        Args:
-            parameters: id -> what stands for a parameter that works on rows.
-        """
-        self.rows, self.rows_of_parameters, self._training = rows, parameters, training
-        self.draw_per_rank(training)
-        try:
-            yield
-        finally:
-            self.rows, self.rows_of_parameters = None, {}
-            self.draw_alike()
-            self.release()
-
-    @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        """Compute with whole sequences inside :meth:`on_rows`, as without it."""
-        rows, parameters = self.rows, self.rows_of_parameters
-        self.rows, self.rows_of_parameters = None, {}
-        try:
-            with self.outside():
-                yield
-        finally:
-            self.rows, self.rows_of_parameters = rows, parameters
-            self.release()
-
-    def enter_whole(self, rows: torch.Tensor) -> torch.Tensor:
-        """Gather the sequence, ``[batch, seq/tp, hidden] -> [batch, seq, hidden]``, for a region and what precedes it.
-
-        The gradient of what :meth:`enter` makes of it is reduce-scattered; of any other, which is whole, the own rows
-        are kept.
-        """
-        assert self.rows is not None
-        x = gather_rows(rows, self.axis, self.rows)
-        if self.tracking is not None:
-            return self.mark_replicated(x)
-        self.draw_alike()
-        if x.requires_grad and torch.is_grad_enabled():
-            self._entered = Entered(x, rows, self.axis, self.rows)
-        return x
 
     # What a tensor is from here on, for a dry run; outside of one the tensor itself is returned.
     alias = _marked("alias")  # for use inside of the region: another tensor, to tell the two apart
@@ -371,7 +310,7 @@ def can_overlap(x: torch.Tensor, weight: torch.Tensor, axis: Axis) -> bool:
     Shared memory does not: there this process sums itself.
     """
     return (
-        can_save_rows(x, weight)
+        can_compute_late(x, weight)
         and x.requires_grad
         and axis.size > 1
         and (axis.transport is None or not x.is_cpu)

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.data_parallel.fully_sharded import blocks_of
 from autopar.errors import ConfigError
+from tests.features.experts.mixtures import mixtral
 from tests.parity import close, whole
 from tests.pool import pooled
 from tests.small import gpt2, llama
-from tests.tensor_parallel.mixtures import mixtral
 
 IDS = torch.randint(0, 131, (20, 9), generator=torch.Generator().manual_seed(3))
 

@@ -27,7 +27,7 @@ _LOCAL = {
     "autopar.tools.planner.storages._Attention",
     "autopar.dry_run.pipeline_parallel._Again",
     "autopar.foreign.probes._Double",
-    "autopar.tensor_parallel.expert_modules._Present",
+    "autopar.features.experts.module_experts._Present",
 }
 _TWICE = "create_graph=True with context_parallel_size: its ranks exchange rows and states in the backward"
 

@@ -23,12 +23,12 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar.cli import app
-from tests.adapters.adapted import batch
 from tests.compare import same_gradients
 from tests.docs.pages import DOCS, PAGES, codes
+from tests.features.generation.test_text_generation import tokenizer
+from tests.features.peft.adapted import batch
 from tests.integrations.runs import launched
 from tests.small import gpt2, llama
-from tests.test_text_generation import tokenizer
 from tests.worlds import distributed
 
 # Page -> how many of its blocks run here. Those that begin with the name of a file belong to the guide (test_guide.py).

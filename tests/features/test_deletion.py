@@ -16,11 +16,17 @@ FEATURES = sorted(path.name for path in (ROOT / "autopar" / "features").iterdir(
 # A configuration, on two ranks, that asks for the feature.
 ASKS = {
     "context_parallel": ({"cp": 2}, "context_parallel_size: 2"),
+    "experts": ({"ep": 2}, "expert_parallel_size: 2"),
     "host_transport": ({"tp": 2, "model_parallelism": {"cpu_transport": "shm"}}, "cpu_transport: shm"),
     "sequence_parallel": ({"tp": 2, "model_parallelism": {"sequence_parallel": True}}, "sequence_parallel: True"),
 }
-# A model of `without_a_folder.py` that needs the feature.
-MODELS = {"quantized": "LlamaForCausalLM with quantized weights"}
+# A configuration, and a method of a Llama that needs the feature there.
+CALLS = {"generation": ({"tp": 2}, "generate")}
+# What in a model asks for the feature: the script builds a model of that name, with a package.
+MODELS = {
+    "peft": ("peft", "the adapters of PeftModelForCausalLM (PEFT)"),
+    "quantized": ("bitsandbytes", "LlamaForCausalLM with quantized weights"),
+}
 SCRIPT = Path(__file__).with_name("without_a_folder.py")
 
 
@@ -70,11 +76,21 @@ def test_a_configuration_that_asks_for_a_deleted_feature_is_an_error(name: str, 
 
 
 @pytest.mark.tier("all")
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_a_call_that_needs_a_deleted_feature_is_an_error(name: str, tmp_path: Path) -> None:
+    tree = tree_without(tmp_path, f"features/{name}")
+    config, method = CALLS[name]
+    text = run(tree, str(tmp_path), json.dumps(config), "plain", method, ranks=2)
+    assert f"LlamaForCausalLM.{method} on several ranks needs the feature '{name}', which is not installed.\n" in text
+
+
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_a_model_that_needs_a_deleted_feature_is_an_error(name: str, tmp_path: Path) -> None:
+    package, what = MODELS[name]
+    pytest.importorskip(package)
     tree = tree_without(tmp_path, f"features/{name}")
     text = run(tree, str(tmp_path), json.dumps({"tp": 2}), name, ranks=2)
-    assert f"{MODELS[name]} needs the feature '{name}', which is not installed.\n  Installed: " in text
+    assert f"{what} needs the feature '{name}', which is not installed.\n  Installed: " in text
 
 
 def test_each_feature_that_a_setting_turns_on_is_deleted_once() -> None:

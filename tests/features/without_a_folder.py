@@ -1,4 +1,7 @@
-"""Run by torchrun in a tree without one folder: train at tp 2 x pp 2, save, load, merge; or try a configuration."""
+"""Run by torchrun in a tree without one folder: train at tp 2 x pp 2, save, load, merge; or try a configuration.
+
+A configuration is tried on a plain Llama, or on the kind of model in :data:`MODELS` that the last argument names.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,16 @@ def quantized() -> Any:
             layer.load_state_dict(module.state_dict())
             model.model.set_submodule(path, layer)
     return model.to("cpu")
+
+
+def with_adapters() -> Any:
+    sys.path.remove(str(Path(__file__).parent))  # a folder of tests here is called peft, too
+    import peft
+
+    return peft.get_peft_model(built(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+
+
+MODELS = {"plain": built, "peft": with_adapters, "quantized": quantized}
 
 
 def train(folder: Path) -> list[float]:
@@ -80,8 +93,10 @@ def main() -> None:
             print(json.dumps(found), flush=True)
         return
     try:
-        model = quantized() if "quantized" in sys.argv else built()
-        autopar.initialize(model, json.loads(sys.argv[2]))
+        kind, *methods = sys.argv[3:] or ["plain"]
+        model = autopar.initialize(MODELS[kind](), json.loads(sys.argv[2]))
+        for name in methods:
+            getattr(model.eval(), name)(torch.ones(1, 3, dtype=torch.int64))
     except autopar.ConfigError as error:
         print(error, flush=True)
 

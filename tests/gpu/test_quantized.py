@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import autopar
-from tests.adapters.adapted import whole_of
+from tests.features.peft.adapted import whole_of
 from tests.gpu.device_ranks import sharing_a_gpu
 from tests.gpu.places import on_each
 from tests.parity import close

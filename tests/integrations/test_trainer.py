@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoModelForCausalLM, BertConfig, BertForSequenceClassification, Trainer
 
 from autopar.errors import ConfigError, ShardWarning
+from tests.features.experts.mixtures import mixtral
 from tests.integrations.runs import (
     arguments,
     assert_same,
@@ -27,7 +28,6 @@ from tests.integrations.runs import (
 )
 from tests.pool import pooled
 from tests.small import llama
-from tests.tensor_parallel.mixtures import mixtral
 from tests.worlds import raises_everywhere
 
 pytest.importorskip("accelerate")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.adapters.adapted import peft, with_lora
+from tests.features.peft.adapted import peft, with_lora
 from tests.integrations.runs import assert_same, assert_same_weights, facts, history, launched, one_process
 from tests.integrations.test_trainer import trainer_of
 from tests.integrations.test_trainer_checkpoints import SAVED, loss_of

@@ -2,7 +2,7 @@
 
     python -m tests.mutations.plant                       # all of them
     python -m tests.mutations.plant 3 7-9 "bias"          # by number, or by a part of the name or mechanism
-    python -m tests.mutations.plant 3 --with tests/test_layout.py tests/tensor_parallel/test_experts.py
+    python -m tests.mutations.plant 3 --with tests/test_layout.py tests/features/experts/test_experts.py
 
 It ends with code 1 if a fault is not caught.
 """

@@ -14,10 +14,10 @@ from autopar.dry_run.pipeline_parallel import find_reads
 from autopar.errors import ConfigError, UnsupportedModelError
 from autopar.plan.stages import StagePlan, make_stages, partition, rank_of_stage
 from autopar.policy.match import find_policy
+from tests.features.experts.module_mixtures import nllb
 from tests.pipeline_parallel.deep import deep
 from tests.random_models import Case, build
 from tests.small import llama
-from tests.tensor_parallel.module_mixtures import nllb
 
 
 def _stages(model, ranks, **settings) -> StagePlan:

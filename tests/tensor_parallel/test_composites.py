@@ -21,9 +21,9 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput
 
 import autopar
+from tests.features.experts.mixtures import wholes
 from tests.pool import pooled
 from tests.random_models import Case, batches, build
-from tests.tensor_parallel.mixtures import wholes
 
 _TEXT = {
     "hidden_size": 32,

@@ -78,7 +78,7 @@ def test_three_steps_on_every_mesh(name: str) -> None:
 @pooled(world_size=1)
 def test_adapters_on_the_head() -> None:
     peft = pytest.importorskip("peft")
-    from tests.adapters.adapted import with_lora
+    from tests.features.peft.adapted import with_lora
 
     for target in (["q_proj", "v_proj"], ["q_proj", "lm_head"]):
         plain = with_lora(llama(), target_modules=target).train()

@@ -267,7 +267,7 @@ FAULTS = [
         "gradients of norms over rows not summed",
         (f"{H0}.ln_1", f"{H0}.ln_2", f"{H1}.ln_1", f"{H1}.ln_2", f"{H1}.attn.c_proj", f"{H1}.mlp.c_proj"),
         before=patched(
-            "autopar.tensor_parallel.sequence_rows.sum_flat", lambda original: lambda tensors, axis: list(tensors)
+            "autopar.features.sequence_parallel.rows.sum_flat", lambda original: lambda tensors, axis: list(tensors)
         ),
         mesh=SP,
         checks=("backward",),

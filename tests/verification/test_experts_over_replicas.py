@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import autopar
 from autopar.cli import app
 from autopar.config import ParallelConfig
-from autopar.tensor_parallel import experts
+from autopar.features.experts import layers as experts
 from autopar.tools.verification.report import Report
 from autopar.tools.verification.session import Session
 from autopar.tools.verification.verify import checks_of, verify_on_ranks

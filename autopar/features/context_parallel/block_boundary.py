@@ -28,7 +28,7 @@ from autopar.features.context_parallel.state import RowState, WholeModule
 from autopar.foreign.tensors import keystr, tree_flatten_with_path, tree_map_with_path, tree_unflatten
 from autopar.foreign.transformers import recompute_function
 from autopar.layout import Layout
-from autopar.tensor_parallel.sequence_parallel import argument_names, change_given, given_by_name
+from autopar.swap import argument_names, change_given, given_by_name
 from autopar.tensor_tracking import tensors_in
 
 

@@ -32,7 +32,7 @@ from autopar.foreign.tensors import (
     tree_unflatten,
 )
 from autopar.layout import Layout
-from autopar.tensor_parallel.sequence_parallel import argument_names
+from autopar.swap import argument_names
 
 Key = tuple[str, int]
 """Which kind of state, ``conv`` or ``recurrent``, and its number in the module."""

@@ -28,10 +28,10 @@ from autopar.features.context_parallel.block_boundary import may_own_rows
 from autopar.features.context_parallel.plan_states import Call, hand_on_states
 from autopar.features.context_parallel.setup import apply
 from autopar.features.context_parallel.state import RowPlan, WholeModule
-from autopar.plan.stages import Blocks, StagePlan, dropped_blocks, lies_in
+from autopar.plan.stages import Blocks, StagePlan, lies_in
 from autopar.policy.match import Described
 from autopar.policy.schema import Policy
-from autopar.tensor_parallel.sequence_parallel import argument_names
+from autopar.swap import argument_names
 from autopar.tensor_parallel.whole_hooks import refused_hook, users_hook
 
 
@@ -57,9 +57,6 @@ def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int) -> RowP
     lists = tuple(tuple(each) for each in (paths[:place], paths[place:]) if each)
     if not lists:
         raise _refusal(model, ranks, f"its policy names no list of blocks ({policy.where})")
-    dropped = dropped_blocks(model)
-    if dropped:
-        raise _refusal(model, ranks, f"{dropped} leaves out blocks, and the last of them makes sequences whole")
     with kept():
         search = _Search(model, lists, ranks)
         search.run()
@@ -119,7 +116,7 @@ class _Search(RowSearch):
     calls: dict[str, Call]
 
     def __init__(self, model: PreTrainedModel, lists: tuple[tuple[str, ...], ...], ranks: int) -> None:
-        super().__init__(model, ranks, [block for each in lists for block in each])
+        super().__init__(model, ranks, lists)
         words = model.get_output_embeddings()
         # What runs the blocks may add images to all rows between blocks (deepstack). Text alone does not come there.
         runner = model.get_submodule(lists[-1][0].rpartition(".")[0].rpartition(".")[0])

@@ -34,7 +34,7 @@ from autopar.features.context_parallel.state import RowPlan, WholeModule
 from autopar.foreign.tensors import keystr, tree_flatten_with_path, tree_map_only, tree_map_with_path
 from autopar.foreign.transformers import initialize_weights
 from autopar.layout import Block, Layout
-from autopar.tensor_parallel.sequence_parallel import argument_names
+from autopar.swap import argument_names
 from autopar.tensor_tracking import tensors_in
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

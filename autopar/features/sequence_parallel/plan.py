@@ -13,32 +13,35 @@ from collections.abc import Mapping, Sequence, Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.adapters import enable_all, saved_copies, tuner_layers
 from autopar.config import ParallelConfig
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
 from autopar.dry_run.activation_tracking import (
     ActivationTracking,
-    ModuleNotes,
-    SampleRows,
-    SequenceTracking,
+    Kind,
     tracking_hooks,
 )
 from autopar.dry_run.inputs import meta_copy
 from autopar.dry_run.plan_model import ModelPlans
-from autopar.dry_run.row_tracking import LENGTHS, Misfit, RowSearch, RowTracking, longest_of, prime_beside
+from autopar.dry_run.row_tracking import LENGTHS, Misfit, MixedRows, RowSearch, RowTracking, longest_of, prime_beside
 from autopar.dry_run.tensor_parallel import below, different_ranks, run, shapes_of
 from autopar.errors import ConfigError, first_line
+from autopar.features.sequence_parallel.rows import rows_of
+from autopar.features.sequence_parallel.setup import RowsOfList, SequencePlan, SequenceState, apply
+from autopar.foreign.peft import enable_all, saved_copies, tuner_layers
+from autopar.foreign.tensors import tree_leaves
+from autopar.layout import Layout
 from autopar.plan.matching import around
 from autopar.plan.plan import Plan
-from autopar.plan.stages import StagePlan, dropped_blocks, lies_in
-from autopar.tensor_parallel import parallelize, sequence_parallel
-from autopar.tensor_parallel.hooks import gather_hidden_states
+from autopar.plan.stages import StagePlan, lies_in
+from autopar.swap import argument_names
+from autopar.tensor_parallel import parallelize
 from autopar.tensor_parallel.regions import Region
-from autopar.tensor_parallel.sequence_parallel import SequencePlan
+from autopar.tensor_tracking import tensors_in
 
 
 def plan_sequence(
@@ -60,9 +63,6 @@ def plan_sequence(
         raise _refused(model, f"the policy {plan.policy} names no blocks, at whose boundary sequences are sharded")
     if not isinstance(model, PreTrainedModel):
         raise _refused(model, "a module without a config has no dry run before its first forward")
-    dropped = dropped_blocks(model)
-    if dropped:
-        raise _refused(model, f"{dropped} leaves out blocks, and the last of them makes sequences whole")
     with kept():
         return _Search(model, prefix, plan, [blocks for blocks in lists if blocks], routers).plan()
 
@@ -99,8 +99,8 @@ class _Search(RowSearch):
         self, model: PreTrainedModel, prefix: str, plan: Plan, lists: Sequence[Sequence[str]], try_routers: bool
     ) -> None:
         self.start = f"{prefix}." if prefix else ""
-        self.lists = tuple(tuple(path.removeprefix(self.start) for path in blocks) for blocks in lists)
-        super().__init__(model, plan.tp, [path for blocks in self.lists for path in blocks])
+        inside = tuple(tuple(path.removeprefix(self.start) for path in blocks) for blocks in lists)
+        super().__init__(model, plan.tp, inside)
         self.try_routers, self.plan_inside = try_routers, below(plan, prefix)
         self.batch = 3 if self.ranks != 3 else 2  # no multiple of the ranks
         self.prime = 0
@@ -238,7 +238,8 @@ class _Search(RowSearch):
         region = Region(Axis("tp", None, range(self.ranks), rank))
         parallelize.apply(shard, self.plan_inside, region.axis, region)
         length = self.ranks * self.prime
-        sequence_parallel.apply(shard, chosen, region, functools.partial(SampleRows, self.batch, length))
+        state = SequenceState(region)
+        apply(shard, chosen, state, functools.partial(SampleRows, self.batch, length))
         stack: list[str] = []
         rows = RowTracking(self.prime, self.ranks)
         tracking = SequenceTracking(rows, self.blocks, stack)
@@ -251,7 +252,7 @@ class _Search(RowSearch):
         hooks += notes.hooks
         for module in shard.modules():
             if isinstance(module, PreTrainedModel):
-                hooks.append(module.register_forward_hook(lambda _, args, out: gather_hidden_states(out, region)))
+                hooks.append(module.register_forward_hook(lambda _, args, out: state.gathered(out)))
         try:
             with tracking:
                 out = run(shard, (), inputs)
@@ -311,3 +312,159 @@ _WHOLE = ("region", "experts", "expert_modules", "calls_experts", "embedding", "
 def _outermost(paths: set[str], others: AbstractSet[str] = frozenset()) -> set[str]:
     """Return the paths that do not lie below another one of them, nor below or among the others."""
     return {path for path in paths - others if not any(path.startswith(f"{other}.") for other in paths | others)}
+
+
+_ROWS = Kind("rows")
+
+
+class SequenceTracking(ActivationTracking):
+    """A dispatch mode that follows rows, and gives each tensor its kind.
+
+    Those of which this rank has some rows have a kind of their own. A replicated parameter that meets them has a
+    partial gradient. Rows must not meet a sharded activation, nor a full one with a gradient of its own.
+
+    Args:
+        rows: follows the dims of rows.
+        blocks: paths of the blocks.
+        stack: paths of the modules that run.
+
+    Attributes:
+        on_rows: block -> parameters that work on rows in it.
+        on_whole: parameters that work on whole sequences.
+        worked: blocks that computed with rows.
+    """
+
+    def __init__(self, rows: RowTracking, blocks: Sequence[str], stack: list[str]) -> None:
+        def mixed() -> None:
+            raise MixedRows("a replicated activation meets sharded ones")
+
+        super().__init__(mixed)
+        self.rows, self.stack = rows, stack
+        self.on_rows: dict[str, set[str]] = {block: set() for block in blocks}
+        self.on_whole: set[str] = set()
+        self.worked: set[str] = set()
+
+    @property
+    def block(self) -> str:
+        """The block that runs; empty outside of blocks."""
+        return next((path for path in self.stack if path in self.on_rows), "")
+
+    def mark_rows(self, value: Any) -> Any:
+        """Mark every tensor in ``value`` as rows; returns ``value``."""
+        return self.mark(self.rows.mark_rows(value), _ROWS)
+
+    def mark_replicated(self, value: Any) -> Any:
+        """Mark every tensor in ``value`` that holds no rows as replicated; returns ``value``."""
+        super().mark_replicated([tensor for tensor in tensors_in(value) if not self.rows.holds_rows(tensor)])
+        return value
+
+    def mark_sharded(self, value: Any) -> Any:
+        """Mark every tensor in ``value`` as sharded; returns ``value``."""
+        if self.rows.holds_rows(value):
+            raise MixedRows("rows enter a sharded region")
+        return super().mark_sharded(value)
+
+    def alias(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` as another tensor, marked as sharded."""
+        if self.rows.holds_rows(x):
+            raise MixedRows("rows enter a sharded region")
+        return super().alias(x)
+
+    def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if self.block or self.rows.holds_rows((args, kwargs)):
+            self.rows.track(func, args, kwargs, result)
+        super().track(func, args, kwargs, result)
+
+    def _combine(self, kinds: list[Kind]) -> Kind:
+        names = {kind.name for kind in kinds}
+        parameters = {name for kind in kinds for name in kind.parameters}
+        if "rows" not in names:
+            if names & {"replicated", "sharded"}:
+                self.on_whole |= parameters
+            return super()._combine(kinds)
+        if "sharded" in names:
+            raise MixedRows("rows meet what a sharded region has made")
+        if "replicated" in names:
+            raise MixedRows("rows meet a whole activation that has a gradient")
+        inside = sorted(name[1:] for name in parameters if name.startswith("+"))
+        if inside:
+            raise MixedRows(f"rows meet {inside[0]}, which works inside a sharded region")
+        if self.block:
+            self.worked.add(self.block)
+            self.on_rows[self.block] |= parameters
+        elif parameters:
+            raise MixedRows(f"rows meet {min(parameters)} outside of blocks")
+        return _ROWS
+
+
+class ModuleNotes:
+    """Notes on the modules of a shard, and on their arguments, made while it runs.
+
+    Args:
+        length: of the sequence.
+
+    Attributes:
+        ran: block -> paths of the modules that run in it.
+        seen, given: names of arguments that hold tensors, of the models around the blocks and of the blocks.
+        beside: names of arguments of blocks, ``[batch, seq, features]``, besides hidden states.
+    """
+
+    def __init__(self, shard: nn.Module, tracking: SequenceTracking, length: int) -> None:
+        self.ran: dict[str, set[str]] = {block: set() for block in tracking.on_rows}
+        self.seen, self.given, self.beside = set[str](), set[str](), set[str]()
+        self._tracking, self._length = tracking, length
+        self.hooks = []
+        blocks = {id(shard.get_submodule(path)) for path in self.ran}
+        for path, module in shard.named_modules():
+            note = functools.partial(self._note, path, id(module) in blocks)
+            self.hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
+
+    def _note(
+        self, path: str, is_block: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._tracking.block:
+            self.ran[self._tracking.block].add(path)
+        if not is_block and not isinstance(module, PreTrainedModel):
+            return
+        given = [*zip(argument_names(module), args, strict=False), *kwargs.items()]
+        held = {name for name, value in given if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))}
+        self.seen |= held if isinstance(module, PreTrainedModel) else set()
+        if is_block:
+            self.given |= held
+            self.beside |= {name for name, value in given[1:] if isinstance(value, torch.Tensor)
+                            and value.ndim == 3 and value.shape[1] == self._length}  # fmt: skip
+
+
+class SampleRows(RowsOfList):
+    """Rows of a sequence of one length, whatever the model makes of its sample (the patches of an image)."""
+
+    def __init__(self, batch: int, length: int, state: SequenceState, plan: SequencePlan) -> None:
+        super().__init__(state, plan)
+        self.batch, self.length = batch, length
+        self.known = _Everything()
+        self.whole: list[int] = []
+
+    def note_length(self, x: torch.Tensor) -> torch.Tensor:
+        """Note the length of the sample."""
+        natural = x.ndim > 2 and x.shape[1] == self.length
+        if x.shape[0] % self.batch or not (natural or x.ndim == 3):
+            raise MixedRows(f"hidden states have the shape {list(x.shape)}, not that of [batch, seq, hidden]")
+        self.whole = list(x.shape)
+        self.rows = rows_of(self.length, self.region.axis.size)
+        return x
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """Return rows of the sample."""
+        return super().enter(self.region.mark_replicated(x.new_empty(x.shape[0], self.length, *x.shape[2:])))
+
+    def leave(self, x: torch.Tensor, rows: Layout | None = None) -> torch.Tensor:
+        """Return whole hidden states, as long as they were."""
+        y = super().leave(x, rows)
+        return self.region.mark_replicated(y.new_empty(*self.whole[:2], *y.shape[2:]))
+
+
+class _Everything(frozenset[str]):
+    """All names: nothing is unknown to a dry run."""
+
+    def __contains__(self, name: object) -> bool:
+        return True

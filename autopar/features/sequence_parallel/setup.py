@@ -1,16 +1,445 @@
-"""The step of ``initialize``."""
+"""The step of ``initialize``: where rows of the sequence begin and end, around blocks and inside of them.
+
+Hidden states enter the first block as rows of the sequence and leave the last whole. Masks, positions and rotary angles
+stay whole: regions see whole sequences. A later pipeline stage runs the boundary of the first block too, whose output
+is what the stage received: rows.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from autopar.applied.steps import Given, Parallelized
-from autopar.tensor_parallel import sequence_parallel
+from autopar.errors import ConfigError
+from autopar.features.sequence_parallel.rows import (
+    Entered,
+    ReadByRows,
+    Rows,
+    gather_rows,
+    own_rows,
+    reader_class,
+    rows_of,
+    summed_over_rows,
+    take_rows,
+)
+from autopar.foreign.tensors import own_parameters, tree_leaves
+from autopar.foreign.transformers import CACHES
+from autopar.layout import Layout
+from autopar.plan.matching import around
+from autopar.swap import argument_names, change_given, given_by_name, swap, unswap
+from autopar.tensor_parallel.hooks import Hook
+from autopar.tensor_parallel.regions import Region
 
 
 def run_on_rows_between_regions(model: nn.Module, state: Parallelized, given: Given) -> None:
     """After stages: the first and the last block of the rank cut and join rows."""
     plan = state.features.get("sequence_parallel")
     if plan is not None:
-        sequence_parallel.apply(model, plan, state.region)
-        state.undo.append(lambda model, own: sequence_parallel.undo(model, own.features["sequence_parallel"]))
+        apply(model, plan, SequenceState(state.region, one_stage=state.mpu.pp.size == 1))
+        state.undo.append(lambda model, own: undo(model, own.features["sequence_parallel"]))
+
+
+@dataclass(frozen=True)
+class SequencePlan:
+    """The parts of each block that see rows of the sequence (Korthikanti et al. 2022).
+
+    Attributes:
+        lists: paths of the blocks, in forward order; of an encoder-decoder model two lists.
+        entries: paths of modules whose input is gathered; their region's output is summed into rows.
+        wholes: paths of modules that compute with whole sequences, from input to output.
+        inputs: names of other arguments of blocks, ``[batch, seq, ...]``, of which each rank's rows are taken.
+        seen: names of arguments, of the models around the blocks, that the dry run gave: with others their code may
+            read hidden states between the blocks, which are whole there then.
+        given: names of arguments that blocks got there; with others a block computes with whole sequences.
+        routers_whole: whether what routers return, for a loss that balances experts, is that of whole sequences.
+        parameters: block -> names of replicated parameters that work on rows.
+    """
+
+    lists: tuple[tuple[str, ...], ...]
+    entries: tuple[str, ...] = ()
+    wholes: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    seen: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
+    routers_whole: bool = True
+    parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self)
+
+
+# Arguments that say nothing about what rows are computed with.
+_OF_BLOCKS = frozenset(
+    (
+        *("attention_mask", "position_ids", "cache_position", *CACHES),
+        *("head_mask", "layer_head_mask", "use_cache", "position_embeddings", "encoder_attention_mask"),
+    )
+)
+_OF_MODELS = _OF_BLOCKS | {
+    *("input_ids", "inputs_embeds", "token_type_ids", "labels", "num_items_in_batch"),
+    *("encoder_hidden_states", "decoder_input_ids", "decoder_attention_mask"),
+}
+
+
+def _unknown(known: frozenset[str], module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return what a module gets under names that are not known, besides its first argument."""
+    given, first = given_by_name(module, args, kwargs), argument_names(module)[0]
+    return tree_leaves([value for name, value in given if name not in known and name != first])
+
+
+def _has_tensor(values: list[Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) for value in values)
+
+
+class SequenceState:
+    """Sequence parallelism of one model while its forward runs (``Region.sequence``).
+
+    Args:
+        one_stage: whether this rank has all blocks, so that the last one must run in each forward.
+
+    Attributes:
+        parameters: id of a parameter -> the tensor that a block on rows uses instead.
+        rows_are_out: whether a list of blocks has begun with rows, and its last block has not run.
+    """
+
+    def __init__(self, region: Region, *, one_stage: bool = False) -> None:
+        self.region, self.one_stage = region, one_stage
+        self.begin()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceState:
+        copied = memo[id(self)] = copy.copy(self)
+        copied.begin()
+        copied.region = copy.deepcopy(self.region, memo)
+        return copied
+
+    def begin(self) -> None:
+        """Forget what an interrupted forward left behind."""
+        self.rows_are_out = False
+        self.parameters: Mapping[int, torch.Tensor] = {}
+        self._made: dict[int, tuple[weakref.ref[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {}
+
+    def note(self, x: torch.Tensor, gather: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return ``x``, rows that the model may collect; ``gather`` makes full hidden states of them."""
+        self._made[id(x)] = (weakref.ref(x), gather)
+        return x
+
+    def gathered(self, output: Any) -> Any:
+        """Return what a model returns with hidden states gathered; a collective of the axis if it holds rows."""
+        if isinstance(output, torch.Tensor):
+            ref, gather = self._made.get(id(output), (None, None))
+            return gather(output) if ref is not None and gather is not None and ref() is output else output
+        if isinstance(output, dict):
+            for name, value in list(output.items()):
+                changed = self.gathered(value)
+                if changed is not value:
+                    output[name] = changed
+            return output
+        if type(output) in (tuple, list):
+            entries = [self.gathered(entry) for entry in output]
+            same = all(new is old for new, old in zip(entries, output, strict=True))
+            return output if same else type(output)(entries)
+        return output
+
+    def after_forward(self, model: nn.Module, output: Any) -> Any:
+        """Return what a model returns, in full. Raises ConfigError if its last block did not run."""
+        output = self.gathered(output) if self._made else output
+        if self.rows_are_out and self.one_stage:
+            raise ConfigError(
+                f"sequence_parallel: the last block of {type(model).__name__} did not run in this forward, so what its "
+                "blocks made are rows of the sequence.\n  Leave no last block out, or leave out sequence_parallel."
+            )
+        return output
+
+    @contextlib.contextmanager
+    def on_rows(self, layout: Layout, parameters: Mapping[int, torch.Tensor], training: bool) -> Iterator[None]:
+        """Compute with rows of the sequence between regions: each rank has its own, and draws by itself.
+
+        Args:
+            parameters: id -> what stands for a parameter that works on rows.
+        """
+        region = self.region
+        region.rows, self.parameters = Rows(region.axis, layout, training), parameters
+        region.draw_per_rank(training)
+        try:
+            yield
+        finally:
+            region.rows, self.parameters = None, {}
+            region.draw_alike()
+            region.release()
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Compute with whole sequences inside :meth:`on_rows`, as without it."""
+        region = self.region
+        rows, parameters = region.rows, self.parameters
+        region.rows, self.parameters = None, {}
+        try:
+            with region.outside():
+                yield
+        finally:
+            region.rows, self.parameters = rows, parameters
+            region.release()
+
+    def enter_whole(self, rows: torch.Tensor) -> torch.Tensor:
+        """Gather the sequence, ``[batch, seq/tp, hidden] -> [batch, seq, hidden]``, for a region and what precedes it.
+
+        The gradient of what :meth:`Region.enter` makes of it is reduce-scattered; of any other, which is whole, the
+        own rows are kept.
+        """
+        region = self.region
+        x = gather_rows(rows, region.axis, region.rows.layout)
+        if region.tracking is not None:
+            return region.mark_replicated(x)
+        region.draw_alike()
+        if x.requires_grad and torch.is_grad_enabled():
+            region.entered = Entered(x, rows, region.axis, region.rows.layout)
+        return x
+
+
+class RowsOfList:
+    """The rows in which a list of blocks computes now; None: whole sequences.
+
+    Args:
+        plan: which arguments of blocks are taken by rows, and which are known from the dry run.
+
+    Attributes:
+        batch: sequences in the batch.
+        between: whether hidden states are whole between the blocks.
+        stays_whole: whether sequences are not sharded at all: the model is to return what its routers make of rows.
+    """
+
+    def __init__(self, state: SequenceState, plan: SequencePlan) -> None:
+        self.state, self.region, self.inputs = state, state.region, plan.inputs
+        self.known = _OF_BLOCKS | set(plan.given)
+        self.rows: Layout | None = None
+        self.batch = 0
+        self.between = self.stays_whole = False
+        self.routers_whole = plan.routers_whole
+
+    def note_length(self, x: torch.Tensor) -> torch.Tensor:
+        """Note the length of a sequence, ``[batch, seq, hidden]``; returns it."""
+        self.rows = None if self.stays_whole else rows_of(x.shape[1], self.region.axis.size)
+        self.batch = x.shape[0]
+        self.state.rows_are_out = self.rows is not None
+        return x
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of ``[batch, seq, hidden]``."""
+        assert self.rows is not None
+        return self.made(self.region.mark_rows(own_rows(x, self.region.axis, self.rows)))
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of ``[batch, seq, ...]``, a tensor beside hidden states."""
+        assert self.rows is not None
+        return self.region.mark_rows(take_rows(x, self.region.axis, self.rows))
+
+    def made(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x``, rows that the model may collect."""
+        assert self.rows is not None
+        return self.state.note(x, functools.partial(self.leave, rows=self.rows))
+
+    def leave(self, x: torch.Tensor, rows: Layout | None = None) -> torch.Tensor:
+        """Return the whole sequence of which ``x``, ``[batch, seq/tp, hidden]``, is rows."""
+        rows = rows or self.rows
+        assert rows is not None
+        return self.region.mark_replicated(gather_rows(x, self.region.axis, rows))
+
+
+class Arguments(Hook):
+    """Forward pre-hook of the model around a list of blocks: whether its code may read what is between them.
+
+    It got something that the dry run did not give: images, whose features some models add between the first blocks.
+
+    Args:
+        seen: names of arguments that the dry run gave.
+    """
+
+    def __init__(self, of: RowsOfList, seen: Iterable[str]) -> None:
+        self.of, self.known = of, _OF_MODELS | set(seen)
+
+    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        of = self.of
+        others = _unknown(self.known, model, args, kwargs)
+        of.rows = None  # until the first block
+        of.between = _has_tensor(others) or any(type(value) is int and value != 0 for value in others)
+        name = "output_router_logits"
+        of.stays_whole = not of.routers_whole and bool(kwargs.get(name, getattr(model.config, name, False)))
+
+
+class RowsBlock:
+    """Class before that of a block."""
+
+    rows_list: RowsOfList
+    rows_ends: tuple[bool, bool]  # whether it is the first block of its list, and the last
+    rows_parameters: tuple[tuple[nn.Module, str], ...]  # that work on rows
+    rows_hooked = False  # whether hooks inside see whole sequences, and their gradients
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        of, (first, last) = self.rows_list, self.rows_ends
+        comes_whole = first or (of.between and of.rows is not None)
+        leaves_whole = last or of.between
+        if comes_whole:
+            change_first(self, args, kwargs, of.note_length)
+        if of.rows is None:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        # The dry run has not seen what the block does with other tensors, nor do hooks get gradients of own rows.
+        if self.rows_hooked or _has_tensor(_unknown(of.known, self, args, kwargs)):
+            if not comes_whole:
+                args, kwargs = change_first(self, args, kwargs, of.leave)
+            output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+            of.state.rows_are_out &= not leaves_whole
+            return output if leaves_whole else change_output(output, of.enter)
+        if comes_whole:
+            args, kwargs = change_first(self, args, kwargs, of.enter)
+        if of.inputs:
+            taken = lambda name, x: of.take(x) if name in of.inputs and isinstance(x, torch.Tensor) else x  # noqa: E731
+            args, kwargs = change_given(self, args, kwargs, taken)
+        output = super().__call__(*args, **kwargs, autopar_rows=of.rows)  # type: ignore[misc]
+        output = change_output(output, of.made)
+        of.state.rows_are_out &= not leaves_whole
+        return change_output(output, of.leave) if leaves_whole else output
+
+    @property
+    def full_length(self) -> int | None:
+        """Return the length of the sequences of which hidden states are shards; None: they are full."""
+        rows = self.rows_list.rows
+        return None if rows is None else rows.size
+
+    def forward(self, *args: Any, autopar_rows: Layout | None = None, **kwargs: Any) -> Any:
+        """Compute with rows; activation checkpointing calls it a second time, without the boundary."""
+        if autopar_rows is None:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        state = self.rows_list.state
+        held = [own_parameters(owner)[name] for owner, name in self.rows_parameters]
+        parameters = summed_over_rows(held, state.region.axis)
+        with state.on_rows(autopar_rows, parameters, self.training):  # type: ignore[attr-defined]
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+class Entry:
+    """Class before that of a module with a region: its first argument is the whole sequence, its rows leave it.
+
+    The row-parallel layer of the region sums its output into rows, here or in a later module.
+    """
+
+    rows_state: SequenceState
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        region = self.rows_state.region
+        if region.rows is None:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        args, kwargs = change_first(self, args, kwargs, self.rows_state.enter_whole)
+        output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        region.leave()
+        return output
+
+
+class Whole:
+    """Class before that of a module which mixes rows: it computes with whole sequences, as without sequence parallel.
+
+    Its first argument is gathered, the first tensor that it returns becomes rows again.
+    """
+
+    rows_state: SequenceState
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        region = self.rows_state.region
+        if region.rows is None:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        rows: Layout = region.rows.layout
+
+        def gathered(x: torch.Tensor) -> torch.Tensor:
+            return region.mark_replicated(gather_rows(x, region.axis, rows))
+
+        args, kwargs = change_first(self, args, kwargs, gathered)
+        with self.rows_state.whole():
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        return change_output(output, lambda y: region.mark_rows(own_rows(y, region.axis, rows)))
+
+
+def change_first(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments of a forward of which the first one, hidden states, is changed, wherever it is given."""
+    given = dict(given_by_name(module, args, kwargs))
+    first = given.get(argument_names(module)[0])
+    first = next(x for x in given.values() if isinstance(x, torch.Tensor)) if first is None else first
+    changed = change(first)
+    return change_given(module, args, kwargs, lambda _, value: changed if value is first else value)
+
+
+def change_output(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return what a module returned with its first tensor changed: hidden states."""
+    if isinstance(output, torch.Tensor):
+        return change(output)
+    if type(output) in (tuple, list) and output and isinstance(output[0], torch.Tensor):
+        changed = change(output[0])
+        return output if changed is output[0] else type(output)([changed, *output[1:]])
+    raise TypeError(f"a {type(output).__name__} is returned, where hidden states or a tuple of them is expected")
+
+
+def apply(
+    model: nn.Module, plan: SequencePlan, state: SequenceState, kind: Callable[..., RowsOfList] = RowsOfList
+) -> None:
+    """Swap the classes of blocks and of modules inside them, in place; parameters stay where they are.
+
+    The last of all swaps: the boundaries of blocks are in front of those of pipeline stages.
+    """
+    state.region.sequence = state
+    modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
+    owned = {block: tuple(_held(modules, names)) for block, names in plan.parameters.items()}
+    ids = {id(own_parameters(module)[name]) for held in owned.values() for module, name in held}
+    for module in modules.values():
+        own = tuple(sorted(name for name, parameter in own_parameters(module).items() if id(parameter) in ids))
+        if own and not isinstance(module, ReadByRows):
+            module.__class__ = reader_class(type(module), own)  # type: ignore[arg-type]
+            module.rows_state = state
+    for path in plan.entries:
+        swap(modules[path], Entry, rows_state=state)
+    for path in plan.wholes:
+        swap(modules[path], Whole, rows_state=state)
+    for blocks in plan.lists:
+        of = kind(state, plan)
+        for path in around(blocks[0]):  # the Hugging Face model next around them
+            if isinstance(modules[path], PreTrainedModel):
+                modules[path].register_forward_pre_hook(Arguments(of, plan.seen), with_kwargs=True)
+                break
+        for place, path in enumerate(blocks):
+            ends = (place == 0, place == len(blocks) - 1)
+            swap(modules[path], RowsBlock, rows_list=of, rows_ends=ends, rows_parameters=owned.get(path, ()))
+
+
+def _held(modules: Mapping[str, nn.Module], names: Iterable[str]) -> Iterator[tuple[nn.Module, str]]:
+    """Yield modules and names of the parameters that this stage holds."""
+    for name in names:
+        path, _, own = name.rpartition(".")
+        if own_parameters(modules[path]).get(own) is not None:
+            yield modules[path], own
+
+
+def undo(model: nn.Module, plan: SequencePlan) -> None:
+    """Undo :func:`apply`, before what it came after; its hooks go with the others."""
+    modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
+    for blocks in plan.lists:
+        for path in blocks:
+            unswap(modules[path], RowsBlock, "rows_list", "rows_ends", "rows_parameters", "rows_hooked")
+    for path in plan.wholes:
+        unswap(modules[path], Whole)
+    for path in plan.entries:
+        unswap(modules[path], Entry)
+    for module in modules.values():
+        if isinstance(module, ReadByRows):
+            module.__class__ = type(module)._autopar_plain  # type: ignore[attr-defined]
+        vars(module).pop("rows_state", None)

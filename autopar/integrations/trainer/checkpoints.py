@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
-from autopar.adapters import is_peft_model
 from autopar.checkpoint.random_states import restore, take
 from autopar.checkpoint.staging import MANIFEST
 from autopar.errors import CheckpointError
+from autopar.foreign.peft import is_peft_model
 from autopar.integrations.trainer.steps import ParallelBase
 
 SHARDS = "optimizer_shards"

@@ -17,15 +17,15 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import has_length, seed_worker
 
-from autopar.adapters import is_peft_model
 from autopar.call_site import warn_user
 from autopar.data_parallel.gradients import average_gradients, clip_grad_norm_
-from autopar.data_parallel.router_loss import adds_router_loss
 from autopar.distributed.collectives import broadcast
 from autopar.distributed.failures import waiting
 from autopar.distributed.gloo_collectives import all_gather_into_tensor, all_reduce
 from autopar.distributed.process import device_of_numbers
 from autopar.errors import ConfigError
+from autopar.foreign.peft import is_peft_model
+from autopar.pipeline_parallel.losses import adds_router_loss
 from autopar.pipeline_parallel.microbatch import batch_size, label_count, weights_over_replicas
 from autopar.swap import swap
 
@@ -79,7 +79,8 @@ class ParallelBase(Trainer):
         change, since this number is multiplied by the weight, too. So it need not be known which one it is.
         """
         self._refuse_user_function(inputs)
-        routers, weight, items = self.model._autopar.dp.routers, self.autopar_weight, num_items_in_batch
+        routers, weight = self.model._autopar.features.get("router_loss"), self.autopar_weight
+        items = num_items_in_batch
         # the trainer multiplies a loss that was given their number by the replicas
         replicas = self.model.mpu.dp.size if items is not None and self.args.average_tokens_across_devices else 1
         weighted = self._is_weighted(inputs)
@@ -115,7 +116,7 @@ class ParallelBase(Trainer):
         replicas.
         """
         of_transformers = getattr(super().compute_loss, "__func__", None) is Trainer.compute_loss
-        routed = self.model._autopar.dp.routers is not None and adds_router_loss(base_of(self.model), inputs)
+        routed = "router_loss" in self.model._autopar.features and adds_router_loss(base_of(self.model), inputs)
         return of_transformers and self.model.mpu.dp.size > 1 and not routed
 
     def has_own_loss(self) -> bool:

@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import Seq2SeqTrainer, Trainer, TrainerControl
 
-from autopar.adapters import is_peft_model, tuner_layers
 from autopar.api import initialize
 from autopar.config import ParallelConfig
 from autopar.data_parallel.gradients import clip_grad_norm_
@@ -28,6 +27,7 @@ from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.distributed.process import accelerator
 from autopar.errors import ConfigError
+from autopar.foreign.peft import is_peft_model, tuner_layers
 from autopar.integrations.trainer.arguments import (
     check_arguments,
     check_parallelized,

@@ -21,11 +21,10 @@ from autopar.dry_run.inputs import keep_kernels, meta_copy, sample_inputs, witho
 from autopar.dry_run.plan_model import ModelPlans
 from autopar.errors import ConfigError, UnsupportedModelError, first_line
 from autopar.features.context_parallel import plan as context_plan, setup as context_parallel
-from autopar.features.sequence_parallel import plan as sequence_plan
+from autopar.features.sequence_parallel import plan as sequence_plan, setup as sequence_parallel
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan, rank_of_stage
 from autopar.policy.schema import Policy
-from autopar.tensor_parallel import sequence_parallel
 from autopar.tensor_parallel.apply import chunk_head, keep_logits_sharded
 from autopar.tensor_parallel.parallelize import apply
 from autopar.tensor_parallel.regions import Region
@@ -181,7 +180,11 @@ class PlannedModel:
         wide = plan.shards > plan.tp
         held = rows.sharer * plan.tp + rows.tp_rank
         shards = Axis("ep", None, range(plan.shards), held) if wide else None
-        apply(shard, plan, region.axis, region, shards, self._dispatch)
+        apply(shard, plan, region.axis, region, shards)
+        if rows.ep > 1:
+            from autopar.features.experts.layers import choose_dispatch
+
+            choose_dispatch(shard, self._dispatch)
         inner = shard.get_submodule(self.prefix)
         if plan.tp == 1 and self._chunk:
             chunk_head(inner, region.axis, region)
@@ -195,7 +198,7 @@ class PlannedModel:
         if rows.sequence_parallel:
             experts = min(rows.ep, rows.tp)  # rows between regions are the same, whichever replicas hold the experts
             sequence = sequence_plan.sequence(self.plans, rows.tp, self._one_stage, experts=experts, routers=False)
-            sequence_parallel.apply(shard, sequence, region)
+            sequence_parallel.apply(shard, sequence, sequence_parallel.SequenceState(region))
             ends = {paths[-1] for paths in sequence.lists}
         if rows.cp > 1:
             context = context_plan.rows(self.plans, rows.cp)

@@ -25,7 +25,8 @@ import autopar.checkpoint.methods
 import autopar.data_parallel.dataloader
 import autopar.data_parallel.optimizer
 import autopar.pipeline_parallel.pipeline
-from autopar.checkpoint import adapters, hf_weights, load as loading, save
+from autopar import registry
+from autopar.checkpoint import hf_weights, load as loading, save
 from autopar.checkpoint.format import QuantizedBase
 from autopar.checkpoint.save import Snapshot
 from autopar.checkpoint.state import state_of
@@ -367,7 +368,10 @@ def without_disk() -> None:
 
     save.Writer, loading.Loader = Writer, _Loader  # type: ignore[misc, assignment]
     # Rank 0's part behind the last exchange: PEFT's files, and the upload, which has no address then.
-    adapters.Adapters.write_files = lambda self, whole, target: None  # type: ignore[method-assign]
+    if any(feature.name == "peft" for feature in registry.features()):
+        from autopar.features.peft.saving import Adapters
+
+        Adapters.write_files = lambda self, whole, target: None  # type: ignore[method-assign]
     hf_weights.MergedModel.push_to_hub = lambda self, *args, **options: ""  # type: ignore[method-assign]
 
 

@@ -23,7 +23,7 @@ from transformers import (
     TorchAoConfig,
 )
 
-from tests.adapters.adapted import with_lora
+from tests.features.peft.adapted import with_lora
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 

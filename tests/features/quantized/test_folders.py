@@ -17,7 +17,7 @@ import autopar
 from autopar.errors import CheckpointError
 from autopar.storage.files import RangeFile
 from autopar.stored import stored_weights
-from tests.adapters.adapted import whole_of, with_lora
+from tests.features.peft.adapted import whole_of, with_lora
 from tests.features.quantized.models import FAMILIES, FORMS, batches, bitsandbytes, how, quantized
 from tests.features.quantized.test_loading import MESHES, same
 from tests.features.quantized.test_training import gradients, train

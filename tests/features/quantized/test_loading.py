@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import autopar
 from autopar.errors import ConfigError
 from autopar.stored import stored_weights
-from tests.adapters.adapted import randomise_adapters, whole_of, with_lora
+from tests.features.peft.adapted import randomise_adapters, whole_of, with_lora
 from tests.features.quantized.models import FORMS, batches, how, quantized, write
 from tests.features.quantized.test_training import gradients
 from tests.parity import close

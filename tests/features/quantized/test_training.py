@@ -16,7 +16,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import CheckpointError, ConfigError
-from tests.adapters.adapted import whole_of
+from tests.features.peft.adapted import whole_of
 from tests.features.quantized.models import FAMILIES, FORMS, adapted, batches, quantized
 from tests.parity import close
 from tests.pool import pooled

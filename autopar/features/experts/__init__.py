@@ -1,0 +1,21 @@
+"""Ranks hold whole experts of a mixture, to which tokens travel, and replicas balance its routers together."""
+
+from autopar.registry import Feature, Step
+
+FEATURE = Feature(
+    name="experts",
+    about="whole experts on ranks, also over replicas, and the routers' loss of all replicas",
+    names={"expert_load": "autopar.features.experts.layers:expert_load"},
+    matches={"by_expert": "autopar.features.experts.plan:shard_by_expert"},
+    rules={
+        "experts": "autopar.features.experts.layers:stacked_experts",
+        "expert_modules": "autopar.features.experts.module_experts:ModuleExperts",
+        "calls_experts": "autopar.features.experts.module_experts:ExpertCaller",
+    },
+    steps={
+        "balance_routers": Step(
+            "autopar.features.experts.router_loss:balance_routers", after="watch_replicas", always=True
+        ),
+        "share_experts": Step("autopar.features.experts.replicas:share_experts", after="balance_routers"),
+    },
+)

@@ -1,0 +1,188 @@
+"""Rules of mixtures whose experts lie on ranks as a whole: stacked in parameters, or modules in a list.
+
+Stacked experts are units along dim 0 of their parameters. An expert that is a module of its own lies on one rank with
+all of its parameters: each of them has one unit along its dim 0, which the other ranks do not have. They keep the
+module with empty parameters, so that names, checkpoints and optimizers are the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from autopar.errors import ConfigError
+from autopar.foreign.tensors import BatchNorm, own_parameters
+from autopar.layout import Block, Layout
+from autopar.plan.matching import RuleMatch, join
+from autopar.plan.plan import AttributePlan, ModulePlan
+from autopar.plan.rules import TensorRule
+from autopar.plan.units import UnitTable
+from autopar.policy.schema import BY_EXPERT, HIDDEN, Part, Rule
+from autopar.stored import StandIn
+
+# Rules of plans for modules that have experts, are one, or call them.
+MIXTURES = frozenset(("experts", "expert_modules", "calls_experts", "one_expert"))
+_NO_EXPERT = "no expert"  # the kind of a module that indices behind the last expert stand for
+_ARGUMENTS = 3  # hidden states, indices of the chosen experts, their weights
+
+
+def expert_names(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the children that are experts, in order: those that end in a number; none if there are none.
+
+    ``0``, ``1``, ... of a list, ``expert_0``, ``expert_1``, ... of a dict. Others beside them hold no parameters.
+    """
+    found: dict[str, list[tuple[int, str]]] = {}
+    for name, child in module.named_children():
+        numbered = re.fullmatch(r"(.*?)(\d+)", name)
+        if numbered and any(True for _ in child.parameters()):
+            found.setdefault(numbered[1], []).append((int(numbered[2]), name))
+    if len(found) != 1:
+        return ()
+    ((_, listed),) = found.items()
+    return tuple(name for _, name in sorted(listed))
+
+
+def shard_by_expert(
+    matches: Sequence[RuleMatch], root: nn.Module, ranks: int
+) -> tuple[list[RuleMatch], list[AttributePlan], frozenset[str]]:
+    """Return the matches with each mixture that names ``by_expert`` sharded so, and the attributes that change.
+
+    Args:
+        root: The model. A list of experts without a forward is called by the module around it.
+        ranks: Number of ranks over which experts are sharded.
+
+    Raises:
+        ConfigError: the model has no such mixture, or one whose forward does not take the choice of experts.
+    """
+    mixtures = {match.path: match for match in matches if match.rule.by_expert is not None}
+    if not mixtures:
+        raise ConfigError("expert_parallel_size: this model has no experts that can be sharded by expert")
+    listed = {path for path, match in mixtures.items() if isinstance(match.module, nn.Module)
+              and expert_names(match.module)}  # fmt: skip
+    result: list[RuleMatch] = []
+    attributes: list[AttributePlan] = []
+    tables: dict[int, UnitTable] = {}
+    for found in matches:
+        match = found
+        if any(match.path.startswith(f"{path}.") for path in listed):
+            continue  # an expert that is whole needs no rules inside
+        holder = next((path for path in mixtures if match.path.startswith(f"{path}.")), "")
+        if match.path in mixtures or holder:
+            table = tables.setdefault(id(match.scope.table), match.scope.table.of_experts(ranks))
+            match = replace(match, scope=replace(match.scope, table=table))
+        if match.path in mixtures:
+            if match.path not in listed:
+                attributes.append(_check(match))
+            experts = replace(match.rule, kind="experts", parts=(Part(str(match.rule.by_expert)),))
+            rules = partial(_rules_of, root=root) if isinstance(match.module, nn.Module) else None
+            result.append(replace(match, rule=replace(experts, opens=False, closes=False), rules=rules))
+        elif holder and match.rule.kind == "once" and isinstance(match.module, nn.Module):
+            result.append(replace(match, rule=Rule(_NO_EXPERT, match.rule.where), rules=_no_expert))
+        elif holder and isinstance(match.module, torch.Tensor):
+            parts = _stacked(match, str(mixtures[holder].rule.by_expert))
+            result.append(replace(match, rule=Rule("sharded", match.rule.where, parts, dim=0)))
+        else:
+            result.append(match)
+    return result, attributes, MIXTURES
+
+
+def _stacked(match: RuleMatch, unit: str) -> tuple[Part, ...]:
+    """Return what lies along dim 0 of a parameter: the experts, and rows behind them that no expert reads."""
+    assert isinstance(match.module, torch.Tensor)
+    count, rows = match.count(unit), match.module.shape[0]
+    beyond = match.rule.repeat is None and count is not None and rows > count
+    return (Part(unit, "1"), Part(HIDDEN)) if beyond else (Part(unit),)
+
+
+def _check(match: RuleMatch) -> AttributePlan:
+    module, table = match.module, match.scope.table
+    assert isinstance(module, nn.Module)
+    kind, unit = type(module).__name__, str(match.rule.by_expert)
+    taken = [p for p in inspect.signature(type(module).forward).parameters if p != "self"]
+    counted = table.specs[unit].count.rpartition(".")[2] if table.specs[unit].count.startswith("block.") else ""
+    name = counted if hasattr(module, counted) else "num_experts"
+    experts = getattr(module, name, None)
+    if match.rule.kind == BY_EXPERT:
+        raise ConfigError(
+            f"expert_parallel_size: {match.path} ({kind}) has no children that are numbered, which 'by_expert' alone "
+            f"is for ({match.rule.where}).\n  Experts that are stacked in parameters are a region: "
+            f"{{region: UNIT, by_expert: {match.rule.by_expert}}}."
+        )
+    if len(taken) not in ((1, 2) if match.rule.sorted else (_ARGUMENTS,)) or type(experts) is not int:
+        raise ConfigError(
+            f"expert_parallel_size: {match.path} ({kind}) chooses its experts inside, it cannot be sharded by expert. "
+            "Leave it out: each expert is sharded instead."
+        )
+    layout = match.layout((Part(unit),), 0, experts)
+    values = tuple(layout.local_size(rank) for rank in range(table.size))
+    return AttributePlan(match.path, name, str(match.rule.where), experts, values)
+
+
+def _no_expert(match: RuleMatch) -> Iterator[TensorRule]:
+    holder, _, name = match.path.rpartition(".")
+    yield TensorRule(ModulePlan(holder, "", str(match.rule.where), once=frozenset([name])))
+
+
+def _rules_of(match: RuleMatch, root: nn.Module) -> Iterator[TensorRule]:
+    """Yield the rules of a mixture. Raises ConfigError if an expert cannot lie on a rank as a whole."""
+    module = match.module
+    assert isinstance(module, nn.Module)
+    where, names = str(match.rule.where), expert_names(module)
+    unit = str(match.rule.by_expert)
+    count = match.count(unit)
+    layout = match.layout((Part(unit),), 0, len(names) or count or 0)
+    if not names:
+        yield TensorRule(ModulePlan(match.path, "experts", where, layout))
+        return
+    if others := [name for name, _ in module.named_parameters() if name.split(".")[0] not in names]:
+        raise ConfigError(
+            f"expert_parallel_size: {match.path} ({type(module).__name__}) holds {others[0]} beside {len(names)} "
+            "experts that are modules, so it cannot be sharded by expert.\n  Leave it out: each expert is sharded "
+            "instead."
+        )
+    yield TensorRule(ModulePlan(match.path, "expert_modules", where, layout))
+    if type(module).forward is nn.Module.forward:
+        above = match.path.rpartition(".")[0]
+        caller = type(root.get_submodule(above))
+        if caller.forward is nn.Module.forward:
+            raise ConfigError(
+                f"expert_parallel_size: neither {match.path} nor the {caller.__name__} around it has a forward that "
+                f"would call the experts ({where}).\n  Leave it out: each expert is sharded instead."
+            )
+        yield TensorRule(ModulePlan(above, "calls_experts", where))
+    for number, name in enumerate(names):
+        yield from _one_expert(match, join(match.path, name), module.get_submodule(name), number, len(names))
+
+
+def _one_expert(match: RuleMatch, path: str, expert: nn.Module, number: int, of: int) -> Iterator[TensorRule]:
+    """Lay each parameter of an expert on the rank that owns it."""
+    unit, size = str(match.rule.by_expert), match.scope.table.size
+    for inside, holder in expert.named_modules():
+        shown = join(path, inside)
+        if isinstance(holder, BatchNorm):
+            raise ConfigError(
+                f"expert_parallel_size={size}: {shown} normalises over the tokens of one expert, which come from "
+                "several ranks, in another order. Leave it out: each expert is sharded instead."
+            )
+        own = {name: each for name, each in own_parameters(holder).items() if each is not None}
+        for name, parameter in own.items():
+            if isinstance(parameter, StandIn) or not parameter.ndim or not parameter.is_floating_point():
+                form = "a quantized weight" if parameter.ndim else "a single number"
+                raise ConfigError(
+                    f"expert_parallel_size={size}: {join(shown, name)} is {form}, and a rank holds experts that are "
+                    "modules of their own\n  only with plain weights of one dim or more. tensor_parallel_size shards "
+                    "each expert instead."
+                )
+        layouts = {name: Layout.of(0, [Block.alone(unit, number, of, p.shape[0], size)]) for name, p in own.items()}
+        if layouts:
+            first = next(iter(layouts.values()))
+            yield TensorRule(
+                ModulePlan(shown, "one_expert", str(match.rule.where), first, layouts),
+                [(name, parameter, layouts[name]) for name, parameter in own.items()],
+            )

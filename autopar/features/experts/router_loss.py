@@ -1,0 +1,160 @@
+"""The auxiliary loss of a mixture's routers, of the whole batch: replicas and ranks of rows balance it together.
+
+Fedus et al., "Switch Transformers" (2021), equations 4 to 6: the experts' shares of choices, times their mean
+probabilities. This product of two means differs from the mean of such products, so losses of replicas do not add up to
+that of their batches. The 2 x experts sums in it do: they are summed over the ranks that hold the same weights before
+the product is made. Gradients are averaged over these ranks afterwards, so that each rank's own part counts as often.
+
+transformers' models call ``load_balancing_loss_func`` of their own module. It is patched there; a function that
+computes something else on a sample is left as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.applied.steps import Given, Parallelized
+from autopar.distributed.failures import FailureLog
+from autopar.distributed.gloo_collectives import all_reduce
+from autopar.distributed.mesh import MPU
+from autopar.foreign.patches import hold, patch_name, patches, release
+from autopar.foreign.transformers import ROUTER_LOSS, router_loss_module
+
+_balancing: contextvars.ContextVar[RouterLoss | None] = contextvars.ContextVar("balancing", default=None)
+
+
+def balance_routers(model: nn.Module, state: Parallelized, given: Given) -> None:
+    """On the model in one piece: the loss is one of the batches of all replicas."""
+    inner = state.inner_of(model)
+    module = balancing_module(inner) if state.mpu.dp_cp.size > 1 else None
+    if module is not None:
+        apart = state.config.loss_router_aux == "replica"
+        state.features["router_loss"] = RouterLoss(inner, module, state.mpu, state.failures, apart=apart)
+        state.undo.append(lambda model, own: own.features.pop("router_loss").remove())
+
+
+class RouterLoss:
+    """The auxiliary loss of one model over the ranks that hold the same weights. Every rank makes it.
+
+    Args:
+        apart: each replica balances its own tokens.
+    """
+
+    def __init__(self, model: nn.Module, module: ModuleType, mpu: MPU, failures: FailureLog, *, apart: bool) -> None:
+        self.axis, self.failures, self.apart = mpu.dp_cp, failures, apart
+        self._factor, self._always = 1.0, False
+        self._before: contextvars.Token[RouterLoss | None] | None = None
+        hold(self)
+        if all(patch.name != f"{module.__name__}.{ROUTER_LOSS}" for patch in patches()):
+            patch_name(module, ROUTER_LOSS, _loss)
+        self._handles = [
+            model.register_forward_pre_hook(self._enter),
+            model.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RouterLoss:
+        return self
+
+    def _enter(self, model: nn.Module, _: Any) -> None:
+        trains = model.training and torch.is_grad_enabled()
+        self._before = _balancing.set(self if trains or self._always else None)
+
+    def _leave(self, *_: Any) -> None:
+        if self._before is not None:
+            _balancing.reset(self._before)
+            self._before = None
+
+    def over_ranks(
+        self, logits: tuple[torch.Tensor, ...], experts: int, k: int, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the loss of the batches of all ranks, the same on each. A collective of the axis."""
+        chosen, probability, rows = _sums(logits, experts, k, mask)
+        own = torch.cat([chosen, probability.detach(), rows.view(1)])
+        total = own.clone()
+        with self.failures.wait("the routers' auxiliary loss over replicas", self.axis.ranks):
+            all_reduce(total, group=self.axis.group)
+        chosen, others, rows = total[:experts], total[experts:-1], total[-1]
+        probability = probability * self.axis.size
+        probability = others + (probability - probability.detach())
+        return _product(chosen, probability, rows)
+
+    @contextlib.contextmanager
+    def share_of_sum(self, shares: int) -> Iterator[None]:
+        """Make it a share of the loss inside, of which there are so many; in evaluation, too, which all ranks run."""
+        self._factor, self._always = 1 / shares, True
+        try:
+            yield
+        finally:
+            self._factor, self._always = 1.0, False
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        release(self)
+
+
+def _loss(plain: Any, logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Any = None) -> Any:
+    """The body of ``load_balancing_loss_func``."""
+    over = _balancing.get()
+    if over is None or not isinstance(logits, tuple) or num_experts is None:
+        return plain(logits, num_experts, top_k, attention_mask)
+    if over.apart:
+        return plain(logits, num_experts, top_k, attention_mask) * over._factor
+    return over.over_ranks(logits, num_experts, top_k, attention_mask) * over._factor
+
+
+def _sums(
+    logits: tuple[torch.Tensor, ...], experts: int, k: int, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return over all layers' tokens how often each expert was chosen, its probabilities, and the number of tokens.
+
+    Args:
+        logits: of each layer, ``[tokens, experts]``.
+        k: experts of each token.
+        mask: ``[batch, seq]``: 0 for tokens that do not count.
+    """
+    device = logits[0].device
+    weight = None if mask is None else mask.reshape(-1).to(device, torch.float32)
+    chosen, rows = torch.zeros(experts, device=device), torch.zeros((), device=device)
+    probability = torch.zeros(experts, device=device)
+    for layer in logits:
+        p = torch.softmax(layer.to(device), dim=-1)
+        w = torch.ones(len(p), device=device) if weight is None else weight
+        ids = torch.topk(p.detach(), k, dim=-1).indices
+        chosen = chosen.index_add(0, ids.reshape(-1), w.repeat_interleave(k))
+        probability = probability + (p.float() * w.unsqueeze(-1)).sum(0)
+        rows = rows + w.sum()
+    return chosen, probability, rows
+
+
+def _product(chosen: torch.Tensor, probability: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return len(chosen) * torch.sum(chosen / rows * (probability / rows))
+
+
+def balancing_module(model: nn.Module) -> ModuleType | None:
+    """Return the module of transformers whose function makes the auxiliary loss of ``model``, if it is this one."""
+    module = router_loss_module(model)
+    function = getattr(module, ROUTER_LOSS, None)
+    return module if function is not None and is_switch_loss(getattr(function, "__wrapped__", function)) else None
+
+
+def is_switch_loss(function: Callable[..., Any]) -> bool:
+    """Return whether a function computes what :class:`RouterLoss` does, on a sample with a mask and one without."""
+    drawn = torch.Generator().manual_seed(0)
+    logits = tuple(torch.randn(6, 4, generator=drawn) for _ in range(2))
+    for mask in (None, torch.tensor([[1, 1, 0], [1, 0, 1]])):
+        try:
+            found = function(logits, 4, 2, mask)
+        except Exception:  # it takes something else
+            return False
+        if not isinstance(found, torch.Tensor) or not torch.allclose(found, _product(*_sums(logits, 4, 2, mask))):
+            return False
+    return True

@@ -1,0 +1,366 @@
+"""Adapters follow their base layer: the layouts of PEFT's parameters, and what becomes of its modules.
+
+Low-rank adapters (Hu et al., "LoRA", 2021) add ``B A x`` to ``W x``. Where ``W`` is column-parallel, ``A`` is
+replicated and ``B`` is column-parallel with the layout of ``W``: what enters the region is ``A x``, of ``r`` features,
+so that the gradient of ``A`` is whole. Where ``W`` is row-parallel, ``A`` is row-parallel with the layout of ``W`` and
+``B`` is replicated: what is summed over the ranks is ``A x`` again. In both cases the ranks exchange ``r`` numbers a
+token, and ``W + B A`` is sharded as ``W`` is, which merging relies on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import ConfigError
+from autopar.foreign.peft import swaps_features, tuner_layers
+from autopar.layout import Layout
+from autopar.plan.matching import RuleMatch, join
+from autopar.plan.plan import AttributePlan, ModulePlan
+from autopar.plan.rules import TensorRule
+
+_LAYERS = {  # module of PEFT -> classes, named as in it
+    "peft.tuners.lora.layer": ("Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d", "ParamWrapper"),
+    "peft.tuners.lora.bnb": ("Linear4bit", "Linear8bitLt"),
+    "peft.tuners.lora.torchao": ("TorchaoLoraLinear",),
+    "peft.tuners.ia3.layer": ("Linear",),
+}
+_METHODS = ("LORA", "IA3", "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
+_SETTINGS = ("ensure_weight_tying", "layer_replication")
+_INSTEAD = (
+    "  What is exact over tensor-parallel ranks: LoRA (also rslora, DoRA, lora_bias, several adapters,\n"
+    "  modules_to_save) and IA3 on linear layers, LoRA on embeddings; without stages also prompts and prefixes.\n"
+    "  Others train on one rank."
+)
+
+
+class Adapters:
+    """The adapters of PEFT in a model (:attr:`autopar.registry.Feature.additions`)."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+
+    def check(self, tp: int, pp: int) -> None:
+        """Check that the adapters compute on ``tp`` x ``pp`` ranks what they compute on one.
+
+        Raises:
+            ConfigError: names the first method, layer or setting that does not.
+        """
+        for what in _unsupported(self._root, tp, pp) if tp > 1 or pp > 1 else ():
+            size = f"pipeline_parallel_size={pp}" if pp > 1 else f"tensor_parallel_size={tp}"
+            raise ConfigError(f"{size} does not go together with {what}.\n{_INSTEAD}")
+
+    def rules(
+        self, matches: Sequence[RuleMatch], modules: Mapping[str, ModulePlan], tp: int
+    ) -> Iterator[tuple[RuleMatch, TensorRule]]:
+        """Yield the rules of all adapters, each with the match of its base layer.
+
+        Args:
+            modules: plans of the base layers.
+
+        Raises:
+            ConfigError: an adapter sits on a layer whose rule it cannot follow.
+        """
+        by_path = {match.path: match for match in matches}
+        first = {id(module): path for path, module in self._root.named_modules()}
+        for path, layer in tuner_layers(self._root):
+            base = first[id(layer.get_base_layer())]
+            ends = [base[:end] for end in range(len(base), 0, -1) if end == len(base) or base[end] == "."]
+            match = next((by_path[end] for end in ends if end in by_path), None)
+            if match is None:
+                continue  # the base layer has no rule either, which is another error
+            plan = modules.get(base)
+            if plan is not None and plan.rule == "one_expert":
+                continue  # it lies with all that is in it on one rank
+            try:
+                _check_layer(path, layer)
+                rules = list(_rules_of(path, layer, plan, match))
+            except ConfigError:
+                if tp > 1 or (plan is not None and plan.rule == "experts"):
+                    raise
+                rules = list(_replicated(path, layer))  # one rank computes whatever PEFT has
+            if hasattr(layer, "parameter_name") and plan is not None and plan.rule == "experts":
+                rules.append(_counts(path, layer, plan))
+            yield from ((match, rule) for rule in rules)
+
+
+def _check_layer(path: str, layer: Any) -> None:
+    """Raise ConfigError unless the adapters of one layer can follow their base layer over tensor-parallel ranks."""
+    for what in _of_layer(path, layer):
+        raise ConfigError(f"tensor parallelism does not go together with {what}.\n{_INSTEAD}")
+
+
+def _unsupported(root: nn.Module, tp: int, pp: int) -> Iterator[str]:
+    for module in root.modules():
+        configs = vars(module).get("_peft_config") or vars(module).get("peft_config") or {}
+        for name, config in configs.items() if isinstance(configs, dict) else ():
+            kind = getattr(getattr(config, "peft_type", None), "value", None)
+            if kind is None:
+                continue
+            shown = f"{kind} (adapter '{name}')"
+            if getattr(config, "is_prompt_learning", False) and pp > 1:
+                yield f"PEFT's {shown}, which puts something in front of the sequence or of every layer's keys"
+            if tp > 1 and kind not in _METHODS:
+                yield f"PEFT's {shown}"
+            for setting in _SETTINGS if tp > 1 else ():
+                if getattr(config, setting, None):
+                    yield f"{setting}={getattr(config, setting)!r} of PEFT's {shown}"
+    for path, layer in tuner_layers(root) if tp > 1 else ():
+        yield from _of_layer(path, layer)
+
+
+def _of_layer(path: str, layer: Any) -> Iterator[str]:
+    kind = next(c for c in type(layer).__mro__ if c.__module__.startswith("peft."))
+    if kind is not type(layer) or kind.__name__ not in _LAYERS.get(kind.__module__, ()):
+        method = kind.__module__.removeprefix("peft.tuners.").partition(".")[0]
+        base = type(layer.get_base_layer()).__name__
+        yield f"PEFT's {method} layer {kind.__name__} on a {base} (at {path})"
+    for name, variant in getattr(layer, "lora_variant", {}).items():
+        if type(variant).__name__ != "DoraLinearVariant":
+            shown = type(variant).__name__.removesuffix("Variant")
+            yield f"PEFT's {shown} of adapter '{name}' (at {path}), a variant of LoRA"
+        elif isinstance(layer.lora_dropout[name], nn.Dropout):
+            yield f"lora_dropout of adapter '{name}' (at {path}), a DoRA: it multiplies with the whole weight then"
+    if layer.base_layer is not layer.get_base_layer() and kind.__name__ != "ParamWrapper":  # those are nested
+        yield f"adapters on adapters (at {path})"
+
+
+def _rules_of(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) -> Iterator[TensorRule]:
+    if hasattr(layer, "parameter_name"):
+        return _of_parameter(path, layer, plan, match)
+    if hasattr(layer, "ia3_l"):
+        return _scaling(path, layer, plan, match)
+    if plan is not None and plan.rule == "embedding":
+        return _of_embedding(path, layer, plan)
+    return _low_rank(path, layer, plan, match)
+
+
+def _replicated(path: str, layer: Any) -> Iterator[TensorRule]:
+    base = {id(parameter) for parameter in layer.base_layer.parameters()}
+    own: list[tuple[str, torch.Tensor, Layout | None]] = [
+        (name, parameter, None) for name, parameter in layer.named_parameters() if id(parameter) not in base
+    ]
+    yield TensorRule(None, own)
+
+
+def _low_rank(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) -> Iterator[TensorRule]:
+    """``A`` and ``B`` of linear layers and convolutions."""
+    whole = plan is None or (plan.rule == "" and not plan.layouts)
+    where = str(match.rule.where) if plan is None else plan.where
+    for name in layer.lora_A:
+        a, b = join(path, "lora_A", name), join(path, "lora_B", name)
+        first, second, kind = layer.lora_A[name], layer.lora_B[name], ""
+        if name in layer.lora_magnitude_vector:
+            yield _magnitude(join(path, "lora_magnitude_vector", name), layer, name, None if whole else plan, match)
+        if plan is None or whole or plan.rule == "enter_output":
+            yield TensorRule(None, _whole(first))
+            entering = ModulePlan(b, "enter_output", where, enter_output=True)
+            yield TensorRule(None if whole else entering, _whole(second))
+            kind = "dropout_alike"
+        elif plan.rule == "column":
+            if plan.inside:  # x has entered already: its gradient is summed further up, and so is A's
+                summed = frozenset(n for n, _ in first.named_parameters())
+                yield TensorRule(ModulePlan(a, "replicated", where, summed=summed), _whole(first))
+            else:
+                yield TensorRule(None, _whole(first))
+            yield _sharded(b, second, "column", 0, plan, aside=True)
+            kind = "dropout_alike"
+        elif plan.rule == "row":
+            yield _sharded(a, first, "row", 1, plan)
+            if plan.enter_output:
+                yield TensorRule(ModulePlan(b, "enter_output", where, enter_output=True), _whole(second))
+            else:
+                yield TensorRule(None, _whole(second))
+            kind = "dropout_alike" if plan.split_input else "dropout_apart"
+        elif plan.rule == "sharded" and isinstance(layer.get_base_layer(), nn.Linear):
+            yield from _inside(path, name, layer, plan)
+            kind = "dropout_alike" if plan.layouts["weight"].dim == 0 else ""
+        elif plan.rule == "replicated" and plan.summed:  # the base works on sharded activations, as a whole
+            for place, module in ((a, first), (b, second)):
+                summed = frozenset(n for n, _ in module.named_parameters())
+                yield TensorRule(ModulePlan(place, "replicated", where, summed=summed), _whole(module))
+        else:
+            raise _cannot_follow(path, plan, match)
+        if kind and isinstance(layer.lora_dropout[name], nn.Dropout):
+            yield TensorRule(ModulePlan(join(path, "lora_dropout", name), kind, where))
+
+
+def _magnitude(path: str, layer: Any, name: str, plan: ModulePlan | None, match: RuleMatch) -> TensorRule:
+    """The magnitudes of a weight's outputs (Liu et al., "DoRA", 2024): sharded as its outputs are, or whole.
+
+    The norms that they are divided by are of whole outputs: a rank has all of each, or a part of each.
+    """
+    module = layer.lora_magnitude_vector[name]
+    if plan is None:
+        return TensorRule(None, _whole(module))
+    if plan.rule == "row":
+        return TensorRule(ModulePlan(path, "magnitude_of_parts", plan.where), _whole(module))
+    if plan.rule != "column" or plan.gather_output or plan.layout is None:
+        raise _cannot_follow(path, plan, match)
+    layout = Layout.of(0, plan.layout.blocks)
+    sharded = ModulePlan(path, "magnitude", plan.where, layout, {"weight": layout})
+    return TensorRule(sharded, [("weight", module.weight, layout)])
+
+
+def _inside(path: str, name: str, layer: Any, plan: ModulePlan) -> Iterator[TensorRule]:
+    """``A`` and ``B`` of a linear layer inside a region that others open and close: the gradient of one is partial."""
+    blocks, of_output = plan.layouts["weight"].blocks, plan.layouts["weight"].dim == 0
+    a, b = layer.lora_A[name], layer.lora_B[name]
+    whole = a if of_output else b
+    summed = frozenset(n for n, _ in whole.named_parameters())
+    once = summed & {"bias"}  # outputs are summed further on
+    place = join(path, "lora_A" if of_output else "lora_B", name)
+    yield TensorRule(ModulePlan(place, "replicated", plan.where, summed=summed, once=once), _whole(whole))
+    cut = b if of_output else a
+    layouts = {n: Layout.of(0 if of_output else 1, blocks) for n, _ in cut.named_parameters()}
+    place = join(path, "lora_B" if of_output else "lora_A", name)
+    yield TensorRule(
+        ModulePlan(place, "sharded", plan.where, layouts["weight"], layouts),
+        [(n, parameter, layouts[n]) for n, parameter in cut.named_parameters()],
+    )
+
+
+def _sharded(path: str, module: Any, rule: str, dim: int, base: ModulePlan, *, aside: bool = False) -> TensorRule:
+    """``A`` or ``B`` as a parallel layer with the units of the base layer along ``dim``."""
+    assert base.layout is not None
+    layout = Layout.of(dim, base.layout.blocks)
+    tensors: list[tuple[str, torch.Tensor, Layout | None]] = [("weight", module.weight, layout)]
+    layouts = {"weight": layout}
+    if module.bias is not None:
+        if rule == "column":
+            layouts["bias"] = Layout.of(0, base.layout.blocks)
+        tensors.append(("bias", module.bias, layouts.get("bias")))
+    plan = ModulePlan(
+        path,
+        rule,
+        base.where,
+        layout,
+        layouts,
+        gather_output=rule == "column" and base.gather_output,
+        split_input=rule == "row" and base.split_input,
+        inside=rule == "column" and base.inside,
+        aside=aside,
+    )
+    return TensorRule(plan, tensors)
+
+
+def _of_embedding(path: str, layer: Any, plan: ModulePlan) -> Iterator[TensorRule]:
+    """``A`` [r, vocabulary] and ``B`` [hidden, r] of a vocabulary-parallel embedding."""
+    if plan.by_hidden:
+        raise ConfigError(
+            f"adapters at {path}: the rule of the embedding shards its columns ({plan.where}), which LoRA does not "
+            "follow.\n  Leave it out of target_modules, or train all of it with modules_to_save."
+        )
+    assert plan.layout is not None
+    layout = Layout.of(1, plan.layout.blocks)
+    layouts = dict.fromkeys(layer.lora_embedding_A.keys(), layout)
+    sharded: list[tuple[str, torch.Tensor, Layout | None]] = [
+        (name, parameter, layout) for name, parameter in layer.lora_embedding_A.items()
+    ]
+    yield TensorRule(ModulePlan(path, "adapter_of_rows", plan.where, plan.layout))
+    yield TensorRule(ModulePlan(join(path, "lora_embedding_A"), "sharded", plan.where, layout, layouts), sharded)
+    yield TensorRule(None, [(name, parameter, None) for name, parameter in layer.lora_embedding_B.items()])
+
+
+def _of_parameter(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) -> Iterator[TensorRule]:
+    """``A`` and ``B`` of a bare parameter, such as the weights of all experts: ``W + B A`` is made in each forward.
+
+    The factor that has the sharded dim is sharded along it; what each rank has of the other's gradient is partial.
+    """
+    layout = None if plan is None else plan.layouts.get(layer.parameter_name)
+    if plan is None or (layout is None and layer.parameter_name not in plan.summed):
+        yield from _replicated(path, layer)
+        return
+    if match.rule.kind == "experts" and (plan.rule != "experts" or (layout is not None and len(layout.blocks) > 1)):
+        raise _cannot_follow(path, plan, match)
+    if layout is not None and plan.rule == "experts":
+        table = match.scope.table
+        yield from _of_whole_experts(path, layer, plan, layout, table.tp or table.size)
+        return
+    dims = layer.get_param().ndim
+    if layout is None or layout.replicated or layout.dim < dims - 2:
+        raise _cannot_follow(path, plan, match)
+    of_output = (layout.dim == dims - 2) is (dims == 2 or swaps_features(layer))
+    yield TensorRule(ModulePlan(path, "", plan.where))  # while its forward runs, gradients are summed
+    for name in layer.lora_A:
+        a, b = (("lora_A", 1), ("lora_B", 0))
+        (cut, dim), (other, _) = (b, a) if of_output else (a, b)
+        sharding = Layout.of(dim, layout.blocks)
+        module, whole = getattr(layer, cut)[name], getattr(layer, other)[name]
+        yield TensorRule(
+            ModulePlan(join(path, cut, name), "sharded", plan.where, sharding, {"weight": sharding}),
+            [("weight", module.weight, sharding)],
+        )
+        summed = frozenset(n for n, _ in whole.named_parameters())
+        yield TensorRule(ModulePlan(join(path, other, name), "replicated", plan.where, summed=summed), _whole(whole))
+
+
+def _of_whole_experts(path: str, layer: Any, plan: ModulePlan, layout: Layout, tp: int) -> Iterator[TensorRule]:
+    """``A``, ``[experts * r, in]``, and ``B``, ``[out, r * experts]``, of the weights of experts that ranks hold whole.
+
+    PEFT counts experts in the rows of ``A`` before their ranks, in the columns of ``B`` behind them.
+    """
+    (block,) = layout.blocks
+    few = [rank for rank in range(layout.axis_size) if layout.local_size(rank) == 1]
+    if few and layout.size > 1:  # PEFT takes the weights of one expert for those of a plain layer
+        raise ConfigError(
+            f"adapters at {path}: {layout.size} experts over {layout.axis_size} ranks leave one on rank {few[0]}, and "
+            f"PEFT's adapters of weights of experts need two.\n  Use an expert_parallel_size of at most "
+            f"{layout.size // 2 // tp * tp or 1}."
+        )
+    for name in layer.lora_A:
+        a, b, r = layer.lora_A[name], layer.lora_B[name], layer.r[name]
+        rows = Layout.of(0, [replace(block, width=r)])
+        columns = Layout.of(1, [block] * r)
+        for part, module, sharding in (("lora_A", a, rows), ("lora_B", b, columns)):
+            at = join(path, part, name)
+            yield TensorRule(
+                ModulePlan(at, "sharded", plan.where, sharding, {"weight": sharding}),
+                [("weight", module.weight, sharding)],
+            )
+
+
+def _counts(path: str, layer: Any, plan: ModulePlan) -> TensorRule:
+    """Return how many experts adapters of their weights have on each rank."""
+    assert plan.layout is not None
+    counts = tuple(plan.layout.local_size(rank) for rank in range(plan.layout.axis_size))
+    return TensorRule(None, attributes=(AttributePlan(path, "num_experts", plan.where, layer.num_experts, counts),))
+
+
+def _scaling(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) -> Iterator[TensorRule]:
+    """The vector of (IA)3 (Liu et al., 2022): one factor for each feature in front of or behind the base layer."""
+    if plan is None or (plan.rule == "" and not plan.layouts):
+        yield from _replicated(path, layer)
+        return
+    dim = 1 if layer.is_feedforward else 0  # [1, in] or [out, 1]
+    of_column = plan.rule == "column" and not layer.is_feedforward and not plan.gather_output
+    of_row = plan.rule == "row" and layer.is_feedforward and not plan.split_input
+    layout = plan.layout
+    if (of_column or of_row) and layout is not None and not layout.replicated:
+        sharding = Layout.of(dim, layout.blocks)
+        layouts = dict.fromkeys(layer.ia3_l.keys(), sharding)
+        yield TensorRule(
+            ModulePlan(join(path, "ia3_l"), "sharded", plan.where, sharding, layouts),
+            [(name, parameter, sharding) for name, parameter in layer.ia3_l.items()],
+        )
+    elif of_column or of_row or plan.rule not in ("column", "row") or plan.inside or plan.enter_output:
+        raise _cannot_follow(path, plan, match)
+    else:
+        yield from _replicated(path, layer)
+
+
+def _whole(module: nn.Module) -> list[tuple[str, torch.Tensor, Layout | None]]:
+    return [(name, parameter, None) for name, parameter in module.named_parameters()]
+
+
+def _cannot_follow(path: str, plan: ModulePlan, match: RuleMatch) -> ConfigError:
+    units = ", ".join(match.rule.units)
+    return ConfigError(
+        f"adapters at {path}: the rule of the base layer there is '{plan.rule or match.rule.kind}' of {units or 'all'} "
+        f"({plan.where}), which they cannot follow.\n"
+        "  Leave this layer out of target_modules, or train all of it with modules_to_save."
+    )

@@ -1,0 +1,251 @@
+"""Save the adapters of a parallelized ``PeftModel`` alone, as PEFT writes them: readable without autopar.
+
+The ranks gather the adapters, and rank 0 lets PEFT write its files into a hidden folder, which then take the place of
+older ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.checkpoint.arguments import absolute
+from autopar.checkpoint.hf_weights import WholeWeights
+from autopar.checkpoint.save import Snapshot, prepare_alike, snapshot
+from autopar.checkpoint.staging import fsync
+from autopar.checkpoint.state import State, local_tensors, parameters_elsewhere, state_of
+from autopar.checkpoint.state_dict import shard_of
+from autopar.distributed.agree import rank_zero
+from autopar.distributed.failures import waiting
+from autopar.errors import CheckpointError, listed
+from autopar.foreign.peft import is_adapted, is_peft_model, is_wrapper
+from autopar.foreign.tensors import own_parameters
+from autopar.storage.safetensors_io import dtype_of
+
+_CARD = "README.md"
+
+
+def adapter_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the whole adapters of a parallelized ``PeftModel`` by its parameters' names. Every rank takes all.
+
+    Raises:
+        CheckpointError: it holds no adapters, or of several models.
+    """
+    yield from Adapters(model, state_of(model), {}).whole(local_tensors(model, fsdp=True))
+
+
+def save_adapters(
+    model: nn.Module, directory: Callable[[], object], timeout: float, options: Mapping[str, Any]
+) -> None:
+    """Write ``adapter_model.safetensors`` and ``adapter_config.json`` of each adapter. Every rank calls it.
+
+    Args:
+        model: parallelized; a ``PeftModel``, or with one inside.
+        directory: returns the folder. Files in it that PEFT does not write stay there.
+        timeout: seconds to wait for the other ranks to call.
+        options: further arguments of ``PeftModel.save_pretrained``: ``selected_adapters``, ``save_embedding_layers``,
+            ``safe_serialization``.
+
+    Raises:
+        CheckpointError: the same on every rank, with the folder as it was, if there are no adapters, an argument is
+            wrong, ranks hold different values of a replicated weight, a rank did not call, or could not write.
+    """
+
+    def prepare() -> tuple[dict[str, Any], tuple[Adapters, Path], Snapshot]:
+        target = absolute(directory())
+        adapters = Adapters(model, state_of(model), options)
+        call = {"adapter_only": True, "directory": target, "adapters": sorted(adapters.names)}
+        call |= {key: repr(value) for key, value in options.items()}
+        return call, (adapters, Path(target)), snapshot(model)
+
+    (adapters, target), _ = prepare_alike(model, timeout, prepare)
+    adapters.write(target, local_tensors(model, fsdp=True))
+
+
+def save_alone(model: nn.Module, directory: Callable[[], object], timeout: float, others: Mapping[str, Any]) -> None:
+    """Save adapters for ``save_parallelized(adapter_only=True)``.
+
+    Args:
+        others: its other arguments, which must have their defaults.
+
+    Raises:
+        CheckpointError: as :func:`save_adapters`.
+    """
+    usual = {"format": "safetensors", "max_shard_size": "5GB"}
+
+    def folder() -> object:
+        path = directory()
+        for name, value in others.items():
+            if value not in (None, False, usual.get(name)):
+                raise CheckpointError(
+                    f"adapter_only=True writes what PEFT writes, which has no place for {name}={value!r}.\n  Leave "
+                    "adapter_only out to save the whole model, with its adapters and what training needs."
+                )
+        return path
+
+    save_adapters(model, folder, timeout, {})
+
+
+def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+    """``PeftModel.save_pretrained``; every rank calls it, and rank 0 writes the files that it writes.
+
+    Raises:
+        CheckpointError: the same on every rank, if a rank did not call, or an argument asks for something else.
+    """
+    saver = type(self).save_pretrained
+    if shard_of(self) is None:
+        saver(self, save_directory, *args, **kwargs)
+        return
+    named = inspect.signature(saver).bind(self, save_directory, *args, **kwargs).arguments
+    save_adapters(self, lambda: save_directory, 20.0, _options_of_peft(named))
+
+
+def check_merged(model: nn.Module) -> None:
+    """Check that the weights of the plain model in ``model`` are all that it computes with.
+
+    Raises:
+        CheckpointError: adapters are active that are not merged into them.
+    """
+    for path, module in model.named_modules():
+        adapted: Any = module if is_adapted(module) else None
+        whole = adapted is not None and (adapted.merged or adapted.disable_adapters)
+        if whole or not (adapted is not None or is_wrapper(module)):
+            continue
+        what = "was trained as a whole (modules_to_save)" if is_wrapper(module) else "has adapters"
+        raise CheckpointError(
+            f"merge_checkpoints=True: {path} {what}, for which a Hugging Face checkpoint has no place.\n"
+            "  adapter_only=True writes adapters as PEFT does. After model.merge_adapter(), those of layers are part "
+            "of the weights,\n  and are saved with them."
+        )
+
+
+_OF_PEFT = ("selected_adapters", "save_embedding_layers", "safe_serialization")
+_NOT_OF_PEFT = ("state_dict", "path_initial_model_for_weight_conversion", "push_to_hub")
+
+
+def _options_of_peft(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a call of ``PeftModel.save_pretrained``. Raises CheckpointError for what cannot be had."""
+    given = {**arguments, **arguments.get("kwargs", {})}
+    for name in _NOT_OF_PEFT:
+        if given.get(name):
+            raise CheckpointError(f"PeftModel.save_pretrained of a parallelized model does not support {name}=")
+    return {name: given[name] for name in _OF_PEFT if name in given}
+
+
+class Adapters:
+    """The adapters of one model, to be written by PEFT.
+
+    Args:
+        model: parallelized; holds one ``PeftModel``.
+        options: of ``PeftModel.save_pretrained``.
+
+    Raises:
+        CheckpointError: it holds none, or several; or PEFT would write something else than tensors of the model.
+    """
+
+    def __init__(self, model: nn.Module, state: State, options: Mapping[str, Any]) -> None:
+        self.state, self.options = state, options
+        found = [(path, module) for path, module in model.named_modules() if is_peft_model(module)]
+        if len(found) != 1:
+            raise CheckpointError(
+                f"adapter_only=True: {type(model).__name__} holds {len(found)} models of PEFT (PeftModel); it must be "
+                "one, which writes its adapters.\n  Make it with peft.get_peft_model before autopar.initialize."
+            )
+        path, self.peft_model = found[0]
+        self._start = f"{path}." if path else ""
+        self.elsewhere = parameters_elsewhere(model)
+        with self._all_parameters():
+            self.names = self._names()
+
+    @contextlib.contextmanager
+    def _all_parameters(self) -> Iterator[None]:
+        """Show PEFT every parameter, also those of other stages: it writes what it finds in the modules."""
+        here = [(module, dict(own_parameters(module))) for module, _ in self.elsewhere]
+        try:
+            for module, had in self.elsewhere:
+                own_parameters(module).clear()
+                own_parameters(module).update(had)
+            yield
+        finally:
+            for module, has in here:
+                own_parameters(module).clear()
+                own_parameters(module).update(has)
+
+    def _names(self) -> frozenset[str]:
+        """Return the tensors that PEFT writes, by canonical name: it picks them out of a state dict without data."""
+        from peft import get_peft_model_state_dict
+
+        peft_model: Any = self.peft_model
+        chosen = self.options.get("selected_adapters") or list(peft_model.peft_config)
+        unknown = [name for name in chosen if name not in peft_model.peft_config]
+        if unknown:
+            raise CheckpointError(f"selected_adapters={chosen}: there are {', '.join(peft_model.peft_config)}")
+        plans = self.state.plan.tensors
+        empty = {name: torch.empty(t.shape, dtype=dtype_of(t.dtype), device="meta") for name, t in plans.items()}
+        named = self._by_peft_name(empty)
+        found: set[str] = set()
+        canonical = {id(tensor): name for name, tensor in empty.items()}
+        for name in chosen:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PEFT says it again when it writes
+                embeddings = self.options.get("save_embedding_layers", "auto")
+                picked = get_peft_model_state_dict(
+                    peft_model, state_dict=dict(named), adapter_name=name, save_embedding_layers=embeddings
+                )
+            computed = [saved for saved, tensor in picked.items() if id(tensor) not in canonical]
+            if computed and peft_model.peft_config[name].is_prompt_learning:
+                continue  # of parameters that every rank has
+            if computed:
+                raise CheckpointError(f"adapter '{name}': PEFT computes {listed(computed)} when it saves")
+            found |= {canonical[id(tensor)] for tensor in picked.values()}
+        return frozenset(found)
+
+    def _by_peft_name(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors by all of their names in the state dict of the ``PeftModel``, from canonical ones."""
+        plans = self.state.plan.tensors
+        return {
+            alias.removeprefix(self._start): tensor
+            for name, tensor in tensors.items()
+            for alias in (name, *plans[name].aliases)
+            if alias.startswith(self._start)
+        }
+
+    def whole(self, local: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Gather the adapters from this rank's tensors by canonical names, one after the other. Collective."""
+        weights = WholeWeights(self.state, local)
+        yield from ((name, weights.whole(name)) for name in sorted(self.names))
+
+    def write(self, target: Path, local: dict[str, torch.Tensor]) -> None:
+        """Write the adapters that all ranks hold. Collective."""
+        mpu = self.state.mpu
+        with waiting(mpu, "gathering the adapters", range(mpu.world_size)):
+            whole = {name: tensor.cpu() for name, tensor in self.whole(local) if mpu.rank == 0}
+        untouched = f"The adapters in {target} are as they were."
+        rank_zero(mpu, lambda: self.write_files(whole, target), lambda: untouched)
+
+    def write_files(self, whole: Mapping[str, torch.Tensor], target: Path) -> None:
+        """Let PEFT write its files into a hidden folder, and move them into place: configs last."""
+        target.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".adapters.tmp-", dir=target, ignore_cleanup_errors=True) as folder:
+            temp = Path(folder)
+            if (target / _CARD).is_file():
+                shutil.copy(target / _CARD, temp / _CARD)  # PEFT changes a card that is there
+            kind: Any = type(self.peft_model)
+            with self._all_parameters():
+                kind.save_pretrained(self.peft_model, str(temp), state_dict=self._by_peft_name(whole), **self.options)
+            written = sorted(path.relative_to(temp) for path in temp.rglob("*") if path.is_file())
+            for file in sorted(written, key=lambda path: path.name == "adapter_config.json"):
+                (target / file).parent.mkdir(parents=True, exist_ok=True)
+                fsync(temp / file)
+                os.replace(temp / file, target / file)
+            fsync(target)

@@ -1,0 +1,221 @@
+"""Rows of the sequence between the regions of a model, and those that layers of a region save.
+
+Rows are dim 1 of ``[batch, seq, hidden]``, or lie in both dims flattened, over the tensor-parallel ranks. A
+column-parallel layer saves rows of its input for its weight's gradient, and gathers them again in the backward. Nothing
+stays of the whole sequence that it multiplied, ``[batch, seq, in]``: the layer itself sees a detached weight, whose
+gradient is computed by a function beside it (as in :mod:`autopar.tensor_parallel.overlap`). Layers that read the same
+sequence gather it once. Megatron-LM has one function for a layer (core/tensor_parallel/layers.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from autopar.distributed.autograd_functions import any_order, keep_none, named_collective
+from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import (
+    all_gather,
+    copy,
+    even_layout,
+    gather,
+    gather_sum,
+    reduce_,
+    reduce_scatter,
+    scatter,
+)
+from autopar.foreign.tensors import version_of
+from autopar.layout import Layout
+from autopar.swap import mixed_class
+from autopar.tensor_parallel.overlap import Late, LateWeight, WeightGradient
+
+
+@functools.lru_cache(maxsize=4096)
+def rows_of(length: int, ranks: int) -> Layout | None:
+    """Return which rows of a sequence each rank has; None: it is shorter than the ranks are many, all have it whole."""
+    return even_layout(length, ranks, 1) if length >= ranks else None
+
+
+def gather_rows(x: torch.Tensor, axis: Axis, rows: Layout) -> torch.Tensor:
+    """Gather ``[batch, seq/tp, ...] -> [batch, seq, ...]``; backward keeps this rank's rows."""
+    return _unflattened(x, rows.local_size(axis.rank), lambda y: gather(y, axis, rows, 1))
+
+
+def _enter_rows(x: torch.Tensor, gathered: torch.Tensor | None, axis: Axis, rows: Layout) -> torch.Tensor:
+    """Return what :func:`gather_rows` made of ``x``, for a sharded region; backward is a reduce-scatter."""
+    if x.ndim != 2:
+        return gather_sum(x, axis, 1, rows, gathered)
+    x = x.unflatten(0, (-1, rows.local_size(axis.rank)))
+    gathered = None if gathered is None else gathered.unflatten(0, (-1, rows.size))
+    return gather_sum(x, axis, 1, rows, gathered).flatten(0, 1)
+
+
+def own_rows(x: torch.Tensor, axis: Axis, rows: Layout) -> torch.Tensor:
+    """Keep this rank's rows, ``[batch, seq, ...] -> [batch, seq/tp, ...]``; backward gathers."""
+    return _unflattened(x, rows.size, lambda y: scatter(y, axis, rows, 1))
+
+
+def take_rows(x: torch.Tensor, axis: Axis, rows: Layout) -> torch.Tensor:
+    """Return :func:`own_rows` of a tensor beside hidden states; of ``[batch, 1, ...]``, the same for all rows, itself.
+
+    The gradient of that one is summed.
+    """
+    return copy(x, axis) if x.shape[1] == 1 else own_rows(x, axis, rows)
+
+
+def _unflattened(x: torch.Tensor, length: int, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Change ``[batch, length, ...]``, also where batch and length are one dim: ``[batch * length, features]``."""
+    y = x.unflatten(0, (-1, length)) if x.ndim == 2 else x
+    if y.shape[1] != length:
+        raise ValueError(f"a sequence of {length} rows is expected here in dim 1 of {list(x.shape)}")
+    return change(y).flatten(0, 1) if x.ndim == 2 else change(y)
+
+
+class Rows(NamedTuple):
+    """The rows that a block computes with, as regions know them (``Region.rows``).
+
+    Attributes:
+        layout: rows of each rank.
+        training: mode of the block.
+    """
+
+    axis: Axis
+    layout: Layout
+    training: bool
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum the output of a region, ``[batch, seq, ...]``, over the ranks, ``[batch, seq/tp, ...]`` each."""
+        return _unflattened(x, self.layout.size, lambda y: reduce_scatter(y, self.axis, 1, self.layout))
+
+
+class Entered:
+    """A whole sequence that entered a region, and its rows.
+
+    Attributes:
+        whole: ``[batch, seq, in]``, or both dims flattened.
+        rows: this rank's.
+        inside: what layers of the region read; None before the first does.
+    """
+
+    def __init__(self, whole: torch.Tensor, rows: torch.Tensor, axis: Axis, layout: Layout) -> None:
+        self.whole, self.rows, self.version = whole, rows, version_of(whole)
+        self.inside: torch.Tensor | None = None
+        self._again = _Again(axis, layout)
+
+    def is_whole(self, x: torch.Tensor) -> bool:
+        """Return whether ``x`` is the sequence, unchanged."""
+        return self.whole is x and version_of(x) == self.version
+
+    def late_weight(self, weight: torch.Tensor, gradient: WeightGradient) -> Late:
+        """Return what a layer attaches to its output: its weight's gradient."""
+        self._again.readers += 1
+        tokens = self.whole.shape[:-1].numel()
+        made = LateWeight.apply(weight, self.rows.detach(), tokens, gradient, self._again.tokens)
+        return Late(gradient, self._again.entered, made, weight, self.rows)
+
+    def enter(self) -> torch.Tensor:
+        """Return what layers of the region read: the gradient of all of them is reduce-scattered once."""
+        if self.inside is None:
+            self.inside = _enter_rows(self.rows, self.whole.detach(), self._again.axis, self._again.layout)
+        return self.inside
+
+
+class _Again:
+    """The sequence gathered in the backward, while layers still want it. Holds no activation in the forward."""
+
+    def __init__(self, axis: Axis, layout: Layout) -> None:
+        self.axis, self.layout = axis, layout
+        self.readers = self.done = 0
+        self._tokens: torch.Tensor | None = None
+
+    def tokens(self, rows: torch.Tensor) -> torch.Tensor:
+        """Gather ``[tokens, in]``, once for all readers."""
+        tokens = self._tokens
+        if tokens is None:
+            if rows.ndim == 2:
+                rows = rows.unflatten(0, (-1, self.layout.local_size(self.axis.rank)))
+            tokens = self._tokens = _gather(rows, self.axis, self.layout).flatten(0, -2)
+        self.done += 1
+        if self.done == self.readers:
+            self.done, self._tokens = 0, None
+        return tokens
+
+    def entered(self, rows: torch.Tensor) -> torch.Tensor:
+        """Gather ``[tokens, in]`` as it enters the region, differentiable."""
+        return _enter_rows(rows, None, self.axis, self.layout).flatten(0, -2)
+
+
+@named_collective("all-gather: rows that a weight's gradient reads")
+def _gather(rows: torch.Tensor, axis: Axis, layout: Layout) -> torch.Tensor:
+    return all_gather(rows, axis, layout, 1)
+
+
+# -- parameters that work on rows ----------------------------------------------------------------------------------
+#
+# Their gradients, of each rank's rows, are summed over the ranks. Summed is the incoming gradient, not the accumulated
+# one, so that micro-batches add up; once for all such parameters of a block: they enter the block through one function,
+# whose backward runs when the gradients of all of them are there.
+
+
+class _SumRows(torch.autograd.Function):
+    keeps_nothing = True
+
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        keep_none(ctx)
+        ctx.axis = axis
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
+
+    @staticmethod
+    @named_collective("all-reduce: gradients of parameters that work on rows of the sequence")
+    @any_order(lambda ctx, *gradients: (None, *sum_flat(gradients, ctx.axis)))
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        return None, *sum_flat(gradients, ctx.axis)
+
+
+def sum_flat(tensors: Sequence[torch.Tensor | None], axis: Axis) -> list[torch.Tensor | None]:
+    """Sum tensors over the axis in one all-reduce for each dtype, out of place; all ranks have the same ones."""
+    found: list[torch.Tensor | None] = [None] * len(tensors)
+    for dtype in dict.fromkeys(x.dtype for x in tensors if x is not None):
+        chosen = [(place, x) for place, x in enumerate(tensors) if x is not None and x.dtype == dtype]
+        flat = reduce_(torch.cat([x.reshape(-1) for _, x in chosen]), axis)
+        for (place, x), part in zip(chosen, flat.split([x.numel() for _, x in chosen]), strict=True):
+            found[place] = part.view_as(x)
+    return found
+
+
+def summed_over_rows(parameters: Sequence[nn.Parameter | None], axis: Axis) -> Mapping[int, torch.Tensor]:
+    """Return what stands for each parameter in a forward with rows, by id: its gradient is summed over the axis."""
+    trained = [p for p in parameters if p is not None and p.requires_grad] if torch.is_grad_enabled() else []
+    if not trained:
+        return {}
+    return {id(p): used for p, used in zip(trained, _SumRows.apply(axis, *trained), strict=True)}
+
+
+class ReadByRows:
+    """Class before that of a module whose own parameters work on rows."""
+
+    rows_state: Any  # a SequenceState
+
+
+def _property(name: str) -> property:
+    def read(self: Any) -> Any:
+        parameter = self._parameters[name]
+        used = self.rows_state.parameters
+        return used.get(id(parameter), parameter) if used else parameter
+
+    def write(self: Any, value: Any) -> None:
+        nn.Module.__setattr__(self, name, value)
+
+    return property(read, write)
+
+
+@functools.cache
+def reader_class(plain: Any, names: tuple[str, ...]) -> Any:
+    """Return the class of a module that reads its parameters ``names`` as :func:`summed_over_rows` gives them."""
+    mixin: Any = type(ReadByRows.__name__, (ReadByRows,), {name: _property(name) for name in names})
+    return mixed_class(mixin, plain)

@@ -1,0 +1,283 @@
+"""expert_parallel_size of experts that are modules in a list: one process with the whole batch, in fp64."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.errors import ConfigError
+from autopar.plan.make_plan import make_plan
+from autopar.policy.load import read_user_policy
+from autopar.policy.match import find_policy
+from tests.features.experts.mixtures import batches, close, compare
+from tests.features.experts.module_mixtures import LISTED, listed, nllb, switch
+from tests.pool import pooled
+
+_ALL_REDUCE = {"model_parallelism": {"expert_dispatch": "all_reduce"}}
+_TWO: dict[str, dict[str, Any]] = {
+    "dp 2": {"ep": 2},
+    "dp 2, all_reduce": {"ep": 2, **_ALL_REDUCE},
+    "tp 2": {"tp": 2, "ep": 2},
+    "tp 2, all_reduce": {"tp": 2, "ep": 2, **_ALL_REDUCE},
+}
+_FOUR: dict[str, dict[str, Any]] = {
+    "tp 2 x dp 2": {"tp": 2, "ep": 4},
+    "tp 2 x dp 2, all_reduce": {"tp": 2, "ep": 4, **_ALL_REDUCE},
+    "dp 4": {"ep": 4},
+    "edp 2": {"ep": 2},
+    "edp 2, all_reduce": {"ep": 2, **_ALL_REDUCE},
+    "tp 2, edp 2": {"tp": 2, "ep": 2},
+    "pp 2": {"ep": 2, "pp": 2, "pipeline": {"num_microbatches": 2}},
+    "ZeRO-1, tp 2": {"tp": 2, "ep": 4, "zero": {"stage": 1}},
+    "recomputed": {"ep": 2, "activation_checkpointing": {"enable": True}},
+}
+_FSDP: dict[str, dict[str, Any]] = {
+    "ZeRO-3, edp 2": {"ep": 2, "zero": {"stage": 3}},
+    "ZeRO-3, dp 4": {"ep": 4, "zero": {"stage": 3}},
+    "ZeRO-2, tp 2": {"tp": 2, "ep": 2, "zero": {"stage": 2}},
+}
+_MODELS: dict[str, Any] = {
+    "switch": switch,
+    "switch, one expert is never chosen": lambda: never(switch(router_bias=True)),
+    "switch, few fit into an expert": lambda: switch(expert_capacity=1),
+    "nllb": nllb,
+    "hit": listed,
+    "hit, two of five": lambda: listed(reachable=2),  # the last ranks have no rows
+    "all, two of five": lambda: listed(style="all", reachable=2),
+    "dense": lambda: listed(style="dense"),
+    "sometimes": lambda: listed(style="sometimes"),  # some ranks give no rows
+}
+
+
+def never(model: Any) -> Any:
+    """Let no token choose expert 1."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("classifier.bias"):
+            parameter.data[1] = -1e9
+    return model
+
+
+def matches(name: str, config: dict[str, Any], **settings: Any) -> Any:
+    make = _MODELS[name]
+    policy = LISTED if name not in ("nllb",) and "switch" not in name else None
+    if name == "nllb":  # the bias of keys has no gradient but rounding, of which Adam makes steps
+        settings["optimizer"] = torch.optim.SGD
+    return compare(make, config, policy=policy, tolerance=1e-6, **settings)
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("mesh", _TWO)
+@pytest.mark.parametrize("name", _MODELS)
+@pooled(world_size=2)
+def test_two_ranks(name: str, mesh: str) -> None:
+    model, _, plain = matches(name, _TWO[mesh])
+    own = dict(plain.named_parameters())
+    sizes = {path: p.numel() for path, p in model.named_parameters() if ".experts." in path}
+    assert sizes and all(size in (0, own[path].numel()) for path, size in sizes.items())
+    assert 0 < sum(sizes.values()) < sum(own[path].numel() for path in sizes)
+    kinds, mpu = [type(module) for module in plain.modules()], model.mpu
+    autopar.deparallelize(model)
+    assert [type(module) for module in model.modules()] == kinds
+    assert all(close(p, own[path], 1e-6) for path, p in model.named_parameters())
+    mpu.destroy()
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("mesh", _FOUR)
+@pytest.mark.parametrize("name", ["switch", "nllb", "hit", "hit, two of five", "all, two of five", "sometimes"])
+@pooled(world_size=4)
+def test_four_ranks(name: str, mesh: str) -> None:
+    matches(name, _FOUR[mesh], even=mesh == "pp 2")[0].mpu.destroy()
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("mesh", ["sequence", "cp 2"])
+@pooled(world_size=4)
+def test_rows_of_the_sequence(mesh: str) -> None:
+    sizes: dict[str, Any] = {"ep": 2, "cp": 2}
+    if mesh == "sequence":
+        sizes = {"tp": 2, "ep": 4, "model_parallelism": {"sequence_parallel": True}}
+    matches("hit", sizes, even=mesh == "cp 2")[0].mpu.destroy()
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("mesh", _FSDP)
+@pytest.mark.parametrize("name", ["switch, one expert is never chosen", "nllb", "hit, two of five"])
+@pooled(world_size=4)
+def test_fully_sharded(name: str, mesh: str) -> None:
+    matches(name, _FSDP[mesh], optimizer=torch.optim.SGD)[0].mpu.destroy()
+
+
+def with_adapters() -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    settings = peft.LoraConfig(r=3, init_lora_weights=False, target_modules=["q", "wi", "wo"])
+    return peft.get_peft_model(switch(), settings).double()
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("sizes", [{"ep": 2}, {"tp": 2, "ep": 2}])
+@pooled(world_size=2)
+def test_adapters_lie_with_their_expert(sizes: dict[str, int]) -> None:
+    model, *_ = compare(with_adapters, sizes, tolerance=1e-6)
+    held = [p.shape[0] for name, p in model.named_parameters() if ".experts." in name and "lora_A" in name]
+    assert set(held) == {0, 3}
+    model.mpu.destroy()
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("sizes", [{"ep": 2}, {"tp": 2, "ep": 2}])
+@pooled(world_size=2)
+def test_the_load_of_experts_and_what_is_generated(sizes: dict[str, Any]) -> None:
+    plain = switch().eval()
+    model = autopar.initialize(copy.deepcopy(plain), sizes).eval()
+    ids = torch.randint(2, 31, (2, 5 + model.mpu.dp.rank), generator=torch.Generator().manual_seed(model.mpu.dp.rank))
+    settings = {"do_sample": False, "max_new_tokens": 4 + model.mpu.dp.rank}
+    assert torch.equal(model.generate(ids, **settings), plain.generate(ids, **settings))
+    autopar.expert_load(model)
+    chosen: dict[str, torch.Tensor] = {}
+    for path, module in plain.named_modules():
+        if path.endswith("mlp.experts"):
+            module.register_forward_pre_hook(lambda _, args, path=path: chosen.update({path: args[1].sum((0, 1))}))
+    data = [pair[0] for pair in batches(0, model.mpu.dp.size)]
+    total: dict[str, torch.Tensor] = {}
+    for each in data:
+        plain(input_ids=each, labels=each)
+        total = {path: total.get(path, 0) + found for path, found in chosen.items()}
+    model(input_ids=data[model.mpu.dp.rank], labels=data[model.mpu.dp.rank])
+    load = autopar.expert_load(model)
+    assert load.keys() == total.keys() and all(torch.equal(load[path], total[path]) for path in load)
+    model.mpu.destroy()
+
+
+@pytest.mark.tier("all")
+@pooled(world_size=2)
+def test_a_router_runs_once_and_its_hooks_too() -> None:
+    plain = listed()
+    model = autopar.initialize(copy.deepcopy(plain), {"ep": 2}, policy=LISTED)
+    calls = list[tuple[int, ...]]()
+    mixture = model.model.blocks[0].mlp
+    mixture.gate.register_forward_hook(lambda _, args, out: calls.append(tuple(out.shape)))
+    ids = batches(0, 2)[model.mpu.dp.rank][0]
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert calls == [(2, ids.shape[1], 5)] and mixture.seen == 1
+    mixture.experts[model.mpu.ep.rank * 3].register_forward_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match=r"(?s)is inside of experts that ranks hold whole: it would see"):
+        model(input_ids=ids)
+    model.mpu.destroy()
+
+
+@pytest.mark.tier("all")
+@pooled(world_size=2)
+def test_dropout_of_experts_draws_by_rank_and_leaves_other_draws_alone() -> None:
+    model = autopar.initialize(switch(dropout_rate=0.5), {"tp": 2, "ep": 2}).train()
+    ids = batches(0, 1)[0][0]
+    losses = [model(input_ids=ids, labels=ids).loss for _ in range(2)]
+    assert losses[0] != losses[1]
+    losses[1].backward()
+    found: list[Any] = [None, None]
+    torch.distributed.all_gather_object(found, (float(losses[1]), torch.rand(3).tolist()))
+    assert found[0] == found[1]
+    model.mpu.destroy()
+
+
+@pytest.mark.tier("all")
+@pytest.mark.parametrize("name", ["switch", "nllb"])
+@pooled(world_size=2)
+def test_auxiliary_losses_of_routers_are_those_of_replicas_with_all_experts(name: str) -> None:
+    found = []
+    for config in ({}, {"ep": 2}):
+        model = autopar.initialize(_MODELS[name](), config)
+        ids = batches(0, 2)[model.mpu.dp.rank][0]
+        out = model(input_ids=ids, labels=ids, output_router_logits=True)
+        bare = model(input_ids=ids, labels=ids)
+        assert abs(out.loss - bare.loss) > 1e-6  # it has another term
+        out.loss.backward()
+        autopar.average_gradients(model)
+        autopar.deparallelize(model)
+        found.append((out.loss, {path: p.grad for path, p in model.named_parameters()}))
+    (loss, due), (own, gradients) = found
+    assert abs(own - loss) < 1e-12
+    for path, gradient in gradients.items():
+        assert (gradient is None) == (due[path] is None), path
+        assert gradient is None or close(gradient, due[path], 1e-9), path
+
+
+def _refused(make: Any, policy: Any, experts: int = 2) -> str:
+    model = make()
+    with pytest.raises(ConfigError) as info:
+        make_plan(model, find_policy(model) if policy is None else read_user_policy(policy), 1, experts=experts)
+    return str(info.value)
+
+
+def test_more_ranks_than_experts_and_what_cannot_lie_on_one_rank() -> None:
+    assert _refused(switch, None, 6).startswith(
+        "expert_parallel_size=6 does not fit SwitchTransformersForConditionalGeneration: 5 experts cannot be sharded "
+        "over 6 ranks."
+    )
+
+    def changed(change: Any) -> Any:
+        model = listed()
+        change(model.model.blocks[0].mlp)
+        return model
+
+    rules = {**LISTED["blocks"]["modules"], "mlp.experts.*.gain?": "replicated", "mlp.experts.*.norm?": "replicated"}
+    rules["mlp.experts.gain?"] = "replicated"
+    policy = {**LISTED, "blocks": {**LISTED["blocks"], "modules": rules}}
+    single = nn.Parameter(torch.zeros(()))
+    assert "model.blocks.0.mlp.experts.2.gain is a single number" in _refused(
+        lambda: changed(lambda mlp: mlp.experts[2].register_parameter("gain", single)), policy
+    )
+    assert "model.blocks.0.mlp.experts.2.norm normalises over the tokens of one expert" in _refused(
+        lambda: changed(lambda mlp: mlp.experts[2].register_module("norm", nn.BatchNorm1d(4))), policy
+    )
+    assert "holds gain beside 5 experts that are modules" in _refused(
+        lambda: changed(lambda mlp: mlp.experts.register_parameter("gain", nn.Parameter(torch.zeros(2)))), policy
+    )
+
+
+class Wide(nn.Module):
+    """A mixture that calls its experts in a way that cannot travel."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.runs = way, 0
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        if self.way == "narrow":
+            return self.experts[0](x[..., :4])
+        if self.way == "writes":
+            y = self.experts[1](x)
+            x += y
+            return y
+        if self.way == "keyword":
+            return self.experts[1](input=x)
+        return self.experts[self.runs % 4](x)
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("narrow", r"expert_parallel_size: 0 is given 8 features and gives its experts 4\."),
+        ("writes", r"expert_parallel_size: 0 writes into the \[3, 8\] that it has given to expert 1 before"),
+        ("keyword", r"expert_parallel_size: 0 gives its experts 1 arguments, and only one tensor"),
+        ("turns", r"expert_parallel_size: 0 calls its experts in another way when its forward is run again"),
+    ],
+)
+@pooled(world_size=2)
+def test_calls_that_cannot_travel(way: str, words: str) -> None:
+    policy = {
+        "units": {"experts": "4", "ffn": "inferred"},
+        "prefix": {"0.experts": {"by_expert": "experts"}, "0.experts.*": {"column": "ffn", "gather_output": True}},
+    }
+    model = autopar.initialize(nn.Sequential(Wide(way)), {"ep": 2}, policy=policy)
+    with pytest.raises(ConfigError, match=words):
+        model(torch.ones(3, 8))
+    model.mpu.destroy()

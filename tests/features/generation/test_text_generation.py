@@ -1,0 +1,182 @@
+"""What users put around ``generate``: transformers' pipeline and streamers, on a parallelized model."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    MaxTimeCriteria,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    TextIteratorStreamer,
+    TextStreamer,
+    pipeline,
+)
+
+import autopar
+from autopar.features.generation.generate import AgreedCriteria
+from tests.pool import pooled
+from tests.small import llama
+
+
+def tokenizer() -> Any:
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(131)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w1")
+
+
+def grouped() -> Any:
+    return llama(hidden_size=32, num_attention_heads=8, num_key_value_heads=1).eval()
+
+
+@pooled(world_size=2)
+def test_pipelines_and_streamers() -> None:
+    words, plain = tokenizer(), grouped()
+    asked = ["w5 w6 w7", "w9 w3"]
+    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    expected = pipeline("text-generation", model=plain, tokenizer=words)(asked, **settings)
+    ids = words(asked[0], return_tensors="pt")["input_ids"]
+    whole = words.decode(plain.generate(ids, **settings)[0])
+    for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+        model = autopar.initialize(grouped(), {"model_parallelism": sizes})
+        made = pipeline("text-generation", model=model, tokenizer=words)
+        assert made(asked, **settings) == expected
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            model.generate(ids, streamer=TextStreamer(words), **settings)
+        assert printed.getvalue() == (whole + "\n" if dist.get_rank() == 0 else "")
+        program = TextIteratorStreamer(words)
+        model.generate(ids, streamer=program, **settings)
+        assert "".join(program) == whole  # on every rank
+
+
+class Disconnected(TextIteratorStreamer):
+    """A client that has gone after some tokens."""
+
+    def put(self, value: Any) -> None:
+        super().put(value)
+        self.left -= 1
+        if self.left == 0:
+            raise BrokenPipeError("the client has gone")
+
+    def __init__(self, words: Any, left: int) -> None:
+        super().__init__(words)
+        self.left = left
+
+
+@pooled(world_size=2)
+def test_a_streamer_that_raises_on_one_rank_ends_the_request_on_all() -> None:
+    words, settings = tokenizer(), {"max_new_tokens": 8, "do_sample": False}
+    ids = torch.tensor([[5, 6, 7]])
+    expected = grouped().generate(ids, **settings)
+    for mesh in ({"tp": 2}, {"pp": 2}):
+        model = autopar.initialize(grouped(), mesh)
+        for left, ranks in ((1, (0,)), (4, (0,)), (3, (1,)), (4, (0, 1))):
+            streamer = Disconnected(words, left) if model.mpu.rank in ranks else None
+            raises = (
+                pytest.raises(BrokenPipeError, match="the client has gone") if streamer else contextlib.nullcontext()
+            )
+            tokens = None
+            with raises:
+                tokens = model.generate(ids, streamer=streamer, **settings)
+            if tokens is not None:  # what there was when the client left
+                assert torch.equal(tokens, expected[:, : tokens.shape[1]]) and 4 <= tokens.shape[1] < 11
+            program = TextIteratorStreamer(words) if model.mpu.rank in ranks else None
+            assert torch.equal(model.generate(ids, streamer=program, **settings), expected)  # the next request
+
+
+def drafter() -> Any:
+    """A smaller model of the same vocabulary, which guesses."""
+    return llama(1, num_hidden_layers=1).eval()
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "beams": {"num_beams": 3},
+    "beams that are drawn": {"num_beams": 2, "do_sample": True},
+    "static cache": {"cache_implementation": "static"},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    "assisted": {"assistant_model": drafter},
+    "assisted and drawn": {"assistant_model": drafter, "do_sample": True},
+    "by its own first layer": {"assistant_early_exit": 1},
+}
+
+
+def generated(model: Any, way: dict[str, Any], assistant: Any = None) -> list[int]:
+    """Tokens after a prompt that repeats itself, so that a guess is right now and then."""
+    ids = torch.tensor([[5, 6, 7, 8, 5, 6, 7]])
+    torch.manual_seed(3)
+    settings = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, **way}
+    if assistant is not None:
+        settings["assistant_model"] = assistant
+    tokens: list[int] = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0].tolist()
+    return tokens
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_ways_to_generate() -> None:
+    whole = grouped()
+    plain = {name: generated(whole, way, drafter() if "assistant_model" in way else None) for name, way in WAYS.items()}
+    parallel = autopar.initialize(drafter(), {"model_parallelism": {"tensor_parallel_size": 2}})
+    for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+        model = autopar.initialize(grouped(), {"model_parallelism": sizes})
+        for name, way in WAYS.items():
+            if "assistant_model" not in way:
+                assert generated(model, way) == plain[name], (name, sizes)
+                continue
+            assert generated(model, way, drafter()) == plain[name], (name, sizes)
+            assert generated(model, way, parallel) == plain[name], (name, sizes)
+    assert generated(whole, WAYS["assisted"], parallel) == plain["assisted"]
+
+
+class Rows(StoppingCriteria):
+    """What a program of the user's says: which rows have got enough, and when."""
+
+    def __init__(self, lengths: dict[int, int]) -> None:
+        self.lengths = lengths
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        now = input_ids.shape[1]
+        return torch.tensor([now >= self.lengths.get(row, 100) for row in range(len(input_ids))])
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_ranks_stop_at_the_same_token() -> None:
+    ids, rank = torch.tensor([[5, 6, 7, 8], [9, 8, 7, 6]]), dist.get_rank()
+    settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": 130}
+    plain = grouped()
+    ends = {0: 7, 1: 9}
+    expected = plain.generate(ids, stopping_criteria=[Rows(ends)], **settings)
+    assert expected.shape == (2, 9) and expected[0, 7:].tolist() == [0, 0]
+    beams = plain.generate(ids, stopping_criteria=[Rows(dict.fromkeys(range(4), 9))], num_beams=2, **settings)
+    for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+        model = autopar.initialize(grouped(), {"model_parallelism": sizes})
+        own = Rows({rank: ends[rank]})  # each rank knows of one row
+        assert torch.equal(model.generate(ids, stopping_criteria=[own], **settings), expected)
+        own = Rows(dict.fromkeys(range(4), 9 + 2 * rank))
+        assert torch.equal(model.generate(ids, stopping_criteria=[own], num_beams=2, **settings), beams)
+        over = MaxTimeCriteria(60.0, time.time() - 100 * rank)  # by the clock of rank 1
+        assert torch.equal(model.generate(ids, stopping_criteria=[over], **settings), expected[:, :5])
+        lengths: list[Any] = [None, None]
+        time.sleep(0.02 * rank)
+        mine = model.generate(ids, max_time=0.05, **{**settings, "max_new_tokens": 50}).shape
+        dist.all_gather_object(lengths, mine)
+        assert lengths[0] == lengths[1]
+        usual = model._get_stopping_criteria(_prepared(model, settings), [])
+        assert len(usual) == 2 and not any(isinstance(one, AgreedCriteria) for one in usual), "nothing to agree on"
+    plain = autopar.deparallelize(model)
+    assert torch.equal(plain.generate(ids, stopping_criteria=[Rows(ends)], **settings), expected)
+
+
+def _prepared(model: Any, settings: dict[str, Any]) -> Any:
+    config, _ = model._prepare_generation_config(None, **settings)
+    config.max_length = 16
+    model._prepare_special_tokens(config)
+    return config

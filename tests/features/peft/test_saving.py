@@ -1,0 +1,171 @@
+"""Adapters of a parallelized model in PEFT's own files, read by plain PEFT; checkpoints that hold them, on any mesh."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+import autopar
+from autopar.checkpoint import merge_checkpoint
+from autopar.errors import CheckpointError, ConfigError
+from tests.features.peft.adapted import batch, peft, phi3, randomise_adapters, whole_of, with_lora
+from tests.parity import close
+from tests.pool import pooled
+from tests.random_models import build, cases, kind
+from tests.small import gpt2, llama
+
+
+def _adapted() -> Any:
+    model = with_lora(
+        llama(), target_modules=["q_proj", "v_proj", "o_proj", "embed_tokens"], modules_to_save=["lm_head"]
+    )
+    model.add_adapter("second", peft.LoraConfig(r=3, target_modules=["down_proj", "k_proj"], task_type="CAUSAL_LM"))
+    model.set_adapter("second")
+    randomise_adapters(model, 5)
+    model.set_adapter("default")
+    return model
+
+
+def _files(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.suffix == ".safetensors":
+            found[str(path.relative_to(folder))] = load_file(path)
+        elif path.suffix == ".json":
+            values = json.loads(path.read_text())  # sets are written in any order
+            plain = {key: sorted(value) if isinstance(value, list) else value for key, value in values.items()}
+            found[str(path.relative_to(folder))] = plain
+    return found
+
+
+@pytest.mark.tier("test")
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+@pooled(world_size=2)
+def test_files_are_those_of_peft(tmp_path: Path):
+    plain = _adapted()
+    model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"tensor_parallel_size": 2}})
+    for folder in ("through peft", "plain"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "README.md").write_text("---\ntags: [mine]\n---\nA card of the user's.\n")
+    dist.barrier()
+    model.save_pretrained(tmp_path / "through peft")
+    model.save_parallelized(tmp_path / "ours", adapter_only=True)
+    if dist.get_rank() == 0:
+        plain.save_pretrained(tmp_path / "plain")
+        expected = _files(tmp_path / "plain")
+        cards = [(tmp_path / folder / "README.md").read_text() for folder in ("plain", "through peft")]
+        assert "A card of the user's." in cards[0]
+        assert cards[0] == cards[1]
+        assert {"adapter_config.json", "adapter_model.safetensors", "second/adapter_config.json"} <= expected.keys()
+        for folder in ("ours", "through peft"):
+            found = _files(tmp_path / folder)
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                if name.endswith(".json"):
+                    assert found[name] == value, name
+                else:
+                    assert found[name].keys() == value.keys()
+                    assert all(torch.equal(found[name][key], tensor) for key, tensor in value.items())
+        again = peft.PeftModel.from_pretrained(llama(), tmp_path / "ours")
+        close(again(**batch()).logits, plain(**batch()).logits, "logits of the adapters that were read")
+    dist.barrier()
+
+
+@pooled(world_size=2)
+def test_merged_adapters_are_saved_with_the_weights(tmp_path: Path):
+    """In place, without the whole model on a rank; experts are written one by one, as on the hub."""
+    case = next(case for case in cases("mixtral") if kind(case.head) == "causal")
+    for number, build_plain in enumerate((phi3, lambda: build(case, 6, 3))):
+        plain = with_lora(build_plain(), target_modules="all-linear")
+        model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": {"tensor_parallel_size": 2}})
+        folder = tmp_path / str(number)
+        with pytest.raises(CheckpointError, match=r"merge_checkpoints=True: .* has adapters.*\n  adapter_only=True"):
+            model.save_parallelized(folder, merge_checkpoints=True)
+        model.merge_adapter()
+        model.save_parallelized(folder, merge_checkpoints=True)
+        if dist.get_rank() == 0:
+            merged = plain.merge_and_unload()
+            again = type(merged).from_pretrained(folder)
+            for name, weight in merged.state_dict().items():
+                close(again.state_dict()[name], weight, name)
+
+
+def _adam(model: Any) -> Any:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
+
+
+def _step(*optimizers: Any) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+@pooled(world_size=4)
+def test_checkpoints_of_adapted_models_load_on_any_mesh(tmp_path: Path):
+    plain = _adapted()
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    first = copy.deepcopy(plain).train()
+    optimizer = _adam(first)
+    first, optimizer = autopar.initialize(first, {"model_parallelism": sizes}, optimizer=optimizer)
+    expected = _adam(plain.train())
+    first.execute_pipeline(batch())
+    plain(**batch()).loss.backward()
+    _step(optimizer, expected)
+    first.save_parallelized(tmp_path / "stages", optimizer=optimizer)
+    first.save_parallelized(tmp_path / "adapters", adapter_only=True)
+    saved = {name: tensor.clone() for name, tensor in peft.get_peft_model_state_dict(plain).items()}
+    del first
+    for tp in (1, 4):
+        model = copy.deepcopy(plain)
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        optimizer = _adam(model.train())
+        model = autopar.initialize(model, {"model_parallelism": {"tensor_parallel_size": tp}})
+        model.from_parallelized(tmp_path / "stages", optimizer=optimizer)
+        weights = whole_of(model, dict(model.named_parameters()))
+        for name, parameter in plain.named_parameters():
+            close(weights[name], parameter.detach(), name)
+        model(**batch(1)).loss.backward()
+        if tp == 4:  # goes on as if it had never stopped
+            plain(**batch(1)).loss.backward()
+            _step(optimizer, expected)
+            weights = whole_of(model, dict(model.named_parameters()))
+            for name, parameter in plain.named_parameters():
+                close(weights[name], parameter.detach(), f"{name} after going on")
+    if dist.get_rank() == 0:
+        found = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+        assert found.keys() == saved.keys()
+        assert all(torch.allclose(found[name], weight, atol=1e-5) for name, weight in saved.items())
+        with pytest.raises(CheckpointError, match=r"holds a model with adapters of PEFT .*\n.*adapter_only=True"):
+            merge_checkpoint(tmp_path / "stages", tmp_path / "merged")
+
+
+@pooled(world_size=2)
+def test_what_saving_refuses(tmp_path: Path):
+    size = {"model_parallelism": {"tensor_parallel_size": 2}}
+    model = autopar.initialize(with_lora(gpt2(), target_modules=["c_attn"], fan_in_fan_out=True), size)
+    with pytest.raises(CheckpointError, match=r"adapter_only=True writes what PEFT writes, .*merge_checkpoints=True"):
+        model.save_parallelized(tmp_path / "x", adapter_only=True, merge_checkpoints=True)
+    with pytest.raises(CheckpointError, match=r"save_pretrained of a parallelized model does not support state_dict="):
+        model.save_pretrained(tmp_path / "x", state_dict={"a": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match=r"selected_adapters=\['other'\]: there are default"):
+        model.save_pretrained(tmp_path / "x", selected_adapters=["other"])
+    with pytest.raises(ConfigError, match=r"push_to_hub: this rank holds only its part of PeftModel"):
+        model.push_to_hub("nobody/nothing")
+    with pytest.raises(ConfigError, match=r"save_pretrained: this rank holds only its part of GPT2LMHeadModel"):
+        model.get_base_model().save_pretrained(tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+    plain = autopar.initialize(gpt2(), size)
+    with pytest.raises(CheckpointError, match=r"GPT2LMHeadModel holds 0 models of PEFT .*\n.*get_peft_model before"):
+        plain.save_parallelized(tmp_path / "x", adapter_only=True)
+    staged = autopar.initialize(gpt2(), {"model_parallelism": {"pipeline_parallel_size": 2}})
+    with pytest.raises(ConfigError, match=r"by the sizes of this rank's shards(.|\n)*integrations\.get_peft_model"):
+        peft.get_peft_model(staged, peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))

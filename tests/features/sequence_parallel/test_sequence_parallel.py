@@ -1,0 +1,259 @@
+"""Sequence parallelism: rows of the sequence between the regions of blocks, against the plain model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
+from transformers.models.dinov2.modeling_dinov2 import Dinov2DropPath
+
+import autopar
+from autopar.distributed.collectives import even_layout
+from autopar.features.sequence_parallel import rows as sequence_rows, setup as sequence_parallel
+from tests.data_parallel.test_zero import OPTIMIZERS, train
+from tests.parity import check, close, language_batches, randomise, whole
+from tests.pipeline_parallel.oracle import check_pipeline
+from tests.pool import pooled
+from tests.random_models import build, cases
+from tests.small import gpt2, llama
+
+IDS = torch.arange(14).view(2, 7)
+
+
+def sizes(tp: int, **more: Any) -> dict[str, Any]:
+    return {"model_parallelism": {"tensor_parallel_size": tp, "sequence_parallel": True, **more}}
+
+
+def t5() -> T5ForConditionalGeneration:
+    torch.manual_seed(0)
+    made = {"d_model": 24, "d_kv": 4, "d_ff": 37, "num_layers": 2, "num_heads": 6, "vocab_size": 131}
+    return randomise(T5ForConditionalGeneration(T5Config(**made, dropout_rate=0.0, decoder_start_token_id=0)))
+
+
+def bert() -> BertForMaskedLM:
+    torch.manual_seed(0)
+    made = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 37}
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return randomise(BertForMaskedLM(BertConfig(**made, **rates, vocab_size=131, max_position_embeddings=64)))
+
+
+def batches_of(length: int) -> list[dict[str, Any]]:
+    """Two micro-batches of different lengths, padded on the right and on the left."""
+    right = language_batches(131, count=1, seq=length)[0]
+    left = language_batches(131, count=1, seq=length + 1, seed=2)[0]
+    left["attention_mask"] = left["attention_mask"].flip(1)
+    left["labels"] = left["input_ids"].masked_fill(left["attention_mask"] == 0, -100)
+    return [right, left]
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_ragged_lengths_are_those_of_the_plain_model() -> None:
+    for length, make in ((7, gpt2), (16, bert), (33, llama)):
+        check(make, batches_of(length), 2, config=sizes(2)).mpu.destroy()
+
+
+@pooled(world_size=4)
+def test_lengths_on_four_ranks_also_fewer_tokens_than_ranks() -> None:
+    check(llama, batches_of(7), 4, config=sizes(4)).mpu.destroy()
+    check(gpt2, batches_of(3), 4, config=sizes(4)).mpu.destroy()  # the first is whole, of the second each has one
+    check(t5, batches_of(6), 4, config=sizes(4)).mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_an_encoder_and_a_decoder_have_rows_of_their_own_lengths() -> None:
+    batch = {**batches_of(7)[0], "decoder_input_ids": torch.arange(10).view(2, 5)}
+    batch["labels"] = batch["decoder_input_ids"] + 1
+    check(t5, [batch, *batches_of(16)], 2, config=sizes(2)).mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_rows_between_the_regions_and_whole_sequences_in_them() -> None:
+    model = autopar.initialize(gpt2(), sizes(2))
+    seen: dict[str, list[int]] = {}
+    names = ("transformer.drop", "transformer.h.0.ln_1", "transformer.h.0.attn.c_proj", "transformer.h.1.ln_2")
+    for name in (*names, "transformer.h.1.mlp.c_fc", "transformer.ln_f"):
+        autopar.local_hooks(model.get_submodule(name))
+        model.get_submodule(name).register_forward_hook(
+            lambda _, args, out, name=name: seen.update({name: [args[0].shape[1], out.shape[1]]})
+        )
+    model(IDS, labels=IDS).loss.backward()
+    own = even_layout(7, 2).local_size(dist.get_rank())
+    assert own == 4 - dist.get_rank()
+    assert list(seen.values()) == [[7, 7], [own, own], [7, own], [own, own], [7, 7], [7, 7]], seen
+    model.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_checkpointed_frozen_and_evaluated() -> None:
+    def frozen() -> Any:
+        model = llama()
+        model.model.layers[0].input_layernorm.weight.requires_grad_(False)
+        model.model.embed_tokens.weight.requires_grad_(False)
+        return model
+
+    def evaluates(plain: Any, parallel: Any) -> None:
+        for model in (plain, parallel):
+            model.eval()
+        with torch.no_grad():
+            ours, theirs = (model(IDS, output_hidden_states=True) for model in (parallel, plain))
+        for number, (mine, theirs_) in enumerate(zip(ours.hidden_states, theirs.hidden_states, strict=True)):
+            close(mine, theirs_, f"hidden states {number}")
+        settings = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+        tokens = [model.generate(IDS, attention_mask=torch.ones_like(IDS), **settings) for model in (plain, parallel)]
+        assert torch.equal(*tokens)
+        for model in (plain, parallel):
+            model.train()
+
+    config = {**sizes(2), "activation_checkpointing": {}}
+    check(frozen, batches_of(7), 2, config=config, first=evaluates).mpu.destroy()
+    check(gpt2, batches_of(7), 2, config=config).mpu.destroy()
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_experts_that_tokens_travel_to() -> None:
+    case = next(case for case in cases("mixtral") if case.head.endswith("ForCausalLM"))
+
+    def with_routers() -> Any:
+        model = build(case, 6, 3)
+        model.config.output_router_logits = True  # for the loss that balances experts
+        return model
+
+    for config in (sizes(2), sizes(2, expert_parallel_size=2)):
+        check(with_routers, batches_of(7), 2, config=config).mpu.destroy()
+
+
+@pooled(world_size=4)
+def test_pipeline_stages() -> None:
+    for schedule, make in (("zero-bubble", lambda: gpt2(n_layer=4)), ("1f1b", t5)):
+        config = {**sizes(2, pipeline_parallel_size=2), "pipeline": {"schedule": schedule, "num_microbatches": 2}}
+        check_pipeline(make, batches_of(7), tp=2, pp=2, **config).mpu.destroy()
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=4)
+def test_replicas_under_ddp_and_a_sharded_optimizer() -> None:
+    for zero in ({"enable": False}, {"stage": 1}):
+        model, *_ = train(2, llama, OPTIMIZERS["adamw"], 2, zero=zero, **sizes(2))
+        model.mpu.destroy()
+
+
+@pooled(world_size=4)
+def test_fully_sharded() -> None:
+    plain = llama()
+    model = autopar.initialize(copy.deepcopy(plain), {**sizes(2), "zero": {"stage": 3}})
+    for batch in batches_of(7):
+        model(**batch).loss.backward()
+        plain(**batch).loss.backward()
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad.full_tensor()  # [shard of tp]
+        layout = model._autopar.plan.tensors[model._autopar.plan.canonical(name)].layout
+        expected = dict(plain.named_parameters())[name].grad
+        own = expected if layout is None else layout.shard(expected, model.mpu.tp.rank)
+        close(gradient, own, f"gradient of {name}")
+    model.mpu.destroy()
+
+
+@pooled(world_size=2)
+def test_undone_it_is_the_plain_model() -> None:
+    plain = gpt2()
+    model = copy.deepcopy(plain)
+    kinds = [type(module) for module in model.modules()]
+    autopar.deparallelize(autopar.initialize(model, sizes(2)))
+    assert [type(module) for module in model.modules()] == kinds
+    assert not [name for module in model.modules() for name in vars(module) if "rows" in name]
+    assert torch.equal(model(IDS).logits, plain(IDS).logits)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_a_copy_has_rows_of_its_own() -> None:
+    model: Any = autopar.initialize(llama(), sizes(2))
+    both = [model, copy.deepcopy(model)]
+    losses = [each(IDS, labels=IDS).loss for each in both]  # the second begins before the first is differentiated
+    for loss in losses:
+        loss.backward()
+    for (name, parameter), copied in zip(model.named_parameters(), both[1].parameters(), strict=True):
+        assert torch.equal(parameter.grad, copied.grad), name
+    found = [{id(each.rows_state) for each in one.modules() if hasattr(each, "rows_state")} for one in both]
+    assert [len(each) for each in found] == [1, 1] and not found[0] & found[1]
+    model.mpu.destroy()
+
+
+def _without(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, value: Callable[..., Any]) -> None:
+    monkeypatch.setattr(target, name, value)
+    with pytest.raises(AssertionError):
+        check(gpt2, language_batches(131), 2, config=sizes(2))
+    monkeypatch.undo()
+
+
+@pooled(world_size=2)
+def test_a_gradient_that_is_not_summed_and_rows_in_another_order_are_seen() -> None:
+    monkeypatch = pytest.MonkeyPatch()
+    _without(monkeypatch, sequence_rows, "sum_flat", lambda gradients, axis: list(gradients))
+    right = sequence_parallel.own_rows
+
+    def other_order(x: torch.Tensor, axis: Any, rows: Any) -> torch.Tensor:
+        return right(x.roll(1, 1), axis, rows)
+
+    _without(monkeypatch, sequence_parallel, "own_rows", other_order)
+    check(gpt2, language_batches(131), 2, config=sizes(2)).mpu.destroy()
+
+
+# -- random draws -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_each_rank_draws_its_own_mask_for_its_rows_and_recomputes_it() -> None:
+    rates = {"attn_pdrop": 0.3, "resid_pdrop": 0.5, "embd_pdrop": 0.5}
+    ids = torch.arange(16).view(2, 8)
+    gradients = []
+    for section in ({}, {"activation_checkpointing": {}}):
+        model = autopar.initialize(gpt2(**rates), {**sizes(2), **section}).train()
+        masks: dict[str, torch.Tensor] = {}
+        model.transformer.drop.register_forward_hook(lambda _, a, out, m=masks: m.update(before=(out == 0).float()))
+        dropout = model.transformer.h[0].attn.resid_dropout
+        autopar.local_hooks(dropout)
+        dropout.register_forward_hook(lambda _, a, out, m=masks: m.update(rows=(out == 0).float()))
+        torch.manual_seed(3)
+        model(ids, labels=ids).loss.backward()
+        for name, alike in (("before", True), ("rows", False)):
+            both = [torch.empty_like(masks[name]) for _ in range(2)]
+            dist.all_gather(both, masks[name])
+            assert torch.equal(*both) is alike and both[0].any(), name
+        gradients.append(whole(model, lambda parameter: parameter.grad))  # replicated ones are equal
+        states = [torch.empty_like(torch.get_rng_state()) for _ in range(2)]
+        dist.all_gather(states, torch.get_rng_state())
+        assert torch.equal(*states)
+        model.mpu.destroy()
+    for name, gradient in gradients[0].items():
+        close(gradients[1][name], gradient, name, 1e-6)
+
+
+@pooled(world_size=2)
+def test_paths_are_dropped_for_whole_samples() -> None:
+    case = next(case for case in cases("dinov2") if case.head == "Dinov2Model")
+    model = build(case, 6, 3)
+    model.encoder.layer[1].drop_path = Dinov2DropPath(0.5)
+    parallel = autopar.initialize(model, sizes(2)).train()
+    assert parallel._autopar.features["sequence_parallel"].wholes == ("encoder.layer.1.drop_path",)
+    seen: list[torch.Tensor] = []
+    parallel.encoder.layer[1].drop_path.register_forward_hook(
+        lambda _, args, out: seen.append(out.abs().sum((1, 2)) > 0)
+    )
+    for seed in range(6):
+        torch.manual_seed(seed)
+        parallel(torch.randn(4, 3, 32, 32))
+    kept = torch.stack(seen).float()  # [forwards x 2, batch]
+    both = [torch.empty_like(kept) for _ in range(2)]
+    dist.all_gather(both, kept)
+    assert torch.equal(*both) and 0 < kept.mean() < 1
+    parallel.mpu.destroy()
