@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from autopar import registry
 from autopar.api import initialize
 from autopar.checkpoint.optimizer_weights import has_master_weights
 from autopar.checkpoint.shards import Shards
@@ -23,7 +25,6 @@ from autopar.distributed.agree import same_on_every_rank
 from autopar.errors import AutoparError, CheckpointError, ConfigError, clip
 from autopar.foreign.transformers import from_config
 from autopar.policy.schema import Policy
-from autopar.quantized.layers import check_folder
 
 _REFUSED = {
     **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "write quantization_config=BitsAndBytesConfig(...)"),
@@ -113,7 +114,7 @@ def _load(
 ) -> tuple[Any, dict[str, Any]]:
     """Build a lazy model whose values are in a checkpoint, and say what that lacks. ``given`` is for transformers."""
     folder = Path(path) / (given.get("subfolder") or "")
-    check_folder(folder)
+    _check_quantized(folder)
     try:
         with on_cpu():
             if (folder / MANIFEST).exists():
@@ -128,6 +129,15 @@ def _load(
     if strict and (info["missing_keys"] or info["unexpected_keys"]):
         raise CheckpointError(differs(str(path), model, info))
     return model, info
+
+
+def _check_quantized(folder: Path) -> None:
+    """Check how weights in a folder are quantized, before transformers wants another package to be installed."""
+    path, text = folder / "config.json", b""
+    with contextlib.suppress(OSError):  # transformers raises it
+        text = path.read_bytes() if path.is_file() else b""  # a named pipe might be read forever
+    if b'"quant_method"' in text and (quantized := registry.entry("quantizers", "transformers")) is not None:
+        quantized.check_config(str(folder), text)
 
 
 def _checked(

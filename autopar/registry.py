@@ -98,6 +98,16 @@ class Feature:
             ``autopar_state`` of a mixin names the attributes that its instances add.
         extensions: Rules of policies, by their name.
         steps: Steps of ``initialize``, by name.
+        forms: Forms of weights that are no tensors of their shape, by the module of the library that makes them. Where
+            that module is loaded, ``find(module)`` is called with layers, at any time but in a forward. It returns the
+            :class:`autopar.stored.StoredWeight` of the layer, or None.
+        quantizers: Models that another library quantizes, by its name: an object with three methods, each of which
+            raises ConfigError for what cannot be sharded. ``check(what, method)`` is called before such a model is
+            planned or read, and ``check_config(what, text)`` with its ``config.json`` before that.
+            ``read(load, model, config)`` returns the function that loads it without memory, and the config for that.
+        parts: Parts of a checkpoint, by name: an object with two methods. ``collect(model, state)`` is called by a save
+            and returns tensors, plans and notes. ``restore(model, state, shards, check=True)`` is called by a load
+            before anything is changed, and then without ``check``.
     """
 
     name: str
@@ -115,6 +125,9 @@ class Feature:
     rules: Entries = field(default_factory=dict)
     extensions: Mapping[str, Extension] = field(default_factory=dict)
     steps: Mapping[str, Step] = field(default_factory=dict)
+    forms: Entries = field(default_factory=dict)
+    quantizers: Entries = field(default_factory=dict)
+    parts: Entries = field(default_factory=dict)
 
 
 TABLES = tuple(each.name for each in fields(Feature))[3:]

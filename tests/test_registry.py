@@ -14,6 +14,7 @@ from autopar.applied.steps import STEPS
 from autopar.config import ParallelConfig
 from autopar.errors import ConfigError
 from autopar.registry import Feature, Step
+from autopar.stored import quantizers
 
 ALL = ParallelConfig.parse({"tp": 2, "cp": 2, "model_parallelism": {"sequence_parallel": True}}, 4)
 
@@ -77,6 +78,17 @@ def test_a_setting_of_a_missing_feature_is_an_error(installed: list[Feature]) ->
         "context_parallel_size: 2 needs the feature 'context_parallel', which is not installed.\n"
         "  Installed: host_transport. Put the folder autopar/features/context_parallel back."
     )
+
+
+def test_a_quantized_model_needs_its_feature(installed: list[Feature]) -> None:
+    settings = SimpleNamespace(quant_method=SimpleNamespace(value="bitsandbytes"))
+    quantizer = SimpleNamespace(pre_quantized=True, quantization_config=settings)
+    assert quantizers("Llama", quantizer) is registry.entry("quantizers", "transformers")
+    installed[:] = []
+    with pytest.raises(ConfigError, match="Llama with quantized weights needs the feature 'quantized'"):
+        quantizers("Llama", quantizer)
+    settings.dequantize = True  # its weights are plain
+    assert quantizers("Llama", quantizer) is None
 
 
 def test_a_step_after_an_unknown_one_is_an_error(installed: list[Feature]) -> None:

@@ -30,7 +30,7 @@ from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.stages import elements_of
 from autopar.policy.match import Described, find_policy, given_policy, model_inside
 from autopar.policy.schema import Policy
-from autopar.quantized.layers import as_plain, check_dtype, check_quantizer
+from autopar.stored import as_plain, quantizers, stored_weights
 
 
 class Call(NamedTuple):
@@ -144,9 +144,10 @@ def make_plans(model: nn.Module, call: Call, mpu: MPU, optimizer: Any) -> tuple[
             kind = type(call.inner).__name__
             registry.need("experts", f"the auxiliary loss of the routers of {kind} over {mpu.dp_cp.size} replicas")
         if mpu.world_size > 1:
-            check_quantizer(type(call.inner).__name__, getattr(call.inner, "hf_quantizer", None))
+            quantizers(type(call.inner).__name__, getattr(call.inner, "hf_quantizer", None))
         if call.config.precision != "fp32":
-            check_dtype(model, DTYPES[call.config.precision])
+            for path, stored in stored_weights(model).items():
+                stored.check_dtype(path, DTYPES[call.config.precision])
         with as_plain(model):
             plans = plan_model(plans_of(model, call.inner, call.prefix, call.policy), call.config, check)
         if not plans.tried and call.own_policy and plans.tensors.tp > 1:

@@ -35,7 +35,7 @@ from autopar.pipeline_parallel import pipeline as pipeline_methods
 from autopar.plan.plan import Plan, derived_notice, held, summarise
 from autopar.plan.stages import StagePlan
 from autopar.policy.schema import DERIVED, Policy
-from autopar.quantized.layers import keep_form
+from autopar.stored import keep_form
 from autopar.tensor_parallel import apply as tensor_parallel
 from autopar.tensor_parallel.parameter_marks import describe_stage
 from autopar.tensor_parallel.regions import Region

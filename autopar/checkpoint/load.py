@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar import registry
 from autopar.checkpoint import random_states
 from autopar.checkpoint.arguments import absolute, check_same_call, seconds
 from autopar.checkpoint.extra import fill_shards, saved_shards
 from autopar.checkpoint.format import WEIGHTS
 from autopar.checkpoint.optimizer_state import Targets, prepare
 from autopar.checkpoint.optimizer_weights import TrainingWeights, master_weights
-from autopar.checkpoint.quantized_base import read_base
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.staging import MANIFEST
 from autopar.checkpoint.state import State, local_tensors, state_of
@@ -87,9 +87,13 @@ class Loader:
         self.finish: Callable[[], None] = lambda: None
         self.tensors = local_tensors(model, fsdp=True)
         _check_model(self.shards, self.state, self.tensors)
-        read_base(model, self.state, self.shards, check=True)
+        self._restore_base(check=True)
         self.sharded = saved_shards(self.shards.manifest, self.state.plan)
         self._check_training()
+
+    def _restore_base(self, *, check: bool = False) -> None:
+        if self.shards.manifest.quantized:
+            registry.entry("parts", "base").restore(self.model, self.state, self.shards, check=check)
 
     def _check_training(self) -> None:
         saved, folder = self.shards.manifest.training, self.shards.folder
@@ -128,7 +132,7 @@ class Loader:
         masters = {} if optimizer is None else master_weights(optimizer, plan)
         for name, tensor in (*self.tensors.items(), *masters.items()):
             self.shards.read_shard(*self.weights.source(name, tensor.dtype), plan.tensors[name].layout, mpu, tensor)
-        read_base(self.model, self.state, self.shards)
+        self._restore_base()
         for name, (tensor, layout) in self.targets.items():
             self.shards.read_shard(name, "optimizer", layout, mpu, tensor)
         self.finish()

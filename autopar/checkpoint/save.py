@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar import registry
 from autopar.checkpoint import random_states
 from autopar.checkpoint.arguments import SaveRequest, check_same_call, seconds
 from autopar.checkpoint.extra import Extra, check_extra, check_replicas
@@ -23,7 +24,6 @@ from autopar.checkpoint.format import FileRecord, Manifest, Part, QuantizedBase,
 from autopar.checkpoint.offline import write_merged
 from autopar.checkpoint.optimizer_state import OptimizerMetadata, OptimizerState, merge_metadata, take
 from autopar.checkpoint.optimizer_weights import LOSS_SCALE, parameters_by_name, step_of
-from autopar.checkpoint.quantized_base import base_tensors
 from autopar.checkpoint.rotation import next_order, rotate
 from autopar.checkpoint.shards import Shards, record_of, shard_writer
 from autopar.checkpoint.staging import Staging, fsync_files
@@ -350,7 +350,9 @@ def snapshot(
             and state.writes(name)
         }
     }
-    tensors["base"], base_plans, base_notes = base_tensors(model, state)
+    tensors["base"], base_plans, base_notes = {}, {}, {}
+    if state.quantized and not state.adapted:
+        tensors["base"], base_plans, base_notes = registry.entry("parts", "base").collect(model, state)
     plans: dict[str, TensorPlan] = {}
     metadata = None
     by_replica = False

@@ -31,7 +31,7 @@ from autopar.errors import CheckpointError, listed
 from autopar.foreign.c10d import in_fake_world
 from autopar.layout import Block, Layout, replica_rows
 from autopar.plan.plan import Plan, TensorPlan
-from autopar.quantized.layers import stored_weights
+from autopar.stored import stored_weights
 
 _log = logging.getLogger(__name__)
 _PATIENCE = timedelta(hours=2)

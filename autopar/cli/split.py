@@ -25,10 +25,10 @@ from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan
 from autopar.policy.match import find_policy, given_policy
 from autopar.policy.schema import Policy
-from autopar.quantized.layers import stored_weights
 from autopar.storage.files import small_file
 from autopar.storage.lazy_tensor import InMemory, LazyTensor
 from autopar.storage.safetensors_io import dtype_of, nbytes
+from autopar.stored import stored_weights
 
 
 def split_checkpoint(

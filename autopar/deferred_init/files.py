@@ -2,19 +2,13 @@
 
 The first is transformers' own loading with the files opened lazily: its renames, conversions and reports, without the
 data. In shards every tensor has the model's own name.
-
-Each rank reads its part of the numbers and scales of quantized weights. transformers puts the tensors of a weight
-together in one operation of each library. While a model is loaded lazily, a :class:`Collector` takes that
-operation's place and notes which they are, after all renames.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,17 +19,15 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 from transformers.utils import logging
 
-from autopar.checkpoint.quantized_base import Packed, open_packed
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.staging import MANIFEST
 from autopar.errors import AutoparError, CheckpointError, ConfigError, in_one_line, listed
 from autopar.foreign.tensors import own_buffers, own_parameters, version_of
 from autopar.foreign.transformers import INITIALIZED, dtype_plan
-from autopar.quantized import torchao
-from autopar.quantized.layers import check_quantizer, dequantizes, stored_weight, stored_weights
 from autopar.storage.hugging_face import Sketch, damage, open_files, same_values
 from autopar.storage.lazy_tensor import LazyTensor
 from autopar.storage.safetensors_io import dtype_name
+from autopar.stored import quantizers, stored_weights
 from autopar.swap import replace_storage
 
 _SOURCES = "_autopar_sources"
@@ -94,107 +86,21 @@ def clear_sources(module: nn.Module) -> None:
     vars(module).pop(_SOURCES, None)
 
 
-class Collector:
-    """Stands for the operation of transformers that makes a quantized weight.
-
-    Attributes:
-        found: name of the weight -> its tensors.
-    """
-
-    def __init__(self, operation: Any) -> None:
-        self.hf_quantizer = operation.hf_quantizer  # by which transformers knows that no dtype is changed before it
-        self.found: dict[str, dict[str, LazyTensor]] = {}
-
-    def __deepcopy__(self, memo: Any) -> Collector:
-        return self
-
-    def convert(self, tensors: dict[str, Any], full_layer_name: str, **_: Any) -> dict[str, Any]:
-        """Note what a weight is made of, and give its numbers back; a plain one is given back as it is."""
-        parts = {name: one[0] if isinstance(one, list) else one for name, one in tensors.items()}
-        if len(parts) == 1:
-            return parts if "weight" in parts else {full_layer_name: next(iter(parts.values()))}
-        self.found[full_layer_name] = {name: sketch.lazy for name, sketch in parts.items()}
-        return {full_layer_name: parts.get("weight", next(iter(parts.values())))}
-
-
-@contextlib.contextmanager
-def collected(conversions: Sequence[Any] | None) -> Iterator[dict[str, dict[str, LazyTensor]]]:
-    """Collect the tensors of quantized weights inside of ``with`` instead of reading them."""
-    found: dict[str, dict[str, LazyTensor]] = {}
-    before: list[tuple[Any, list[Any]]] = []
-    try:
-        for conversion in conversions or ():
-            operations = getattr(conversion, "operations", [])
-            if any(hasattr(operation, "hf_quantizer") for operation in operations):
-                before.append((conversion, operations))
-                conversion.operations = [Collector(one) if hasattr(one, "hf_quantizer") else one for one in operations]
-        yield found
-        for conversion, _ in before:
-            for one in conversion.operations:
-                found.update(getattr(one, "found", {}))
-    finally:
-        for conversion, operations in before:
-            conversion.operations = operations
-
-
-def point_to_packed(
-    model: Any, quantizer: Any, plain: Mapping[str, Any], found: Mapping[str, Mapping[str, LazyTensor]], folder: str
-) -> None:
-    """Give the quantized layers of a model without memory their library's weights, and these their places in files.
-
-    Args:
-        plain: weights by the path of their layer that the library made before anything was loaded.
-        found: as :func:`collected` gives it.
-
-    Raises:
-        CheckpointError: a weight lacks its scales, or has them for another shape.
-    """
-    lacking = [path for path in plain if f"{path}.weight" not in found]
-    if lacking:
-        raise CheckpointError(
-            f"{folder} does not hold the scales of {len(lacking)} weights that its config says are quantized, "
-            f"{lacking[0]}.weight first"
-        )
-    for name, parts in found.items():
-        path = name.rpartition(".")[0]
-        module = model.get_submodule(path)
-        weight = plain.get(path)
-        if weight is None:
-            like = {key: torch.empty(part.shape, dtype=part.dtype, device="meta") for key, part in parts.items()}
-            weight = torchao.empty_weight(quantizer, name, like)
-        vars(weight).update({INITIALIZED: True})
-        own_parameters(module)["weight"] = weight
-        stored = stored_weight(module)
-        assert stored is not None
-        set_source(module, "weight", Packed(weight.shape, weight.dtype, parts))
-        try:
-            open_packed(stored, parts, (module.out_features, module.in_features), None, torch.device("cpu"))
-        except (ValueError, KeyError, AssertionError) as error:
-            raise CheckpointError(f"{folder} does not hold {name} as {stored.format}: {error}") from error
-
-
 _log = logging.get_logger(f"transformers.{__name__}")  # shown, and turned off, together with transformers' own reports
 
 
 def load_lazily(original: Callable[..., Any], model: Any, files: Any, config: Any, *rest: Any, **kwargs: Any) -> Any:
     """Run transformers' ``_load_pretrained_model`` with sketches of the tensors in the files."""
-    quantizer = config.hf_quantizer
-    if quantizer is not None and not quantizer.pre_quantized:
-        torchao.prepare(model, quantizer)
-
-    pending = [path for path, stored in stored_weights(model).items() if stored.pending]
-    quantized = {path: own_parameters(model.get_submodule(path))["weight"] for path in pending}
-    check_quantizer(str(config.pretrained_model_name_or_path or type(model).__name__), quantizer)
-    packed = quantizer is not None and quantizer.pre_quantized and not dequantizes(quantizer)
-    own = quantizer is not None and not dequantizes(quantizer)  # transformers chooses a device for such a model
-    if config.device_map is not None and not (own and len({*config.device_map.values()}) == 1):
+    what = str(config.pretrained_model_name_or_path or type(model).__name__)
+    if (quantized := quantizers(what, config.hf_quantizer)) is not None:
+        original, config = quantized.read(original, model, config)
+    if config.device_map is not None:
         raise ConfigError("device_map cannot be used here: autopar gives every rank its own shard of the model")
-    if own:
-        config = dataclasses.replace(config, hf_quantizer=quantizer if packed else None, device_map=None)
+    pending = [path for path, stored in stored_weights(model).items() if stored.pending]
+    others = {path: own_parameters(model.get_submodule(path))["weight"] for path in pending}
     tensors = open_files(files or [], config.pretrained_model_name_or_path or "")
     sketches = {name: Sketch(lazy) for name, lazy in tensors.items()}
-    with collected(config.weight_mapping if packed else None) as found:
-        info, index = original(model, sketches, None, config, *rest, **kwargs)
+    info, index = original(model, sketches, None, config, *rest, **kwargs)
     if info.conversion_errors:
         name, reason = next(iter(info.conversion_errors.items()))
         raise CheckpointError(
@@ -204,24 +110,22 @@ def load_lazily(original: Callable[..., Any], model: Any, files: Any, config: An
     if info.mismatched_keys and not config.ignore_mismatched_sizes:
         said = _other_shapes(config.pretrained_model_name_or_path, model, sorted(info.mismatched_keys))
         raise CheckpointError(f"{said}\n  ignore_mismatched_sizes=True initializes them anew.")
-    if packed:
-        point_to_packed(model, quantizer, quantized, found, str(config.pretrained_model_name_or_path))
-    _keep_sources(model, quantized)
+    _keep_sources(model, others)
     _check_ties(model, info)
     return info, index
 
 
-def _keep_sources(model: nn.Module, quantized: Mapping[str, nn.Parameter]) -> None:
+def _keep_sources(model: nn.Module, others: Mapping[str, nn.Parameter]) -> None:
     """Replace sketches by meta parameters, and by real buffers.
 
     Args:
-        quantized: parameters by path that will be quantized, as their library made them.
+        others: The weights, by the path of their layer, that a library stores in another form, as it made them.
     """
     for path, module in model.named_modules():
         for name, parameter in own_parameters(module).items():
             if isinstance(parameter, Sketch):
                 empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                plain = quantized[path] if name == "weight" and path in quantized else None
+                plain = others[path] if name == "weight" and path in others else None
                 if plain is None:
                     plain = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 elif (plain.shape, plain.dtype) != (empty.shape, empty.dtype):

@@ -30,11 +30,9 @@ from autopar.foreign.tensors import own_parameters, version_of
 from autopar.foreign.transformers import has_own_adapters, initialize_weights, is_initialized
 from autopar.layout import Layout
 from autopar.plan.plan import Plan
-from autopar.quantized.layers import stored_weights
-from autopar.quantized.stored import Part, StoredWeight
 from autopar.storage.lazy_tensor import InMemory, LazyTensor, read_shard
+from autopar.stored import stored_weights
 from autopar.swap import replace_storage
-from autopar.tensor_parallel.layers import part_on
 from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in
 
 _MOST_THREADS = 8  # more of them wait for each other's memory
@@ -121,9 +119,9 @@ class Materializer:
         """
         here = {id(parameter) for parameter in self._model.parameters()}  # on this stage
         stored = stored_weights(self._model).items()
-        quantized = {f"{path}.weight": weight for path, weight in stored if weight.pending}
+        others = {f"{path}.weight": weight for path, weight in stored if weight.pending}
         every = [pending for pending in self._pending.values() if id(pending.parameter) in here]
-        left = [pending for pending in every if pending.name not in quantized]
+        left = [pending for pending in every if pending.name not in others]
 
         def shard_of(pending: DeferredParameter) -> torch.Tensor:
             if pending.shard is not None:
@@ -141,35 +139,13 @@ class Materializer:
                 vars(pending.parameter).pop("_is_hf_initialized", None)
                 replace_storage(pending.parameter, shard)
                 pending.shard = pending.source = None
-        for pending in every:  # one after the other: few are there as they were before they are quantized
-            weight = quantized.get(pending.name)
-            if weight is not None:
-                self._quantize(weight, pending, shard_of, mpu)
+        for pending in every:  # one after the other: few plain ones are in memory at a time
+            if (weight := others.get(pending.name)) is not None:
+                weight.materialize(pending.source, pending.layout, mpu, partial(shard_of, pending))
         for module in self._model.modules():
             clear_sources(module)
         for file in files:
             file.check_unchanged()
-
-    def _quantize(
-        self,
-        stored: StoredWeight,
-        pending: DeferredParameter,
-        shard_of: Callable[[DeferredParameter], torch.Tensor],
-        mpu: MPU,
-    ) -> None:
-        """Give a quantized weight its numbers: from files that hold them, or from its shard of the plain one."""
-        from autopar.checkpoint.quantized_base import Packed, read_packed
-
-        if isinstance(pending.source, Packed):
-            rows, columns = pending.shape
-            read_packed(stored, pending.source.parts, (rows, columns), pending.layout, mpu.shards.rank, mpu.device)
-            return
-        shard = shard_of(pending)
-        module: Any = self._model.get_submodule(pending.name.rpartition(".")[0])
-        if pending.layout is None or pending.layout.axis_size == 1:
-            stored.fill(shard, Part(None, 0, lambda part, layout: part, lambda most: most))
-            return
-        stored.fill(shard, part_on(module.tp, pending.layout))
 
 
 def _pending(model: nn.Module, plan: Plan) -> dict[int, DeferredParameter]:

@@ -22,7 +22,7 @@ from autopar.distributed.axis import Group, axis_of, device_of
 from autopar.distributed.digest import checksum
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.errors import ConfigError, nearest
-from autopar.quantized.layers import stored_weights, without_memory
+from autopar.stored import stored_weights, without_memory
 
 if TYPE_CHECKING:
     from autopar.distributed.mesh import MPU

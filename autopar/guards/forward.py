@@ -38,7 +38,7 @@ from autopar.foreign.tensors import local_part, no_overrides, own_parameters
 from autopar.foreign.transformers import CACHES
 from autopar.guards.messages import different, explanation, group_call, same_gradient, same_shard
 from autopar.guards.step import StepCheck, some_rows
-from autopar.quantized.layers import without_memory
+from autopar.stored import without_memory
 
 _WATCHED = 4  # first forwards of a mode in which it is seen which generators the model draws from
 _WATCHED_AGAIN = 16  # and every so many later ones
@@ -415,7 +415,7 @@ def _current(held: Mapping[str, Any], leaf: str, known: nn.Parameter) -> torch.T
 
 
 def _replicated(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that are replicated over tp and have memory, which torchao's have not."""
+    """The parameters that are replicated over tp and have memory."""
     sharded = without_memory(model)
     for module in model.modules():
         axis: Axis | None = vars(module).get("tp")

@@ -22,7 +22,7 @@ from autopar.distributed.shard_reads import DRAWS
 from autopar.errors import UnsupportedModelError
 from autopar.foreign.tensors import no_overrides, own_buffers, own_parameters
 from autopar.plan.stages import StagePlan
-from autopar.quantized.layers import stored_weight
+from autopar.stored import stored_weight
 from autopar.swap import replace_storage, swap, unswap
 from autopar.tensor_tracking import storage_key
 

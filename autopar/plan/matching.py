@@ -28,7 +28,7 @@ from autopar.plan.units import UnitTable
 from autopar.policy.match import base_of, config_of, find_policy
 from autopar.policy.schema import BY_EXPERT, Input, Part, Policy, Ratio, Rule, UnitSpec
 from autopar.policy.yaml_reader import Where
-from autopar.quantized.layers import block_of
+from autopar.stored import block_of
 
 
 @dataclass(frozen=True)

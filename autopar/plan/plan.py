@@ -26,7 +26,7 @@ from torch import nn
 from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.policy.schema import DERIVED, Policy
-from autopar.quantized.layers import stored_weights
+from autopar.stored import stored_weights
 
 
 @dataclass(frozen=True)

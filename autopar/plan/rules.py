@@ -15,7 +15,7 @@ from autopar.layout import Layout
 from autopar.plan.matching import RuleMatch, join
 from autopar.plan.plan import AttributePlan, ModulePlan
 from autopar.policy.schema import BY_EXPERT, HIDDEN, Part
-from autopar.quantized.layers import StandIn
+from autopar.stored import StandIn
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ def _layer(match: RuleMatch) -> TensorRule:
     rule, module = match.rule, match.module
     weight, dim = _weight_and_dim(match)
     layout = match.layout(rule.parts, dim, weight.shape[dim])
-    _check_blocks(match.shown, weight, layout, match)
+    if isinstance(weight, StandIn):
+        weight.kind.check(match.shown, weight.shape, layout, match)
     if rule.kind in ("row", "embedding") and layout.replicated:  # two ranks would add the same
         raise ConfigError(
             f"tensor_parallel_size={layout.axis_size} does not fit {match.shown}: '{rule.kind}' needs at least "
@@ -135,8 +136,8 @@ def _own_parameters(match: RuleMatch) -> Iterator[TensorRule]:
             dim = 0 if parameter.ndim == 1 else _dim(parameter, shown, match)
             _check_plain(shown, parameter, match)
             layouts[name] = match.layout(_repeated_parts(match), dim, parameter.shape[dim], shown)
-            _check_blocks(shown, parameter, layouts[name], match)
-            _check_inputs(shown, parameter, layouts[name], match)
+            if isinstance(parameter, StandIn):
+                parameter.kind.check(shown, parameter.shape, layouts[name], match)
         if own or (rule.kind == "norm_over" and not inside):
             first = next(iter(layouts.values()), None)
             if first is None:
@@ -208,55 +209,6 @@ def _check_plain(shown: str, tensor: torch.Tensor, match: RuleMatch) -> None:
             f"{shown} is a {type(tensor).__name__} of {tensor.dtype}; only plain floating-point parameters can be "
             "sharded",
             match.rule.where,
-        )
-
-
-def _check_blocks(shown: str, weight: torch.Tensor, layout: Layout, match: RuleMatch) -> None:
-    """Check that ranks hold whole blocks of a quantized weight.
-
-    Raises:
-        ConfigError: they do not; with a size that fits.
-    """
-    if not isinstance(weight, StandIn) or layout.axis_size == 1:
-        return
-    step, dim, table = weight.kind.block[layout.dim], layout.dim, match.scope.table
-    what = f"tensor_parallel_size={table.size} does not fit {shown}: its weight ({weight.kind.form}) has"
-    if weight.shape[1] % weight.kind.block[1]:
-        raise ConfigError(f"{what} {weight.shape[1]} inputs, no whole number of blocks of {weight.kind.block[1]}.")
-
-    def fits(size: int) -> bool:
-        try:
-            other = table.of_experts(size).layout(
-                match.rule.parts, dim, layout.size, shown, match.rule.where, match.scope.block
-            )
-            return other.in_steps(step) is not None
-        except (ConfigError, ValueError):
-            return False
-
-    try:
-        layout.in_steps(step)
-    except ValueError:
-        sizes = [layout.local_size(rank) for rank in range(layout.axis_size)]
-        others = [size for size in range(2, 2 * table.size) if size != table.size and fits(size)]
-        raise ConfigError(
-            f"{what} blocks of {step} inputs, and ranks would hold {sizes} of {layout.size}.\n"
-            f"  Sizes that fit this layer: {', '.join(map(str, [1, *others]))}."
-        ) from None
-
-
-def _check_inputs(shown: str, weight: torch.Tensor, layout: Layout, match: RuleMatch) -> None:
-    """Check that a layer that works inside a region, as plain code, has what it quantizes its inputs with.
-
-    Raises:
-        ConfigError: ranks would hold parts of the inputs, and nobody tells it the scale of all.
-    """
-    if isinstance(weight, StandIn) and weight.kind.takes_rows and layout.dim == 1 and layout.axis_size > 1:
-        sizes = [layout.local_size(rank) for rank in range(layout.axis_size)]
-        raise ConfigError(
-            f"tensor_parallel_size={layout.axis_size} does not fit {shown}: its weight ({weight.kind.form}) is "
-            f"'sharded' inside a region, where ranks\n  would hold {sizes} of {layout.size} inputs, and its layer "
-            f"quantizes them with one scale for all ({match.rule.where}).\n  Make it a 'row', quantize it in 4 bits, "
-            "or leave it out of the quantization."
         )
 
 

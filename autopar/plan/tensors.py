@@ -25,7 +25,7 @@ from autopar.foreign.tensors import UNSAFE_VIEW, TorchDispatchMode, base_of
 from autopar.foreign.transformers import as_never_quantized, unsaved_keys
 from autopar.layout import Layout
 from autopar.plan.plan import Joined, Piece, TensorPlan
-from autopar.quantized.layers import StandIn
+from autopar.stored import StandIn
 
 
 def plan_tensors(

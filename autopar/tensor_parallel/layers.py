@@ -23,23 +23,19 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from autopar.data_parallel.replica_norm import mark_layer
 from autopar.distributed.axis import Axis, Group, axis_of, device_of
-from autopar.distributed.collectives import all_gather, copy, gather, reduce_, scatter, sum_replicas
+from autopar.distributed.collectives import copy, gather, reduce_, scatter, sum_replicas
 from autopar.distributed.digest import extremes, of_text
-from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.rng import TorchGenerators
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.foreign.tensors import assert_soon, convolve, own_parameters
 from autopar.layout import Block, Layout, even_shards
 from autopar.plan.plan import ModulePlan
-from autopar.quantized.layers import stored_weight
-from autopar.quantized.stored import Part
 from autopar.tensor_parallel.logits_shards import Head, HeadState, Shards
 from autopar.tensor_parallel.overlap import CONV1D, LINEAR, WeightGradient, attach
 from autopar.tensor_parallel.parameter_marks import mark_shard
@@ -304,36 +300,7 @@ def _check_ids(ids: torch.Tensor, size: int) -> None:
             raise IndexError(f"index out of range in an embedding of {size} rows: ids run from {low} to {high}")
 
 
-class StoredProduct(ParallelLayer):
-    """A mixin before the column- or row-parallel layer, which is before the class of the weight's library."""
-
-    _weight_gradient: WeightGradient | None = None  # the weight is frozen
-
-    def _multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        stored = stored_weight(self) if self.autopar.rule == "row" else None  # type: ignore[arg-type]
-        if stored is not None and stored.whole_rows is not None:
-            x = stored.whole_rows(x, part_on(self.tp).largest)
-        own, kept = self._parameters, self._parameters["bias"]
-        own["bias"] = bias
-        try:
-            y: torch.Tensor = super(ParallelLayer, self).forward(x)  # type: ignore[misc]
-        finally:
-            own["bias"] = kept
-        # In 8 bit on a GPU it is a view out of bitsandbytes' autograd function, which nobody may sum in place.
-        return y.clone() if stored is not None and stored.whole_rows is not None and y.requires_grad else y
-
-
-def part_on(axis: Axis, layout: Layout | None = None) -> Part:
-    """Return what the ranks of an axis, which hold parts of one quantized weight, do together."""
-
-    def largest(x: torch.Tensor) -> torch.Tensor:
-        all_reduce(x, op=dist.ReduceOp.MAX, group=axis.group)
-        return x
-
-    return Part(layout, axis.rank, lambda shard, of: all_gather(shard, axis, of), largest)
-
-
-class _Column(ParallelLayer):
+class Column(ParallelLayer):
     """``[..., in] -> [..., out/tp]``, or ``[..., out]`` with ``gather_output``. Weight Shard(out), bias Shard(0)."""
 
     _weight_gradient: WeightGradient | None = None
@@ -381,7 +348,7 @@ class _Column(ParallelLayer):
         return sharded_logits(Shards(y, self.tp, layout, y.dtype, name))
 
 
-class _Row(ParallelLayer):
+class Row(ParallelLayer):
     """``[..., in/tp] -> [..., out]``, or ``[..., in]`` in with ``split_input``. Weight Shard(in), bias Replicate."""
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -418,7 +385,7 @@ def _conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     return y if x.ndim == 2 else y.view(*x.shape[:-1], weight.shape[1])
 
 
-class ColumnParallelLinear(_Column, nn.Linear):
+class ColumnParallelLinear(Column, nn.Linear):
     """``nn.Linear`` with its output features sharded: ``[..., in] -> [..., out/tp]``.
 
     ``initialize`` makes it of a plain one. It can also be constructed, as Megatron-LM's, for a model of one's own: then
@@ -468,7 +435,7 @@ class ColumnParallelLinear(_Column, nn.Linear):
         self.output_size_per_partition, self.gather_output = len(self.weight), gather_output
 
 
-class RowParallelLinear(_Row, nn.Linear):
+class RowParallelLinear(Row, nn.Linear):
     """``nn.Linear`` with its input features sharded: ``[..., in/tp] -> [..., out]``, the sum over the ranks.
 
     ``initialize`` makes it of a plain one. It can also be constructed, as Megatron-LM's, for a model of one's own: then
@@ -513,14 +480,14 @@ class RowParallelLinear(_Row, nn.Linear):
         self.input_size_per_partition, self.input_is_parallel = self.in_features, input_is_parallel
 
 
-class ColumnParallelConv1D(_Column, Conv1D):
+class ColumnParallelConv1D(Column, Conv1D):
     """transformers' ``Conv1D`` with its output features sharded."""
 
     _multiply = staticmethod(_conv1d)
     _weight_gradient = CONV1D
 
 
-class RowParallelConv1D(_Row, Conv1D):
+class RowParallelConv1D(Row, Conv1D):
     """transformers' ``Conv1D`` with its input features sharded."""
 
     _multiply = staticmethod(_conv1d)
@@ -534,21 +501,13 @@ class _Conv:
         return y
 
 
-class ColumnParallelConv(_Conv, _Column):
+class ColumnParallelConv(_Conv, Column):
     """A convolution with its output channels sharded: ``[batch, in, ...] -> [batch, out/tp, ...]``."""
 
 
-class RowParallelConv(_Conv, _Row):
+class RowParallelConv(_Conv, Row):
     """A convolution with its input channels sharded: ``[batch, in/tp, ...] -> [batch, out, ...]``."""
 
     def _add_bias(self, y: torch.Tensor) -> torch.Tensor:
         bias: torch.Tensor = self.bias
         return y + bias.to(y.dtype).view(-1, *[1] * (y.ndim - 2 if y.ndim == self.weight.ndim else y.ndim - 1))
-
-
-class ColumnParallelStored(StoredProduct, _Column):
-    """A linear layer with a quantized weight and its output features sharded."""
-
-
-class RowParallelStored(StoredProduct, _Row):
-    """A linear layer with a quantized weight and its input features sharded."""

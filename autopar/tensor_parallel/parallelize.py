@@ -26,22 +26,18 @@ from autopar.foreign.transformers import EXPERTS
 from autopar.layout import Layout
 from autopar.plan.matching import drop_plain_forward
 from autopar.plan.plan import AttributePlan, ModulePlan, Plan
-from autopar.quantized import stored as stored_form
-from autopar.quantized.layers import stored_weight
+from autopar.stored import StoredWeight, stored_weight
 from autopar.swap import bind, mixed_class, set_value, unbind, view_of_config
 from autopar.tensor_parallel.layers import (
     ColumnParallelConv,
     ColumnParallelConv1D,
     ColumnParallelLinear,
-    ColumnParallelStored,
     HiddenParallelEmbedding,
     ParallelLayer,
     RowParallelConv,
     RowParallelConv1D,
     RowParallelLinear,
-    RowParallelStored,
     VocabParallelEmbedding,
-    part_on,
 )
 from autopar.tensor_parallel.region_modules import RegionModule, ShardedNorm, region_class
 from autopar.tensor_parallel.regions import Region
@@ -96,7 +92,7 @@ def apply(model: nn.Module, plan: Plan, axis: Axis, region: Region, shards: Axis
             parameter = own_parameters(module).get(name)
             stored = stored_weight(module) if name == "weight" else None
             if stored is not None and (not stored.pending or stored.dtype is not None):
-                stored_form.shard(stored, layout, rank)
+                stored.shard(layout, rank)
             elif parameter is not None and id(parameter) not in done:  # tied weights are sharded once
                 done.add(id(parameter))
                 gradient, parameter.grad = parameter.grad, None
@@ -125,7 +121,7 @@ def swap(module: nn.Module, plan: ModulePlan, axis: Axis, region: Region) -> Non
         or plan.summed
         or plan.inputs
     ):
-        module.__class__ = parallel_class(type(module), plan, stored=stored_weight(module) is not None)
+        module.__class__ = parallel_class(type(module), plan, stored_weight(module))
     vars(module).update(tp=axis, region=region, autopar=plan, autopar_layouts=dict(plan.layouts))
 
 
@@ -196,7 +192,7 @@ def undo(model: nn.Module, plan: Plan) -> None:
             parameter, buffer = own_parameters(module).get(name), own_buffers(module).get(name)
             stored = stored_weight(module) if name == "weight" else None
             if stored is not None:
-                stored_form.join(stored, layout, part_on(axis).gather)
+                stored.join(layout, axis)
             elif parameter is not None and id(parameter) not in done:
                 done.add(id(parameter))
                 gradient, parameter.grad = _gradient_of(parameter, axis), None
@@ -289,19 +285,20 @@ _REGION_MODULES: dict[str, type[RegionModule]] = {
 }
 
 
-def parallel_class(plain: type[nn.Module], plan: ModulePlan, *, stored: bool = False) -> type[nn.Module]:
+def parallel_class(plain: type[nn.Module], plan: ModulePlan, stored: StoredWeight | None = None) -> type[nn.Module]:
     """Return the class that a module of class ``plain`` becomes; subclasses keep their own behaviour (``embed_scale``).
 
     Args:
-        stored: its weight is quantized.
+        stored: The weight of the module, if a library stores it in another form.
 
     Raises:
         PolicyError: the class computes something else than the layer that the rule is for.
     """
-    if plan.rule in ("column", "row") and (stored or issubclass(plain, Convolution)):
-        columns, rows = (ColumnParallelStored, RowParallelStored) if stored else (ColumnParallelConv, RowParallelConv)
-        parallel: Any = columns if plan.rule == "column" else rows
-        if not stored and plain.forward not in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward):
+    if plan.rule in ("column", "row") and (stored is not None or issubclass(plain, Convolution)):
+        parallel: Any = ColumnParallelConv if plan.rule == "column" else RowParallelConv
+        if stored is not None:
+            parallel = stored.layer_class(plan.rule)
+        elif plain.forward not in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward):
             raise PolicyError(f"{plain.__name__} has a forward of its own; it cannot become {parallel.__name__}")
         return mixed_class(parallel, plain, f"{parallel.__name__}Of{plain.__name__}")  # type: ignore[arg-type]
     if plan.rule in ("column", "row", "embedding"):

@@ -105,8 +105,8 @@ def test_launching(tmp_path: Path) -> None:
 @distributed(world_size=2)
 def test_quantized(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    from tests.quantized.folders import write_fp8
-    from tests.quantized.models import quantized, write
+    from tests.features.quantized.folders import write_fp8
+    from tests.features.quantized.models import quantized, write
 
     if dist.get_rank() == 0:
         write(tmp_path / "base")

@@ -22,8 +22,11 @@ ASKS = {
 }
 # A configuration, and a method of a Llama that needs the feature there.
 CALLS = {"generation": ({"tp": 2}, "generate")}
-# What in a model asks for the feature: the script builds a model of that name.
-MODELS = {"peft": "the adapters of PeftModelForCausalLM (PEFT)"}
+# What in a model asks for the feature: the script builds a model of that name, with a package.
+MODELS = {
+    "peft": ("peft", "the adapters of PeftModelForCausalLM (PEFT)"),
+    "quantized": ("bitsandbytes", "LlamaForCausalLM with quantized weights"),
+}
 SCRIPT = Path(__file__).with_name("without_a_folder.py")
 
 
@@ -83,10 +86,11 @@ def test_a_call_that_needs_a_deleted_feature_is_an_error(name: str, tmp_path: Pa
 
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_a_model_that_needs_a_deleted_feature_is_an_error(name: str, tmp_path: Path) -> None:
-    pytest.importorskip(name)
+    package, what = MODELS[name]
+    pytest.importorskip(package)
     tree = tree_without(tmp_path, f"features/{name}")
     text = run(tree, str(tmp_path), json.dumps({"tp": 2}), name, ranks=2)
-    assert f"{MODELS[name]} needs the feature '{name}', which is not installed.\n  Installed: " in text
+    assert f"{what} needs the feature '{name}', which is not installed.\n  Installed: " in text
 
 
 def test_each_feature_that_a_setting_turns_on_is_deleted_once() -> None:

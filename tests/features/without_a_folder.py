@@ -29,6 +29,19 @@ def built() -> Any:
     return LlamaForCausalLM(CONFIG)
 
 
+def quantized() -> Any:
+    """Return the model with layers of bitsandbytes, as a user puts them there."""
+    from bitsandbytes.nn import Linear4bit
+
+    model = built()
+    for path, module in [*model.model.named_modules()]:
+        if isinstance(module, torch.nn.Linear):
+            layer = Linear4bit(module.in_features, module.out_features, bias=False, quant_type="nf4")
+            layer.load_state_dict(module.state_dict())
+            model.model.set_submodule(path, layer)
+    return model.to("cpu")
+
+
 def with_adapters() -> Any:
     sys.path.remove(str(Path(__file__).parent))  # a folder of tests here is called peft, too
     import peft
@@ -36,7 +49,7 @@ def with_adapters() -> Any:
     return peft.get_peft_model(built(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
 
 
-MODELS = {"plain": built, "peft": with_adapters}
+MODELS = {"plain": built, "peft": with_adapters, "quantized": quantized}
 
 
 def train(folder: Path) -> list[float]:

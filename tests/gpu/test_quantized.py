@@ -26,7 +26,7 @@ def test_losses_gradients_and_tokens(place: str, tp: int, form: str) -> None:
 
 
 def check(place: str, tp: int, form: str) -> None:
-    from tests.quantized.models import adapted, batches
+    from tests.features.quantized.models import adapted, batches
 
     plain, model = adapted(form).to(place), autopar.initialize(adapted(form), {"tp": tp})
     assert {parameter.device.type for parameter in model.parameters()} == {place}

@@ -24,7 +24,7 @@ from autopar.plan.plan import AttributePlan, ModulePlan
 from autopar.plan.rules import TensorRule
 from autopar.plan.units import UnitTable
 from autopar.policy.schema import BY_EXPERT, HIDDEN, Part, Rule
-from autopar.quantized.layers import StandIn
+from autopar.stored import StandIn
 
 # Rules of plans for modules that have experts, are one, or call them.
 MIXTURES = frozenset(("experts", "expert_modules", "calls_experts", "one_expert"))

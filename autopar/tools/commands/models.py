@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import transformers
@@ -26,12 +26,15 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from autopar import registry
 from autopar.deferred_init.context import lazy_init
 from autopar.errors import ConfigError, clip, in_one_line, nearest, type_and_text
 from autopar.foreign.tensors import own_parameters
 from autopar.foreign.transformers import from_config
-from autopar.quantized.layers import KINDS, stand_in
-from autopar.quantized.stored import Kind
+from autopar.stored import Kind, stand_in
+
+if TYPE_CHECKING:
+    from autopar.features.quantized.stored import QuantizedKind
 
 
 def remote_classes(folder: Path, content: dict[str, Any]) -> tuple[PretrainedConfig, dict[str, type[PreTrainedModel]]]:
@@ -292,14 +295,17 @@ def _call(made: Callable[[], Any], name: str, inside: Callable[[], Any] = lazy_i
 # -- fine-tuned models: adapters on a frozen base, which is quantized if asked -----------------------------------------
 
 
-def kind_of(name: str) -> Kind:
+def kind_of(name: str) -> QuantizedKind:
     """Return the form of weights that a name stands for. Raises ConfigError for another name."""
+    registry.need("quantized", f"--quantization {name}")
+    from autopar.features.quantized.bitsandbytes import KINDS
+
     if name not in KINDS:
         raise ConfigError(f"--quantization {name} must be one of {', '.join(KINDS)}.{nearest(name, KINDS)}")
     return KINDS[name]
 
 
-def kind_in(config: Any) -> tuple[Kind | None, list[str] | None]:
+def kind_in(config: Any) -> tuple[QuantizedKind | None, list[str] | None]:
     """Return the form that a folder's config says its weights are in, None if plain, and layers that it says are not.
 
     Raises:
@@ -367,7 +373,7 @@ def mark_quantized(model: nn.Module, kind: Kind, kept: list[str] | None = None) 
         model.set_submodule(path, layer)
 
 
-def quantize(model: nn.Module, kind: Kind) -> nn.Module:
+def quantize(model: nn.Module, kind: QuantizedKind) -> nn.Module:
     """Return the model as ``from_pretrained(quantization_config=...)`` reads it.
 
     Raises:

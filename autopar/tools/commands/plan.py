@@ -136,7 +136,7 @@ def _write(estimator: Estimator, space: Space, found: Found, output: Path | None
 
 
 def _show(estimator: Estimator, space: Space, found: Found, as_json: bool) -> None:
-    from autopar.quantized.layers import StandIn
+    from autopar.stored import StandIn
     from autopar.tools.planner.search import assumptions, gigabytes, rejected, to_json
 
     if as_json:

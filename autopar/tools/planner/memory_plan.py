@@ -13,7 +13,7 @@ from torch import nn
 from autopar.config import ParallelConfig
 from autopar.errors import ConfigError
 from autopar.policy.schema import Policy
-from autopar.quantized.layers import as_plain
+from autopar.stored import as_plain
 from autopar.tools.planner.candidate import Candidate, RankMemory
 from autopar.tools.planner.estimate import Estimator
 from autopar.tools.planner.hardware import GPUS

@@ -20,8 +20,7 @@ from autopar.data_parallel.whole_parameters import assign
 from autopar.errors import ConfigError, nearest
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan
-from autopar.quantized.layers import StandIn
-from autopar.quantized.stored import Kind
+from autopar.stored import Kind, StandIn
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
 """Name -> tensors of the parameter's size that it keeps. Adam also keeps its step, 4 bytes a parameter."""

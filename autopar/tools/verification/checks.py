@@ -33,7 +33,7 @@ from autopar.errors import type_and_text
 from autopar.foreign.peft import plain_name
 from autopar.foreign.tensors import in_backward, schema_of
 from autopar.plan.tensors import followed_form
-from autopar.quantized.layers import stored_weights
+from autopar.stored import stored_weights
 from autopar.tensor_tracking import TensorTracking, tensors_in
 from autopar.tools.verification.outputs import (
     OF_GRADIENTS,

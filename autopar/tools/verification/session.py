@@ -28,7 +28,7 @@ from autopar.pipeline_parallel.stage_forward import Streams, switching
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import DERIVE
 from autopar.policy.schema import Policy
-from autopar.quantized.layers import stored_weights
+from autopar.stored import stored_weights
 from autopar.tensor_parallel.apply import draw_seeds_alike
 from autopar.tensor_tracking import TensorTracking, tensors_in
 from autopar.tools.verification.batches import Batch, fit, on_device, part_of
@@ -158,7 +158,7 @@ class Session:
             with _Dtypes() as computed:  # the plain model's code may compute norms and losses in float32
                 self.evaluate(self.plain, self.batches[0])
             dtypes |= computed.found
-        if any(stored.whole_rows is not None for stored in stored_weights(self.plain).values()):
+        if any(stored.kind.takes_rows for stored in stored_weights(self.plain).values()):
             dtypes.add(torch.float16)  # to which such layers round their inputs, and then to 8 bits
         self.tolerance = tolerance_of(*dtypes, *([half] if half is not None else []))
         self.exact = half is None

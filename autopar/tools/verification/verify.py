@@ -37,7 +37,7 @@ from autopar.distributed.rng import kept
 from autopar.errors import AutoparError, ConfigError, VerificationError, in_one_line, nearest
 from autopar.foreign.peft import is_peft_model
 from autopar.policy.schema import Policy
-from autopar.quantized.layers import form_kept, stored_weights
+from autopar.stored import form_kept, stored_weights
 from autopar.tools.verification.batches import Batch, make_batches
 from autopar.tools.verification.checks import backward, dropout, forward, generate, reshard, save, step, weights
 from autopar.tools.verification.diagnosis import culprit_of_error, diagnose

@@ -22,11 +22,11 @@ from transformers import (
 
 import autopar
 from autopar.errors import ConfigError
+from tests.features.quantized.folders import say, write_fp8, write_mxfp4
+from tests.features.quantized.models import FAMILIES, batches, write
+from tests.features.quantized.test_loading import MESHES
 from tests.parity import close
 from tests.pool import pooled
-from tests.quantized.folders import say, write_fp8, write_mxfp4
-from tests.quantized.models import FAMILIES, batches, write
-from tests.quantized.test_loading import MESHES
 from tests.worlds import raises_everywhere
 
 

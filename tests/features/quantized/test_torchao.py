@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,13 +16,12 @@ import autopar
 from autopar.checkpoint.offline import merge_checkpoint
 from autopar.errors import CheckpointError, ConfigError
 from autopar.layout import Layout
-from autopar.quantized.layers import stored_weight, stored_weights
-from autopar.quantized.stored import join, shard
+from autopar.stored import stored_weight, stored_weights
+from tests.features.quantized import test_folders, test_loading, test_training
+from tests.features.quantized.models import FAMILIES, OF_TORCHAO, adapted, batches, loaded, quantized
+from tests.features.quantized.test_stored import units
 from tests.fetched_packages import with_package
 from tests.parity import close
-from tests.quantized import test_folders, test_loading, test_training
-from tests.quantized.models import FAMILIES, OF_TORCHAO, adapted, batches, loaded, quantized
-from tests.quantized.test_stored import units
 from tests.worlds import raises_everywhere
 
 peft = pytest.importorskip("peft")
@@ -91,7 +91,7 @@ def check_shards(form: str, scales: str, dim: int, layout: Layout) -> None:
         made = layer(form, scales)
         stored: Any = stored_weight(made)
         parameter = made.weight
-        shard(stored, layout, rank)
+        stored.shard(layout, rank)
         stored = stored_weight(made)
         assert made.weight is parameter and stored.shape == layout.local_shape((96, 320), rank) == made.weight.shape
         assert torch.equal(stored.dequantized(), layout.shard(whole.dequantized(), rank))
@@ -108,11 +108,12 @@ def check_shards(form: str, scales: str, dim: int, layout: Layout) -> None:
     close(y, nn.functional.linear(x, plain.weight), "product", 1e-6)
     pieces = [stored_weight(made).pieces() for made in shards]  # type: ignore[union-attr]
 
-    def gather(tensor: torch.Tensor, scaled: Layout) -> torch.Tensor:
+    def gather(tensor: torch.Tensor, axis: Any, scaled: Layout) -> torch.Tensor:
         (name,) = [name for name, piece in pieces[0].items() if piece.tensor is tensor]
         return scaled.unshard([piece[name].tensor for piece in pieces])
 
-    join(stored_weight(shards[0]), layout, gather)  # type: ignore[arg-type]
+    with mock.patch("autopar.features.quantized.stored.all_gather", gather):
+        stored_weight(shards[0]).join(layout, None)  # type: ignore[union-attr]
     same(nn.ModuleList([shards[0]]), nn.ModuleList([plain]))
     assert set(vars(shards[0])) == set(vars(plain))
 

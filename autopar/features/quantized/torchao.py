@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from autopar.errors import ConfigError
+from autopar.features.quantized.stored import InFile, Piece, QuantizedKind, QuantizedWeight, ToFile, largest
 from autopar.foreign.tensors import own_parameters
 from autopar.layout import Layout
-from autopar.quantized.stored import InFile, Kind, Part, Piece, StoredWeight, ToFile
 
 LIBRARY = "torchao.utils"  # imported by whoever has made such a layer
 _FORMATS = {"Int8Tensor": "torchao int8", "Float8Tensor": "torchao float8"}
@@ -88,19 +88,18 @@ def empty_weight(quantizer: Any, name: str, parts: Mapping[str, torch.Tensor]) -
     return nn.Parameter(weights[name], requires_grad=False)
 
 
-class EightBitTensor(StoredWeight):
+class EightBitTensor(QuantizedWeight):
     """An ``Int8Tensor`` or a ``Float8Tensor`` as the weight of a linear layer."""
 
     def __init__(self, module: Any) -> None:
         self._module, self._weight = module, module.weight
         self.dtype = module.weight.dtype
-        self.format = _FORMATS[type(module.weight).__name__]
         self.shape = tuple(module.weight.qdata.shape)
         self.block = (max(self._step[0], 1), max(self._step[1], 1))
         self.pending = module.weight.is_meta
         widths = [x.element_size() for name, x in self._held().items() if name != "qdata"]
         nbytes = functools.partial(_nbytes, step=self._step, beside=sum(widths))
-        self.kind = Kind(self.format, self.block, False, nbytes)
+        self.kind = QuantizedKind(_FORMATS[type(module.weight).__name__], self.block, False, nbytes)
 
     @property
     def _step(self) -> tuple[int, int]:
@@ -162,13 +161,13 @@ class EightBitTensor(StoredWeight):
         if _step_of(weight) != step:  # one group of inputs is left, and looks like a row
             vars(self._module)[_STEP] = step
 
-    def fill(self, values: torch.Tensor, part: Part) -> None:
+    def fill(self, values: torch.Tensor, layout: Layout | None, axis: Any) -> None:
         """Quantize a weight that is this rank's part of one that has no memory yet."""
-        library, step, layout = sys.modules["torchao.quantization"], self._step, part.layout
+        library, step = sys.modules["torchao.quantization"], self._step
         shape, kind = (values.shape[0], values.shape[1]), type(self._weight)
         if layout is not None and step[layout.dim] == 0:  # a scale is that of what other ranks have, too
             dims = [dim for dim in (0, 1) if step[dim] == 0]
-            most = part.largest(values.abs().amax(dims, keepdim=True).float()).to(values.dtype)
+            most = largest(values.abs().amax(dims, keepdim=True).float(), axis).to(values.dtype)
             values = torch.cat([values, most.expand_as(values.narrow(layout.dim, 0, 1))], layout.dim)
         how = {"granularity": library.PerGroup(step[1]) if step[1] else library.PerRow()}
         if step == (0, 0):
@@ -179,6 +178,14 @@ class EightBitTensor(StoredWeight):
         own_parameters(self._module)["weight"] = self._weight
         self.pending = False
         self.put(shape, self._held() | {"qdata": self._weight.qdata[: shape[0], : shape[1]].contiguous()})
+
+    def check_dtype(self, path: str, dtype: torch.dtype) -> None:
+        """Raise ConfigError if the weight was quantized from another dtype, which torchao does not change."""
+        if self.dtype != dtype:
+            raise ConfigError(
+                f"precision.dtype is {dtype}, and the weight of {path} ({self.kind.form}) was quantized as one of "
+                f"{self.dtype}, which stays.\n  Load the model with dtype={dtype}."
+            )
 
     def drop(self) -> None:
         """Free numbers and scales."""

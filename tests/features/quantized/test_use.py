@@ -16,11 +16,11 @@ import autopar
 from autopar.cli import app
 from autopar.cli.split import split_checkpoint
 from autopar.errors import ConfigError
-from autopar.quantized.layers import as_plain
+from autopar.stored import as_plain
+from tests.features.quantized.models import adapted, batches, bitsandbytes, quantized
+from tests.features.quantized.test_training import gradients
 from tests.parity import close
 from tests.pool import pooled
-from tests.quantized.models import adapted, batches, bitsandbytes, quantized
-from tests.quantized.test_training import gradients
 from tests.worlds import raises_everywhere
 
 IDS = batches(1)[0]["input_ids"]

@@ -15,14 +15,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import autopar
 from autopar.errors import CheckpointError
-from autopar.quantized.layers import stored_weights
 from autopar.storage.files import RangeFile
+from autopar.stored import stored_weights
 from tests.features.peft.adapted import whole_of, with_lora
+from tests.features.quantized.models import FAMILIES, FORMS, batches, bitsandbytes, how, quantized
+from tests.features.quantized.test_loading import MESHES, same
+from tests.features.quantized.test_training import gradients, train
 from tests.parity import close
 from tests.pool import pooled
-from tests.quantized.models import FAMILIES, FORMS, batches, bitsandbytes, how, quantized
-from tests.quantized.test_loading import MESHES, same
-from tests.quantized.test_training import gradients, train
 from tests.worlds import raises_everywhere
 
 peft = pytest.importorskip("peft")

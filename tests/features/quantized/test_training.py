@@ -17,9 +17,9 @@ from torch import nn
 import autopar
 from autopar.errors import CheckpointError, ConfigError
 from tests.features.peft.adapted import whole_of
+from tests.features.quantized.models import FAMILIES, FORMS, adapted, batches, quantized
 from tests.parity import close
 from tests.pool import pooled
-from tests.quantized.models import FAMILIES, FORMS, adapted, batches, quantized
 from tests.worlds import raises_everywhere
 
 peft = pytest.importorskip("peft")
@@ -233,8 +233,8 @@ def test_refusals(tmp_path: Path) -> None:
 def test_sizes_that_do_not_fit() -> None:
     from autopar.plan.make_plan import make_plan
     from autopar.policy.match import find_policy
-    from autopar.quantized.layers import as_plain
-    from tests.quantized.models import LlamaConfig, LlamaForCausalLM, bitsandbytes
+    from autopar.stored import as_plain
+    from tests.features.quantized.models import LlamaConfig, LlamaForCausalLM, bitsandbytes
 
     sizes = {"hidden_size": 192, "num_attention_heads": 6, "head_dim": 32, "num_key_value_heads": 6}
     model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=320, num_hidden_layers=1, vocab_size=8))

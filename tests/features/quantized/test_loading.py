@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import autopar
 from autopar.errors import ConfigError
-from autopar.quantized.layers import stored_weights
+from autopar.stored import stored_weights
 from tests.features.peft.adapted import randomise_adapters, whole_of, with_lora
+from tests.features.quantized.models import FORMS, batches, how, quantized, write
+from tests.features.quantized.test_training import gradients
 from tests.parity import close
 from tests.pool import pooled
-from tests.quantized.models import FORMS, batches, how, quantized, write
-from tests.quantized.test_training import gradients
 
 peft = pytest.importorskip("peft")
 MESHES: list[dict[str, Any]] = [{"tp": 2}, {"pp": 2}, {}]

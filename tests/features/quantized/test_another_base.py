@@ -16,8 +16,8 @@ from autopar.checkpoint.format import Manifest
 from autopar.checkpoint.offline import merge_checkpoint
 from autopar.checkpoint.state import state_of
 from autopar.errors import CheckpointError, ConfigError
+from tests.features.quantized.models import adapted, quantized
 from tests.pool import pooled
-from tests.quantized.models import adapted, quantized
 from tests.worlds import raises_everywhere
 
 

@@ -16,16 +16,27 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import BitsAndBytesConfig
 
+from autopar.distributed.axis import Axis
+from autopar.distributed.collectives import all_gather
 from autopar.errors import ConfigError
+from autopar.features.quantized.stored import (
+    InFile,
+    Piece,
+    QuantizedKind,
+    QuantizedWeight,
+    RowParallelStored,
+    ToFile,
+    largest,
+)
 from autopar.foreign.tensors import own_parameters
 from autopar.layout import Layout
-from autopar.quantized.stored import InFile, Kind, Part, Piece, StoredWeight, ToFile
 
 _BLOCK = 64  # numbers that share a scale
 _NESTED = " with quantized scales"
@@ -50,14 +61,7 @@ def with_memory(module: nn.Module, data: torch.Tensor) -> Any:
     return weight
 
 
-def config_of(**settings: Any) -> Any:
-    """Return transformers' ``quantization_config``."""
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(**settings)
-
-
-class FourBit(StoredWeight):
+class FourBit(QuantizedWeight):
     """The weight of a ``Linear4bit``."""
 
     hidden = ("quant_state",)
@@ -81,10 +85,9 @@ class FourBit(StoredWeight):
                 "evaluated: what autopar has parallelized is not packed."
             )
         nested = module.weight.compress_statistics if state is None else state.nested
-        self.format = f"bitsandbytes {module.weight.quant_type}{_NESTED if nested else ''}"
         shape = module.weight.shape if state is None else state.shape
         self.shape, self.block = (shape[0], shape[1]), (1, module.weight.blocksize)
-        self.kind = _BY_FORM[self.format]
+        self.kind = KINDS[f"{module.weight.quant_type}{'-double' * nested}"]
         self.pending = state is None
 
     @property
@@ -200,10 +203,10 @@ class FourBit(StoredWeight):
         may = getattr(sys.modules["bitsandbytes.nn.modules"], "has_avx512bf16", bool)
         self._module.support_avx512bf16_for_cpu = not keep and may()
 
-    def fill(self, values: torch.Tensor, part: Part) -> None:
+    def fill(self, values: torch.Tensor, layout: Layout | None, axis: Any) -> None:
         """Quantize a weight that is this rank's part of one that has no memory yet."""
         library, then = sys.modules["bitsandbytes.nn.modules"], self._weight
-        nested = then.compress_statistics and part.layout is not None
+        nested = then.compress_statistics and layout is not None
         weight = library.Params4bit(
             values,
             requires_grad=False,
@@ -216,14 +219,13 @@ class FourBit(StoredWeight):
         own_parameters(self._module)["weight"] = self._weight = weight
         self.pending, self.shape = False, (values.shape[0], values.shape[1])
         if nested:
-            self._nest(part)
+            self._nest(layout, axis)
 
-    def _nest(self, part: Part) -> None:
+    def _nest(self, layout: Any, axis: Any) -> None:
         """Quantize the scales as those of the whole weight are."""
-        state, layout, (rows, columns) = self._state, part.layout, self.shape
-        assert layout is not None
+        state, (rows, columns) = self._state, self.shape
         blocks, steps = columns // state.blocksize, layout.in_steps(self.block[layout.dim])
-        scales = part.gather(state.absmax.view(rows, blocks), steps)  # [out, in/64] of the whole
+        scales = all_gather(state.absmax.view(rows, blocks), axis, steps)  # [out, in/64] of the whole
         mean = scales.mean()
         codes, state2 = functional().quantize_blockwise(scales.reshape(-1) - mean, blocksize=_GROUP)
         state.nested, state.state2, state.offset = True, state2, mean
@@ -234,8 +236,8 @@ class FourBit(StoredWeight):
             if name in held:
                 step = place.block[layout.dim]
                 tensor = held[name].view(place.shape)
-                tensors[name] = layout.in_steps(step).shard(tensor, part.rank) if step else tensor
-        self.take(tensors, layout, part.rank)
+                tensors[name] = layout.in_steps(step).shard(tensor, axis.rank) if step else tensor
+        self.take(tensors, layout, axis.rank)
 
     def drop(self) -> None:
         """Free bytes and scales."""
@@ -302,20 +304,11 @@ def _divides(block: tuple[int, int], layout: Layout) -> bool:
     return True
 
 
-def _kind_of(name: str, nested: bool) -> Kind:
+def _kind_of(name: str, nested: bool) -> QuantizedKind:
     how = {"load_in_4bit": True, "bnb_4bit_quant_type": name, "bnb_4bit_use_double_quant": nested}
     form = f"bitsandbytes {name}{_NESTED if nested else ''}"
-    nbytes, config = functools.partial(_four_bit, nested=nested), functools.partial(config_of, **how)
-    return Kind(form, (1, _BLOCK), False, nbytes, config)
-
-
-IN_4_BIT = {
-    "nf4": _kind_of("nf4", False),
-    "nf4-double": _kind_of("nf4", True),
-    "fp4": _kind_of("fp4", False),
-    "fp4-double": _kind_of("fp4", True),
-}
-_BY_FORM = {kind.form: kind for kind in IN_4_BIT.values()}
+    nbytes, config = functools.partial(_four_bit, nested=nested), functools.partial(BitsAndBytesConfig, **how)
+    return QuantizedKind(form, (1, _BLOCK), False, nbytes, config)
 
 
 LIBRARY = "bitsandbytes.nn.modules"  # imported by whoever has made such a layer
@@ -334,11 +327,10 @@ def find(module: nn.Module) -> FourBit | EightBit | None:
     return EightBit(module) if quantized and (weight.is_meta or weight.dtype == torch.int8) else None
 
 
-class EightBit(StoredWeight):
+class EightBit(QuantizedWeight):
     """The weight of a ``Linear8bitLt``. The shard of a rank that has some of the inputs has four columns more, of 0."""
 
     hidden = ("state",)
-    format = "bitsandbytes int8"
 
     def __init__(self, module: Any) -> None:
         self._module, self._weight = module, module.weight
@@ -368,6 +360,10 @@ class EightBit(StoredWeight):
         row_major = ToFile(torch.tensor(0, dtype=torch.uint8))
         return {"weight": ToFile(*numbers), "SCB": ToFile(*scales, flat=1), "weight_format": row_major}
 
+    def layer_class(self, rule: str) -> Any:
+        """Return the class of a layer with sharded outputs or inputs."""
+        return RowParallelEightBit if rule == "row" else super().layer_class(rule)
+
     def beside(self) -> dict[str, torch.Tensor]:
         """Return the scales."""
         return {} if self.pending else {"scales": self._scales}
@@ -383,16 +379,16 @@ class EightBit(StoredWeight):
         state.CB, state.SCB = numbers, tensors["scales"].reshape(-1)
         self.shape = shape
 
-    def fill(self, values: torch.Tensor, part: Part) -> None:
+    def fill(self, values: torch.Tensor, layout: Layout | None, axis: Any) -> None:
         """Quantize a weight that is this rank's part of one that has no memory yet."""
-        library, layout, shape = sys.modules[LIBRARY], part.layout, (values.shape[0], values.shape[1])
+        shape = (values.shape[0], values.shape[1])
         values = values.to(torch.float16)
         if layout is not None and layout.dim == 1:  # the scale of an output is that of all its inputs
-            most = part.largest(values.abs().amax(1, keepdim=True).float())
+            most = largest(values.abs().amax(1, keepdim=True).float(), axis)
             values = torch.cat([values, most.to(values.dtype)], 1)
             self.shape = (shape[0], layout.size)
         numbers, scales, _ = functional().int8_vectorwise_quant(values)
-        weight = library.Int8Params(numbers, requires_grad=False, has_fp16_weights=False)
+        weight = sys.modules[LIBRARY].Int8Params(numbers, requires_grad=False, has_fp16_weights=False)
         own_parameters(self._module)["weight"] = self._weight = weight
         self.pending = False
         self.put(shape, {"numbers": numbers[:, : shape[1]].contiguous(), "scales": scales})
@@ -407,18 +403,27 @@ class EightBit(StoredWeight):
         numbers = self._weight.data[:, : self.shape[1]]
         return numbers.float() * (self._scales.view(-1, 1) / 127.0)
 
-    def whole_rows(self, x: torch.Tensor, largest: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def whole_rows(self, x: torch.Tensor, axis: Axis) -> torch.Tensor:
         """Return inputs of which each token has the scale that it has with all inputs, ``[..., in/tp + 4]``.
 
         Args:
             x: ``[..., in/tp]``; a token's scale is its largest number that counts as no outlier.
-            largest: returns the largest numbers of all ranks.
+            axis: the ranks that have the other inputs.
         """
         size, threshold = x.detach().to(torch.float16).abs(), self._module.state.threshold
         if threshold > 0:
             size = size.masked_fill(size >= threshold, 0)
-        most = largest(size.amax(-1, keepdim=True).float()).to(x.dtype)  # [..., 1]
+        most = largest(size.amax(-1, keepdim=True).float(), axis).to(x.dtype)  # [..., 1]
         return torch.cat([x, most, most.new_zeros(*x.shape[:-1], _PADDING - 1)], -1)
+
+
+class RowParallelEightBit(RowParallelStored):
+    """A layer that quantizes its inputs, which are sharded: the scale of a token is that of all inputs."""
+
+    def _multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        y = super()._multiply(EightBit(self).whole_rows(x, self.tp), weight, bias)
+        # On a GPU it is a view out of bitsandbytes' autograd function, which must not be summed in place.
+        return y.clone() if y.requires_grad else y
 
 
 def _eight_bit(shape: tuple[int, int], layout: Layout | None, rank: int) -> int:
@@ -427,8 +432,7 @@ def _eight_bit(shape: tuple[int, int], layout: Layout | None, rank: int) -> int:
     return rows * (columns + (_PADDING if columns < shape[1] else 0)) + 4 * rows
 
 
-KINDS = {
-    **IN_4_BIT,
-    "int8": Kind(EightBit.format, EightBit.block, True, _eight_bit, functools.partial(config_of, load_in_8bit=True)),
-}
+_FOUR = {f"{name}{'-double' * nested}": _kind_of(name, nested) for name in ("nf4", "fp4") for nested in (False, True)}
+_INT8 = functools.partial(BitsAndBytesConfig, load_in_8bit=True)
+KINDS = {**_FOUR, "int8": QuantizedKind("bitsandbytes int8", EightBit.block, True, _eight_bit, _INT8)}
 """The forms that a plan can be made for without any weights, by the name that a user gives them."""

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar.cli import app
+from tests.features.quantized.models import FORMS, batches, how, quantized
+from tests.features.quantized.test_loading import same, written
+from tests.features.quantized.test_use import let_pack
 from tests.pool import pooled
-from tests.quantized.models import FORMS, batches, how, quantized
-from tests.quantized.test_loading import same, written
-from tests.quantized.test_use import let_pack
 
 MESHES: dict[int, list[dict[str, Any]]] = {2: [{"tp": 2}, {"pp": 2}, {}], 4: [{"tp": 2, "pp": 2}, {"tp": 2}]}
 

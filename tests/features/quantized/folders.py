@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from tests.quantized.models import FAMILIES, write
+from tests.features.quantized.models import FAMILIES, write
 
 __all__ = ["say", "write_fp8", "write_mxfp4"]
 

@@ -10,8 +10,7 @@ from torch import nn
 
 from autopar.errors import ConfigError
 from autopar.layout import Block, Layout, even_shards
-from autopar.quantized.layers import as_plain, block_of, stored_weight, stored_weights
-from autopar.quantized.stored import join, shard
+from autopar.stored import as_plain, block_of, stored_weight, stored_weights
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 FOUR = [(kind, nested) for kind in ("nf4", "fp4") for nested in (False, True)]
@@ -40,7 +39,9 @@ def everything(made: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("shape", [(96, 320), (1024, 1024)])
-def test_shards(kind: str, nested: bool, dim: int, ranks: int, shape: tuple[int, int]) -> None:
+def test_shards(
+    kind: str, nested: bool, dim: int, ranks: int, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     width = 64 if dim else 16
     layout = units(dim, shape[dim], ranks, width)
     plain = layer(kind, *shape, nested)
@@ -51,7 +52,7 @@ def test_shards(kind: str, nested: bool, dim: int, ranks: int, shape: tuple[int,
         made = layer(kind, *shape, nested)
         stored: Any = stored_weight(made)
         parameter = made.weight
-        shard(stored, layout, rank)
+        stored.shard(layout, rank)
         assert made.weight is parameter
         assert stored.shape == layout.local_shape(shape, rank)
         assert torch.equal(stored.dequantized(), layout.shard(whole, rank))
@@ -62,11 +63,12 @@ def test_shards(kind: str, nested: bool, dim: int, ranks: int, shape: tuple[int,
         shards.append(made)
     pieces = [stored_weight(made).pieces() for made in shards]
 
-    def gather(tensor: torch.Tensor, scaled: Layout) -> torch.Tensor:
+    def gather(tensor: torch.Tensor, axis: Any, scaled: Layout) -> torch.Tensor:
         (name,) = [name for name, piece in pieces[0].items() if piece.tensor is tensor or same(piece.tensor, tensor)]
         return scaled.unshard([piece[name].tensor for piece in pieces])
 
-    join(stored_weight(shards[0]), layout, gather)
+    monkeypatch.setattr("autopar.features.quantized.stored.all_gather", gather)
+    stored_weight(shards[0]).join(layout, None)
     setattr(shards[0], "in_features" if dim else "out_features", shape[dim])
     joined = everything(shards[0])
     assert set(joined) == set(before) and all(torch.equal(joined[name], before[name]) for name in before)
@@ -80,16 +82,16 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 def test_quantized_scales_stay_so_where_ranks_hold_whole_groups() -> None:
     made = layer("nf4", 1024, 1024, nested=True)
     stored: Any = stored_weight(made)
-    shard(stored, units(0, 1024, 2, 16), 1)
+    stored.shard(units(0, 1024, 2, 16), 1)
     assert made.weight.quant_state.nested and stored.beside()["groups"].shape == (32,)
-    shard(stored, units(1, 1024, 2, 64), 0)
+    stored.shard(units(1, 1024, 2, 64), 0)
     assert not made.weight.quant_state.nested and stored.beside()["scales"].dtype == torch.float32
 
 
 def test_parts_of_blocks_are_refused() -> None:
     stored: Any = stored_weight(layer("nf4", 32, 192))
     with pytest.raises(ValueError, match="2 unit of 96 cannot be sharded in steps of 64"):
-        shard(stored, units(1, 192, 2, 96), 0)
+        stored.shard(units(1, 192, 2, 96), 0)
 
 
 def test_bytes_stored_as_other_numbers_are_refused() -> None:

@@ -1,0 +1,16 @@
+"""Weights that a library quantized (bitsandbytes, torchao) stay quantized in their shards."""
+
+from autopar.registry import Feature
+
+_HERE = "autopar.features.quantized"
+
+FEATURE = Feature(
+    name="quantized",
+    about="weights of bitsandbytes and torchao, quantized in their shards",
+    forms={
+        "bitsandbytes.nn.modules": f"{_HERE}.bitsandbytes:find",
+        "torchao.utils": f"{_HERE}.torchao:find",
+    },
+    quantizers={"transformers": f"{_HERE}.quantizers:Quantizers"},
+    parts={"base": f"{_HERE}.checkpoint:Base"},
+)

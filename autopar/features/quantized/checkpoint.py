@@ -1,0 +1,81 @@
+"""The quantized weights of a checkpoint: the tensors that stand for them.
+
+They are left out where adapters stand before them. Else they are a separate part: bytes and scales as their library
+has them in files, viewed with a dim for the outputs and one for the inputs. A rank reads its part of each.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.checkpoint.shards import Shards
+from autopar.checkpoint.state import State
+from autopar.errors import CheckpointError
+from autopar.plan.plan import Piece, TensorPlan
+from autopar.storage.safetensors_io import dtype_name
+from autopar.stored import stored_weights
+
+
+class Base:
+    """The part ``base`` of a checkpoint."""
+
+    @staticmethod
+    def collect(
+        model: nn.Module, state: State
+    ) -> tuple[dict[str, torch.Tensor], dict[str, TensorPlan], dict[str, str]]:
+        """Return the tensors that this rank writes, plans of all that it holds, and notes for the heads of files."""
+        tensors: dict[str, torch.Tensor] = {}
+        plans: dict[str, TensorPlan] = {}
+        notes: dict[str, str] = {}
+        found: dict[str, Any] = {**stored_weights(model)}
+        for path, stored in found.items():
+            weight = state.quantized[f"{path}.weight"]
+            form = (weight.shape[0], weight.shape[1])
+            layout = weight.layout if state.plan.shards > 1 else None
+            first = state.writes(weight.name) and state.holders_of(weight.name).rank == 0
+            saved = (weight.saved_as or weight.name).removesuffix("weight")
+            if note := stored.note(form):
+                notes[weight.name] = note
+            for name, (tensor, block, flat) in stored.files(form).items():
+                step = 0 if layout is None else block[layout.dim]
+                cut = layout.in_steps(step) if layout is not None and step else None
+                whole = list(tensor.shape)
+                if cut is not None:
+                    whole[cut.dim] = cut.size
+                count = math.prod(whole)
+                sizes = ((count, 1) if flat == 2 else (count,)) if flat else tuple(whole)
+                steps = tuple(torch.empty(sizes, device="meta").stride())
+                pieces = (Piece(f"{saved}{name}", sizes, steps, 0),)
+                full = f"{path}.{name}"
+                plans[full] = TensorPlan(full, tuple(whole), dtype_name(tensor.dtype), cut, pieces=pieces)
+                if first and (cut is not None or state.mpu.tp.rank == 0):
+                    tensors[full] = tensor
+        return tensors, plans, notes
+
+    @staticmethod
+    def restore(model: nn.Module, state: State, shards: Shards, *, check: bool = False) -> None:
+        """Read this rank's parts of the quantized weights of a checkpoint; or only check that they fit.
+
+        Raises:
+            CheckpointError: they do not stand for weights of these shapes.
+        """
+        saved = shards.manifest.quantized
+        found: dict[str, Any] = {**stored_weights(model)}
+        for path, stored in found.items():
+            weight, start = state.quantized[f"{path}.weight"], f"{path}."
+            parts = {name[len(start) :]: shards.lazy(name, "base") for name in saved if name.startswith(start)}
+            layout = weight.layout if state.plan.shards > 1 else None
+            shape = (weight.shape[0], weight.shape[1])
+            try:
+                if check:
+                    stored.located(parts, shape, layout, state.mpu.device)
+                else:
+                    stored.read(parts, shape, layout, state.mpu)
+            except (ValueError, KeyError) as error:
+                raise CheckpointError(
+                    f"{shards.folder} does not hold {weight.name} as {stored.kind.form}: {error}"
+                ) from error

@@ -1,0 +1,219 @@
+"""Weights that a library keeps otherwise than as a tensor of their shape, as quantized weights are.
+
+A feature finds them in layers (table ``forms`` of :class:`autopar.registry.Feature`), and knows how they are cut and
+joined. To a plan the layer of such a weight is an ``nn.Linear`` with a :class:`StandIn` (:func:`as_plain`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar import registry
+from autopar.foreign.tensors import own_parameters
+from autopar.layout import Layout
+
+_FEATURE = "quantized"
+_LIBRARIES = ("bitsandbytes", "torchao")  # packages whose classes of parameters are such weights
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A form of weights, before there are any.
+
+    Attributes:
+        form: The name of the form, for messages and plans.
+        block: Elements along each dim, next to each other, that must be on one rank.
+        takes_rows: Whether the layer computes a number from all inputs of a token.
+    """
+
+    form: str
+    block: tuple[int, int]
+    takes_rows: bool
+
+    def check(self, shown: str, shape: torch.Size, layout: Layout, match: Any) -> None:
+        """Check that a weight of this shape can be laid out so.
+
+        Args:
+            shown: The path of the weight, for messages.
+            match: The rule with its module (:class:`autopar.plan.matching.RuleMatch`).
+
+        Raises:
+            ConfigError: A rank would hold a part of a block, or a part of the inputs that its layer needs.
+        """
+        raise NotImplementedError
+
+    def nbytes(self, shape: tuple[int, int], layout: Layout | None, rank: int) -> int:
+        """Return the bytes of a rank's shard of a weight of this shape, with its scales."""
+        raise NotImplementedError
+
+
+class StoredWeight:
+    """The weight of one linear layer in the form of a library.
+
+    Attributes:
+        kind: The form of the weight.
+        shape: The shape of the weight, ``(out, in)``.
+        pending: Whether it has no memory yet, and :meth:`materialize` makes it.
+        hidden: Attributes of the layer that hold tensors of the weight, too.
+        dtype: The dtype of a parameter that looks like the weight and has no memory; None if the parameter has some.
+    """
+
+    kind: Kind
+    shape: tuple[int, int]
+    pending: bool
+    hidden: tuple[str, ...] = ()
+    dtype: torch.dtype | None = None
+
+    def layer_class(self, rule: str) -> Any:
+        """Return the class of a ``column`` or ``row`` layer, which is mixed with the class of the library."""
+        raise NotImplementedError
+
+    def shard(self, layout: Layout, rank: int) -> None:
+        """Keep the shard of ``rank``; no communication."""
+        raise NotImplementedError
+
+    def join(self, layout: Layout, axis: Any) -> None:
+        """Undo :meth:`shard`; a collective of the axis."""
+        raise NotImplementedError
+
+    def materialize(self, source: Any, layout: Layout | None, mpu: Any, read: Callable[[], torch.Tensor]) -> None:
+        """Make this rank's shard of a pending weight.
+
+        Args:
+            source: The lazy tensor that the weight is read from; None if it was drawn.
+            read: Returns this rank's shard of the plain weight.
+        """
+        raise NotImplementedError
+
+    def beside(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of the weight next to the parameter, by name."""
+        raise NotImplementedError
+
+    def check_dtype(self, path: str, dtype: torch.dtype) -> None:
+        """Raise ConfigError if the layer at ``path`` cannot multiply inputs of this dtype."""
+
+    def keep_form(self, keep: bool) -> None:
+        """Keep evaluation from storing the weight in another form, or allow it again."""
+
+    def drop(self) -> None:
+        """Free the memory of the weight."""
+        raise NotImplementedError
+
+    def dequantized(self) -> torch.Tensor:
+        """Return the weight, ``[out, in]``, that the layer multiplies with."""
+        raise NotImplementedError
+
+
+class StandIn(nn.Parameter):
+    """Stands for a stored weight while a plan is made: of its shape, without memory.
+
+    Attributes:
+        kind: The form of the weight.
+    """
+
+    kind: Kind
+
+
+def stand_in(shape: tuple[int, int], dtype: torch.dtype, kind: Kind) -> StandIn:
+    """Return what stands for a weight of this shape."""
+    made = StandIn(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+    made.kind = kind
+    return made
+
+
+def _finders() -> list[Callable[[nn.Module], StoredWeight | None]]:
+    tables = (feature.forms.items() for feature in registry.features())
+    return [registry.load(entry) for table in tables for library, entry in table if library in sys.modules]
+
+
+def stored_weight(module: nn.Module) -> StoredWeight | None:
+    """Return the stored weight of a layer; None if its weight is a plain one."""
+    return next(filter(None, (find(module) for find in _finders())), None)
+
+
+def stored_weights(model: nn.Module) -> dict[str, StoredWeight]:
+    """Return the stored weights of ``model``, by the path of their layer."""
+    if not _finders():
+        return {}
+    found = ((path, stored_weight(module)) for path, module in model.named_modules())
+    return {path: stored for path, stored in found if stored is not None}
+
+
+def keep_form(model: nn.Module, keep: bool) -> None:
+    """Keep evaluation from storing weights in another form, or allow it again."""
+    for stored in stored_weights(model).values():
+        stored.keep_form(keep)
+
+
+@contextlib.contextmanager
+def form_kept(model: nn.Module) -> Iterator[None]:
+    """Keep evaluation inside of ``with`` from storing weights in another form."""
+    keep_form(model, keep=True)
+    try:
+        yield
+    finally:
+        keep_form(model, keep=False)
+
+
+def block_of(model: nn.Module) -> int:
+    """Return how many inputs of stored weights must be on one rank together, inside of :func:`as_plain`."""
+    return max((p.kind.block[1] for p in model.parameters() if isinstance(p, StandIn)), default=1)
+
+
+def without_memory(model: nn.Module) -> set[int]:
+    """Return the ids of parameters that look like weights and have no memory of their own."""
+    held = ((model.get_submodule(path), stored) for path, stored in stored_weights(model).items())
+    return {id(own_parameters(module)["weight"]) for module, stored in held if stored.dtype is not None}
+
+
+@contextlib.contextmanager
+def as_plain(model: nn.Module) -> Iterator[None]:
+    """Show layers with stored weights as ``nn.Linear`` inside of ``with``, with weights that have no memory.
+
+    Raises:
+        ConfigError: The feature that knows such weights is not installed.
+    """
+    if any(type(parameter).__module__.partition(".")[0] in _LIBRARIES for parameter in model.parameters()):
+        registry.need(_FEATURE, f"{type(model).__name__} with quantized weights")
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    found: list[tuple[Any, type, nn.Parameter, dict[str, Any]]] = []
+    try:
+        for path, stored in stored_weights(model).items():
+            module = model.get_submodule(path)
+            hidden = {name: vars(module).pop(name) for name in stored.hidden if name in vars(module)}
+            found.append((module, type(module), own_parameters(module)["weight"], hidden))
+            own_parameters(module)["weight"] = stand_in(stored.shape, dtype, stored.kind)
+            module.__class__ = nn.Linear
+        yield
+    finally:
+        for module, kind, weight, hidden in found:
+            module.__class__ = kind
+            own_parameters(module)["weight"] = weight
+            vars(module).update(hidden)
+
+
+def quantizers(what: str, quantizer: Any) -> Any:
+    """Return the entry ``quantizers`` of a model whose weights are quantized; None if they are plain.
+
+    Args:
+        quantizer: transformers' object that quantized the model, or None.
+
+    Raises:
+        ConfigError: The form cannot be sharded, or the feature is not installed.
+    """
+    plain = quantizer is None or (
+        quantizer.pre_quantized and getattr(quantizer.quantization_config, "dequantize", False)
+    )  # transformers makes plain weights of quantized ones while it loads them
+    if plain:
+        return None
+    registry.need(_FEATURE, f"{what} with quantized weights")
+    found = registry.entry("quantizers", "transformers")
+    found.check(what, str(getattr(quantizer.quantization_config.quant_method, "value", "")))
+    return found
