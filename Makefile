@@ -174,7 +174,7 @@ check: $(VENV) ## lint what has changed, run all tests in one process (90 second
 	$(BIN)/ruff check -q .
 	$(BIN)/ruff format -q --check .
 	$(if $(CHANGED),$(BIN)/mypy $(CHANGED))
-	$(BIN)/python -m autopar.foreign.probes
+	$(BIN)/python -m autopar.compat.probes
 	$(PYTEST) $(PYTEST_ARGS) --tier check
 
 test: $(VENV) ## also run what a change needs first over ranks (5 minutes)
@@ -186,7 +186,7 @@ test-all: $(VENV) fetch $(if $(TESTED),,test) ## also run every policy, all othe
 	PYTHONPATH="$(CURDIR)/$(dir $(OLDEST))" $(PYTEST) $(PYTEST_ARGS) --tier all tests/test_version_ends.py
 
 newest: $(VENV) $(NEWEST) ## run what versions can break with the newest that pyproject.toml admits; new model types (minutes)
-	PYTHONPATH="$(CURDIR)/$(dir $(NEWEST))" $(PYTEST) $(PYTEST_ARGS) --tier all tests/test_version_ends.py tests/test_foreign.py
+	PYTHONPATH="$(CURDIR)/$(dir $(NEWEST))" $(PYTEST) $(PYTEST_ARGS) --tier all tests/test_version_ends.py tests/test_compat.py
 	PYTHONPATH="$(CURDIR)/$(dir $(NEWEST))" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.newest
 
 sweep: $(VENV) fetch ## also run every head on 2 and 4 ranks, every rule weakened, all saved forms

@@ -24,7 +24,7 @@ _HOMES = {
     name: f"autopar.{home}"
     for home, names in {
         "api": "deparallelize initialize",
-        "applied.whole": "full whole",
+        "setup.whole": "full whole",
         "checkpoint": "checkpoint",
         "checkpoint.hf_weights": "hf_weights",
         "checkpoint.rotation": "latest",
@@ -35,7 +35,7 @@ _HOMES = {
         "deferred_init.context": "lazy_init",
         "distributed.mesh": "MPU",
         "distributed.stop_signal": "StopSignal",
-        "foreign.patches": "patches",
+        "compat.patches": "patches",
         "pretrained": "from_pretrained",
         "tensor_parallel": "tensor_parallel",
         "tensor_parallel.whole_hooks": "local_hooks",

@@ -2,9 +2,9 @@
 
 from autopar import checkpoint as checkpoint, tensor_parallel as tensor_parallel
 from autopar.api import deparallelize as deparallelize, initialize as initialize
-from autopar.applied.whole import full as full, whole as whole
 from autopar.checkpoint.hf_weights import hf_weights as hf_weights
 from autopar.checkpoint.rotation import latest as latest
+from autopar.compat.patches import patches as patches
 from autopar.config import ParallelConfig as ParallelConfig
 from autopar.data_parallel.dataloader import (
     gather_for_metrics as gather_for_metrics,
@@ -30,8 +30,8 @@ from autopar.errors import (
     VerificationError as VerificationError,
 )
 from autopar.features.experts.layers import expert_load as expert_load
-from autopar.foreign.patches import patches as patches
 from autopar.pretrained import from_pretrained as from_pretrained
+from autopar.setup.whole import full as full, whole as whole
 from autopar.tensor_parallel.whole_hooks import local_hooks as local_hooks
 from autopar.tools.planner.memory_plan import plan_memory as plan_memory
 from autopar.tools.planner.parallelized import metrics as metrics, summary as summary

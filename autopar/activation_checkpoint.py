@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from autopar.compat.tensors import schema_of
+from autopar.compat.transformers import RECOMPUTE, recompute_function, set_recompute_function
 from autopar.distributed.process import accelerator
 from autopar.distributed.recompute_tape import Tape
 from autopar.errors import ConfigError
-from autopar.foreign.tensors import schema_of
-from autopar.foreign.transformers import RECOMPUTE, recompute_function, set_recompute_function
 from autopar.swap import swap, unswap
 
 

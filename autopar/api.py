@@ -9,15 +9,15 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
-from autopar.applied import steps
-from autopar.applied.call import Call, check_call, make_plans
-from autopar.applied.steps import Parallelized
 from autopar.config import ParallelConfig
 from autopar.distributed.agree import same_on_every_rank
 from autopar.distributed.mesh import MPU
 from autopar.distributed.trace import trace_from_environment
 from autopar.errors import ConfigError, not_parallelized
 from autopar.policy.schema import Policy
+from autopar.setup import steps
+from autopar.setup.call import Call, check_call, make_plans
+from autopar.setup.steps import Parallelized
 
 __all__ = ["Parallelized", "deparallelize", "initialize"]
 
@@ -98,7 +98,7 @@ def initialize(
     except Exception:
         mpu.destroy()
         raise
-    # 4. The changes, in the order of autopar.applied.steps.STEPS.
+    # 4. The changes, in the order of autopar.setup.steps.STEPS.
     steps.apply(model, Parallelized(call, plans, mpu), steps.Given(weights, optimizer))
     return model if optimizer is None else (model, optimizer)
 

@@ -18,12 +18,12 @@ from autopar.api import initialize
 from autopar.checkpoint.optimizer_weights import has_master_weights
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.staging import MANIFEST
+from autopar.compat.transformers import from_config
 from autopar.config import ParallelConfig
 from autopar.deferred_init.context import adapter_first, in_lazy_init, lazy_init, on_cpu
 from autopar.deferred_init.files import differs, explained, point_to
 from autopar.distributed.agree import same_on_every_rank
 from autopar.errors import AutoparError, CheckpointError, ConfigError, clip
-from autopar.foreign.transformers import from_config
 from autopar.policy.schema import Policy
 
 _REFUSED = {

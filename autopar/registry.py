@@ -28,7 +28,7 @@ class Step:
     """A step of ``initialize``.
 
     Attributes:
-        function: Name of ``step(model, state, given)``, as in :mod:`autopar.applied.steps`. It changes the model in
+        function: Name of ``step(model, state, given)``, as in :mod:`autopar.setup.steps`. It changes the model in
             place, and puts what takes that back onto ``state.undo``.
         after: Name of the step that comes before it: one of the core, or of a feature earlier in the alphabet.
         always: Whether ``initialize`` makes it also where the configuration does not ask for the feature.
@@ -98,7 +98,7 @@ class Feature:
             ``autopar_state`` of a mixin names the attributes that its instances add.
         extensions: Rules of policies, by their name.
         steps: Steps of ``initialize``, by name.
-        forms: Forms of weights that are no tensors of their shape, by the module of the library that makes them. Where
+        forms: Forms in which a library keeps weights (packed, with scales), by the module of the library that makes them. Where
             that module is loaded, ``find(module)`` is called with layers, at any time but in a forward. It returns the
             :class:`autopar.stored.StoredWeight` of the layer, or None.
         quantizers: Models that another library quantizes, by its name: an object with three methods, each of which

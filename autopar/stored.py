@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from autopar import registry
-from autopar.foreign.tensors import own_parameters
+from autopar.compat.tensors import own_parameters
 from autopar.layout import Layout
 
 _FEATURE = "quantized"

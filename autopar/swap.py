@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.foreign.tensors import swap_implementation
+from autopar.compat.tensors import swap_implementation
 
 _OWNERS = "_autopar_methods"
 

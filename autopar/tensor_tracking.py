@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar.foreign.tensors import TorchDispatchMode, schema_of, storage_id, tree_leaves
+from autopar.compat.tensors import TorchDispatchMode, schema_of, storage_id, tree_leaves
 
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 """Types of values that are known by themselves: no tensor is in them."""

@@ -14,8 +14,8 @@ import torch
 from torch.nn.utils import clip_grad
 
 import autopar
+from autopar.compat import patches
 from autopar.errors import ConfigError
-from autopar.foreign import patches
 from tests.small import gpt2, parallel
 from tests.worlds import distributed
 

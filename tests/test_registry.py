@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from autopar import registry
-from autopar.applied.steps import STEPS
 from autopar.config import ParallelConfig
 from autopar.errors import ConfigError
 from autopar.registry import Feature, Step
+from autopar.setup.steps import STEPS
 from autopar.stored import quantizers
 
 ALL = ParallelConfig.parse({"tp": 2, "cp": 2, "model_parallelism": {"sequence_parallel": True}}, 4)

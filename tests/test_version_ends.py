@@ -20,10 +20,10 @@ from packaging.specifiers import SpecifierSet
 from torch import nn
 from transformers import CONFIG_MAPPING
 
+from autopar.compat.probes import PROBES
+from autopar.compat.transformers import CACHES
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.features.sequence_parallel import setup as sequence_parallel
-from autopar.foreign.probes import PROBES
-from autopar.foreign.transformers import CACHES
 from autopar.plan import stages
 from autopar.plan.make_plan import make_plan
 from autopar.policy.load import own_policies
@@ -94,7 +94,7 @@ def test_forwards_call_their_arguments_what_autopar_calls_them() -> None:
                     taken.setdefault(each.name, set()).add(f"{each.annotation}")
     caches = {name for name, kinds in taken.items() if any(re.search(r"\b(Dynamic|Static)?Cache\b", x) for x in kinds)}
     apart = {f"{side}_{name}" for side in ("encoder", "decoder") for name in ("cache", "past_key_values")}
-    assert caches - apart <= set(CACHES), "autopar.foreign.transformers.CACHES lacks some"
+    assert caches - apart <= set(CACHES), "autopar.compat.transformers.CACHES lacks some"
     assert caches & set(CACHES)
     assert (sequence_parallel._OF_MODELS | stages._USUAL) - set(CACHES) - _GONE <= set(taken)
 

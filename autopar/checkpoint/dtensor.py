@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 from autopar.checkpoint.optimizer_state import COUNTERS, named_groups, new_option, take
 from autopar.checkpoint.optimizer_weights import keeps_state, step_of
 from autopar.checkpoint.state import local_tensors, state_of
+from autopar.compat.tensors import TO_COPY, disabled_torch_function, wrapper_subclass
 from autopar.errors import CheckpointError, listed
-from autopar.foreign.tensors import TO_COPY, disabled_torch_function, wrapper_subclass
 from autopar.layout import Layout, Range
 
 _aten = torch.ops.aten

@@ -28,11 +28,11 @@ from autopar.checkpoint.rotation import next_order, rotate
 from autopar.checkpoint.shards import Shards, record_of, shard_writer
 from autopar.checkpoint.staging import Staging, fsync_files
 from autopar.checkpoint.state import State, config_writer, local_tensors, state_of
+from autopar.compat.c10d import in_fake_world
+from autopar.compat.tensors import local_part
 from autopar.distributed.agree import Ranks, all_ranks, barrier, rank_zero
 from autopar.distributed.digest import sum_of_bits
 from autopar.errors import CheckpointError
-from autopar.foreign.c10d import in_fake_world
-from autopar.foreign.tensors import local_part
 from autopar.plan.plan import TensorPlan
 from autopar.storage.files import file_checksum
 from autopar.storage.json_values import encode

@@ -22,13 +22,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
+from autopar.compat.c10d import in_fake_world
 from autopar.distributed.agree import Ranks
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather
 from autopar.distributed.digest import number_groups_alike
 from autopar.distributed.mesh import MPU, owned_groups
 from autopar.errors import CheckpointError, listed
-from autopar.foreign.c10d import in_fake_world
 from autopar.layout import Block, Layout, replica_rows
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.stored import stored_weights

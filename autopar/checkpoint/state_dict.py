@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from autopar.call_site import calls, frames_of, warn_user
+from autopar.compat.tensors import add_state_dict_hook, state_dict_hooks
 from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_reads import plain
 from autopar.errors import CheckpointError, ConfigError, listed
-from autopar.foreign.tensors import add_state_dict_hook, state_dict_hooks
 from autopar.layout import replica_rows
 from autopar.plan.plan import Plan, TensorPlan
 

@@ -16,11 +16,11 @@ from transformers.utils import logging
 from autopar.checkpoint.format import Manifest, versions
 from autopar.checkpoint.offline import check_sizes, stages_by_size, write_manifest, write_part
 from autopar.checkpoint.staging import output_folder, parse_dtype, progress_bar
+from autopar.compat.tensors import own_buffers, unsaved_buffers
 from autopar.deferred_init.context import lazy_init
 from autopar.deferred_init.files import explained, sources_of
 from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import AutoparError, CheckpointError, ConfigError, listed, nearest
-from autopar.foreign.tensors import own_buffers, unsaved_buffers
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan
 from autopar.policy.match import find_policy, given_policy

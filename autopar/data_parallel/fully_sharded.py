@@ -27,15 +27,7 @@ from torch.distributed.fsdp import (
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from autopar.config import ParallelConfig
-from autopar.data_parallel.precision import DTYPES
-from autopar.distributed.agree import meet
-from autopar.distributed.autograd_functions import refuse_transforms
-from autopar.distributed.axis import Axis
-from autopar.distributed.failures import FailureLog
-from autopar.distributed.mesh import MPU
-from autopar.errors import ConfigError, ConsistencyError
-from autopar.foreign.c10d import (
+from autopar.compat.c10d import (
     begin_forward,
     drop_gradients,
     end_forward,
@@ -45,9 +37,17 @@ from autopar.foreign.c10d import (
     reduce_gradients,
     running,
 )
-from autopar.foreign.patches import hold, release
-from autopar.foreign.tensors import own_parameters
-from autopar.foreign.transformers import caches_in, given_cache, holds_tokens, unsplit_modules
+from autopar.compat.patches import hold, release
+from autopar.compat.tensors import own_parameters
+from autopar.compat.transformers import caches_in, given_cache, holds_tokens, unsplit_modules
+from autopar.config import ParallelConfig
+from autopar.data_parallel.precision import DTYPES
+from autopar.distributed.agree import meet
+from autopar.distributed.autograd_functions import refuse_transforms
+from autopar.distributed.axis import Axis
+from autopar.distributed.failures import FailureLog
+from autopar.distributed.mesh import MPU
+from autopar.errors import ConfigError, ConsistencyError
 from autopar.guards.step import forget, listen
 from autopar.plan.plan import Plan
 from autopar.plan.stages import dropped_blocks

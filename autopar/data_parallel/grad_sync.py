@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.compat.tensors import local_part
 from autopar.distributed.digest import extremes, sum_of_bits
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU, new_pipeline_group
 from autopar.errors import ConsistencyError
-from autopar.foreign.tensors import local_part
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan
 

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.compat.tensors import local_part, own_parameters
 from autopar.data_parallel.grad_sync import average_over_replicas
 from autopar.distributed.axis import Axis, device_of
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_reads import aside
 from autopar.errors import ConfigError
-from autopar.foreign.tensors import local_part, own_parameters
 from autopar.layout import Layout, replica_rows
 from autopar.plan.plan import Plan
 

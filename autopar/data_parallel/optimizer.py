@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autopar.compat.tensors import local_part
 from autopar.config import ParallelConfig
 from autopar.data_parallel.grad_sync import flattened
 from autopar.data_parallel.gradients import clip_factor, gradient_norm
@@ -40,7 +41,6 @@ from autopar.distributed.axis import Axis
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.foreign.tensors import local_part
 from autopar.guards.step import forget, listen
 from autopar.plan.plan import Plan, TensorPlan
 

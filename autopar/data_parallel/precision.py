@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.compat.transformers import fp32_modules
 from autopar.config import ParallelConfig
 from autopar.distributed.axis import Axis
 from autopar.distributed.failures import waiting
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
-from autopar.foreign.transformers import fp32_modules
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

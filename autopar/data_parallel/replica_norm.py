@@ -10,15 +10,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.compat.c10d import is_flat_parameter
+from autopar.compat.patches import hold, release
+from autopar.compat.tensors import local_part
 from autopar.data_parallel.gradients import counted_here, tensor_norm
 from autopar.data_parallel.precision import agree_on_found
 from autopar.distributed.digest import extremes, of_text
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError, ConsistencyError
-from autopar.foreign.c10d import is_flat_parameter
-from autopar.foreign.patches import hold, release
-from autopar.foreign.tensors import local_part
 from autopar.guards.model_changes import refuse_flat
 from autopar.guards.step import forget, listen
 from autopar.plan.plan import Plan

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autopar.compat.tensors import muon_rates, newton_schulz
 from autopar.distributed.axis import Axis, device_of
 from autopar.distributed.collectives import exchange
 from autopar.distributed.gloo_collectives import all_reduce
-from autopar.foreign.tensors import muon_rates, newton_schulz
 from autopar.layout import Layout
 from autopar.plan.plan import TensorPlan
 

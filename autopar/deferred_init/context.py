@@ -23,9 +23,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel, initialization as hf_init
 from transformers.integrations.peft import PeftAdapterMixin
 
+from autopar.compat.tensors import function_modes, own_buffers, own_parameters, storage_id
 from autopar.deferred_init.files import Init, by_parameter, load_lazily, set_source, sources_of
 from autopar.errors import ConfigError
-from autopar.foreign.tensors import function_modes, own_buffers, own_parameters, storage_id
 from autopar.storage.lazy_tensor import InMemory
 from autopar.swap import replace_storage
 from autopar.tensor_tracking import storage_key, tensors_in

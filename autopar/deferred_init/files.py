@@ -21,9 +21,9 @@ from transformers.utils import logging
 
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.staging import MANIFEST
+from autopar.compat.tensors import own_buffers, own_parameters, version_of
+from autopar.compat.transformers import INITIALIZED, dtype_plan
 from autopar.errors import AutoparError, CheckpointError, ConfigError, in_one_line, listed
-from autopar.foreign.tensors import own_buffers, own_parameters, version_of
-from autopar.foreign.transformers import INITIALIZED, dtype_plan
 from autopar.storage.hugging_face import Sketch, damage, open_files, same_values
 from autopar.storage.lazy_tensor import LazyTensor
 from autopar.storage.safetensors_io import dtype_name

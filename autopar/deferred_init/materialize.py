@@ -18,6 +18,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, initialization as hf_init
 
+from autopar.compat.peft import Init, adapter_inits, adapter_parameters
+from autopar.compat.tensors import own_parameters, version_of
+from autopar.compat.transformers import has_own_adapters, initialize_weights, is_initialized
 from autopar.deferred_init.context import adapter_first, on_cpu
 from autopar.deferred_init.files import by_parameter, clear_sources, sources_of
 from autopar.distributed.broadcast_data import sync_parameters
@@ -25,9 +28,6 @@ from autopar.distributed.mesh import MPU
 from autopar.distributed.process import cores_of_a_rank
 from autopar.distributed.rng import kept, same_draws
 from autopar.errors import ConfigError, listed
-from autopar.foreign.peft import Init, adapter_inits, adapter_parameters
-from autopar.foreign.tensors import own_parameters, version_of
-from autopar.foreign.transformers import has_own_adapters, initialize_weights, is_initialized
 from autopar.layout import Layout
 from autopar.plan.plan import Plan
 from autopar.storage.lazy_tensor import InMemory, LazyTensor, read_shard

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.call_site import line_of_user, warn_user
+from autopar.compat.c10d import PrefixStore, default_group, default_store
 from autopar.distributed.axis import Axis
 from autopar.distributed.digest import extremes
 from autopar.distributed.failures import shorten_uncaught
@@ -34,7 +35,6 @@ from autopar.distributed.mesh import MPU
 from autopar.distributed.process import start_process_group
 from autopar.distributed.trace import as_one
 from autopar.errors import AutoparError, CheckpointError, ConsistencyError
-from autopar.foreign.c10d import PrefixStore, default_group, default_store
 
 _PREFIX = "autopar/barrier"
 _WARN_AFTER = 5.0  # seconds in which nobody wonders

@@ -22,11 +22,11 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.autograd import forward_ad, profiler
 
+from autopar.compat.tensors import PROFILER_RUNS, dispatch_modes, is_functorch_active, is_transformed, tree_leaves
 from autopar.distributed.axis import Axis
 from autopar.distributed.recompute_tape import KeptOperators
 from autopar.distributed.trace import Recorder
 from autopar.errors import ConfigError
-from autopar.foreign.tensors import PROFILER_RUNS, dispatch_modes, is_functorch_active, is_transformed, tree_leaves
 from autopar.tensor_tracking import TensorTracking
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from autopar.compat.c10d import in_fake_world
 from autopar.distributed.process import accelerator
 from autopar.errors import ConfigError
-from autopar.foreign.c10d import in_fake_world
 from autopar.layout import Block, Layout, even_shards
 
 

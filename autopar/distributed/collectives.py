@@ -33,6 +33,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from autopar.compat.tensors import is_transformed
 from autopar.distributed import gloo_collectives
 from autopar.distributed.autograd_functions import (
     NoGraph,
@@ -45,7 +46,6 @@ from autopar.distributed.autograd_functions import (
 from autopar.distributed.axis import Axis, device_of
 from autopar.distributed.digest import extremes
 from autopar.distributed.recompute_tape import note_on_meta, running
-from autopar.foreign.tensors import is_transformed
 from autopar.layout import Block, Layout, even_shards
 
 

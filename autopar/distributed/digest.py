@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from autopar.compat.c10d import number_of_next_group
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.process import device_of_numbers
-from autopar.foreign.c10d import number_of_next_group
 
 _SMALL = 1 << 16  # bytes on the CPU up to which hashing costs less than summing
 _BITS = 62  # an int64, with room for its negative

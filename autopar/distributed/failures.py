@@ -33,10 +33,10 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from autopar.call_site import is_installed
+from autopar.compat.c10d import PrefixStore, backends_of, default_group, default_store, has_timeout, set_timeout
 from autopar.distributed.mesh import MPU, destroy_dropped, dropped
 from autopar.distributed.process import Process, end_after_gloo
 from autopar.errors import AutoparError, PipelineError, first_line
-from autopar.foreign.c10d import PrefixStore, backends_of, default_group, default_store, has_timeout, set_timeout
 
 GRACE = 3.0  # seconds that a rank is given to publish why it failed
 _GRACE_AFTER_DEATH = 1.0  # seconds for the others, once some process is known to have ended; and for the store

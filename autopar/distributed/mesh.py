@@ -41,6 +41,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import registry
+from autopar.compat.c10d import default_group, destroy
 from autopar.config import ParallelConfig
 from autopar.distributed.axis import Axis, device_of_group
 from autopar.distributed.digest import number_groups_alike
@@ -48,7 +49,6 @@ from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.distributed.process import TIMEOUT, start_process_group
 from autopar.distributed.rng_tracker import RandomStateTracker
 from autopar.errors import ConfigError, nearest
-from autopar.foreign.c10d import default_group, destroy
 
 
 class _Owned(NamedTuple):

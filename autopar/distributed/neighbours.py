@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.compat.tensors import after_backward, current_backward
 from autopar.distributed.axis import Axis, device_of
 from autopar.distributed.collectives import run
 from autopar.distributed.gloo_collectives import all_gather_into_tensor, finish
-from autopar.foreign.tensors import after_backward, current_backward
 
 _TAGS = 1 << 16
 _BEGUN: Counter[tuple[int, ...]] = Counter()  # passes of all models over these ranks, as far as this one knows

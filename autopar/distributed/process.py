@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from autopar.compat.c10d import HashStore, PrefixStore
 from autopar.errors import ConfigError
-from autopar.foreign.c10d import HashStore, PrefixStore
 
 TIMEOUT = timedelta(minutes=10)
 _PAUSE = 0.05  # seconds between two looks at the store

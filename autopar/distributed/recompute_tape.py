@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autopar.compat.tensors import TorchDispatchMode, no_dispatch_modes, schema_of, tree_map_only
 from autopar.errors import ConsistencyError
-from autopar.foreign.tensors import TorchDispatchMode, no_dispatch_modes, schema_of, tree_map_only
 
 
 class _Running(threading.local):

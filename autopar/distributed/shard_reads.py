@@ -25,9 +25,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.call_site import OURS, is_of_libraries, place_of_user
-from autopar.errors import ShardWarning
-from autopar.foreign.patches import BODIES
-from autopar.foreign.tensors import (
+from autopar.compat.patches import BODIES
+from autopar.compat.tensors import (
     compiling,
     current_backward,
     disabled_torch_function,
@@ -35,6 +34,7 @@ from autopar.foreign.tensors import (
     let_foreach_take,
     no_overrides,
 )
+from autopar.errors import ShardWarning
 from autopar.layout import Layout
 
 _DRAWS = """

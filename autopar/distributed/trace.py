@@ -1,6 +1,6 @@
 """Traces: the collectives and messages of a rank, in the order in which it issues them.
 
-A dispatch mode sees each one as torch's dispatcher does (:mod:`autopar.foreign.c10d`), this library's, FSDP2's and
+A dispatch mode sees each one as torch's dispatcher does (:mod:`autopar.compat.c10d`), this library's, FSDP2's and
 those of ``DistributedDataParallel``. ``AUTOPAR_TRACE=folder`` lets each rank of a job write its own into
 ``folder/rank-N.jsonl``, a line each, at once: after a hang the last line is what the rank waits in. A rehearsal
 (:mod:`autopar.tools.rehearsal`) answers them instead, and compares them between ranks.
@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.call_site import OURS
-from autopar.errors import ConfigError
-from autopar.foreign.c10d import (
+from autopar.compat.c10d import (
     Operator,
     TorchDispatchMode,
     group_of,
@@ -33,7 +32,8 @@ from autopar.foreign.c10d import (
     reduction_of,
     tensors_in,
 )
-from autopar.foreign.tensors import dispatch_modes
+from autopar.compat.tensors import dispatch_modes
+from autopar.errors import ConfigError
 
 VARIABLE = "AUTOPAR_TRACE"
 _CARRIERS = (

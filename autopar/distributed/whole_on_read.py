@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autopar.foreign.tensors import no_overrides, tree_map_only
+from autopar.compat.tensors import no_overrides, tree_map_only
 
 # What the tensor itself answers, without its elements.
 FACTS = frozenset(

@@ -21,10 +21,10 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from autopar.compat.tensors import base_of, own_parameters
 from autopar.dry_run.equal_blocks import BlockReplay, EqualBlocks
 from autopar.dry_run.operators import CONSTANT, ValuelessTracking, form_of, name_of, tensor_of
 from autopar.errors import PolicyError
-from autopar.foreign.tensors import base_of, own_parameters
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.tensor_tracking import tensors_in
 

@@ -24,9 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.dry_run.operators import form_of
-from autopar.foreign.peft import is_adapted
-from autopar.foreign.tensors import (
+from autopar.compat.peft import is_adapted
+from autopar.compat.tensors import (
     TreeSpec,
     own_buffers,
     own_modules,
@@ -35,6 +34,7 @@ from autopar.foreign.tensors import (
     tree_unflatten,
     version_of,
 )
+from autopar.dry_run.operators import form_of
 from autopar.layout import Layout
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.swap import swap, unswap

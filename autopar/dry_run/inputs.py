@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.foreign.tensors import remove_forward_hooks
-from autopar.foreign.transformers import ATTENTION, EXPERTS
+from autopar.compat.tensors import remove_forward_hooks
+from autopar.compat.transformers import ATTENTION, EXPERTS
 
 _BATCH, _SEQ, _FRAMES = 2, 5, 8
 

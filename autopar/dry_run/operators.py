@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import torch
 
-from autopar.foreign.tensors import ITEM, schema_of
+from autopar.compat.tensors import ITEM, schema_of
 from autopar.tensor_tracking import PLAIN, TensorTracking, storage_key, tensors_in
 
 CONSTANT = frozenset(("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"))

@@ -24,12 +24,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.compat.tensors import own_buffers
 from autopar.distributed.rng import kept
 from autopar.dry_run.equal_blocks import BlockReplay, EqualBlocks, equal_blocks
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.operators import Form, form_of, tensor_of
 from autopar.errors import UnsupportedModelError, first_line
-from autopar.foreign.tensors import own_buffers
 from autopar.pipeline_parallel.outputs import Provenance, examine
 from autopar.pipeline_parallel.p2p import map_tensors
 from autopar.pipeline_parallel.stage_forward import (

@@ -22,10 +22,10 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
+from autopar.compat.tensors import base_of, schema_of, tree_map
 from autopar.dry_run.inputs import sample_inputs
 from autopar.dry_run.operators import ALONG, CONSTANT, EMPTY, SIZES, ValuelessTracking, name_of
 from autopar.errors import ConfigError
-from autopar.foreign.tensors import base_of, schema_of, tree_map
 from autopar.plan.stages import dropped_blocks, lies_in
 from autopar.tensor_tracking import tensors_in
 

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.compat.tensors import tree_leaves, tree_map_only
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
 from autopar.dry_run.activation_tracking import ActivationTracking, TrackedReplay, line_of, made_by, tracking_hooks
@@ -31,7 +32,6 @@ from autopar.dry_run.equal_blocks import EqualBlocks, equal_blocks
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.plan_model import warn_no_dry_run
 from autopar.errors import PolicyError, first_line
-from autopar.foreign.tensors import tree_leaves, tree_map_only
 from autopar.plan.matching import around
 from autopar.plan.plan import Plan
 from autopar.plan.stages import lies_in

@@ -26,6 +26,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.compat.tensors import local_part, no_overrides, own_parameters
+from autopar.compat.transformers import CACHES
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import extremes_over
 from autopar.distributed.digest import hexdigest, of_tensor, of_text, of_values, sums_of_bits
@@ -34,8 +36,6 @@ from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import Generators, begun_stream
 from autopar.distributed.shard_reads import PLAIN
 from autopar.errors import ConsistencyError
-from autopar.foreign.tensors import local_part, no_overrides, own_parameters
-from autopar.foreign.transformers import CACHES
 from autopar.guards.messages import different, explanation, group_call, same_gradient, same_shard
 from autopar.guards.step import StepCheck, some_rows
 from autopar.stored import without_memory

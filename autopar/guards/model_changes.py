@@ -27,12 +27,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from autopar.compat.c10d import meshes_of_fsdp
+from autopar.compat.peft import is_adapted, is_peft_model, tuner_layers
+from autopar.compat.tensors import no_overrides, own_modules, own_parameters
+from autopar.compat.transformers import forget_own_adapters
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.foreign.c10d import meshes_of_fsdp
-from autopar.foreign.peft import is_adapted, is_peft_model, tuner_layers
-from autopar.foreign.tensors import no_overrides, own_modules, own_parameters
-from autopar.foreign.transformers import forget_own_adapters
 from autopar.guards.messages import group_call
 from autopar.guards.step import ClassHook, forget, listen
 

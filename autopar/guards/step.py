@@ -28,12 +28,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from autopar.compat.c10d import PrefixStore, default_store
 from autopar.distributed.digest import of_tensor, of_text, sum_of_bits
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_reads import switch
 from autopar.errors import ConfigError, ConsistencyError
-from autopar.foreign.c10d import PrefixStore, default_store
 from autopar.guards.messages import group_call, unlike_gradients, unlike_weights
 
 _Kind = TypeVar("_Kind")

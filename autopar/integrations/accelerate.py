@@ -20,14 +20,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar.call_site import frames_of
+from autopar.compat.patches import patch_body, patch_member, patch_name
+from autopar.compat.tensors import steps_of
 from autopar.data_parallel.dataloader import ReplicaDataLoader
 from autopar.data_parallel.replica_norm import ReplicaNorm
 from autopar.distributed.failures import waiting
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.foreign.patches import patch_body, patch_member, patch_name
-from autopar.foreign.tensors import steps_of
 from autopar.guards.model_changes import in_trainer
 from autopar.guards.step import listeners
 

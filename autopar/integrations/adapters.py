@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from autopar.api import Parallelized, deparallelize, initialize
+from autopar.compat.peft import is_peft_model, is_tuner
 from autopar.errors import AutoparError, ConfigError
-from autopar.foreign.peft import is_peft_model, is_tuner
 
 
 def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default", **options: Any) -> Any:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.compat.patches import patch_member, patch_name
 from autopar.data_parallel.replica_norm import ReplicaNorm
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.foreign.patches import patch_member, patch_name
 from autopar.integrations.accelerate import alive, inside
 
 

@@ -21,12 +21,12 @@ from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 
 from autopar.call_site import place_of_user
+from autopar.compat.c10d import gathered_parameters
+from autopar.compat.patches import patch_entry, patch_name, patch_setter
+from autopar.compat.tensors import ITEM, RANDOM, name_of_operator, operators_of_dtensors
 from autopar.data_parallel.fully_sharded import FullySharded
 from autopar.distributed.agree import meet
 from autopar.errors import ConfigError
-from autopar.foreign.c10d import gathered_parameters
-from autopar.foreign.patches import patch_entry, patch_name, patch_setter
-from autopar.foreign.tensors import ITEM, RANDOM, name_of_operator, operators_of_dtensors
 from autopar.guards.step import listeners
 from autopar.layout import replica_rows
 

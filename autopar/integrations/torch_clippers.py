@@ -17,12 +17,12 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad as torch_clip
 
+from autopar.compat.patches import patch_body, patch_member
 from autopar.data_parallel.gradients import clip_factor, scale_gradients
 from autopar.data_parallel.precision import GradScaler
 from autopar.data_parallel.replica_norm import LAYER, ReplicaNorm
 from autopar.distributed.shard_reads import aside
 from autopar.errors import ConfigError
-from autopar.foreign.patches import patch_body, patch_member
 from autopar.guards.step import listeners
 
 _Given = list[tuple["ReplicaNorm", dict[str, torch.Tensor]]]

@@ -24,11 +24,11 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from autopar.compat.tensors import forward_class, input_metadata
 from autopar.data_parallel.grad_sync import TiedWeights
 from autopar.distributed.autograd_functions import record
 from autopar.distributed.rng import base_seed
 from autopar.errors import ConfigError
-from autopar.foreign.tensors import forward_class, input_metadata
 from autopar.pipeline_parallel.batch_checks import Report, StepCount, digest_of
 from autopar.pipeline_parallel.outputs import complete, unavailable
 from autopar.pipeline_parallel.p2p import P2P, Message, map_tensors

@@ -18,9 +18,9 @@ from transformers.loss.loss_utils import (
 )
 
 from autopar.call_site import warn_user
+from autopar.compat.tensors import next_sequence_number, sequence_number
+from autopar.compat.transformers import set_loss_function
 from autopar.errors import ConfigError
-from autopar.foreign.tensors import next_sequence_number, sequence_number
-from autopar.foreign.transformers import set_loss_function
 from autopar.policy.match import is_encoder_decoder, loss_kind
 from autopar.policy.schema import Policy
 

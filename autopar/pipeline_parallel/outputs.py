@@ -25,10 +25,10 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
+from autopar.compat.tensors import ITEM, schema_of
 from autopar.distributed.rng import Generators
 from autopar.distributed.whole_on_read import WholeOnRead, parts_of
 from autopar.errors import AutoparError, ConfigError, UnsupportedModelError, listed
-from autopar.foreign.tensors import ITEM, schema_of
 from autopar.pipeline_parallel.p2p import map_tensors
 from autopar.swap import plain_class, swap
 from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in, written_in_place

@@ -23,12 +23,12 @@ import torch.distributed as dist
 from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
+from autopar.compat.c10d import in_fake_world
 from autopar.distributed.axis import Axis
 from autopar.distributed.failures import GRACE, FailureLog
 from autopar.distributed.mesh import MPU, new_pipeline_group
 from autopar.distributed.process import accelerator
 from autopar.errors import PipelineError, first_line
-from autopar.foreign.c10d import in_fake_world
 
 _LENGTH = 8  # bytes of a header's length
 _HEADER = 2048  # bytes of a message's header, which is one message where that is enough: each costs a round trip

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.compat.peft import tuner_layers
 from autopar.config.pipeline import PipelineConfig
 from autopar.data_parallel.grad_sync import TiedWeights, average_over_replicas, held_alike
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError, not_parallelized
-from autopar.foreign.peft import tuner_layers
 from autopar.pipeline_parallel.batch_checks import Report, read_batch
 from autopar.pipeline_parallel.engine import Engine, Step
 from autopar.pipeline_parallel.inference import call_through_stages

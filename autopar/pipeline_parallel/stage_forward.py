@@ -22,9 +22,9 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
+from autopar.compat.tensors import version_of
 from autopar.distributed.rng import seeded, switch_stream
 from autopar.errors import UnsupportedModelError
-from autopar.foreign.tensors import version_of
 from autopar.pipeline_parallel.outputs import (
     Provenance,
     check_padding,

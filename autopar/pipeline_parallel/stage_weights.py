@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.compat.tensors import no_overrides, own_buffers, own_parameters
 from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_reads import DRAWS
 from autopar.errors import UnsupportedModelError
-from autopar.foreign.tensors import no_overrides, own_buffers, own_parameters
 from autopar.plan.stages import StagePlan
 from autopar.stored import stored_weight
 from autopar.swap import replace_storage, swap, unswap

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from autopar import registry
+from autopar.compat.tensors import own_parameters
 from autopar.errors import ConfigError, PolicyError, listed, nearest
-from autopar.foreign.tensors import own_parameters
 from autopar.layout import Block, Layout
 from autopar.plan.matching import RuleMatch, Scope, all_scopes, check_overlap, check_regions, join, matches_of, walk
 from autopar.plan.plan import AttributePlan, InputPlan, ModulePlan, Plan

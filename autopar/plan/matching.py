@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.compat.peft import seen_through
+from autopar.compat.tensors import own_buffers, own_modules, own_parameters
+from autopar.compat.transformers import has_accelerate_hook
 from autopar.errors import ConfigError, PolicyError, UnsupportedModelError, nearest
-from autopar.foreign.peft import seen_through
-from autopar.foreign.tensors import own_buffers, own_modules, own_parameters
-from autopar.foreign.transformers import has_accelerate_hook
 from autopar.layout import Layout
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.units import UnitTable
@@ -158,7 +158,7 @@ def matches_of(scope: Scope) -> Iterator[RuleMatch]:
 def walk(root: nn.Module, pattern: str, where: Where) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
     """Yield each module, bare parameter or buffer at ``pattern``: none if a segment marked ``?`` is missing (or None).
 
-    ``*`` stands for every member of a list of modules. Adapters are seen through (:mod:`autopar.foreign.peft`).
+    ``*`` stands for every member of a list of modules. Adapters are seen through (:mod:`autopar.compat.peft`).
     """
     found: list[tuple[str, Any]] = [("", root)]
     for segment in pattern.split("."):

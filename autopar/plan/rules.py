@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from autopar.compat.tensors import BatchNorm, own_buffers, own_parameters
 from autopar.errors import ConfigError, PolicyError
-from autopar.foreign.tensors import BatchNorm, own_buffers, own_parameters
 from autopar.layout import Layout
 from autopar.plan.matching import RuleMatch, join
 from autopar.plan.plan import AttributePlan, ModulePlan

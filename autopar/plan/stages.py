@@ -16,8 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar import registry
+from autopar.compat.transformers import CACHES
 from autopar.errors import ConfigError, UnsupportedModelError
-from autopar.foreign.transformers import CACHES
 from autopar.plan.matching import Scope, all_scopes, around, join, matches_of
 from autopar.policy.match import Described
 from autopar.policy.schema import Policy

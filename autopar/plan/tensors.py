@@ -19,10 +19,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from autopar.compat.peft import plain_name
+from autopar.compat.tensors import UNSAFE_VIEW, TorchDispatchMode, base_of
+from autopar.compat.transformers import as_never_quantized, unsaved_keys
 from autopar.errors import UnsupportedModelError
-from autopar.foreign.peft import plain_name
-from autopar.foreign.tensors import UNSAFE_VIEW, TorchDispatchMode, base_of
-from autopar.foreign.transformers import as_never_quantized, unsaved_keys
 from autopar.layout import Layout
 from autopar.plan.plan import Joined, Piece, TensorPlan
 from autopar.stored import StandIn

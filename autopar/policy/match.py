@@ -21,9 +21,9 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, __version__ as transformers_version
 
 from autopar import registry
+from autopar.compat.peft import uses_peft
+from autopar.compat.transformers import tensor_plan
 from autopar.errors import PolicyError, UnsupportedModelError, nearest, tell
-from autopar.foreign.peft import uses_peft
-from autopar.foreign.transformers import tensor_plan
 from autopar.policy.files import policy_files, policy_text, reference
 from autopar.policy.load import load_policies, own_policies, read_user_policy
 from autopar.policy.schema import DERIVED, Policy

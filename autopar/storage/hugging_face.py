@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from autopar.errors import CheckpointError, first_line
-from autopar.foreign.tensors import (
+from autopar.compat.tensors import (
     TO_COPY,
     UNSAFE_VIEW,
     disabled_torch_function,
@@ -30,6 +29,7 @@ from autopar.foreign.tensors import (
     tree_unflatten,
     wrapper_subclass,
 )
+from autopar.errors import CheckpointError, first_line
 from autopar.storage.files import RangeFile, small_file
 from autopar.storage.lazy_tensor import (
     Box,

@@ -15,12 +15,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar import registry
+from autopar.compat.tensors import forward_hooks
 from autopar.config import ParallelConfig
 from autopar.distributed.axis import Axis
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.foreign.tensors import forward_hooks
 from autopar.guards.forward import ForwardCheck
 from autopar.guards.step import StepCheck
 from autopar.plan.plan import ModulePlan, Plan

@@ -33,6 +33,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from autopar.compat.tensors import forward_hooks, leave_alone, remove_forward_hooks
+from autopar.compat.transformers import caches_in, holds_states, holds_tokens
 from autopar.distributed.autograd_functions import refuse_transforms
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import gather, scatter
@@ -40,8 +42,6 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_reads import switch
 from autopar.errors import ConfigError, first_line
-from autopar.foreign.tensors import forward_hooks, leave_alone, remove_forward_hooks
-from autopar.foreign.transformers import caches_in, holds_states, holds_tokens
 from autopar.guards.forward import ForwardCheck, leaves, named_arguments
 from autopar.guards.model_changes import ModuleTree
 from autopar.layout import Block, Layout

@@ -27,13 +27,13 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from autopar.compat.tensors import assert_soon, convolve, own_parameters
 from autopar.data_parallel.replica_norm import mark_layer
 from autopar.distributed.axis import Axis, Group, axis_of, device_of
 from autopar.distributed.collectives import copy, gather, reduce_, scatter, sum_replicas
 from autopar.distributed.digest import extremes, of_text
 from autopar.distributed.rng import TorchGenerators
 from autopar.errors import ConfigError, ConsistencyError
-from autopar.foreign.tensors import assert_soon, convolve, own_parameters
 from autopar.layout import Block, Layout, even_shards
 from autopar.plan.plan import ModulePlan
 from autopar.tensor_parallel.logits_shards import Head, HeadState, Shards

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from autopar.compat.tensors import version_of
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather, copy, scatter
 from autopar.errors import ConsistencyError
-from autopar.foreign.tensors import version_of
 from autopar.layout import Layout
 from autopar.tensor_parallel.loss import sharded_cross_entropy
 from autopar.tensor_parallel.sharded_logits import Change, Gradients, LogitsPart

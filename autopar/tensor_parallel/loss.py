@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
+from autopar.compat.tensors import assert_soon
 from autopar.distributed import collectives
 from autopar.distributed.autograd_functions import any_order, keep_none
 from autopar.distributed.axis import Axis, Group, axis_of
 from autopar.errors import ConfigError
-from autopar.foreign.tensors import assert_soon
 from autopar.layout import even_shards
 
 if TYPE_CHECKING:

@@ -16,13 +16,13 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from autopar import registry
+from autopar.compat.tensors import BatchNorm, Convolution, own_buffers, own_parameters
+from autopar.compat.transformers import EXPERTS
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.rng import kept
 from autopar.errors import CheckpointError, PolicyError
-from autopar.foreign.tensors import BatchNorm, Convolution, own_buffers, own_parameters
-from autopar.foreign.transformers import EXPERTS
 from autopar.layout import Layout
 from autopar.plan.matching import drop_plain_forward
 from autopar.plan.plan import AttributePlan, ModulePlan, Plan

@@ -31,10 +31,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from autopar.compat.tensors import tree_map
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy, gather, reduce, scatter, sum_replicas
 from autopar.errors import PolicyError
-from autopar.foreign.tensors import tree_map
 from autopar.layout import Layout
 from autopar.plan.plan import InputPlan, ModulePlan
 from autopar.swap import mixed_class

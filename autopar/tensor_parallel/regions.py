@@ -25,11 +25,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.compat.c10d import in_fake_world
+from autopar.compat.tensors import version_of
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy
 from autopar.distributed.rng import TorchGenerators, follow_streams, seed_torch, unfollow_streams
-from autopar.foreign.c10d import in_fake_world
-from autopar.foreign.tensors import version_of
 from autopar.tensor_parallel.overlap import Late, WeightGradient, can_compute_late, enter as enter_overlapped
 
 _DRAWS = {

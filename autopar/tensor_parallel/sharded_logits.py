@@ -22,11 +22,11 @@ from typing import Any, ClassVar
 import torch
 
 from autopar.call_site import is_of_library
+from autopar.compat.tensors import tree_leaves, tree_map_only, wrapper_subclass
 from autopar.distributed.agree import meet
 from autopar.distributed.autograd_functions import any_order, keep_none, refuse_again
 from autopar.distributed.axis import Axis
 from autopar.distributed.whole_on_read import WholeOnRead, without_overrides
-from autopar.foreign.tensors import tree_leaves, tree_map_only, wrapper_subclass
 from autopar.layout import Layout
 
 Change = Callable[[torch.Tensor], torch.Tensor]

@@ -21,10 +21,10 @@ from torch import nn
 from transformers.utils.generic import ModelOutput
 
 from autopar.call_site import is_of_library
+from autopar.compat.tensors import hooks_of, hooks_of_all, hooks_with_kwargs, own_parameters, version_of
 from autopar.distributed import collectives
 from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
-from autopar.foreign.tensors import hooks_of, hooks_of_all, hooks_with_kwargs, own_parameters, version_of
 from autopar.layout import Layout
 from autopar.plan.plan import ModulePlan
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.compat.tensors import TorchDispatchMode
 from autopar.config.pipeline import SCHEDULES
-from autopar.foreign.tensors import TorchDispatchMode
 from tests.parity import close, language_batches
 from tests.pool import pooled
 from tests.small import gpt2, llama

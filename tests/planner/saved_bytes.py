@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 import autopar
 from autopar import activation_checkpoint
+from autopar.compat.tensors import local_part
 from autopar.distributed.recompute_tape import Tape
-from autopar.foreign.tensors import local_part
 from autopar.pipeline_parallel.engine import Engine
 
 

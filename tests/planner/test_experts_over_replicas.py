@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import autopar
+from autopar.compat.tensors import local_part
 from autopar.errors import ConfigError
-from autopar.foreign.tensors import local_part
 from autopar.tools.planner.candidate import Rows
 from autopar.tools.planner.hardware import GPUS
 from autopar.tools.planner.search import Space

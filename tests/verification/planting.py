@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autopar.compat.transformers import given_cache
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import seeded
 from autopar.features.context_parallel.lazy_rows import whole_tensors
-from autopar.foreign.transformers import given_cache
 from autopar.pipeline_parallel.pipeline import pipeline_of
 from autopar.tools.verification.session import Session
 

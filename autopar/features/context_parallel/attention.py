@@ -26,12 +26,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from autopar.compat.tensors import own_parameters
+from autopar.compat.transformers import attention_of
 from autopar.distributed.collectives import gather_sum
 from autopar.errors import ConfigError
 from autopar.features.context_parallel.rows import exchange, heads_layout, keys_layout
 from autopar.features.context_parallel.state import RowState
-from autopar.foreign.tensors import own_parameters
-from autopar.foreign.transformers import attention_of
 from autopar.layout import Layout
 
 IMPLEMENTATION = "autopar_rows"

@@ -19,14 +19,14 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
+from autopar.compat.tensors import keystr, tree_flatten_with_path, tree_map_with_path, tree_unflatten
+from autopar.compat.transformers import recompute_function
 from autopar.distributed.collectives import all_gather
 from autopar.errors import ConfigError
 from autopar.features.context_parallel.handed_states import StatesOfRank, own_arguments, with_states
 from autopar.features.context_parallel.lazy_rows import LazyRows, lazy_rows, whole_tensors
 from autopar.features.context_parallel.rows import join
 from autopar.features.context_parallel.state import RowState, WholeModule
-from autopar.foreign.tensors import keystr, tree_flatten_with_path, tree_map_with_path, tree_unflatten
-from autopar.foreign.transformers import recompute_function
 from autopar.layout import Layout
 from autopar.swap import argument_names, change_given, given_by_name
 from autopar.tensor_tracking import tensors_in

@@ -20,17 +20,17 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from autopar.distributed.autograd_functions import named_collective, single_backward
-from autopar.distributed.axis import Axis
-from autopar.distributed.neighbours import Neighbours
-from autopar.foreign.c10d import in_fake_world
-from autopar.foreign.tensors import (
+from autopar.compat.c10d import in_fake_world
+from autopar.compat.tensors import (
     SequenceKey,
     keystr,
     tree_flatten,
     tree_map_with_path,
     tree_unflatten,
 )
+from autopar.distributed.autograd_functions import named_collective, single_backward
+from autopar.distributed.axis import Axis
+from autopar.distributed.neighbours import Neighbours
 from autopar.layout import Layout
 from autopar.swap import argument_names
 

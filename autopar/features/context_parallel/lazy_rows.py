@@ -19,6 +19,13 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 
+from autopar.compat.tensors import (
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+    wrapper_subclass,
+)
 from autopar.distributed.agree import meet
 from autopar.distributed.autograd_functions import keep_none, single_backward
 from autopar.distributed.axis import Axis
@@ -26,13 +33,6 @@ from autopar.distributed.collectives import all_gather, reduce_scatter
 from autopar.distributed.whole_on_read import WholeOnRead, name_of, without_overrides
 from autopar.features.context_parallel.rows import join
 from autopar.features.context_parallel.state import RowState
-from autopar.foreign.tensors import (
-    tree_flatten,
-    tree_leaves,
-    tree_map_only,
-    tree_unflatten,
-    wrapper_subclass,
-)
 from autopar.layout import Block, Layout
 from autopar.tensor_parallel.logits_shards import BY_ELEMENT, asked_shape
 from autopar.tensor_parallel.loss import check_targets

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.compat.tensors import keystr, tree_flatten_with_path, tree_map_only, tree_map_with_path
+from autopar.compat.transformers import initialize_weights
 from autopar.features.context_parallel.handed_states import (
     HandedStates,
     Key,
@@ -31,8 +33,6 @@ from autopar.features.context_parallel.handed_states import (
 )
 from autopar.features.context_parallel.setup import undo
 from autopar.features.context_parallel.state import RowPlan, WholeModule
-from autopar.foreign.tensors import keystr, tree_flatten_with_path, tree_map_only, tree_map_with_path
-from autopar.foreign.transformers import initialize_weights
 from autopar.layout import Block, Layout
 from autopar.swap import argument_names
 from autopar.tensor_tracking import tensors_in

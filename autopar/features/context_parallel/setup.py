@@ -9,7 +9,15 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from autopar.applied.steps import Given, Parallelized
+from autopar.compat.tensors import forward_hooks, remove_forward_hooks
+from autopar.compat.transformers import (
+    ATTENTION,
+    attention_of,
+    caches_in,
+    holds_tokens,
+    recompute_function,
+    set_recompute_function,
+)
 from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
 from autopar.features.context_parallel.attention import Implementation, register
@@ -23,16 +31,8 @@ from autopar.features.context_parallel.block_boundary import (
 from autopar.features.context_parallel.lazy_rows import RowsOfLogits, whole_tensors
 from autopar.features.context_parallel.rows import entered
 from autopar.features.context_parallel.state import RowPlan, RowState
-from autopar.foreign.tensors import forward_hooks, remove_forward_hooks
-from autopar.foreign.transformers import (
-    ATTENTION,
-    attention_of,
-    caches_in,
-    holds_tokens,
-    recompute_function,
-    set_recompute_function,
-)
 from autopar.plan.stages import lies_in
+from autopar.setup.steps import Given, Parallelized
 from autopar.swap import drop_value, set_value, swap, unswap, view_of_config
 from autopar.tensor_parallel.hooks import BeforeForward, callable_alone
 from autopar.tensor_parallel.sharded_logits import sharded_logits

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autopar.compat.tensors import in_backward
 from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
 from autopar.features.context_parallel.handed_states import HandedStates, Links
 from autopar.features.context_parallel.rows import rows_layout
-from autopar.foreign.tensors import in_backward
 from autopar.layout import Layout
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.whole_hooks import refused_hook

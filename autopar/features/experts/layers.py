@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autopar.compat.tensors import in_backward
 from autopar.distributed import gloo_collectives
 from autopar.distributed.autograd_functions import scale_gradient
 from autopar.distributed.axis import Axis
@@ -40,7 +41,6 @@ from autopar.distributed.collectives import (
 )
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.errors import ConfigError
-from autopar.foreign.tensors import in_backward
 from autopar.layout import Block, Layout, even_shards
 from autopar.tensor_parallel.region_modules import RegionModule, argument_names
 from autopar.tensor_parallel.whole_hooks import described, users_hook

@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from autopar.compat.tensors import called_instead, own_buffers, own_modules, tree_leaves, tree_map, version_of
 from autopar.distributed.rng import TorchGenerators
 from autopar.errors import ConfigError
 from autopar.features.experts.layers import ExpertParallel
 from autopar.features.experts.plan import expert_names
-from autopar.foreign.tensors import called_instead, own_buffers, own_modules, tree_leaves, tree_map, version_of
 from autopar.layout import even_shards
 from autopar.tensor_parallel.region_modules import RegionModule
 

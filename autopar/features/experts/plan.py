@@ -16,8 +16,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from autopar.compat.tensors import BatchNorm, own_parameters
 from autopar.errors import ConfigError
-from autopar.foreign.tensors import BatchNorm, own_parameters
 from autopar.layout import Block, Layout
 from autopar.plan.matching import RuleMatch, join
 from autopar.plan.plan import AttributePlan, ModulePlan

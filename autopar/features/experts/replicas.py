@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from autopar.applied.steps import Given, Parallelized
+from autopar.compat.c10d import leave_out_of_ddp, left_out_of_ddp
+from autopar.compat.tensors import remove_forward_hooks
 from autopar.distributed.autograd_functions import refuse_transforms
 from autopar.distributed.collectives import all_gather, even_layout
 from autopar.distributed.failures import FailureLog
@@ -23,8 +24,7 @@ from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.features.experts.layers import choose_dispatch
-from autopar.foreign.c10d import leave_out_of_ddp, left_out_of_ddp
-from autopar.foreign.tensors import remove_forward_hooks
+from autopar.setup.steps import Given, Parallelized
 
 
 def share_experts(model: nn.Module, state: Parallelized, given: Given) -> None:

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.applied.steps import Given, Parallelized
+from autopar.compat.patches import hold, patch_name, patches, release
+from autopar.compat.transformers import ROUTER_LOSS, router_loss_module
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
-from autopar.foreign.patches import hold, patch_name, patches, release
-from autopar.foreign.transformers import ROUTER_LOSS, router_loss_module
+from autopar.setup.steps import Given, Parallelized
 
 _balancing: contextvars.ContextVar[RouterLoss | None] = contextvars.ContextVar("balancing", default=None)
 

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 
+from autopar.compat.c10d import backends_of, default_group, set_timeout
 from autopar.distributed.axis import Axis
 from autopar.distributed.digest import number_groups_alike, of_text
 from autopar.distributed.failures import FailureLog
 from autopar.errors import ConsistencyError, PipelineError
-from autopar.foreign.c10d import backends_of, default_group, set_timeout
 
 _FLUSH, _HARD = 1, 2  # how soon a rank wants to stop, in transformers' numbers
 _KEPT = 10_000  # requests of the first rank that may still be given to another one

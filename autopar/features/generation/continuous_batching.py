@@ -19,12 +19,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar import activation_checkpoint
+from autopar.compat.transformers import free_part, kept_manager, takes_ranks
 from autopar.distributed.digest import of_text
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_reads import aside
 from autopar.errors import ConfigError
-from autopar.foreign.transformers import free_part, kept_manager, takes_ranks
 from autopar.swap import config_view, set_value, swap
 from autopar.tensor_parallel.hooks import cache_layouts
 

@@ -21,7 +21,6 @@ from transformers.generation.stopping_criteria import ConfidenceCriteria
 from transformers.generation.streamers import BaseStreamer, TextStreamer
 
 from autopar import activation_checkpoint
-from autopar.applied.steps import Given, Parallelized
 from autopar.distributed import gloo_collectives
 from autopar.distributed.collectives import run
 from autopar.distributed.digest import extremes
@@ -29,6 +28,7 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.rng import sync_generators
 from autopar.distributed.shard_reads import aside
 from autopar.guards.forward import ForwardCheck
+from autopar.setup.steps import Given, Parallelized
 from autopar.swap import bind, unbind
 from autopar.tensor_parallel.apply import generating_methods
 from autopar.tensor_parallel.regions import Region

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.compat.peft import swaps_features, tuner_layers
 from autopar.errors import ConfigError
-from autopar.foreign.peft import swaps_features, tuner_layers
 from autopar.layout import Layout
 from autopar.plan.matching import RuleMatch, join
 from autopar.plan.plan import AttributePlan, ModulePlan

@@ -25,11 +25,11 @@ from autopar.checkpoint.save import Snapshot, prepare_alike, snapshot
 from autopar.checkpoint.staging import fsync
 from autopar.checkpoint.state import State, local_tensors, parameters_elsewhere, state_of
 from autopar.checkpoint.state_dict import shard_of
+from autopar.compat.peft import is_adapted, is_peft_model, is_wrapper
+from autopar.compat.tensors import own_parameters
 from autopar.distributed.agree import rank_zero
 from autopar.distributed.failures import waiting
 from autopar.errors import CheckpointError, listed
-from autopar.foreign.peft import is_adapted, is_peft_model, is_wrapper
-from autopar.foreign.tensors import own_parameters
 from autopar.storage.safetensors_io import dtype_of
 
 _CARD = "README.md"

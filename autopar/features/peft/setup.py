@@ -8,13 +8,13 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from autopar.applied.steps import Given, Parallelized
 from autopar.checkpoint.methods import PART, counted, refused
 from autopar.checkpoint.state import STATE, state_of
 from autopar.checkpoint.state_dict import shard_of
+from autopar.compat.peft import is_peft_model, is_tuner, uses_peft
 from autopar.errors import ConfigError
 from autopar.features.peft.saving import check_merged, save_alone, save_pretrained
-from autopar.foreign.peft import is_peft_model, is_tuner, uses_peft
+from autopar.setup.steps import Given, Parallelized
 from autopar.swap import bind, unbind
 
 _OWNER = "adapters"

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig
 
+from autopar.compat.tensors import own_parameters
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather
 from autopar.errors import ConfigError
@@ -35,7 +36,6 @@ from autopar.features.quantized.stored import (
     ToFile,
     largest,
 )
-from autopar.foreign.tensors import own_parameters
 from autopar.layout import Layout
 
 _BLOCK = 64  # numbers that share a scale

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+from autopar.compat.tensors import own_parameters
+from autopar.compat.transformers import INITIALIZED
 from autopar.deferred_init.files import set_source
 from autopar.errors import CheckpointError, ConfigError
 from autopar.features.quantized import torchao
 from autopar.features.quantized.stored import Packed, QuantizedWeight
-from autopar.foreign.tensors import own_parameters
-from autopar.foreign.transformers import INITIALIZED
 from autopar.storage.lazy_tensor import LazyTensor
 from autopar.stored import stored_weight, stored_weights
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.compat.tensors import own_parameters
 from autopar.errors import ConfigError
 from autopar.features.quantized.stored import InFile, Piece, QuantizedKind, QuantizedWeight, ToFile, largest
-from autopar.foreign.tensors import own_parameters
 from autopar.layout import Layout
 
 LIBRARY = "torchao.utils"  # imported by whoever has made such a layer

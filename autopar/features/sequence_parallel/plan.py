@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.compat.peft import enable_all, saved_copies, tuner_layers
+from autopar.compat.tensors import tree_leaves
 from autopar.config import ParallelConfig
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
@@ -32,8 +34,6 @@ from autopar.dry_run.tensor_parallel import below, different_ranks, run, shapes_
 from autopar.errors import ConfigError, first_line
 from autopar.features.sequence_parallel.rows import rows_of
 from autopar.features.sequence_parallel.setup import RowsOfList, SequencePlan, SequenceState, apply
-from autopar.foreign.peft import enable_all, saved_copies, tuner_layers
-from autopar.foreign.tensors import tree_leaves
 from autopar.layout import Layout
 from autopar.plan.matching import around
 from autopar.plan.plan import Plan

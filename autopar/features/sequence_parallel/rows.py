@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from autopar.compat.tensors import version_of
 from autopar.distributed.autograd_functions import any_order, keep_none, named_collective
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import (
@@ -28,7 +29,6 @@ from autopar.distributed.collectives import (
     reduce_scatter,
     scatter,
 )
-from autopar.foreign.tensors import version_of
 from autopar.layout import Layout
 from autopar.swap import mixed_class
 from autopar.tensor_parallel.overlap import Late, LateWeight, WeightGradient

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.applied.steps import Given, Parallelized
+from autopar.compat.tensors import own_parameters, tree_leaves
+from autopar.compat.transformers import CACHES
 from autopar.errors import ConfigError
 from autopar.features.sequence_parallel.rows import (
     Entered,
@@ -32,10 +33,9 @@ from autopar.features.sequence_parallel.rows import (
     summed_over_rows,
     take_rows,
 )
-from autopar.foreign.tensors import own_parameters, tree_leaves
-from autopar.foreign.transformers import CACHES
 from autopar.layout import Layout
 from autopar.plan.matching import around
+from autopar.setup.steps import Given, Parallelized
 from autopar.swap import argument_names, change_given, given_by_name, swap, unswap
 from autopar.tensor_parallel.hooks import Hook
 from autopar.tensor_parallel.regions import Region

@@ -16,8 +16,8 @@ from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from autopar.checkpoint.random_states import restore, take
 from autopar.checkpoint.staging import MANIFEST
+from autopar.compat.peft import is_peft_model
 from autopar.errors import CheckpointError
-from autopar.foreign.peft import is_peft_model
 from autopar.integrations.trainer.steps import ParallelBase
 
 SHARDS = "optimizer_shards"

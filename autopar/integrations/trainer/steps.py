@@ -18,13 +18,13 @@ from transformers import Trainer
 from transformers.trainer_utils import has_length, seed_worker
 
 from autopar.call_site import warn_user
+from autopar.compat.peft import is_peft_model
 from autopar.data_parallel.gradients import average_gradients, clip_grad_norm_
 from autopar.distributed.collectives import broadcast
 from autopar.distributed.failures import waiting
 from autopar.distributed.gloo_collectives import all_gather_into_tensor, all_reduce
 from autopar.distributed.process import device_of_numbers
 from autopar.errors import ConfigError
-from autopar.foreign.peft import is_peft_model
 from autopar.pipeline_parallel.losses import adds_router_loss
 from autopar.pipeline_parallel.microbatch import batch_size, label_count, weights_over_replicas
 from autopar.swap import swap

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import Seq2SeqTrainer, Trainer, TrainerControl
 
 from autopar.api import initialize
+from autopar.compat.peft import is_peft_model, tuner_layers
 from autopar.config import ParallelConfig
 from autopar.data_parallel.gradients import clip_grad_norm_
 from autopar.data_parallel.optimizer_probe import refuse_unlike
@@ -27,7 +28,6 @@ from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.distributed.process import accelerator
 from autopar.errors import ConfigError
-from autopar.foreign.peft import is_peft_model, tuner_layers
 from autopar.integrations.trainer.arguments import (
     check_arguments,
     check_parallelized,

@@ -27,10 +27,10 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from autopar import registry
+from autopar.compat.tensors import own_parameters
+from autopar.compat.transformers import from_config
 from autopar.deferred_init.context import lazy_init
 from autopar.errors import ConfigError, clip, in_one_line, nearest, type_and_text
-from autopar.foreign.tensors import own_parameters
-from autopar.foreign.transformers import from_config
 from autopar.stored import Kind, stand_in
 
 if TYPE_CHECKING:

@@ -24,13 +24,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from autopar.compat.tensors import own_modules, own_parameters, tree_leaves
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
 from autopar.dry_run.activation_tracking import MADE_BY
 from autopar.dry_run.operators import SHAPE_ONLY, ValuelessTracking, name_of
 from autopar.dry_run.tensor_parallel import check_plan, check_plan_with, different_ranks, run
 from autopar.errors import AutoparError, ConfigError, PolicyError, first_line
-from autopar.foreign.tensors import own_modules, own_parameters, tree_leaves
 from autopar.plan.make_plan import make_plan
 from autopar.plan.matching import join
 from autopar.plan.plan import Plan

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.foreign.tensors import own_parameters
+from autopar.compat.tensors import own_parameters
 from autopar.plan.matching import around
 from autopar.policy.match import config_of
 from autopar.tools.derivation.feature_tracking import unique_pairs

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from autopar.compat.tensors import base_of, schema_of, tree_leaves, tree_map
 from autopar.dry_run.operators import MOVES, SHAPE_ONLY, ValuelessTracking, matrices_of, name_of, reduced_dims
-from autopar.foreign.tensors import base_of, schema_of, tree_leaves, tree_map
 from autopar.tensor_tracking import tensors_in
 
 

@@ -10,7 +10,7 @@ import yaml
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.foreign.tensors import own_modules, own_parameters
+from autopar.compat.tensors import own_modules, own_parameters
 from autopar.plan.matching import around, join
 from autopar.policy.match import base_of, config_of
 from autopar.tools.derivation.families import Family, Member, Named, named_families

@@ -15,10 +15,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from autopar.compat.tensors import no_dispatch_modes, own_modules, own_parameters
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.tensor_parallel import run
 from autopar.errors import UnsupportedModelError, type_and_text
-from autopar.foreign.tensors import no_dispatch_modes, own_modules, own_parameters
 from autopar.plan.stages import lies_in
 from autopar.policy.match import convolutional
 from autopar.tensor_tracking import tensors_in

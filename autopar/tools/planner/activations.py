@@ -22,11 +22,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.activation_checkpoint import recomputed_layers, saved_operators
+from autopar.compat.tensors import sequence_number, tree_map_only
 from autopar.distributed.recompute_tape import Tape
 from autopar.distributed.rng import kept
 from autopar.dry_run.equal_blocks import BlockReplay, EqualBlocks
 from autopar.dry_run.operators import Form, autocast_on_meta, form_of, tensor_of
-from autopar.foreign.tensors import sequence_number, tree_map_only
 from autopar.pipeline_parallel.engine import backward_halves
 from autopar.tensor_tracking import tensors_in
 from autopar.tools.planner.stage_costs import ForwardCount, Unit, collectives_of

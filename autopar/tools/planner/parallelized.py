@@ -10,9 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.cli.tables import lines, shape, table
+from autopar.compat.transformers import from_config
 from autopar.deferred_init.context import lazy_init
 from autopar.errors import ConfigError, not_parallelized
-from autopar.foreign.transformers import from_config
 from autopar.plan.plan import held as held_here, rows, rule_of
 from autopar.tools.planner.candidate import Rows
 from autopar.tools.planner.hardware import find_gpu, gpu_of

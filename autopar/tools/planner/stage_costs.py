@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autopar.foreign.tensors import input_metadata, sequence_number
+from autopar.compat.tensors import input_metadata, sequence_number
 from autopar.layout import Layout
 from autopar.pipeline_parallel.schedule import Action
 from autopar.plan.stages import StagePlan

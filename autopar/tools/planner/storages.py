@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from autopar.dry_run.operators import on_meta
-from autopar.foreign.tensors import (
+from autopar.compat.tensors import (
     GROUPED_MM,
     ITEM,
     local_part,
@@ -28,6 +27,7 @@ from autopar.foreign.tensors import (
     run_backward,
     schema_of,
 )
+from autopar.dry_run.operators import on_meta
 from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in
 
 _GROUPED = ("_grouped_mm", "grouped_mm_fallback")

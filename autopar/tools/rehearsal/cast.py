@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autopar.compat.c10d import Operator, done, tensors_in
+from autopar.compat.fake_world import FakeWork
 from autopar.distributed.mesh import rank_groups
 from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.distributed.trace import Call, Group
-from autopar.foreign.c10d import Operator, done, tensors_in
-from autopar.foreign.fake_world import FakeWork
 from autopar.plan.plan import Plan
 
 _FEW = 8  # places of tensor-parallel, context-parallel and data-parallel ranks, all of which are rehearsed

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autopar.compat.tensors import local_part
 from autopar.distributed.autograd_functions import listening
 from autopar.distributed.trace import Call
-from autopar.foreign.tensors import local_part
 from autopar.tensor_tracking import storage_key
 from autopar.tools.planner.hardware import Gpu
 from autopar.tools.planner.stage_costs import seconds_of, volume

@@ -27,11 +27,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.checkpoint.offline import merge_checkpoint, reshard_checkpoint
+from autopar.compat.peft import plain_name
+from autopar.compat.tensors import in_backward, schema_of
 from autopar.data_parallel.gradients import average_gradients
 from autopar.distributed.digest import of_tensor
 from autopar.errors import type_and_text
-from autopar.foreign.peft import plain_name
-from autopar.foreign.tensors import in_backward, schema_of
 from autopar.plan.tensors import followed_form
 from autopar.stored import stored_weights
 from autopar.tensor_tracking import TensorTracking, tensors_in

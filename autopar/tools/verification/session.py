@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 import autopar.api
+from autopar.compat.tensors import Dropout
 from autopar.config import ParallelConfig
 from autopar.data_parallel.precision import DTYPES
 from autopar.distributed import gloo_collectives
@@ -20,7 +21,6 @@ from autopar.distributed.broadcast_data import sync_parameters
 from autopar.distributed.collectives import run
 from autopar.distributed.rng import base_seed
 from autopar.errors import type_and_text
-from autopar.foreign.tensors import Dropout
 from autopar.pipeline_parallel.losses import loss_in
 from autopar.pipeline_parallel.microbatch import label_count
 from autopar.pipeline_parallel.outputs import unavailable

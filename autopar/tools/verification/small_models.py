@@ -25,10 +25,10 @@ import yaml
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from autopar.compat.transformers import from_config
 from autopar.distributed.rng import kept
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import AutoparError, ConfigError, type_and_text
-from autopar.foreign.transformers import from_config
 from autopar.pipeline_parallel.losses import OwnLoss, loss_in
 from autopar.pipeline_parallel.microbatch import batch_size, split, weights_of
 from autopar.plan.make_plan import make_plan

@@ -31,11 +31,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar import errors
+from autopar.compat.peft import is_peft_model
 from autopar.config import ParallelConfig
 from autopar.distributed.process import start_process_group
 from autopar.distributed.rng import kept
 from autopar.errors import AutoparError, ConfigError, VerificationError, in_one_line, nearest
-from autopar.foreign.peft import is_peft_model
 from autopar.policy.schema import Policy
 from autopar.stored import form_kept, stored_weights
 from autopar.tools.verification.batches import Batch, make_batches

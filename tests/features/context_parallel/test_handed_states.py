@@ -17,11 +17,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
+from autopar.compat.transformers import CACHES
 from autopar.features.context_parallel import handed_states
 from autopar.features.context_parallel.handed_states import HandedStates, States, StatesOfRank, own_arguments
 from autopar.features.context_parallel.plan import plan_rows
 from autopar.features.context_parallel.rows import rows_layout
-from autopar.foreign.transformers import CACHES
 from autopar.policy.match import find_policy
 from tests.features.context_parallel.test_exactness import (
     batches,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
-from autopar.applied.steps import Parallelized
+from autopar.compat.tensors import own_parameters
 from autopar.data_parallel.fully_sharded import FullySharded
 from autopar.data_parallel.replica_norm import ReplicaNorm
 from autopar.distributed import collectives
@@ -26,10 +26,10 @@ from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import Generators, sync_generators
 from autopar.errors import ConfigError, ConsistencyError, nearest
-from autopar.foreign.tensors import own_parameters
 from autopar.guards.step import listeners
 from autopar.layout import Layout
 from autopar.plan.plan import Plan, TensorPlan
+from autopar.setup.steps import Parallelized
 
 _Numbers = tuple[int, int]
 

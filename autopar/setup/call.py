@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar import activation_checkpoint, registry
+from autopar.compat.transformers import router_loss_module
 from autopar.config import ParallelConfig
 from autopar.config.sections import explain_argument
 from autopar.data_parallel.fully_sharded import check_layer_drop, check_offload, check_tied_experts
@@ -24,7 +25,6 @@ from autopar.distributed.agree import same_on_every_rank
 from autopar.distributed.mesh import MPU
 from autopar.dry_run.plan_model import Plans, plan_model, plans_of, uncollected, warn_no_dry_run
 from autopar.errors import ConfigError, nearest
-from autopar.foreign.transformers import router_loss_module
 from autopar.plan.matching import check_forwards
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.stages import elements_of

@@ -1,4 +1,4 @@
-"""Does this release of the libraries have the private names that autopar reads? ``python -m autopar.foreign.probes``.
+"""Does this release of the libraries have the private names that autopar reads? ``python -m autopar.compat.probes``.
 
 Names that a module of this package imports or reads when it is imported need no probe. The others are listed here by
 what has them, and what a function does with some of them is tried on something small.
@@ -27,7 +27,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from autopar.foreign import c10d, fake_world, tensors, transformers
+from autopar.compat import c10d, fake_world, tensors, transformers
 
 
 class Probe(NamedTuple):

@@ -28,8 +28,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.parallel import distributed
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autopar.foreign.c10d import fake_worlds, tensors_in
-from autopar.foreign.tensors import no_dispatch_modes
+from autopar.compat.c10d import fake_worlds, tensors_in
+from autopar.compat.tensors import no_dispatch_modes
 
 
 def without_data(function: Any, args: Any, kwargs: Any) -> Any:

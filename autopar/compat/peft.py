@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from autopar.compat.tensors import own_modules
 from autopar.errors import ConfigError
-from autopar.foreign.tensors import own_modules
 
 Init = tuple[nn.Module, Callable[[], Any]]  # a module, and what draws values of it
 

@@ -19,7 +19,6 @@ from torch.distributed import tensor as dtensor
 from transformers import PreTrainedModel
 
 from autopar import activation_checkpoint, checkpoint, registry
-from autopar.applied.call import Call
 from autopar.data_parallel.apply import DataParallel
 from autopar.deferred_init.materialize import Materializer
 from autopar.distributed.agree import same_on_every_rank
@@ -35,6 +34,7 @@ from autopar.pipeline_parallel import pipeline as pipeline_methods
 from autopar.plan.plan import Plan, derived_notice, held, summarise
 from autopar.plan.stages import StagePlan
 from autopar.policy.schema import DERIVED, Policy
+from autopar.setup.call import Call
 from autopar.stored import keep_form
 from autopar.tensor_parallel import apply as tensor_parallel
 from autopar.tensor_parallel.parameter_marks import describe_stage

@@ -163,7 +163,7 @@ def done(out: list[torch.Tensor] | None = None, handle: FakeWork | None = None) 
 
 
 fake_worlds: list[int] = []
-"""The rank that this process has in a fake world (:mod:`autopar.foreign.fake_world`), if it is in one."""
+"""The rank that this process has in a fake world (:mod:`autopar.compat.fake_world`), if it is in one."""
 
 
 def in_fake_world() -> bool:
