@@ -2,7 +2,7 @@
 
 A feature is a package in ``autopar/features``, or ``autopar.tools``, or a module that another distribution names as an
 entry point of the group ``autopar.features``. It holds one :class:`Feature`, called ``FEATURE``: tables of names and of
-``"module:attribute"`` strings, which are imported when the core needs them. ``python -m autopar.registry`` prints all.
+``"module:attribute"`` strings, which are imported when the core needs them. ``autopar features`` prints all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Step:
     Attributes:
         function: Name of ``step(model, state, given)``, as in :mod:`autopar.setup.steps`. It changes the model in
             place, and puts what takes that back onto ``state.undo``.
-        after: Name of the step that comes before it: one of the core, or of a feature earlier in the alphabet.
+        after: Name of the step that comes before it: one of the core, or of a feature earlier in the alphabet. Steps
+            after the same one run in the reverse order of their features' names.
         always: Whether ``initialize`` makes it also where the configuration does not ask for the feature.
     """
 
@@ -71,10 +72,11 @@ class Feature:
         about: Its purpose in a few words, for lists.
         library: Name of the package whose objects it is for, "" for none. The feature adds nothing until the user has
             imported it.
-        names: Public names of ``autopar``. The object is imported when the name is first used.
+        names: Public names of ``autopar``, which :data:`OF_FEATURES` lists. Imported when the name is first used.
         commands: Commands of the command line. Importing one adds it to :data:`autopar.cli.app.app`, without torch.
-        policies: Words that a user may write in place of a policy. ``tree(model)`` is called once in an ``initialize``,
-            and returns the YAML of a policy as plain data. It only reads the model, and sends nothing.
+        policies: Words that a user may write in place of a policy; the core asks for ``derive``. ``tree(model)`` is
+            called once in an ``initialize``, and returns the YAML of a policy as plain data. It only reads the model,
+            and sends nothing.
         toolbox: Names of ``autopar.tensor_parallel``; the object is imported when the name is first used.
         mesh_names: Classes whose own methods the mesh (:class:`autopar.distributed.mesh.MPU`) has. They are looked up
             when a name is used that the mesh lacks; ``self`` is the mesh.
@@ -85,7 +87,8 @@ class Feature:
             (:class:`autopar.dry_run.plan_model.ModelPlans`), in the order of names. It sends nothing, and only reads
             the model. Its result (None: the feature is not used) is kept under the entry's name, in ``Plans.features``
             and ``Parallelized.features``. ``to_json()`` of the result must be equal on all ranks.
-        matches: Keys of a policy's rules that lay modules over more ranks than those of tensor parallelism.
+        matches: Keys of a policy's rules that lay modules over more ranks than those of tensor parallelism; the core
+            asks for ``by_expert``.
             ``lay(matches, root, ranks)`` is called when such a plan is made, before matches become layouts. It returns
             the matches to go on with (``RuleMatch.rules`` makes layouts of one), the attributes that change, and the
             rules of plans whose modules it lays so. It only reads the model.
@@ -98,9 +101,9 @@ class Feature:
             ``autopar_state`` of a mixin names the attributes that its instances add.
         extensions: Rules of policies, by their name.
         steps: Steps of ``initialize``, by name.
-        forms: Forms in which a library keeps weights (packed, with scales), by the module of the library that makes them. Where
-            that module is loaded, ``find(module)`` is called with layers, at any time but in a forward. It returns the
-            :class:`autopar.stored.StoredWeight` of the layer, or None.
+        forms: Forms in which a library keeps weights (packed, with scales), by the library's module that makes them.
+            Where that module is loaded, ``find(module)`` is called with layers, at any time but in a forward. It
+            returns the :class:`autopar.stored.StoredWeight` of the layer, or None.
         quantizers: Models that another library quantizes, by its name: an object with three methods, each of which
             raises ConfigError for what cannot be sharded. ``check(what, method)`` is called before such a model is
             planned or read, and ``check_config(what, text)`` with its ``config.json`` before that.
@@ -149,19 +152,38 @@ OF_FEATURES: Mapping[str, str] = {
 }
 
 
+class MissingFeatureError(ConfigError, AttributeError):
+    """A public name belongs to a feature that is not installed."""
+
+
 @functools.cache
 def features() -> tuple[Feature, ...]:
-    """Return the installed features, by name."""
-    names = [TOOLS] if importlib.util.find_spec(TOOLS) else []
-    if importlib.util.find_spec(GROUP):
+    """Return the installed features, by name.
+
+    Raises:
+        ConfigError: one of another distribution cannot be imported, or two have one name.
+    """
+    names = [TOOLS] if _is_there(TOOLS) else []
+    if _is_there(GROUP):
         folder = importlib.import_module(GROUP)
         names += [f"{GROUP}.{module.name}" for module in pkgutil.iter_modules(folder.__path__)]
-    found: list[Feature] = [importlib.import_module(name).FEATURE for name in names]
-    found += [point.load() for point in entry_points(group=GROUP)]
-    return tuple(sorted(found, key=lambda feature: feature.name))
+    found = {name.rpartition(".")[2]: importlib.import_module(name).FEATURE for name in names}
+    for point in entry_points(group=GROUP):
+        try:
+            feature = point.load()
+        except Exception as error:
+            raise ConfigError(f"feature {point.name} ({point.value}) cannot be imported: {error}") from error
+        if feature.name in found:
+            raise ConfigError(f"feature {feature.name} ({point.value}) is installed already: rename it or remove one")
+        found[feature.name] = feature
+    return tuple(found[name] for name in sorted(found))
 
 
-@functools.cache
+def _is_there(package: str) -> bool:
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None  # a folder of which only caches are left has none
+
+
 def load(entry: str) -> Any:
     """Import what a ``"module:attribute"`` string names."""
     module, _, name = entry.partition(":")
@@ -203,19 +225,25 @@ def public_name(name: str) -> Any:
     """Return the object of a public name that a feature adds.
 
     Raises:
-        ConfigError: the feature is not installed.
+        MissingFeatureError: the feature is not installed.
     """
-    need(OF_FEATURES[name], f"autopar.{name}")
+    try:
+        need(OF_FEATURES[name], f"autopar.{name}")
+    except ConfigError as error:
+        raise MissingFeatureError(str(error)) from None
     return entry("names", name)
 
 
 def asked(config: Any) -> list[Feature]:
     """Return the features that a configuration asks for, and those that no setting turns on; of None: all of them."""
-    known = [feature for feature in features() if not feature.library or feature.library in sys.modules]
     if config is None:
-        return known
+        return _usable()
     turned = {feature: getattr(config, key) not in without for key, (feature, without) in SETTINGS.items()}
-    return [feature for feature in known if turned.get(feature.name, True)]
+    return [feature for feature in _usable() if turned.get(feature.name, True)]
+
+
+def _usable() -> list[Feature]:
+    return [feature for feature in features() if not feature.library or feature.library in sys.modules]
 
 
 def in_order(steps: Sequence[Callable[..., Any]], config: Any) -> tuple[Callable[..., Any], ...]:
@@ -224,18 +252,17 @@ def in_order(steps: Sequence[Callable[..., Any]], config: Any) -> tuple[Callable
     Raises:
         ConfigError: no step has the name.
     """
-    ordered, names = list(steps), [step.__name__ for step in steps]
-    turned_on = asked(config)
+    ordered: list[Callable[..., Any] | None] = list(steps)
+    names, turned_on, usable = [step.__name__ for step in steps], asked(config), _usable()
     for feature in features():
         for own, step in feature.steps.items():
-            if feature not in turned_on and not step.always:
-                continue
             if step.after not in names:
                 raise ConfigError(f"feature {feature.name}: step {own} follows '{step.after}', which does not exist")
+            used = feature in turned_on or (step.always and feature in usable)
             place = names.index(step.after) + 1
-            ordered.insert(place, load(step.function))
+            ordered.insert(place, load(step.function) if used else None)
             names.insert(place, own)
-    return tuple(ordered)
+    return tuple(filter(None, ordered))
 
 
 def check_settings(config: Any) -> None:
@@ -246,10 +273,14 @@ def check_settings(config: Any) -> None:
             need(feature, f"{key}: {value}")
 
 
+def installed(feature: str) -> bool:
+    """Return whether a feature is installed."""
+    return any(each.name == feature for each in features())
+
+
 def missing(feature: str, what: str) -> str:
     """Return the end of an error on a name: that ``what`` needs a feature, if it is not installed; else nothing."""
-    installed = any(each.name == feature for each in features())
-    return "" if installed else f" {what} need the feature '{feature}', which is not installed."
+    return "" if installed(feature) else f" {what} need the feature '{feature}', which is not installed."
 
 
 def need(feature: str, what: str) -> None:
@@ -258,23 +289,10 @@ def need(feature: str, what: str) -> None:
     Args:
         what: The reason: a setting with its value, a rule with its file and line, or a kind of model.
     """
-    names = [each.name for each in features()]
-    if feature not in names:
+    if not installed(feature):
+        names = [each.name for each in features()]
         folder = "autopar/tools" if feature == "tools" else f"autopar/features/{feature}"
         raise ConfigError(
             f"{what} needs the feature '{feature}', which is not installed.\n"
             f"  Installed: {', '.join(names) or 'none'}. Put the folder {folder} back."
         )
-
-
-def main() -> None:
-    """Print every feature and its tables."""
-    for feature in features():
-        print(f"{feature.name}: {feature.about}")
-        for table in TABLES:
-            for name, value in getattr(feature, table).items():
-                print(f"  {table}.{name} = {value}")
-
-
-if __name__ == "__main__":
-    main()

@@ -15,24 +15,24 @@ import pytest
 
 # Lines of each package. Who raises one says why in the commit.
 LINES = {
-    "cli": 578,
+    "cli": 601,
     "setup": 862,
-    "checkpoint": 4702,
+    "checkpoint": 4703,
     "config": 765,
     "data_parallel": 2895,
     "deferred_init": 969,
-    "distributed": 4057,
+    "distributed": 4061,
     "dry_run": 2162,
     "features": 8608,
     "compat": 1645,
     "guards": 1376,
     "integrations": 2448,
     "pipeline_parallel": 3510,
-    "plan": 2338,
+    "plan": 2345,
     "policy": 1479,
     "storage": 1230,
-    "tensor_parallel": 3779,
-    "tools": 11925,
+    "tensor_parallel": 3769,
+    "tools": 11931,
 }
 LOADED = 148  # modules that initialize loads; fewer is better
 ROOT = Path(__file__).parents[1] / "autopar"

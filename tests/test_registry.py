@@ -106,3 +106,36 @@ def test_another_distribution_adds_a_feature_by_an_entry_point(monkeypatch: pyte
         assert toy in registry.features()
     finally:
         registry.features.cache_clear()
+
+
+def test_a_feature_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Any:
+        raise ImportError("no module named toys")
+
+    point: Any = SimpleNamespace(name="toy", value="toy:FEATURE", load=fail)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    registry.features.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=r"feature toy \(toy:FEATURE\) cannot be imported: no module named toys"):
+            registry.features()
+        twice = Feature("peft", "a test")
+        point.load = lambda: twice
+        with pytest.raises(ConfigError, match=r"feature peft \(toy:FEATURE\) is installed already"):
+            registry.features()
+    finally:
+        registry.features.cache_clear()
+
+
+def test_a_public_name_of_a_missing_feature_is_no_attribute(installed: list[Feature]) -> None:
+    installed[:] = [feature for feature in installed if feature.name != "tools"]
+    with pytest.raises(AttributeError, match=r"autopar\.verify needs the feature 'tools', which is not installed"):
+        registry.public_name("verify")
+
+
+def test_the_command_lists_features(capsys: pytest.CaptureFixture[str]) -> None:
+    from autopar.cli import app
+
+    app(["features"], standalone_mode=False)
+    text = capsys.readouterr().out
+    assert all(f"{feature.name}: {feature.about}" in text for feature in registry.features())
+    assert "steps.run_on_rows_of_sequences = " in text and ", after hook_forwards" in text

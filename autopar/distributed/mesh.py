@@ -344,14 +344,18 @@ class MPU:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            known = [one for one in dir(type(self)) if not one.startswith("_")]
-            for _, names in registry.entries("mesh_names") if not name.startswith("_") else ():
+            if name.startswith("_"):
+                raise AttributeError(f"an MPU has no {name!r}.", name=name)
+            for _, names in registry.entries("mesh_names"):
                 if name in vars(names):
                     return vars(names)[name].__get__(self, type(self))
-                known += vars(names)
-            hint = "" if name.startswith("_") else nearest(name, known, cutoff=0.6)
+            hint = nearest(name, [one for one in dir(self) if not one.startswith("_")], cutoff=0.6)
             more = registry.missing("megatron", "Names of Megatron-LM") if name.startswith(("get_", "is_")) else ""
-            raise AttributeError(f"an MPU has no {name!r}.{more or hint}", name=name)
+            raise AttributeError(f"an MPU has no {name!r}.{hint or more}", name=name)
+
+    def __dir__(self) -> list[str]:
+        names = (name for _, kind in registry.entries("mesh_names") for name in vars(kind))
+        return sorted({*super().__dir__(), *names})
 
 
 def new_pipeline_group(mpu: MPU, name: str, places: Iterable[int] | None = None, backend: str | None = None) -> Any:

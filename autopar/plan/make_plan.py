@@ -178,6 +178,7 @@ def make_plan(root: nn.Module, policy: Policy | Described, tp: int, *, experts: 
     attributes = [attribute for attribute in attributes if attribute.path not in mixtures]
     if tp == 1 and experts > 1:  # all other modules stay as they are
         wide = {path for path, plan in modules.items() if any(x.axis_size == experts for x in plan.layouts.values())}
+        wide |= {path for path, plan in modules.items() if plan.extension}
         modules, attributes = {path: plan for path, plan in modules.items() if path in mixtures | wide}, []
     by_id, over_replicas = layouts.over(tp, max(tp, experts))
     tensors = plan_tensors(root, prefix, model, by_id, layouts.places())
@@ -200,6 +201,12 @@ def _replicated_if_too_few(match: RuleMatch) -> list[RuleMatch]:
         return [match]
     if isinstance(match.module, torch.Tensor) and not isinstance(match.module, nn.Parameter):
         return []
+    if match.rule.extension:
+        raise PolicyError(
+            f"'{match.rule.extension[0]}' of {match.shown} extends the rule of a sharded layer, and the layer stays "
+            "replicated here ('or_whole').",
+            match.rule.where,
+        )
     return [replace(match, rule=replace(match.rule, kind="replicated", parts=(), gather_output=False, split_input=False,
                                       enter_output=False, inside=False, dim=None, by_expert=None))]  # fmt: skip
 

@@ -283,10 +283,10 @@ def _derived_policy(model: PreTrainedModel) -> Policy:
     Raises:
         UnsupportedModelError: nothing of it can be sharded, or it does not run without data.
     """
+    registry.need("tools", f"a policy that is derived from {type(model).__name__}")
     if not dist.is_initialized() or dist.get_rank() == 0:
         kind = type(model).__name__
         tell(_log, f"deriving a policy for {kind}: seconds, or minutes where forward loops in Python")
-    registry.need("tools", f"a policy that is derived from {type(model).__name__}")
     tree = registry.entry("policies", DERIVE)(model)
     return read_user_policy(tree, place=f"policy derived from {type(model).__name__}")
 

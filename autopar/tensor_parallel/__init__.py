@@ -6,28 +6,13 @@ Every function takes ``group`` as its last argument: a process group, or an MPU 
 state. :mod:`autopar.api` is built from the same parts. The names are loaded when they are first used.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar import registry
 from autopar.errors import nearest
 from autopar.on_demand import lazy_names
 
-if TYPE_CHECKING:
-    from autopar.distributed.axis import Group, axis_of
-    from autopar.distributed.broadcast_data import broadcast_data
-    from autopar.distributed.rng_tracker import (
-        MODEL_PARALLEL_STREAM,
-        RandomStateTracker,
-        checkpoint,
-        get_cuda_rng_tracker,
-        manual_seed,
-        model_parallel_cuda_manual_seed,
-    )
-    from autopar.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-    from autopar.tensor_parallel.loss import vocab_parallel_cross_entropy
-    from autopar.tensor_parallel.parallelize import full_state_dict, load_full_state_dict
-
-__all__ = [
+_PUBLIC = [
     "MODEL_PARALLEL_STREAM",
     "ColumnParallelLinear",
     "Group",
@@ -54,8 +39,6 @@ _HOMES = {
     "tensor_parallel.loss": "vocab_parallel_cross_entropy",
     "tensor_parallel.parallelize": "full_state_dict load_full_state_dict",
 }
-_TOOLBOX = [name for feature in registry.features() for name in feature.toolbox]
-__all__ += list(_TOOLBOX)
 
 
 def _hint(name: str) -> str:
@@ -63,12 +46,19 @@ def _hint(name: str) -> str:
         return ""
     if any(name in vars(names) for _, names in registry.entries("mesh_names")):
         return f" It is a method of the MPU here: model.mpu.{name}()."
-    return registry.missing("megatron", "Names of Megatron-LM") or nearest(name, __all__, cutoff=0.7)
-
-
-def _tool(name: str) -> Any:
-    return registry.entry("toolbox", name)
+    return nearest(name, _PUBLIC, cutoff=0.7) or registry.missing("megatron", "Names of Megatron-LM")
 
 
 _NAMES = {name: f"autopar.{home}" for home, names in _HOMES.items() for name in names.split()}
-__getattr__, __dir__ = lazy_names(__name__, {**dict.fromkeys(_TOOLBOX, _tool), **_NAMES}, _hint)
+_find, _dir = lazy_names(__name__, _NAMES, _hint)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__all__":  # with the names that features add, which may import this package
+        return [*_PUBLIC, *(name for feature in registry.features() for name in feature.toolbox)]
+    found = None if name.startswith("_") else registry.entry("toolbox", name)
+    return _find(name) if found is None else found
+
+
+def __dir__() -> list[str]:
+    return sorted({*_dir(), *__getattr__("__all__")})

@@ -90,7 +90,7 @@ def attach(
 
 def refuse_methods(model: nn.Module, plan: Plan, mpu: MPU) -> None:
     """Let methods of Hugging Face models raise that a sharded model does not have."""
-    generates = any(feature.name == "generation" for feature in registry.features())
+    generates = registry.installed("generation")
     for module in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
         bind(module, _OWNER, resize_token_embeddings=_refuse_resize)
         if not generates:

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar import registry
 from autopar.config import ParallelConfig
 from autopar.dry_run.plan_model import ModelPlans
 from autopar.errors import AutoparError
-from autopar.features.context_parallel import plan as context_plan
-from autopar.features.sequence_parallel import plan as sequence_plan
 from autopar.plan.plan import Plan, derived_notice, rule_of
 from autopar.plan.stages import StagePlan
 from autopar.policy.schema import Policy
@@ -72,10 +71,14 @@ def check_policy(
         ("dry_run", lambda: "ok" if plans.tried(tp, experts=ep) else _why_not_run(plans.inner, tp, ep), True),
         ("stages", lambda: _stage_report(plans.stages(pp)), True),
     ][not dry_run :]
-    if sequence_parallel or (long_sequences and tp > 1):
+    if sequence_parallel or (long_sequences and tp > 1 and registry.installed("sequence_parallel")):
+        from autopar.features.sequence_parallel import plan as sequence_plan
+
         sequence = functools.partial(sequence_plan.sequence, plans, tp, experts=ep)
         tries.append(("sequence_parallel", lambda: sequence(plans.stages(pp)) and "ok", sequence_parallel))
-    if cp > 1 or long_sequences:
+    if cp > 1 or (long_sequences and registry.installed("context_parallel")):
+        from autopar.features.context_parallel import plan as context_plan
+
         tries.append(("context_parallel", lambda: context_plan.rows(plans, cp if cp > 1 else _CP) and "ok", cp > 1))
     for name, step, needed in tries:
         if report["errors"] and name not in ("dry_run", "stages"):

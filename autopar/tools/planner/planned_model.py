@@ -20,8 +20,6 @@ from autopar.dry_run.equal_blocks import EqualBlocks, equal_blocks
 from autopar.dry_run.inputs import keep_kernels, meta_copy, sample_inputs, without_cache
 from autopar.dry_run.plan_model import ModelPlans
 from autopar.errors import ConfigError, UnsupportedModelError, first_line
-from autopar.features.context_parallel import plan as context_plan, setup as context_parallel
-from autopar.features.sequence_parallel import plan as sequence_plan, setup as sequence_parallel
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan, rank_of_stage
 from autopar.policy.schema import Policy
@@ -197,10 +195,14 @@ class PlannedModel:
         ends = set[str]()
         if rows.sequence_parallel:
             experts = min(rows.ep, rows.tp)  # rows between regions are the same, whichever replicas hold the experts
+            from autopar.features.sequence_parallel import plan as sequence_plan, setup as sequence_parallel
+
             sequence = sequence_plan.sequence(self.plans, rows.tp, self._one_stage, experts=experts, routers=False)
             sequence_parallel.apply(shard, sequence, sequence_parallel.SequenceState(region))
             ends = {paths[-1] for paths in sequence.lists}
         if rows.cp > 1:
+            from autopar.features.context_parallel import plan as context_plan, setup as context_parallel
+
             context = context_plan.rows(self.plans, rows.cp)
             context_parallel.apply(inner, context, Axis("cp", None, range(rows.cp), rows.cp_rank), self._method)
             ends = {paths[-1] for paths in context.lists}
