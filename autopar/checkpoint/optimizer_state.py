@@ -435,7 +435,7 @@ def merge_metadata(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             members[index].update(dict.fromkeys(theirs["params"]))
         for name, entries in other["state"].items():
             for key in {**state.setdefault(name, entries), **entries}:
-                compare(f"state {key!r} of {name}", state[name].get(key), entries.get(key), rank)
+                compare(f"state {key!r} of {name}", state[name].get(key, "missing"), entries.get(key, "missing"), rank)
     masters = [*dict.fromkeys(name for rank in ranks for name in rank["masters"])]
     groups = [{**group, "params": [*names]} for group, names in zip(first["groups"], members, strict=True)]
     return {**first, "masters": masters, "groups": groups, "state": state}

@@ -174,10 +174,10 @@ def _notice(func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str
         if mixed is None:
             results = result if isinstance(result, list | tuple) else (result,)
             sources: list[Sequence[Any]] = [[*args[:3], *kwargs.values()]] * len(results)
-            if func is torch.autograd.grad:
-                inputs = args[1] if len(args) > 1 else kwargs["inputs"]
-                sources = list(zip([inputs] if isinstance(inputs, torch.Tensor) else inputs))
-            for one, given in zip(results, sources, strict=True):
+            if func is torch.autograd.grad or name.startswith("foreach"):
+                of = args[0] if func is not torch.autograd.grad else args[1] if len(args) > 1 else kwargs["inputs"]
+                sources = list(zip([of] if isinstance(of, torch.Tensor) else of))
+            for one, given in zip(results, sources, strict=False):  # some in place return None
                 _let_be_noticed(one, name, given, caller, other_size=reads)
         return result
     finally:
@@ -217,19 +217,17 @@ def _noticing(hook: Any, shard: Shard | None) -> Any:
 
     @functools.wraps(hook)
     def run(tensor: Any) -> Any:
-        switch.in_hook = True
+        before = switch.in_hook, switch.off
+        switch.in_hook, switch.off = True, False
         if type(tensor) is torch.Tensor:
             tensor = tensor.as_subclass(Part)
             tensor.autopar_shard = shard
         try:
             return plain(hook(tensor))
         finally:
-            switch.in_hook = False
+            switch.in_hook, switch.off = before
 
     return run
-
-
-# -- the classes -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -286,6 +284,9 @@ class Sharded:
         text, shard = repr(self._plain()), self.autopar_shard
         of = f" rank {shard.rank}'s shard of {shard.full}:" if shard is not None and _is_shard(self) else ":"
         return text.replace("Parameter containing:", f"Parameter containing{of}", 1)
+
+    def __format__(self, spec: str) -> str:
+        return format(self._plain(), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:

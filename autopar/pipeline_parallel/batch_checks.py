@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -28,6 +28,7 @@ from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.guards.step import listen
 from autopar.pipeline_parallel.p2p import P2P, Message, map_tensors
+from autopar.swap import given_by_name
 
 Steps = frozenset[tuple[int, int]]
 """Of each optimizer the first pass, and the number of passes that a step came after."""
@@ -176,17 +177,18 @@ def read_batch(
     return batch, [] if count is None else _counts_of_replicas(count(batch), mpu.dp, p2p)
 
 
-def compare_call(args: Sequence[Any], kwargs: Mapping[str, Any], p2p: P2P) -> None:
-    """Compare the arguments of a plain call over the stages: tokens, masks and labels, which all stages have.
+def compare_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], p2p: P2P) -> None:
+    """Compare tokens, masks and labels of a plain call over the stages: those that all stages were given.
 
     Raises:
         ConsistencyError: they differ; on all ranks of the replica.
     """
-    named = {**{f"argument {place}": value for place, value in enumerate(args)}, **kwargs}
-    whole = {n: x for n, x in named.items() if isinstance(x, torch.Tensor) and not x.is_floating_point()}
-    said = p2p.exchange(Report(digest_of(whole)), _REPORT)
+    named = given_by_name(module, args, kwargs)
+    integers = {n: x for n, x in named if isinstance(x, torch.Tensor) and not x.is_floating_point()}
+    said = p2p.exchange(Report(digest_of(integers)), _REPORT)
+    given = set.intersection(*(set(report.batch) for report in said.values()))
     with p2p.raised_by_all():
-        _compare(said)
+        _compare({rank: Report({n: x for n, x in report.batch.items() if n in given}) for rank, report in said.items()})
 
 
 def _read_alike(read: Callable[[], Batch], describe: Callable[[Batch], Report], p2p: P2P) -> Batch:

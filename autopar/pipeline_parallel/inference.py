@@ -52,7 +52,7 @@ def call_through_stages(
     rank, owner = p2p.axis.rank, plan.rank_of[stages[-1]]
     with p2p.one_pass():
         if engine.steps is not None and not hasattr(given, _COMPARED):  # in generate the first call only
-            compare_call(args, kwargs, p2p)
+            compare_call(module, args, kwargs, p2p)
         if given is not None:
             setattr(given, _COMPARED, True)
         blame = p2p.failures.blame("a collective in a plain call of the model", p2p.failures.mpu.tp_cp.ranks)
