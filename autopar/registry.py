@@ -12,9 +12,8 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from importlib.metadata import entry_points
 from typing import Any
 
 from autopar.errors import ConfigError
@@ -168,7 +167,7 @@ def features() -> tuple[Feature, ...]:
         folder = importlib.import_module(GROUP)
         names += [f"{GROUP}.{module.name}" for module in pkgutil.iter_modules(folder.__path__)]
     found = {name.rpartition(".")[2]: importlib.import_module(name).FEATURE for name in names}
-    for point in entry_points(group=GROUP):
+    for point in _entry_points():
         try:
             feature = point.load()
         except Exception as error:
@@ -177,6 +176,12 @@ def features() -> tuple[Feature, ...]:
             raise ConfigError(f"feature {feature.name} ({point.value}) is installed already: rename it or remove one")
         found[feature.name] = feature
     return tuple(found[name] for name in sorted(found))
+
+
+def _entry_points() -> Iterable[Any]:
+    from importlib.metadata import entry_points  # half of the time of import autopar
+
+    return entry_points(group=GROUP)
 
 
 def _is_there(package: str) -> bool:

@@ -100,7 +100,7 @@ def test_a_step_after_an_unknown_one_is_an_error(installed: list[Feature]) -> No
 def test_another_distribution_adds_a_feature_by_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     toy = Feature("toy", "a test")
     point: Any = SimpleNamespace(load=lambda: toy)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == "autopar.features" else [])
+    monkeypatch.setattr(registry, "_entry_points", lambda: [point])
     registry.features.cache_clear()
     try:
         assert toy in registry.features()
@@ -113,7 +113,7 @@ def test_a_feature_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPa
         raise ImportError("no module named toys")
 
     point: Any = SimpleNamespace(name="toy", value="toy:FEATURE", load=fail)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    monkeypatch.setattr(registry, "_entry_points", lambda: [point])
     registry.features.cache_clear()
     try:
         with pytest.raises(ConfigError, match=r"feature toy \(toy:FEATURE\) cannot be imported: no module named toys"):
