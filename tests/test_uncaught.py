@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -129,25 +128,6 @@ def _free_port() -> str:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return str(listener.getsockname()[1])
-
-
-@pooled(world_size=2)
-def test_whole_tensors_against_shards_are_explained() -> None:
-    average = {name: tensor.clone() for name, tensor in gpt2().state_dict().items()}
-    model = parallel(gpt2(), 2)
-
-    def notes(use: Callable[[], object]) -> list[str]:
-        with pytest.raises(RuntimeError) as info:
-            use()
-        with contextlib.redirect_stderr(io.StringIO()):
-            sys.excepthook(type(info.value), info.value, None)
-        return getattr(info.value, "__notes__", [])
-
-    (text,) = notes(lambda: average["transformer.wte.weight"].lerp_(model.transformer.wte.weight.data, 0.1))
-    assert text.startswith(f"autopar: transformer.wte.weight is the shard of tensor-parallel rank {dist.get_rank()}")
-    (text,) = notes(lambda: torch.softmax(torch.randn(2, 131), -1) @ model.transformer.wte.weight)
-    assert f"transformer.wte.weight is the shard of tensor-parallel rank {dist.get_rank()}" in text
-    assert notes(lambda: torch.randn(2, 3) @ torch.randn(4, 5)) == []
 
 
 def _printed(error: BaseException) -> list[str]:
