@@ -9,10 +9,10 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
+from autopar import registry
 from autopar.config import ParallelConfig
 from autopar.distributed.agree import same_on_every_rank
 from autopar.distributed.mesh import MPU
-from autopar.distributed.trace import trace_from_environment
 from autopar.errors import ConfigError, not_parallelized
 from autopar.policy.schema import Policy
 from autopar.setup import steps
@@ -88,7 +88,7 @@ def initialize(
         ConsistencyError: on the ranks where nothing is wrong, if another rank raises or was called differently.
     """
     # 1. The call is right, and the same on every rank.
-    trace_from_environment()
+    registry.begin_asked()
     given = (model, config, policy, optimizer, lr_scheduler, mistaken)
     call = same_on_every_rank(lambda: check_call(*given), Call.fingerprint)
     # 2. The mesh: process groups of all axes.

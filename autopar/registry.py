@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from autopar.errors import ConfigError
 
 Entries = Mapping[str, str]
 GROUP, TOOLS = "autopar.features", "autopar.tools"
+TRACE = "AUTOPAR_TRACE"
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Feature:
         policies: Words that a user may write in place of a policy; the core asks for ``derive``. ``tree(model)`` is
             called once in an ``initialize``, and returns the YAML of a policy as plain data. It only reads the model,
             and sends nothing.
+        variables: Variables of the environment. ``begin()`` is called first in every ``initialize`` where one is set.
         toolbox: Names of ``autopar.tensor_parallel``; the object is imported when the name is first used.
         mesh_names: Classes whose own methods the mesh (:class:`autopar.distributed.mesh.MPU`) has. They are looked up
             when a name is used that the mesh lacks; ``self`` is the mesh.
@@ -118,6 +121,7 @@ class Feature:
     names: Entries = field(default_factory=dict)
     commands: Entries = field(default_factory=dict)
     policies: Entries = field(default_factory=dict)
+    variables: Entries = field(default_factory=dict)
     toolbox: Entries = field(default_factory=dict)
     mesh_names: Entries = field(default_factory=dict)
     transports: Entries = field(default_factory=dict)
@@ -135,6 +139,7 @@ class Feature:
 TABLES = tuple(each.name for each in fields(Feature))[3:]
 # Fields of a configuration that ask for a feature with any value but these.
 SETTINGS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+    "activation_checkpointing": ("activation_checkpointing", (False,)),
     "context_parallel_size": ("context_parallel", (1,)),
     "expert_parallel_size": ("experts", (1,)),
     "sequence_parallel": ("sequence_parallel", (False,)),
@@ -143,6 +148,9 @@ SETTINGS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
 
 # Rules of policies and plans that features add: entries of their tables ``matches`` and ``rules``.
 RULES: Mapping[str, str] = dict.fromkeys(("by_expert", "calls_experts", "expert_modules", "experts"), "experts")
+
+# Variables of the environment that ask for a feature, if they are set.
+VARIABLES: Mapping[str, str] = {TRACE: "tools"}
 
 # Public names of the package that features add.
 OF_FEATURES: Mapping[str, str] = {
@@ -268,6 +276,14 @@ def in_order(steps: Sequence[Callable[..., Any]], config: Any) -> tuple[Callable
             ordered.insert(place, load(step.function) if used else None)
             names.insert(place, own)
     return tuple(filter(None, ordered))
+
+
+def begin_asked() -> None:
+    """Begin what the environment asks for. Raises ConfigError if a variable needs a feature that is not installed."""
+    for name, feature in VARIABLES.items():
+        if os.environ.get(name):
+            need(feature, f"{name}={os.environ[name]}")
+            entry("variables", name)()
 
 
 def check_settings(config: Any) -> None:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-from autopar.compat.tensors import TorchDispatchMode, schema_of, storage_id, tree_leaves
+from autopar.compat.tensors import TorchDispatchMode, dispatch_modes, schema_of, storage_id, tree_leaves
 
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 """Types of values that are known by themselves: no tensor is in them."""
 
 
 class TensorTracking(TorchDispatchMode):
-    """A dispatch mode that looks at every operation, and keeps no tensor that one returned."""
+    """A dispatch mode that looks at every operation, and keeps no tensor that one returned, or copies.
+
+    Attributes:
+        answer: Function that carries out collectives instead of their backends, in a rehearsal; else None.
+    """
+
+    answer: Any = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -29,6 +36,24 @@ class TensorTracking(TorchDispatchMode):
     def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Note what ``func`` made of its arguments."""
         raise NotImplementedError
+
+    def as_one(self, kind: str, group: Any) -> AbstractContextManager[None]:
+        """Note one collective of that kind over a group, and none of the operations inside."""
+        return nullcontext()
+
+
+@contextmanager
+def as_one(kind: str, group: Any) -> Iterator[Any]:
+    """Let modes note what ranks do inside as one collective: it takes messages, or goes through a store.
+
+    Yields:
+        The ``answer`` of a mode that carries out collectives; None outside of a rehearsal.
+    """
+    with ExitStack() as stack:
+        modes = [mode for mode in dispatch_modes() if isinstance(mode, TensorTracking)]
+        for mode in modes:
+            stack.enter_context(mode.as_one(kind, group))
+        yield next((mode.answer for mode in modes if mode.answer is not None), None)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 
 import autopar
-from autopar import activation_checkpoint
 from autopar.config import ParallelConfig
 from autopar.distributed import gloo_collectives
-from autopar.distributed.recompute_tape import Tape
 from autopar.errors import ConfigError, ConsistencyError
+from autopar.features.activation_checkpointing import setup as activation_checkpoint
+from autopar.features.activation_checkpointing.tape import Tape
 from tests.parity import all_close
 from tests.pool import pooled
 from tests.random_models import build, cases

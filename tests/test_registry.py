@@ -132,6 +132,14 @@ def test_a_public_name_of_a_missing_feature_is_no_attribute(installed: list[Feat
         registry.public_name("verify")
 
 
+def test_a_variable_of_a_missing_feature_is_an_error(installed: list[Feature], monkeypatch: pytest.MonkeyPatch) -> None:
+    installed[:] = []
+    registry.begin_asked()
+    monkeypatch.setenv(registry.TRACE, "traces")
+    with pytest.raises(ConfigError, match="AUTOPAR_TRACE=traces needs the feature 'tools', which is not installed"):
+        registry.begin_asked()
+
+
 def test_the_command_lists_features(capsys: pytest.CaptureFixture[str]) -> None:
     from autopar.cli import app
 

@@ -20,7 +20,6 @@ from packaging.specifiers import SpecifierSet
 from torch import nn
 from transformers import CONFIG_MAPPING
 
-from autopar.compat.probes import PROBES
 from autopar.compat.transformers import CACHES
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.features.sequence_parallel import setup as sequence_parallel
@@ -28,6 +27,7 @@ from autopar.plan import stages
 from autopar.plan.make_plan import make_plan
 from autopar.policy.load import own_policies
 from autopar.policy.match import find_policy, supported_model_types
+from autopar.tools.compat.probes import PROBES
 from tests.pool import pooled
 from tests.random_models import build, heads_of
 from tests.representatives import first_policies, one_of_each_structure

@@ -43,12 +43,12 @@ def main() -> None:
     coordinates = [""] * world
     dist.all_gather_object(
         coordinates,
-        f"rank {rank}: replica {mpu.get_data_parallel_rank()}, part {mpu.get_tensor_parallel_rank()} of the model",
+        f"rank {rank}: replica {mpu.dp.rank}, part {mpu.tp.rank} of the model",
     )
     say("\n".join(coordinates))
 
     # DDP averages gradients over the ranks that hold the same share of different replicas.
-    engine = DistributedDataParallel(model, process_group=mpu.get_data_parallel_group())
+    engine = DistributedDataParallel(model, process_group=mpu.dp.group)
     data = Blocks(load_text(args.dataset), tokenizer, args.context)
     loader = autopar.prepare_dataloader(data, batch_size=args.batch_size, shuffle=True, seed=0, drop_last=True, mpu=mpu)
     losses, whole_batches = [], []
@@ -63,8 +63,8 @@ def main() -> None:
                 autopar.clip_grad_norm_(engine, max_norm=1.0)
                 optimizer.step()
                 optimizer.zero_grad()
-                parts: list[tuple[float, torch.Tensor]] = [(0.0, ids)] * mpu.get_data_parallel_world_size()
-                dist.all_gather_object(parts, (loss.item(), batch["input_ids"]), group=mpu.get_data_parallel_group())
+                parts: list[tuple[float, torch.Tensor]] = [(0.0, ids)] * mpu.dp.size
+                dist.all_gather_object(parts, (loss.item(), batch["input_ids"]), group=mpu.dp.group)
                 losses.append(sum(part[0] for part in parts) / len(parts))
                 whole_batches.append(torch.cat([part[1] for part in parts]))
                 bar.update()

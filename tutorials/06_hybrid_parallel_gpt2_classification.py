@@ -202,7 +202,7 @@ def main() -> None:
         optimizer.zero_grad()
         scheduler.step()
         parts: list[tuple[float, Batch]] = [(0.0, batch)] * dp
-        dist.all_gather_object(parts, (out.loss.item(), batch), group=mpu.get_data_parallel_group())
+        dist.all_gather_object(parts, (out.loss.item(), batch), group=mpu.dp.group)
         losses.append(sum(loss for loss, _ in parts) / dp)
         whole_batches.append({name: torch.cat([part[name] for _, part in parts]) for name in batch})
     say(f"loss {losses[0]:.6f} -> {losses[-1]:.6f}, {optimizer.skipped_steps} steps skipped")

@@ -114,7 +114,7 @@ def main() -> None:
     say(f"tensor parallel {tp} x context parallel {mpu.cp.size} on {mpu.device.type}")
 
     # Each rank has the gradients of its rows. DDP averages over replicas and rows; here there is one replica.
-    group = mpu.get_data_parallel_group(with_context_parallel=True)
+    group = mpu.dp_cp.group
     engine = DistributedDataParallel(model, process_group=group)
     texts = load_text(args.dataset)
     if plain is not None:

@@ -61,7 +61,7 @@ def evaluate(model: Any, loader: Any, mpu: autopar.MPU) -> float:
     for batch in loader:
         ids = batch["input_ids"].to(mpu.device)
         total += torch.tensor([model(input_ids=ids, labels=ids).loss.item() * len(ids), len(ids)], device=mpu.device)
-    dist.all_reduce(total, group=mpu.get_data_parallel_group())
+    dist.all_reduce(total, group=mpu.dp.group)
     return (total[0] / total[1]).item()
 
 
@@ -80,7 +80,7 @@ def train(engine: Any, optimizer: Any, loader: Any, steps: int, mpu: autopar.MPU
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-                tokens += ids.numel() * mpu.get_data_parallel_world_size()
+                tokens += ids.numel() * mpu.dp.size
                 done += 1
                 if rank == 0:
                     speed = tokens / (time.perf_counter() - began)
@@ -121,8 +121,8 @@ def main() -> None:
     mpu = model.mpu
     say(f"{mesh(mpu)}, {whole:,} parameters")
 
-    engine = DistributedDataParallel(model, process_group=mpu.get_data_parallel_group())
-    dp = mpu.get_data_parallel_world_size()
+    engine = DistributedDataParallel(model, process_group=mpu.dp.group)
+    dp = mpu.dp.size
     size = max(1, args.batch_size // dp)
     loader = autopar.prepare_dataloader(training, batch_size=size, shuffle=True, seed=0, drop_last=True, mpu=mpu)
     if len(loader) == 0:

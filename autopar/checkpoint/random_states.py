@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from autopar import registry
 from autopar.distributed.process import accelerator
 from autopar.distributed.rng import Generators, TorchGenerators
-from autopar.distributed.rng_tracker import RandomStateTracker, StreamState
 from autopar.errors import CheckpointError
 from autopar.storage.json_values import Json, decode, encode_inline
 
@@ -24,7 +24,7 @@ _MT19937 = 624  # words of numpy's state
 _SPREAD = 1 << 20  # more than there are tensor-parallel ranks
 
 
-def take(tracker: RandomStateTracker | None = None) -> Json:
+def take(tracker: Any = None) -> Json:
     """Return all random states of this process as JSON, those of the tracker's named streams included.
 
     Raises:
@@ -39,7 +39,7 @@ def take(tracker: RandomStateTracker | None = None) -> Json:
     return encode_inline({**default, "streams": None if tracker is None else dict(tracker.get_states())}, _WHERE)
 
 
-def restore(value: Json, tracker: RandomStateTracker | None = None) -> RandomStateTracker | None:
+def restore(value: Json, tracker: Any = None) -> Any:
     """Continue with the states that :func:`take` or :func:`choose` returned.
 
     The GPU's state is left as it is if none was saved, and ignored without a GPU.
@@ -52,7 +52,9 @@ def restore(value: Json, tracker: RandomStateTracker | None = None) -> RandomSta
     """
     states = _checked(value)
     if states["streams"] is not None:
-        tracker = RandomStateTracker() if tracker is None else tracker
+        if tracker is None:
+            registry.need("megatron", "the named random streams in the checkpoint")
+            tracker = registry.entry("toolbox", "RandomStateTracker")()
         tracker.set_states(states["streams"])
     Generators(TorchGenerators(states["torch"], states["cuda"]), states["python"], states["numpy"]).restore()
     return tracker
@@ -114,13 +116,11 @@ def _seeded(base: Json, tp: int, dp: int) -> Json:
     return encode_inline(fresh, _WHERE)
 
 
-def _reseeded(streams: Mapping[str, StreamState] | None, own: int) -> dict[str, StreamState] | None:
+def _reseeded(streams: Mapping[str, Any] | None, own: int) -> dict[str, dict[str, Any]] | None:
     if streams is None:
         return None
-    tracker = RandomStateTracker()
-    for name, stream in streams.items():
-        tracker.add(name, _draw(stream["cpu"]) + own)
-    return tracker.get_states()
+    seeds = {name: _draw(stream["cpu"]) + own for name, stream in streams.items()}
+    return {name: {"seed": seed, **TorchGenerators.of_seed(seed, cuda=True)._asdict()} for name, seed in seeds.items()}
 
 
 def _draw(state: torch.Tensor) -> int:

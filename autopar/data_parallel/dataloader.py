@@ -206,8 +206,7 @@ def _check_arguments(batch_size: int, drop_last: bool, even_batches: bool, kwarg
         if kwargs.get(name) is not None:
             raise ConfigError(
                 f"prepare_dataloader makes the sampler itself; with a {name} of your own use torch's DataLoader and\n"
-                "  DistributedSampler(dataset, num_replicas=mpu.get_data_parallel_world_size(), "
-                "rank=mpu.get_data_parallel_rank())."
+                "  DistributedSampler(dataset, num_replicas=mpu.dp.size, rank=mpu.dp.rank)."
             )
     if type(batch_size) is not int or batch_size < 1:
         raise ConfigError(f"batch_size must be an integer of at least 1, not {batch_size!r}")

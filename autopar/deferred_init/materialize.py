@@ -23,7 +23,7 @@ from autopar.compat.tensors import own_parameters, version_of
 from autopar.compat.transformers import has_own_adapters, initialize_weights, is_initialized
 from autopar.deferred_init.context import adapter_first, on_cpu
 from autopar.deferred_init.files import by_parameter, clear_sources, sources_of
-from autopar.distributed.broadcast_data import sync_parameters
+from autopar.distributed.digest import sync_parameters
 from autopar.distributed.mesh import MPU
 from autopar.distributed.process import cores_of_a_rank
 from autopar.distributed.rng import kept, same_draws

@@ -33,8 +33,8 @@ from autopar.distributed.digest import extremes
 from autopar.distributed.failures import shorten_uncaught
 from autopar.distributed.mesh import MPU
 from autopar.distributed.process import start_process_group
-from autopar.distributed.trace import as_one
 from autopar.errors import AutoparError, CheckpointError, ConsistencyError
+from autopar.tensor_tracking import as_one
 
 _PREFIX = "autopar/barrier"
 _WARN_AFTER = 5.0  # seconds in which nobody wonders

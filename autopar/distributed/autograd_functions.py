@@ -24,8 +24,6 @@ from torch.autograd import forward_ad, profiler
 
 from autopar.compat.tensors import PROFILER_RUNS, dispatch_modes, is_functorch_active, is_transformed, tree_leaves
 from autopar.distributed.axis import Axis
-from autopar.distributed.recompute_tape import KeptOperators
-from autopar.distributed.trace import Recorder
 from autopar.errors import ConfigError
 from autopar.tensor_tracking import TensorTracking
 
@@ -193,11 +191,8 @@ def refuse_transforms(given: Callable[[], Any]) -> None:
 
 
 def is_watched(x: torch.Tensor) -> bool:
-    """Return whether a dispatch mode sees what operations return, and may keep it, as selective checkpointing does.
-
-    Our own modes keep nothing, or copies.
-    """
+    """Return whether a dispatch mode sees what operations return, and may keep it, as selective checkpointing does."""
     if x.is_meta or torch.compiler.is_compiling():
         return False
     modes = dispatch_modes()
-    return bool(modes) and not all(isinstance(mode, TensorTracking | KeptOperators | Recorder) for mode in modes)
+    return bool(modes) and not all(isinstance(mode, TensorTracking) for mode in modes)

@@ -27,6 +27,7 @@ None of these mutates its input except ``reduce_``, which is for a matmul output
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -45,8 +46,27 @@ from autopar.distributed.autograd_functions import (
 )
 from autopar.distributed.axis import Axis, device_of
 from autopar.distributed.digest import extremes
-from autopar.distributed.recompute_tape import note_on_meta, running
 from autopar.layout import Block, Layout, even_shards
+
+
+class _Running(threading.local):
+    """Where a feature keeps results of collectives in this thread: a backward recomputes in threads of autograd's.
+
+    Attributes:
+        tape: Object that takes the result of each (``note(name, x)``), or writes that of an earlier run and returns
+            True (``plays(name, x)``); None where nothing is kept.
+    """
+
+    tape: Any = None
+
+
+running = _Running()
+
+
+def note_on_meta(name: str, x: torch.Tensor, shape: Sequence[int] | None = None) -> None:
+    """Let a dry run's tape keep ``x``, or a tensor like it of another shape, as the collective would."""
+    if running.tape is not None:
+        running.tape.note(name, x if shape is None else x.new_empty(shape))
 
 
 def run(collective: Callable[..., Any], axis: Axis, *args: Any, kept: bool = True) -> None:

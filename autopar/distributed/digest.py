@@ -1,18 +1,24 @@
-"""Digests of tensors, text and bytes: small numbers that ranks compare instead of the data."""
+"""Digests of tensors, text and bytes: small numbers that ranks compare, so that they send only data that differs."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.compat.c10d import number_of_next_group
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.process import device_of_numbers
+from autopar.stored import stored_weights, without_memory
+
+if TYPE_CHECKING:
+    from autopar.distributed.mesh import MPU
 
 _SMALL = 1 << 16  # bytes on the CPU up to which hashing costs less than summing
 _BITS = 62  # an int64, with room for its negative
@@ -99,6 +105,37 @@ def number_groups_alike(group: Any) -> None:
     Since torch 2.14 it also counts groups that some ranks have made by themselves (``use_local_synchronization``).
     """
     number_of_next_group(extremes([number_of_next_group()], group)[0][0])
+
+
+def sync_parameters(model: nn.Module, mpu: MPU) -> list[str]:
+    """Broadcast rank 0's weights, tensor by tensor where they differ; returns those names. A collective of the world.
+
+    A model initialized at random without a seed differs on every rank. Called before the model is sharded; ranks whose
+    weights agree already exchange one checksum per tensor and nothing else. By name: some models register buffers in
+    the order of a set, which every process has its own of.
+    """
+    hollow = without_memory(model)
+    tensors = {
+        name: tensor.data
+        for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()], key=itemgetter(0))
+        if not tensor.is_meta and id(tensor) not in hollow
+    }
+    for path, stored in sorted(stored_weights(model).items()):
+        tensors |= {f"{path}.weight.{name}": tensor for name, tensor in stored.beside().items()}
+    if mpu.world_size == 1 or not tensors:
+        return []
+    sums = torch.stack([checksum(tensor).to(mpu.device) for tensor in tensors.values()])  # [tensors, 2]
+    first = sums.clone()
+    dist.broadcast(first, src=0)
+    differs = (first != sums).any(dim=1).to(torch.int32)
+    all_reduce(differs, op=dist.ReduceOp.MAX)
+    different = [name for name, flag in zip(tensors, differs.tolist(), strict=True) if flag]
+    for name in different:
+        tensor = tensors[name][tuple(slice(0, 1) if step == 0 else slice(None) for step in tensors[name].stride())]
+        staged = tensor.to(mpu.device, copy=True, memory_format=torch.contiguous_format)
+        dist.broadcast(staged.view(-1).view(torch.uint8), src=0)  # as bytes: gloo does not know every dtype
+        tensor.copy_(staged)  # an expanded buffer has one element where its stride is 0
+    return different
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

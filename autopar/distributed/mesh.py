@@ -47,7 +47,6 @@ from autopar.distributed.axis import Axis, device_of_group
 from autopar.distributed.digest import number_groups_alike
 from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.distributed.process import TIMEOUT, start_process_group
-from autopar.distributed.rng_tracker import RandomStateTracker
 from autopar.errors import ConfigError, nearest
 
 
@@ -163,8 +162,7 @@ class MPU:
         device: where this rank computes: its GPU under nccl, another accelerator under its own backend, else the CPU.
         failures: the failure log of the model that the mesh is of; None of one that was made by hand.
         alive: whether the process groups exist: from the start until :meth:`destroy`.
-        random_tracker: the random streams, after :func:`~autopar.distributed.rng_tracker.manual_seed` was called
-            with this MPU.
+        random_tracker: the named random streams, after ``tensor_parallel.manual_seed`` was called with this MPU.
 
     Raises:
         ConfigError: if the sizes do not divide the world, with those that would fit; if ``shm`` is impossible.
@@ -191,7 +189,7 @@ class MPU:
         self.rank = dist.get_rank()
         self.world_size = world
         self.device = device_of_group()
-        self.random_tracker: RandomStateTracker | None = None
+        self.random_tracker: Any = None
         self.failures: Any = None
         self._owned: list[dist.ProcessGroup] = owned_groups(self)
         self._mesh: DeviceMesh | None = None

@@ -12,8 +12,7 @@ _TURN_OFF = "  consistency_check: {enable: false} turns this check off."
 
 def group_call(mpu: MPU) -> str:
     """Return the call that gives the process group over which gradients are averaged."""
-    joint = "with_context_parallel=True" if mpu.cp.size > 1 else ""
-    return f"model.mpu.get_data_parallel_group({joint})"
+    return f"model.mpu.{mpu.dp_cp.name}.group"  # of dp where ranks share no sequences
 
 
 def different(everyone: Sequence[Mapping[str, str]]) -> list[str]:
@@ -70,7 +69,7 @@ def explanation(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int], kin
     else:
         head = f"{group} got different inputs ({len(calls)} argument{'s' if len(calls) != 1 else ''}):"
         hint = (
-            "  They share one model replica and need the same batch: shard the data by mpu.get_data_parallel_rank()\n"
+            "  They share one model replica and need the same batch: shard the data by mpu.dp.rank\n"
             "  or use autopar.prepare_dataloader(dataset, ..., mpu=model.mpu); instead of transformers' Trainer\n"
             "  autopar.integrations.ParallelTrainer."
         )

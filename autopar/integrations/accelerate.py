@@ -62,7 +62,7 @@ def only(found: Iterable[MPU]) -> MPU | None:
             f"accelerate cannot tell which of {len(meshes)} parallelized models is meant, which have {sizes} "
             "replicas:\n  use an Accelerator that has prepared one of them, or\n"
             "  autopar.gather_for_metrics(values, mpu=model.mpu) and torch.distributed with "
-            "model.mpu.get_data_parallel_group()."
+            "model.mpu.dp.group."
         )
     return next(iter(meshes.values()), None)
 

@@ -40,13 +40,13 @@ def _init(plain: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) ->
 def _check_mesh(model: Any, mpu: Any) -> None:
     if isinstance(mpu, MPU) and mpu.cp.size > 1:
         raise ConfigError(
-            f"context_parallel_size={mpu.cp.size}: DeepSpeed averages gradients over mpu.get_data_parallel_group(), "
-            "which\n  leaves out ranks that share their sequences. Use torch's DistributedDataParallel, or cp size 1."
+            f"context_parallel_size={mpu.cp.size}: DeepSpeed averages gradients over mpu.dp.group, which\n"
+            "  leaves out ranks that share their sequences. Use torch's DistributedDataParallel, or cp size 1."
         )
     if isinstance(mpu, MPU) and mpu.ep.size > mpu.tp.size:
         raise ConfigError(
             f"expert_parallel_size={mpu.ep.size} above tensor_parallel_size={mpu.tp.size}: DeepSpeed averages all "
-            "gradients over mpu.get_data_parallel_group(),\n  whose replicas hold different experts. Use torch's "
+            "gradients over mpu.dp.group,\n  whose replicas hold different experts. Use torch's "
             "DistributedDataParallel, or zero: {stage: 1} in autopar's config."
         )
     if mpu is None and isinstance(model, nn.Module) and inside(model) is not None:

@@ -244,7 +244,7 @@ def _compare(said: Mapping[int, Report]) -> None:
         raise ConsistencyError(
             f"the stages of one model replica (ranks {list(said)}) got different batches ({len(lines)} "
             f"argument{'s' if len(lines) > 1 else ''}):\n" + "\n".join(lines) + "\n"
-            "  Every stage needs the whole batch: shard the data by mpu.get_data_parallel_rank(), or use\n"
+            "  Every stage needs the whole batch: shard the data by mpu.dp.rank, or use\n"
             "  autopar.prepare_dataloader(dataset, ..., mpu=model.mpu). consistency_check: {enable: false} turns this\n"
             "  check off."
         )

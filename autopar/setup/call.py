@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedModel
 
-from autopar import activation_checkpoint, registry
+from autopar import registry
 from autopar.compat.transformers import router_loss_module
 from autopar.config import ParallelConfig
 from autopar.config.sections import explain_argument
@@ -81,12 +80,9 @@ def check_call(
     check_offload(parsed.zero_cpu_offload)
     named = check_optimizer(optimizer, lr_scheduler, model, parsed)
     found = find_policy(inner, own)
-    described = Described(model, prefix, inner, found)
-    if parsed.activation_checkpointing:
-        blocks = () if isinstance(inner, PreTrainedModel) else elements_of(model, described)[0]
-        activation_checkpoint.check(inner, blocks, found.where, parsed.checkpoint_every)
     if parsed.compile:
-        _check_compiled(inner, elements_of(model, described)[0], found.where, parsed.compile_backend)
+        blocks = elements_of(model, Described(model, prefix, inner, found))[0]
+        _check_compiled(inner, blocks, found.where, parsed.compile_backend)
     return Call(parsed, prefix, inner, found, own is not None, named)
 
 

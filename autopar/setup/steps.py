@@ -18,12 +18,11 @@ from torch import nn
 from torch.distributed import tensor as dtensor
 from transformers import PreTrainedModel
 
-from autopar import activation_checkpoint, checkpoint, registry
+from autopar import checkpoint, registry
 from autopar.data_parallel.apply import DataParallel
 from autopar.deferred_init.materialize import Materializer
 from autopar.distributed.agree import same_on_every_rank
-from autopar.distributed.broadcast_data import sync_parameters
-from autopar.distributed.digest import extremes
+from autopar.distributed.digest import extremes, sync_parameters
 from autopar.distributed.failures import FailureLog, publish_uncaught
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import sync_generators
@@ -170,16 +169,6 @@ def shard_layers(model: nn.Module, state: Parallelized, given: Given) -> None:
     state.undo.append(lambda model, own: tensor_parallel.undo(model, own.inner_of(model), own.plan, own.mpu))
 
 
-def recompute_blocks(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """After sharding, around it: blocks as they are now are run again."""
-    config = state.config
-    if config.activation_checkpointing:
-        how: Any = {"on_cpu": config.cpu_checkpointing, "save": config.checkpoint_saves}
-        every = config.checkpoint_every
-        activation_checkpoint.apply(state.inner_of(model), state.blocks_of(model), **how, every=every)
-        state.undo.append(lambda model, own: activation_checkpoint.undo(own.inner_of(model)))
-
-
 def compile_blocks(model: nn.Module, state: Parallelized, given: Given) -> None:
     """Around recomputation, which becomes part of the graph.
 
@@ -257,7 +246,6 @@ STEPS: tuple[Callable[[nn.Module, Parallelized, Given], None], ...] = (
     open_failure_log,
     take_values_of_rank_0,
     shard_layers,
-    recompute_blocks,
     compile_blocks,
     watch_replicas,
     release_other_stages,

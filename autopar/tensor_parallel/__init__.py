@@ -12,29 +12,8 @@ from autopar import registry
 from autopar.errors import nearest
 from autopar.on_demand import lazy_names
 
-_PUBLIC = [
-    "MODEL_PARALLEL_STREAM",
-    "ColumnParallelLinear",
-    "Group",
-    "RandomStateTracker",
-    "RowParallelLinear",
-    "VocabParallelEmbedding",
-    "axis_of",
-    "broadcast_data",
-    "checkpoint",
-    "full_state_dict",
-    "get_cuda_rng_tracker",
-    "load_full_state_dict",
-    "manual_seed",
-    "model_parallel_cuda_manual_seed",
-    "vocab_parallel_cross_entropy",
-]
-
 _HOMES = {
     "distributed.axis": "Group axis_of",
-    "distributed.broadcast_data": "broadcast_data",
-    "distributed.rng_tracker": "MODEL_PARALLEL_STREAM RandomStateTracker checkpoint get_cuda_rng_tracker manual_seed "
-    "model_parallel_cuda_manual_seed",
     "tensor_parallel.layers": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding",
     "tensor_parallel.loss": "vocab_parallel_cross_entropy",
     "tensor_parallel.parallelize": "full_state_dict load_full_state_dict",
@@ -46,7 +25,7 @@ def _hint(name: str) -> str:
         return ""
     if any(name in vars(names) for _, names in registry.entries("mesh_names")):
         return f" It is a method of the MPU here: model.mpu.{name}()."
-    return nearest(name, _PUBLIC, cutoff=0.7) or registry.missing("megatron", "Names of Megatron-LM")
+    return nearest(name, _NAMES, cutoff=0.7) or registry.missing("megatron", "Names of Megatron-LM")
 
 
 _NAMES = {name: f"autopar.{home}" for home, names in _HOMES.items() for name in names.split()}
@@ -55,7 +34,7 @@ _find, _dir = lazy_names(__name__, _NAMES, _hint)
 
 def __getattr__(name: str) -> Any:
     if name == "__all__":  # with the names that features add, which may import this package
-        return [*_PUBLIC, *(name for feature in registry.features() for name in feature.toolbox)]
+        return [*_NAMES, *(name for feature in registry.features() for name in feature.toolbox)]
     found = None if name.startswith("_") else registry.entry("toolbox", name)
     return _find(name) if found is None else found
 

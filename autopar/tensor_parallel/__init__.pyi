@@ -1,8 +1,8 @@
 """The types of the names, which ``__init__.py`` loads when they are first used."""
 
 from autopar.distributed.axis import Group as Group, axis_of as axis_of
-from autopar.distributed.broadcast_data import broadcast_data as broadcast_data
-from autopar.distributed.rng_tracker import (
+from autopar.features.megatron.data import broadcast_data as broadcast_data
+from autopar.features.megatron.random import (
     MODEL_PARALLEL_STREAM as MODEL_PARALLEL_STREAM,
     RandomStateTracker as RandomStateTracker,
     checkpoint as checkpoint,

@@ -15,6 +15,7 @@ FEATURE = Feature(
         "summary": "autopar.tools.planner.parallelized:summary",
         "verify": "autopar.tools.verification.verify:verify",
     },
+    variables={"AUTOPAR_TRACE": "autopar.tools.rehearsal.trace:trace_from_environment"},
     policies={"derive": "autopar.tools.verification.small_models:derived_tree"},
     commands={
         "policy": "autopar.tools.commands.policy:policy",

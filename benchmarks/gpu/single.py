@@ -324,7 +324,7 @@ def nccl(options: dict[str, Any], device: Device, notes: Notes) -> None:
         dist.barrier()
         notes("all-reduce and all-gather of ones", whole.tolist())
     with notes.part("DistributedDataParallel"):
-        wrapped = DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group())
+        wrapped = DistributedDataParallel(model, process_group=model.mpu.dp.group)
         loss = wrapped(input_ids=ids, labels=ids).loss
         loss.backward()
         notes("loss by DistributedDataParallel", round(float(loss), 5))

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from autopar.checkpoint.random_states import choose, restore, take
-from autopar.distributed.rng_tracker import MODEL_PARALLEL_STREAM, RandomStateTracker
 from autopar.errors import CheckpointError
+from autopar.features.megatron.random import MODEL_PARALLEL_STREAM, RandomStateTracker
 
 
 @pytest.fixture(autouse=True)

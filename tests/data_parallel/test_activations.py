@@ -5,8 +5,8 @@ import copy
 import torch
 
 import autopar
-from autopar import activation_checkpoint as activations
 from autopar.distributed.process import Accelerator
+from autopar.features.activation_checkpointing import setup as activations
 from tests.compare import same_gradients
 from tests.parity import language_batches
 from tests.pool import pooled

@@ -47,7 +47,7 @@ def _refused(what: str, ranks: str, mpu: Any, remedy: str) -> Any:
     return _Check()
 
 
-GROUP = "process_group=model.mpu.get_data_parallel_group()"
+GROUP = "process_group=model.mpu.dp.group"
 
 
 @pytest.mark.tier("test", only=("9",))

@@ -199,7 +199,7 @@ def test_context_ranks_that_nobody_averages_are_found() -> None:
         optimizer.zero_grad()
     model(**batch).loss.backward()  # each rank has its part
     text = "the gradients of the 2 ranks with the same weights (dp x cp) differ: nothing has averaged them"
-    with raises_everywhere(ConsistencyError, text, "model.mpu.get_data_parallel_group(with_context_parallel=True)"):
+    with raises_everywhere(ConsistencyError, text, "model.mpu.dp_cp.group"):
         optimizer.step()
 
 
@@ -242,9 +242,7 @@ def test_wrappers_over_data_alone_are_refused() -> None:
     model = _model(2)
     mpu = model.mpu
     text = f"DistributedDataParallel over ranks {list(mpu.dp.ranks)} would leave out ranks that share their sequences"
-    with _raises(
-        ConfigError, text, "[0, 1, 2, 3]. Give it process_group=model.mpu.get_data_parallel_group(with_context"
-    ):
+    with _raises(ConfigError, text, "[0, 1, 2, 3]. Give it process_group=model.mpu.dp_cp.group"):
         DistributedDataParallel(model, process_group=mpu.get_data_parallel_group())
     sharded = copy.deepcopy(model)
     fully_shard(sharded, mesh=mpu.mesh["dp"])

@@ -38,7 +38,7 @@ def test_what_it_says_raises_does() -> None:
         r"after autopar.deparallelize\(model\)": lambda: model.set_input_embeddings(torch.nn.Embedding(131, 36)),
         "use pipeline_parallel_size=1": lambda: staged(torch.tensor([[3]]), past_key_values=cache),
         "autopar.deparallelize": lambda: autopar.initialize(model, {"model_parallelism": {}}),
-        "get_data_parallel_group": lambda: DistributedDataParallel(model),
+        r"mpu\.dp\.group": lambda: DistributedDataParallel(model),
         "would fit|that fits": lambda: parallel(gpt2(n_head=1), 2),
         "sizes|divide": lambda: parallel(gpt2(), 3),
         "Largest number of stages that fits this model: 1": lambda: training(gpt2(n_layer=1), stages=2),

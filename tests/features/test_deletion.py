@@ -15,6 +15,10 @@ ROOT = Path(__file__).parents[2]
 FEATURES = sorted(path.name for path in (ROOT / "autopar" / "features").iterdir() if (path / "__init__.py").exists())
 # A configuration, on two ranks, that asks for the feature.
 ASKS = {
+    "activation_checkpointing": (
+        {"tp": 2, "activation_checkpointing": {"enable": True}},
+        "activation_checkpointing: True",
+    ),
     "context_parallel": ({"cp": 2}, "context_parallel_size: 2"),
     "experts": ({"ep": 2}, "expert_parallel_size: 2"),
     "host_transport": ({"tp": 2, "model_parallelism": {"cpu_transport": "shm"}}, "cpu_transport: shm"),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autopar.distributed import trace
+from autopar.tools.rehearsal import trace
 
 _HERE = str(Path(__file__).parent / "simulated")
 _LOG = str(Path(__file__).parent / "stream_order")

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from autopar.compat.c10d import Operator, operator_of
+from autopar.tools.compat.operators import Operator, operator_of
 from tests.gpu.host_waits import INDEXED, note, tensors_in, waits_for
 from tests.gpu.simulated_module import Stream, make_module
 from tests.gpu.stream_order import Orders, is_view, running, uses_of, watch_works

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from autopar.distributed.trace import Recorder
+from autopar.tools.rehearsal.trace import Recorder
 from tests.gpu.host_waits import stack_here, tensors_in
 
 HOST = "the host"

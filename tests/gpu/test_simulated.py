@@ -17,8 +17,8 @@ from transformers import LlamaForCausalLM
 
 import autopar
 from autopar.distributed.rng import seeded
-from autopar.distributed.rng_tracker import manual_seed
 from autopar.errors import ConfigError
+from autopar.features.megatron.random import manual_seed
 from tests.exchange import everyones
 from tests.gpu import simulated, test_one_rank
 from tests.gpu.device_ranks import needs_compiler, on_device

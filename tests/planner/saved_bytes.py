@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import autopar
-from autopar import activation_checkpoint
 from autopar.compat.tensors import local_part
-from autopar.distributed.recompute_tape import Tape
+from autopar.features.activation_checkpointing import setup as activation_checkpoint
+from autopar.features.activation_checkpointing.tape import Tape
 from autopar.pipeline_parallel.engine import Engine
 
 

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import autopar
-from autopar import activation_checkpoint
 from autopar.errors import ConfigError
+from autopar.features.activation_checkpointing import setup as activation_checkpoint
 from tests.own_modules import GPT_POLICY, gpt
 from tests.planner.saved_bytes import states_are_as_planned
 from tests.pool import pooled

@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 import autopar
-from autopar.distributed.trace import Call, Group, Recorder
 from autopar.tensor_parallel import regions
 from autopar.tools.rehearsal.one_rank import Job, inputs_of, train
+from autopar.tools.rehearsal.trace import Call, Group, Recorder
 from tests.pool import pooled
 from tests.rehearsal.programs import CASES, POLICIES, Case, case_of_type, config_of
 from tests.tiers import in_tier, mainly

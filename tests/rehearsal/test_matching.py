@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import autopar
-from autopar.distributed.trace import Call, Group
 from autopar.tools.rehearsal.matching import differences, stuck
+from autopar.tools.rehearsal.trace import Call, Group
 from tests.rehearsal.programs import CASES, config_of
 
 Traces = dict[int, list[Call]]

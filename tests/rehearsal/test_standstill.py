@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.distributed.trace import Call, Group
 from autopar.tools.rehearsal.cast import Standstill
 from autopar.tools.rehearsal.matching import standing
+from autopar.tools.rehearsal.trace import Call, Group
 
 
 def test_all_wait_for_ever_while_nothing_is_on_its_way() -> None:

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.distributed.trace import Call, Group
 from autopar.pipeline_parallel.schedule import Action, make_schedule
 from autopar.tools.planner import estimate
 from autopar.tools.planner.hardware import GPUS
 from autopar.tools.rehearsal.timeline import Work, chrome_trace, play
+from autopar.tools.rehearsal.trace import Call, Group
 
 GPU = replace(GPUS["h100"], within=1e9, between=1e8, network=1.0, latency=0.5)
 NOTHING = Work()

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from autopar.cli import app
 from autopar.distributed.mesh import MPU
-from autopar.distributed.trace import read
+from autopar.tools.rehearsal.trace import read
 from tests.pool import pooled
 
 SCRIPT = """
@@ -134,7 +134,7 @@ def test_ranks_that_post_a_receive_before_they_send_come_to_an_end(tmp_path: Pat
 
 
 def test_an_attempt_of_an_elastic_job_has_a_folder_of_its_own(tmp_path: Path) -> None:
-    code = "import torch, torch.distributed as dist; from autopar.distributed.trace import trace_from_environment\n"
+    code = "import torch, torch.distributed as dist; from autopar.tools.rehearsal.trace import trace_from_environment\n"
     code += "dist.init_process_group('gloo', init_method='tcp://127.0.0.1:0', rank=0, world_size=1)\n"
     code += "trace_from_environment(); dist.all_reduce(torch.ones(3), op=dist.ReduceOp.MAX); dist.barrier()"
     environment = {**os.environ, "AUTOPAR_TRACE": str(tmp_path), "TORCHELASTIC_RESTART_COUNT": "1"}

@@ -35,7 +35,7 @@ def train(config: dict[str, Any]) -> None:
     checkpoint = autopar.latest(folder)
     if checkpoint is not None:
         model.from_parallelized(checkpoint, optimizer=optimizer, extra=extra)
-    replica = model.mpu.get_data_parallel_rank()
+    replica = model.mpu.dp.rank
     for step in range(extra["step"], config["steps"]):
         draws = torch.Generator().manual_seed(1000 * step + replica)  # your data: the ranks of a replica read the same
         ids = torch.randint(0, 128, (4, 16), generator=draws).to(model.mpu.device)

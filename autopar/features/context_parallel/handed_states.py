@@ -30,7 +30,7 @@ from autopar.compat.tensors import (
 )
 from autopar.distributed.autograd_functions import named_collective, single_backward
 from autopar.distributed.axis import Axis
-from autopar.distributed.neighbours import Neighbours
+from autopar.features.context_parallel.neighbours import Neighbours
 from autopar.layout import Layout
 from autopar.swap import argument_names
 

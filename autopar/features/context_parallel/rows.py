@@ -19,9 +19,8 @@ import torch
 from autopar.compat.tensors import tree_map
 from autopar.distributed.autograd_functions import keep_none, named_collective, single_backward
 from autopar.distributed.axis import Axis
-from autopar.distributed.collectives import gather_sum, reduce, run
+from autopar.distributed.collectives import gather_sum, note_on_meta, reduce, run
 from autopar.distributed.gloo_collectives import all_to_all_single
-from autopar.distributed.recompute_tape import note_on_meta
 from autopar.distributed.shard_reads import PLAIN
 from autopar.layout import Block, Layout, even_shards
 

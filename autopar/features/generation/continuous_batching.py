@@ -18,13 +18,13 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar import activation_checkpoint
 from autopar.compat.transformers import free_part, kept_manager, takes_ranks
 from autopar.distributed.digest import of_text
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_reads import aside
 from autopar.errors import ConfigError
+from autopar.features.generation.generate import keep_activations
 from autopar.swap import config_view, set_value, swap
 from autopar.tensor_parallel.hooks import cache_layouts
 
@@ -194,7 +194,7 @@ class _OverRanks:
             stack.enter_context(failures.blame(what, ranks))
             if check is not None:
                 stack.enter_context(check.first_only(compare, watch=False))
-            stack.enter_context(activation_checkpoint.paused(self.model))
+            stack.enter_context(keep_activations(self.model))
             stack.enter_context(aside())
             yield
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from transformers import (
 from transformers.generation.stopping_criteria import ConfidenceCriteria
 from transformers.generation.streamers import BaseStreamer, TextStreamer
 
-from autopar import activation_checkpoint
 from autopar.distributed import gloo_collectives
 from autopar.distributed.collectives import run
 from autopar.distributed.digest import extremes
@@ -153,13 +152,26 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             _streamers[region] = kwargs["streamer"] = guard
         first = contextlib.nullcontext() if check is None else check.first_only()
         try:
-            with first, activation_checkpoint.paused(self), aside():
+            with first, keep_activations(self), aside():
                 tokens = type(self).generate(self, *args, **kwargs)
         finally:
             _streamers.pop(region, None)
     if guard.error is not None:
         raise guard.error
     return tokens
+
+
+@contextlib.contextmanager
+def keep_activations(model: nn.Module) -> Iterator[None]:
+    """Keep activations inside of ``with``: transformers' blocks that recompute in training mode forget their cache."""
+    on = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+    for module in on:
+        module.gradient_checkpointing = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module in on:
+            module.gradient_checkpointing = True  # type: ignore[assignment]
 
 
 def _get_stopping_criteria(self: Any, *args: Any, **kwargs: Any) -> Any:

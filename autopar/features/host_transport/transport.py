@@ -46,8 +46,8 @@ from autopar.compat.c10d import backend_of
 from autopar.compat.tensors import is_in_torch_dispatch_mode, no_dispatch_modes
 from autopar.distributed.axis import Axis, device_of
 from autopar.distributed.process import Process
-from autopar.distributed.trace import VARIABLE as TRACE
 from autopar.errors import ConfigError
+from autopar.registry import TRACE
 
 _SLOT = 1 << 20  # bytes
 _ONE_STEP = 1 << 16  # bytes up to which three ranks and more add up everything themselves

@@ -1,4 +1,4 @@
-"""Names of Megatron-LM, OSLO and DeepSpeed: accessors of the mesh, mappings, and the function of schedules."""
+"""Names of Megatron-LM, OSLO and DeepSpeed: accessors of the mesh, mappings, random streams, and schedules."""
 
 from autopar.registry import Feature
 
@@ -10,9 +10,18 @@ _TOOLBOX = (
     *("vocab_range_from_global_vocab_size", "vocab_range_from_per_partition_vocab_size"),
 )
 
+_RANDOM = (
+    *("MODEL_PARALLEL_STREAM", "RandomStateTracker", "checkpoint", "get_cuda_rng_tracker", "manual_seed"),
+    "model_parallel_cuda_manual_seed",
+)
+
 FEATURE = Feature(
     name="megatron",
     about="names of Megatron-LM, OSLO and DeepSpeed",
-    toolbox={name: f"autopar.features.megatron.toolbox:{name}" for name in _TOOLBOX},
+    toolbox={
+        **{name: f"autopar.features.megatron.toolbox:{name}" for name in _TOOLBOX},
+        **{name: f"autopar.features.megatron.random:{name}" for name in _RANDOM},
+        "broadcast_data": "autopar.features.megatron.data:broadcast_data",
+    },
     mesh_names={"accessors": "autopar.features.megatron.accessors:MeshAccessors"},
 )

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from autopar.distributed import collectives
 from autopar.distributed.axis import Axis, check_divides
-from autopar.distributed.broadcast_data import Dtypes, broadcast_data
 from autopar.distributed.collectives import even_layout
 from autopar.distributed.mesh import rank_groups
 from autopar.distributed.process import start_process_group
+from autopar.features.megatron.data import Dtypes, broadcast_data
 
 if TYPE_CHECKING:
     from autopar.distributed.mesh import MPU as _Mesh
@@ -133,7 +133,7 @@ class MeshAccessors(_Mesh):
     def broadcast_data(
         self, keys: Iterable[int | str], data: Mapping[Any, Any] | None, dtype: Dtypes
     ) -> dict[int | str, torch.Tensor]:
-        """Broadcast the first tensor-parallel rank's tensors, see :mod:`autopar.distributed.broadcast_data`."""
+        """Broadcast the first tensor-parallel rank's tensors, see :mod:`autopar.features.megatron.data`."""
         return broadcast_data(keys, data, dtype, self)
 
 

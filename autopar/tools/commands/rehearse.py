@@ -149,9 +149,9 @@ def trace(
     Exit code 0 if they match and all ranks came to an end together, else 1.
     """
     with errors(as_json):
-        from autopar.distributed.trace import read
         from autopar.errors import ConfigError
         from autopar.tools.rehearsal.matching import differences, latest, waiting
+        from autopar.tools.rehearsal.trace import read
 
         traces = read(folder)
         if not traces:

@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.activation_checkpoint import recomputed_layers, saved_operators
 from autopar.compat.tensors import sequence_number, tree_map_only
-from autopar.distributed.recompute_tape import Tape
 from autopar.distributed.rng import kept
 from autopar.dry_run.equal_blocks import BlockReplay, EqualBlocks
 from autopar.dry_run.operators import Form, autocast_on_meta, form_of, tensor_of
+from autopar.features.activation_checkpointing.setup import recomputed_layers, saved_operators
+from autopar.features.activation_checkpointing.tape import Tape
 from autopar.pipeline_parallel.engine import backward_halves
 from autopar.tensor_tracking import tensors_in
 from autopar.tools.planner.stage_costs import ForwardCount, Unit, collectives_of

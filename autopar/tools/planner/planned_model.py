@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.activation_checkpoint import check as check_checkpointing
 from autopar.config import ParallelConfig
 from autopar.data_parallel.precision import DTYPES, MasterWeights, to_half
 from autopar.distributed.axis import Axis
@@ -20,6 +19,7 @@ from autopar.dry_run.equal_blocks import EqualBlocks, equal_blocks
 from autopar.dry_run.inputs import keep_kernels, meta_copy, sample_inputs, without_cache
 from autopar.dry_run.plan_model import ModelPlans
 from autopar.errors import ConfigError, UnsupportedModelError, first_line
+from autopar.features.activation_checkpointing.setup import check as check_checkpointing
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan, rank_of_stage
 from autopar.policy.schema import Policy

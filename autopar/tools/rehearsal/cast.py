@@ -21,12 +21,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autopar.compat.c10d import Operator, done, tensors_in
-from autopar.compat.fake_world import FakeWork
 from autopar.distributed.mesh import rank_groups
 from autopar.distributed.mesh_sizes import MeshSizes
-from autopar.distributed.trace import Call, Group
 from autopar.plan.plan import Plan
+from autopar.tools.compat.operators import FakeWork, Operator, done, tensors_in
+from autopar.tools.rehearsal.trace import Call, Group
 
 _FEW = 8  # places of tensor-parallel, context-parallel and data-parallel ranks, all of which are rehearsed
 

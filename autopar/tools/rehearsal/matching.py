@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, NamedTuple
 
 from autopar.distributed.agree import names_of
-from autopar.distributed.trace import Call, Group
+from autopar.tools.rehearsal.trace import Call, Group
 
 Traces = Mapping[int, Sequence[Call]]
 MESSAGES = ("send", "recv")

@@ -16,12 +16,12 @@ import torch
 
 from autopar.compat.tensors import local_part
 from autopar.distributed.autograd_functions import listening
-from autopar.distributed.trace import Call
 from autopar.tensor_tracking import storage_key
 from autopar.tools.planner.hardware import Gpu
 from autopar.tools.planner.stage_costs import seconds_of, volume
 from autopar.tools.planner.storages import FusedKernels, Storages
 from autopar.tools.rehearsal.matching import Play
+from autopar.tools.rehearsal.trace import Call
 
 
 class Work(NamedTuple):

@@ -17,8 +17,8 @@ from autopar.compat.tensors import Dropout
 from autopar.config import ParallelConfig
 from autopar.data_parallel.precision import DTYPES
 from autopar.distributed import gloo_collectives
-from autopar.distributed.broadcast_data import sync_parameters
 from autopar.distributed.collectives import run
+from autopar.distributed.digest import sync_parameters
 from autopar.distributed.rng import base_seed
 from autopar.errors import type_and_text
 from autopar.pipeline_parallel.losses import loss_in

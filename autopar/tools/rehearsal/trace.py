@@ -1,9 +1,9 @@
 """Traces: the collectives and messages of a rank, in the order in which it issues them.
 
-A dispatch mode sees each one as torch's dispatcher does (:mod:`autopar.compat.c10d`), this library's, FSDP2's and
-those of ``DistributedDataParallel``. ``AUTOPAR_TRACE=folder`` lets each rank of a job write its own into
+A dispatch mode sees each one as torch's dispatcher does, this library's, FSDP2's and those of
+``DistributedDataParallel``. ``AUTOPAR_TRACE=folder`` lets each rank of a job write its own into
 ``folder/rank-N.jsonl``, a line each, at once: after a hang the last line is what the rank waits in. A rehearsal
-(:mod:`autopar.tools.rehearsal`) answers them instead, and compares them between ranks.
+answers them instead, and compares them between ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,9 +22,11 @@ import torch
 import torch.distributed as dist
 
 from autopar.call_site import OURS
-from autopar.compat.c10d import (
+from autopar.errors import ConfigError
+from autopar.registry import TRACE
+from autopar.tensor_tracking import TensorTracking
+from autopar.tools.compat.operators import (
     Operator,
-    TorchDispatchMode,
     group_of,
     in_parts,
     name_of_group,
@@ -32,16 +34,14 @@ from autopar.compat.c10d import (
     reduction_of,
     tensors_in,
 )
-from autopar.compat.tensors import dispatch_modes
-from autopar.errors import ConfigError
 
-VARIABLE = "AUTOPAR_TRACE"
 _CARRIERS = (
     "agree.py",
     "trace.py",
     "storages.py",
     "c10d.py",
     "fake_world.py",
+    "operators.py",
     "tensor_tracking.py",
     "autograd_functions.py",
     "gloo_collectives.py",
@@ -118,7 +118,7 @@ class Call(NamedTuple):
         return f"{self.kind}{how}{peer} over {self.group.name}{carried}"
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TensorTracking):
     """Note every collective that this thread, and the backward passes that it starts, issue inside of ``with``.
 
     Args:
@@ -157,8 +157,7 @@ class Recorder(TorchDispatchMode):
         return made
 
     @contextmanager
-    def one(self, kind: str, group: dist.ProcessGroup) -> Iterator[None]:
-        """Note one call of that kind over a group, and none of those inside."""
+    def as_one(self, kind: str, group: dist.ProcessGroup) -> Iterator[None]:
         if not self._muted:
             self._note(Call(kind, self._group(group), (), "", where=where(sys._getframe(1)), control=True))
         self._muted += 1
@@ -198,20 +197,6 @@ class Recorder(TorchDispatchMode):
             found = Group(name_of_group(group), tuple(dist.get_process_group_ranks(group)))
             self._groups[group] = found
         return found
-
-
-@contextmanager
-def as_one(kind: str, group: dist.ProcessGroup) -> Iterator[Any]:
-    """Note what ranks do inside as one collective: it takes messages, or goes through the store of the process group.
-
-    Yields:
-        The ``answer`` of a recorder, which stands in for the backends of collectives; None outside of a rehearsal.
-    """
-    with ExitStack() as stack:
-        recorders = [mode for mode in dispatch_modes() if isinstance(mode, Recorder)]
-        for recorder in recorders:
-            stack.enter_context(recorder.one(kind, group))
-        yield next((recorder.answer for recorder in recorders if recorder.answer is not None), None)
 
 
 def _splits(
@@ -266,11 +251,11 @@ _running: list[Recorder] = []
 
 
 def trace_from_environment() -> None:
-    """Begin to write this rank's trace if ``AUTOPAR_TRACE`` names a folder; once in a process, to its end.
+    """Begin to write this rank's trace into the folder of ``AUTOPAR_TRACE``; once in a process, to its end.
 
     The first line says of which job it is. Attempts of an elastic job behind the first one have folders of their own.
     """
-    named = os.environ.get(VARIABLE)
+    named = os.environ.get(TRACE)
     if not named or _running:
         return
     started = dist.is_initialized()

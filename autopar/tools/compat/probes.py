@@ -1,7 +1,7 @@
-"""Does this release of the libraries have the private names that autopar reads? ``python -m autopar.compat.probes``.
+"""Check that the libraries have the private names that autopar reads: ``python -m autopar.tools.compat.probes``.
 
-Names that a module of this package imports or reads when it is imported need no probe. The others are listed here by
-what has them, and what a function does with some of them is tried on something small.
+Names that a module of :mod:`autopar.compat` or of this package imports or reads when it is imported need no probe. The
+others are listed here by what has them, and what a function does with some of them is tried on something small.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from autopar.compat import c10d, fake_world, tensors, transformers
+from autopar.compat import c10d, tensors, transformers
+from autopar.tools.compat import fake_world, operators
 
 
 class Probe(NamedTuple):
@@ -105,7 +106,7 @@ def _muon_step() -> bool:
 
 
 def _operators_of_collectives() -> bool:
-    tables = {"c10d": c10d.OPERATORS, "_c10d_functional": c10d.FUNCTIONAL}
+    tables = {"c10d": operators.OPERATORS, "_c10d_functional": operators.FUNCTIONAL}
     rows = [(getattr(getattr(torch.ops, kind), name), row) for kind in tables for name, row in tables[kind].items()]
     places = all("group" in operator.default._schema.arguments[row.group].name for operator, row in rows)
     reduced = [operator.default._schema.arguments[row.reduction] for operator, row in rows if row.reduction >= 0]

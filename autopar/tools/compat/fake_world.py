@@ -1,6 +1,6 @@
 """A world of ranks without the others: torch.distributed with groups that carry nothing, on tensors without memory.
 
-A dispatch mode answers its collectives (:mod:`autopar.distributed.trace`). Things that torch does
+A dispatch mode answers its collectives (:mod:`autopar.tools.rehearsal.trace`). Things that torch does
 beside the dispatcher, or refuses to do without memory, are replaced here.
 """
 
@@ -16,10 +16,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    FakeWork as FakeWork,  # noqa: PLC0414
-    ProcessGroup,
-)
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -28,8 +24,9 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.parallel import distributed
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autopar.compat.c10d import fake_worlds, tensors_in
+from autopar.compat.c10d import fake_worlds
 from autopar.compat.tensors import no_dispatch_modes
+from autopar.tools.compat.operators import FakeWork, ProcessGroup, tensors_in
 
 
 def without_data(function: Any, args: Any, kwargs: Any) -> Any:

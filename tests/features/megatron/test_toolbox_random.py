@@ -8,14 +8,14 @@ import torch.distributed as dist
 from torch.nn.functional import dropout
 
 from autopar.distributed.mesh import MPU
-from autopar.distributed.rng_tracker import (
+from autopar.errors import ConfigError
+from autopar.features.megatron.random import (
     RandomStateTracker,
     checkpoint,
     get_cuda_rng_tracker,
     manual_seed,
     model_parallel_cuda_manual_seed,
 )
-from autopar.errors import ConfigError
 from tests.pool import pooled
 
 

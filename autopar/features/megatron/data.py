@@ -1,4 +1,4 @@
-"""broadcast_data: the first rank of a tensor-parallel group reads the batch, the others get it from there. And weights.
+"""broadcast_data: the first rank of a tensor-parallel group reads the batch, the other ranks get it from there.
 
 After Megatron-LM ``megatron/core/tensor_parallel/data.py`` (same name, same purpose). Three things differ: the data of
 the first rank is checked *before* the first collective and the result is sent ahead of the tensors, so bad data is one
@@ -10,22 +10,14 @@ bytes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from autopar.distributed import collectives
 from autopar.distributed.axis import Group, axis_of, device_of
-from autopar.distributed.digest import checksum
-from autopar.distributed.gloo_collectives import all_reduce
 from autopar.errors import ConfigError, nearest
-from autopar.stored import stored_weights, without_memory
-
-if TYPE_CHECKING:
-    from autopar.distributed.mesh import MPU
 
 Dtypes = torch.dtype | Mapping[Any, torch.dtype]
 
@@ -111,34 +103,3 @@ def _inspect(keys: Any, data: Any, dtype: Any) -> tuple[list[_Spec], list[str]]:
         else:
             specs.append(_Spec(key, value.dtype, tuple(value.shape)))
     return specs, problems
-
-
-def sync_parameters(model: nn.Module, mpu: MPU) -> list[str]:
-    """Broadcast rank 0's weights, tensor by tensor where they differ; returns those names. A collective of the world.
-
-    A model initialized at random without a seed differs on every rank. Called before the model is sharded; ranks whose
-    weights agree already exchange one checksum per tensor and nothing else. By name: some models register buffers in
-    the order of a set, which every process has its own of.
-    """
-    hollow = without_memory(model)
-    tensors = {
-        name: tensor.data
-        for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()], key=itemgetter(0))
-        if not tensor.is_meta and id(tensor) not in hollow
-    }
-    for path, stored in sorted(stored_weights(model).items()):
-        tensors |= {f"{path}.weight.{name}": tensor for name, tensor in stored.beside().items()}
-    if mpu.world_size == 1 or not tensors:
-        return []
-    sums = torch.stack([checksum(tensor).to(mpu.device) for tensor in tensors.values()])  # [tensors, 2]
-    first = sums.clone()
-    dist.broadcast(first, src=0)
-    differs = (first != sums).any(dim=1).to(torch.int32)
-    all_reduce(differs, op=dist.ReduceOp.MAX)
-    different = [name for name, flag in zip(tensors, differs.tolist(), strict=True) if flag]
-    for name in different:
-        tensor = tensors[name][tuple(slice(0, 1) if step == 0 else slice(None) for step in tensors[name].stride())]
-        staged = tensor.to(mpu.device, copy=True, memory_format=torch.contiguous_format)
-        dist.broadcast(staged.view(-1).view(torch.uint8), src=0)  # as bytes: gloo does not know every dtype
-        tensor.copy_(staged)  # an expanded buffer has one element where its stride is 0
-    return different

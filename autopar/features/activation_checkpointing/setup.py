@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -17,9 +17,23 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from autopar.compat.tensors import schema_of
 from autopar.compat.transformers import RECOMPUTE, recompute_function, set_recompute_function
 from autopar.distributed.process import accelerator
-from autopar.distributed.recompute_tape import Tape
 from autopar.errors import ConfigError
+from autopar.features.activation_checkpointing.tape import Tape
 from autopar.swap import swap, unswap
+
+
+def plan(plans: Any, config: Any, stages: Any) -> None:
+    """Check that the blocks of the model can be recomputed; nothing is planned."""
+    blocks = () if isinstance(plans.inner, PreTrainedModel) else stages.elements
+    check(plans.inner, blocks, plans.policy.where, config.checkpoint_every)
+
+
+def recompute_blocks(model: nn.Module, state: Any, given: Any) -> None:
+    """After sharding, around it: blocks as they are now are run again."""
+    config, inner = state.config, state.inner_of(model)
+    how: Any = {"on_cpu": config.cpu_checkpointing, "save": config.checkpoint_saves, "every": config.checkpoint_every}
+    apply(inner, state.blocks_of(model), **how)
+    state.undo.append(lambda model, own: undo(own.inner_of(model)))
 
 
 def check(model: nn.Module, blocks: Sequence[str], policy: object, every: int = 1) -> None:
@@ -86,19 +100,6 @@ def undo(model: nn.Module) -> None:
     else:
         for module in model.modules():
             unswap(module, _Recomputed, RECOMPUTE)
-
-
-@contextmanager
-def paused(model: nn.Module) -> Iterator[None]:
-    """Keep activations inside of ``with``: transformers' blocks that recompute in training mode forget their cache."""
-    on = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
-    for module in on:
-        module.gradient_checkpointing = False  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for module in on:
-            module.gradient_checkpointing = True  # type: ignore[assignment]
 
 
 class _Recomputed:

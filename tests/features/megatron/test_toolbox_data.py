@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autopar.distributed.broadcast_data import broadcast_data
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
+from autopar.features.megatron.data import broadcast_data
 from autopar.features.megatron.toolbox import (
     VocabUtility,
     gather_split_1d_tensor,

@@ -10,34 +10,16 @@ may end earlier.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
-from autopar.compat.tensors import TorchDispatchMode, no_dispatch_modes, schema_of, tree_map_only
+from autopar.compat.tensors import no_dispatch_modes, schema_of, tree_map_only
+from autopar.distributed.collectives import running
 from autopar.errors import ConsistencyError
-
-
-class _Running(threading.local):
-    """The tape that keeps or gives collectives in this thread now: backward passes recompute in threads of autograd's.
-
-    An attribute, since a token of a sharded model reads it many times.
-    """
-
-    tape: Tape | None = None
-
-
-running = _Running()
-
-
-def note_on_meta(name: str, x: torch.Tensor, shape: Sequence[int] | None = None) -> None:
-    """Let a dry run's tape keep ``x``, or a tensor like it of another shape, as the collective would."""
-    tape = running.tape
-    if tape is not None:
-        tape.note(name, x if shape is None else x.new_empty(shape))
+from autopar.tensor_tracking import TensorTracking
 
 
 class _Kept(NamedTuple):
@@ -124,7 +106,7 @@ class Tape:
         return kept.result
 
 
-class KeptOperators(TorchDispatchMode):
+class KeptOperators(TensorTracking):
     """Lets a tape keep or give the results of some operators. An operator that draws runs both times."""
 
     supports_higher_order_operators = True

@@ -1,0 +1,12 @@
+"""Blocks run again in the backward pass instead of keeping their activations: ``activation_checkpointing``."""
+
+from autopar.registry import Feature, Step
+
+_SETUP = "autopar.features.activation_checkpointing.setup"
+
+FEATURE = Feature(
+    name="activation_checkpointing",
+    about="activations of blocks that are computed again",
+    planners={"activation_checkpointing": f"{_SETUP}:plan"},
+    steps={"recompute_blocks": Step(f"{_SETUP}:recompute_blocks", after="shard_layers")},
+)

@@ -1,0 +1,152 @@
+"""Operators of torch.distributed as its dispatcher sees them, and the answers that it wants.
+
+Every collective of Python or C++ becomes an operator ``c10d::...`` before a backend runs it. A dispatch mode sees it
+there, whoever called it: this library, FSDP2 or the reducer of ``DistributedDataParallel``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
+    FakeWork,
+    ProcessGroup,
+    _create_work_from_future,
+)
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    _resolve_process_group,
+    _world,
+)
+from torch.distributed.tensor import DTensor
+
+__all__ = ["FakeWork", "ProcessGroup"]
+
+
+class Operator(NamedTuple):
+    """An operator's name here, and where its arguments stand.
+
+    Attributes:
+        kind: name of the collective.
+        out: place of what is written; -1: it is made and returned.
+        given: place of what is sent; ``out`` of those in place.
+        group: place of the process group.
+        peer: place of the root, or of the other rank, by its number in the group; -1: none.
+        result: whether what is written is returned, beside the handle to wait for.
+        splits: places of the sizes that are received and sent.
+        tag: place of a message's tag; -1: none.
+        reduction: place of what makes one number of those of all ranks; -1: none.
+    """
+
+    kind: str
+    out: int
+    given: int
+    group: int
+    peer: int = -1
+    result: bool = True
+    splits: tuple[int, ...] = ()
+    tag: int = -1
+    reduction: int = -1
+
+
+OPERATORS: dict[str, Operator] = {
+    "allreduce_": Operator("all_reduce", 0, 0, 1, reduction=2),
+    "allreduce_coalesced_": Operator("all_reduce", 0, 0, 1, reduction=2, result=False),
+    "allgather_": Operator("all_gather", 0, 1, 2),
+    "_allgather_base_": Operator("all_gather", 0, 1, 2),
+    "allgather_into_tensor_coalesced_": Operator("all_gather", 0, 1, 2, result=False),
+    "reduce_scatter_": Operator("reduce_scatter", 0, 1, 2, reduction=3),
+    "_reduce_scatter_base_": Operator("reduce_scatter", 0, 1, 2, reduction=3),
+    "reduce_scatter_tensor_coalesced_": Operator("reduce_scatter", 0, 1, 2, reduction=3, result=False),
+    "alltoall_": Operator("all_to_all", 0, 1, 2),
+    "alltoall_base_": Operator("all_to_all", 0, 1, 2, result=False, splits=(3, 4)),
+    "broadcast_": Operator("broadcast", 0, 0, 1, peer=2),
+    "reduce_": Operator("reduce", 0, 0, 1, peer=3, reduction=2, result=False),
+    "gather_": Operator("gather", 0, 1, 2, peer=3, result=False),
+    "scatter_": Operator("scatter", 0, 1, 2, peer=3),
+    "barrier": Operator("barrier", 0, 0, 1, result=False),
+    "send": Operator("send", 0, 0, 1, peer=2, result=False, tag=3),
+    "recv_": Operator("recv", 0, 0, 1, peer=2, result=False, tag=3),
+    "recv_any_source_": Operator("recv", 0, 0, 1, result=False, tag=2),
+}
+
+
+_REDUCED = Operator("all_reduce", -1, 0, 2, reduction=1)
+_GATHERED = Operator("all_gather", -1, 0, 2)
+_SCATTERED = Operator("reduce_scatter", -1, 0, 3, reduction=1)
+
+FUNCTIONAL: dict[str, Operator] = {
+    **dict.fromkeys(("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"), _REDUCED),
+    **{f"all_gather_into_tensor{form}": _GATHERED for form in ("", "_out", "_coalesced")},
+    **{f"reduce_scatter_tensor{form}": _SCATTERED for form in ("", "_out", "_coalesced")},
+    "all_to_all_single": Operator("all_to_all", -1, 0, 3, splits=(1, 2)),
+    **dict.fromkeys(("broadcast", "broadcast_"), Operator("broadcast", -1, 0, 2, peer=1)),
+    "isend": Operator("send", -1, 0, 3, peer=1, tag=2),
+    "irecv": Operator("recv", -1, 0, 3, peer=1, tag=2),
+}
+"""Those of ``torch.distributed._functional_collectives``, which DTensors issue."""
+
+_TABLES = {
+    "c10d": OPERATORS,
+    "_c10d_functional": FUNCTIONAL,
+    "_dtensor": {"shard_dim_alltoall": Operator("all_to_all", -1, 0, 3)},
+}
+
+
+def operator_of(function: Any) -> Operator | None:
+    """Return which collective an operator of the dispatcher is; None if it is none."""
+    table = _TABLES.get(getattr(function, "namespace", ""))
+    return None if table is None else table.get(function._schema.name.partition("::")[2])
+
+
+def group_of(argument: Any) -> dist.ProcessGroup:
+    """Return the process group of an operator's argument, which may be its name."""
+    if isinstance(argument, str):
+        return _resolve_process_group(argument)  # type: ignore[arg-type]
+    return argument if isinstance(argument, ProcessGroup) else ProcessGroup.unbox(argument)
+
+
+def name_of_group(group: dist.ProcessGroup) -> str:
+    """Return the description of a group; of several of one description and the same ranks, with a number."""
+    described, ranks = group.group_desc, dist.get_process_group_ranks(group)
+    made = [one for one in _world.pg_map if one.group_desc == described and dist.get_process_group_ranks(one) == ranks]
+    if described in ("", "undefined", "default_pg"):
+        described = "world" if group is dist.group.WORLD else "group"
+    number = next((place for place, one in enumerate(made) if one is group), 0)
+    return f"{described} #{number + 1}" if number else described
+
+
+_REDUCTIONS = {kind: name.lower() for name, kind in dist.ReduceOp.RedOpType.__members__.items()}
+
+
+def reduction_of(argument: Any) -> str:
+    """Return the name of an operator's reduction: ``sum``, ``max``."""
+    return argument if isinstance(argument, str) else _REDUCTIONS[argument.op()]
+
+
+def in_parts(types: Any) -> bool:
+    """Return whether tensors of these classes are DTensors, whose operators are made of operators on plain tensors."""
+    return any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types)
+
+
+def tensors_in(argument: Any) -> list[torch.Tensor]:
+    """Return the tensors of an operator's argument, which may be lists of lists."""
+    if isinstance(argument, torch.Tensor):
+        return [argument]
+    return [x for each in argument for x in tensors_in(each)] if isinstance(argument, list | tuple) else []
+
+
+def done(out: list[torch.Tensor] | None = None, handle: FakeWork | None = None) -> Any:
+    """Return the handle of a collective that is done, as the dispatcher wants it.
+
+    Args:
+        out: its result, for ``DistributedDataParallel``, which asks for it.
+        handle: of a message.
+    """
+    if out is None:
+        return (handle or FakeWork()).boxed()
+    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+    future.set_result(out)
+    return _create_work_from_future(future).boxed()
