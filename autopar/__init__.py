@@ -15,8 +15,7 @@ from autopar.errors import (
     VerificationError as VerificationError,
     nearest,
 )
-from autopar.on_demand import lazy_names
-from autopar.registry import OF_FEATURES, public_name
+from autopar.registry import OF_FEATURES, lazy_names, public_name
 
 __version__ = "0.1.0"
 
@@ -34,7 +33,7 @@ _HOMES = {
         "data_parallel.precision": "GradScaler",
         "deferred_init.context": "lazy_init",
         "distributed.mesh": "MPU",
-        "distributed.stop_signal": "StopSignal",
+        "distributed.agree": "StopSignal",
         "compat.patches": "patches",
         "pretrained": "from_pretrained",
         "tensor_parallel": "tensor_parallel",

@@ -16,8 +16,8 @@ from autopar.data_parallel.gradients import (
 )
 from autopar.data_parallel.precision import GradScaler as GradScaler
 from autopar.deferred_init.context import lazy_init as lazy_init
+from autopar.distributed.agree import StopSignal as StopSignal
 from autopar.distributed.mesh import MPU as MPU
-from autopar.distributed.stop_signal import StopSignal as StopSignal
 from autopar.errors import (
     AutoparError as AutoparError,
     CheckpointError as CheckpointError,

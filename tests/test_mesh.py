@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 import autopar
 from autopar.compat.c10d import number_of_next_group
+from autopar.distributed.axis import MeshSizes
 from autopar.distributed.mesh import MPU, rank_groups
-from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.distributed.process import Accelerator
 from autopar.errors import ConfigError
 from tests.pool import pooled

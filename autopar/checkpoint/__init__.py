@@ -5,7 +5,7 @@ The public names are loaded when they are first used: a model is initialized wit
 
 from typing import TYPE_CHECKING
 
-from autopar.on_demand import lazy_names
+from autopar.registry import lazy_names
 
 if TYPE_CHECKING:
     from autopar.checkpoint.dtensor import (

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.checkpoint.staging import MANIFEST, REMOVED, leftovers
-from autopar.distributed.mesh_sizes import MeshSizes
+from autopar.distributed.axis import MeshSizes
 from autopar.errors import CheckpointError, nearest
 from autopar.layout import Layout
 from autopar.plan.plan import TensorPlan

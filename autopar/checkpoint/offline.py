@@ -23,7 +23,7 @@ import torch
 from autopar.checkpoint.format import PARTS, WEIGHTS, Manifest, Part, parse_size, versions
 from autopar.checkpoint.shards import Shards, record_of, shard_writer
 from autopar.checkpoint.staging import MERGED, Staging, output_folder, parse_dtype, progress_bar
-from autopar.distributed.mesh_sizes import MeshSizes
+from autopar.distributed.axis import MeshSizes
 from autopar.errors import CheckpointError
 from autopar.layout import Layout
 from autopar.plan.plan import Piece, TensorPlan

@@ -19,7 +19,7 @@ from autopar.checkpoint.staging import output_folder, parse_dtype, progress_bar
 from autopar.compat.tensors import own_buffers, unsaved_buffers
 from autopar.deferred_init.context import lazy_init
 from autopar.deferred_init.files import explained, sources_of
-from autopar.distributed.mesh_sizes import MeshSizes
+from autopar.distributed.axis import MeshSizes
 from autopar.errors import AutoparError, CheckpointError, ConfigError, listed, nearest
 from autopar.plan.make_plan import make_plan
 from autopar.plan.plan import Plan

@@ -10,11 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
-    HashStore,
-    PrefixStore,
-)
-from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed.distributed_c10d import (
     _get_default_group as default_group,
     _get_default_store as default_store,
     _world,

@@ -122,38 +122,6 @@ def any_order(again: _Again) -> Callable[[_Backward], _Backward]:
     return decorate
 
 
-class _ScaledGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
-        keep_none(ctx)
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    @any_order(lambda ctx, grad: _refuse_scaled())
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad * ctx.factor, None
-
-
-def _refuse_scaled() -> Any:
-    raise ConfigError(
-        "create_graph=True with experts that several replicas share (expert_parallel_size above "
-        "tensor_parallel_size):\n  a penalty on gradients, a Hessian or a meta-gradient of experts would be a sum over "
-        "replicas, where that of other\n  weights is a mean. expert_parallel_size: 1, or that of tensor_parallel_size, "
-        "goes with it."
-    )
-
-
-def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return ``x``, ``[...]``, with ``factor`` times the gradient, which cannot be differentiated again.
-
-    Raises:
-        ConfigError: in a backward with ``create_graph=True``.
-    """
-    scaled: torch.Tensor = _ScaledGradient.apply(x, factor)
-    return scaled
-
-
 def refuse_again(*gradients: Any) -> Any:
     """Raise ConfigError in the place of a backward that cannot be differentiated again."""
     raise ConfigError(
@@ -163,14 +131,8 @@ def refuse_again(*gradients: Any) -> Any:
     )
 
 
-def single_backward(backward: _Backward) -> _Backward:
-    """Decorate the backward of an autograd function whose gradients cannot be differentiated again.
-
-    Raises:
-        ConfigError: in a backward with ``create_graph=True``; on every rank, which all run it.
-    """
-
-    return any_order(refuse_again)(backward)
+single_backward: Callable[[_Backward], _Backward] = any_order(refuse_again)
+"""Decorates the backward of an autograd function whose gradients cannot be differentiated again."""
 
 
 def refuse_transforms(given: Callable[[], Any]) -> None:

@@ -1,9 +1,9 @@
-"""Axis: one dimension of the mesh as a rank sees it; and what functions accept as ``group``."""
+"""Axis: one dimension of the mesh as a rank sees it; the sizes of all; and what functions accept as ``group``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,20 @@ from autopar.compat.c10d import in_fake_world
 from autopar.distributed.process import accelerator
 from autopar.errors import ConfigError
 from autopar.layout import Block, Layout, even_shards
+
+
+class MeshSizes(NamedTuple):
+    """Sizes of the axes, which also checkpoints without a process group tell."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+
+    def in_words(self) -> str:
+        """Return the sizes by the names that they have in a config, that of context parallelism if there is any."""
+        cp = f"context_parallel_size={self.cp}, " if self.cp > 1 else ""
+        return f"tensor_parallel_size={self.tp}, {cp}pipeline_parallel_size={self.pp}, data-parallel size {self.dp}"
 
 
 class Axis:
@@ -102,17 +116,6 @@ def axis_of(group: Group | None) -> Axis:
     if group is outsider:
         raise ConfigError(f"group: global rank {dist.get_rank()} is not a member of this process group")
     raise ConfigError(f"group must be a torch ProcessGroup or an MPU, not {type(group).__name__}")
-
-
-def check_divides(size: int, axis: Axis, what: str) -> int:
-    """Return ``size / axis.size``.
-
-    Raises:
-        ConfigError: if that is not whole; with both numbers. ``size`` is the same on every rank, so all of them raise.
-    """
-    if size % axis.size:
-        raise ConfigError(f"{what} of size {size} does not divide over {axis.size} ranks ({axis.name} axis)")
-    return size // axis.size
 
 
 def device_of(axis: Axis) -> torch.device:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from autopar.compat.c10d import number_of_next_group
+from autopar.compat.tensors import local_part
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.process import device_of_numbers
 from autopar.stored import stored_weights, without_memory
@@ -44,21 +44,24 @@ def of_checksum(plain: int, placed: int) -> int:
 
 def of_values(value: Any) -> int:
     """Digest the bits of all tensors in nested mappings, lists and tuples, in their order; nothing else counts."""
-    found: list[int] = []
+    tensors = (entry for _, entry in leaves(value) if isinstance(entry, torch.Tensor) and not entry.is_meta)
+    return of_text(repr([of_tensor(local_part(tensor)) for tensor in tensors]))
 
-    def note(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            if not value.is_meta:
-                found.append(of_tensor(value.to_local() if isinstance(value, DTensor) else value))
-        elif isinstance(value, Mapping):
-            for entry in value.values():
-                note(entry)
-        elif isinstance(value, list | tuple):
-            for entry in value:
-                note(entry)
 
-    note(value)
-    return of_text(repr(found))
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the entries of nested arguments, by names such as ``images[0].mask``."""
+    if isinstance(value, Mapping):
+        entries = [(f"{name}.{key}" if name else str(key), entry) for key, entry in value.items()]
+    elif isinstance(value, list | tuple):
+        entries = [(f"{name}[{index}]", entry) for index, entry in enumerate(value)]
+    else:
+        yield name, value
+        return
+    for inside, entry in entries:
+        if isinstance(entry, Mapping | list | tuple):
+            yield from leaves(entry, inside)
+        else:
+            yield inside, entry
 
 
 def hexdigest(tensor: torch.Tensor) -> str:

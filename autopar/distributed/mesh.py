@@ -43,9 +43,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar import registry
 from autopar.compat.c10d import default_group, destroy
 from autopar.config import ParallelConfig
-from autopar.distributed.axis import Axis, device_of_group
+from autopar.distributed.axis import Axis, MeshSizes, device_of_group
 from autopar.distributed.digest import number_groups_alike
-from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.distributed.process import TIMEOUT, start_process_group
 from autopar.errors import ConfigError, nearest
 

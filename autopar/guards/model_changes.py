@@ -33,8 +33,7 @@ from autopar.compat.tensors import no_overrides, own_modules, own_parameters
 from autopar.compat.transformers import forget_own_adapters
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.guards.messages import group_call
-from autopar.guards.step import ClassHook, forget, listen
+from autopar.guards.step import ClassHook, forget, group_call, listen
 
 _WHEN = (
     "  Add or replace modules (adapters, heads, parametrizations) before autopar.initialize, or take the model back\n"
@@ -321,16 +320,6 @@ def _check_ranks(what: str, ranks: Sequence[int], mpu: MPU, remedy: str, *, aver
             f"context_parallel_size={mpu.cp.size}\n  gradients are averaged over all ranks with the shard of rank "
             f"{mpu.rank}, {_ranks(mpu.dp_cp.ranks)}. Give it {remedy}."
         )
-
-
-def in_trainer(mpu: MPU) -> str:
-    """Say why transformers' Trainer cannot train a parallelized model."""
-    return (
-        "transformers' Trainer would wrap the model in DistributedDataParallel over ranks "
-        f"{_ranks(range(mpu.world_size))}, which hold different shards\n"
-        f"  of it: that of rank {mpu.rank} is held by {_ranks(mpu.dp_cp.ranks)}. Use\n"
-        "  autopar.integrations.ParallelTrainer(model=model, args=args, ...) instead, with the same arguments."
-    )
 
 
 def _ranks(ranks: Sequence[int]) -> str:

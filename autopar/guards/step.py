@@ -18,7 +18,7 @@ import operator
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,8 +33,7 @@ from autopar.distributed.digest import of_tensor, of_text, sum_of_bits
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_reads import switch
-from autopar.errors import ConfigError, ConsistencyError
-from autopar.guards.messages import group_call, unlike_gradients, unlike_weights
+from autopar.errors import ConfigError, ConsistencyError, listed
 
 _Kind = TypeVar("_Kind")
 
@@ -47,6 +46,7 @@ OVERFLOW = -1  # the digest of a gradient that is not finite
 _OF_STEP = (4, 4096)  # weights of one step's sample, and elements of each: replicas may hold shards of other sizes
 _OF_SHARD = 2048  # elements of the gradient and state of a sharded weight
 _PARAMETERS = operator.itemgetter("params")
+TURN_OFF = "  consistency_check: {enable: false} turns this check off."
 _PLAIN = (bool, int, float, str, tuple, type(None))
 
 # -- hooks of the process ----------------------------------------------------------------------------------------------
@@ -355,9 +355,9 @@ class StepCheck:
         gradients = ((name, ours[name][0], others[name][0]) for name in ours if name in others)
         different = [name for name, one, two in gradients if one != two and OVERFLOW not in (one, two)]
         if weights:
-            text = unlike_weights(replicas, place, pair, weights)
+            text = _unlike_weights(replicas, place, pair, weights)
         elif different:
-            text = unlike_gradients(replicas, place, different, group_call(self.mpu))
+            text = _unlike_gradients(replicas, place, different, group_call(self.mpu))
         else:
             return
         self.failures.publish(text)
@@ -452,3 +452,32 @@ def digest_step(
         sums += [found, summed(parameter.detach())]
     numbers = torch.stack(sums).tolist() if sums else []
     return {name: (numbers[2 * i], numbers[2 * i + 1]) for i, name in enumerate(names)}
+
+
+# -- error texts -------------------------------------------------------------------------------------------------------
+
+
+def group_call(mpu: MPU) -> str:
+    """Return the call that gives the process group over which gradients are averaged."""
+    return f"model.mpu.{mpu.dp_cp.name}.group"  # of dp where ranks share no sequences
+
+
+def _unlike_weights(replicas: str, place: str, pair: Sequence[int], weights: Mapping[str, tuple[int, int]]) -> str:
+    """Describe that ``weights`` differ: name -> digests on both ranks of ``pair``."""
+    digests = {name: [f"{it & (1 << 64) - 1:016x}"[:12] for it in both] for name, both in list(weights.items())[:3]}
+    lines = [f"    {name}: rank {pair[0]}: {one}, rank {pair[1]}: {two}\n" for name, (one, two) in digests.items()]
+    return (
+        f"the weights of the {replicas} differ: they have drifted apart.\n{place}: {listed(list(weights), 3)}.\n"
+        f"{''.join(lines)}  One of them skipped a step, or stepped with gradients or settings of its own. Go on from "
+        f"the last checkpoint.\n{TURN_OFF}"
+    )
+
+
+def _unlike_gradients(replicas: str, place: str, names: Sequence[str], group: str) -> str:
+    """Describe that gradients differ; ``group``: the call that returns the group for DistributedDataParallel."""
+    return (
+        f"the gradients of the {replicas} differ: nothing has averaged them, and the "
+        f"replicas would drift apart.\n{place}: {listed(names, 3)}.\n"
+        f"  Call the model through DistributedDataParallel(model, process_group={group}), or average before step():\n"
+        f"  autopar.average_gradients(model). (Or one of them has skipped a step.)\n{TURN_OFF}"
+    )

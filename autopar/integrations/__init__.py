@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from autopar.on_demand import lazy_names
+from autopar.registry import lazy_names
 
 if TYPE_CHECKING:
     from autopar.integrations.adapters import add_adapter, get_peft_model

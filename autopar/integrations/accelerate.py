@@ -28,7 +28,6 @@ from autopar.distributed.failures import waiting
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.guards.model_changes import in_trainer
 from autopar.guards.step import listeners
 
 _UNSET: Any = object()
@@ -130,7 +129,11 @@ def prepare_model(
 
     mpu = inside(model)
     if mpu is not None and not evaluation_mode and any(frames_of("transformers.trainer")):
-        raise ConfigError(in_trainer(mpu))
+        raise ConfigError(
+            "transformers' Trainer would wrap the model in DistributedDataParallel over all "
+            f"{mpu.world_size} ranks, which hold different shards of it.\n  Use "
+            "autopar.integrations.ParallelTrainer(model=model, args=args, ...) instead, with the same arguments."
+        )
     kind: str = accelerator.distributed_type.value
     if mpu is None or not (kind == "NO" or kind.startswith("MULTI_")):  # another engine's
         return plain(accelerator, model, device_placement, evaluation_mode)

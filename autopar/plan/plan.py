@@ -352,25 +352,6 @@ class Plan:
         )
 
 
-def rule_of(plan: Plan, tensor: TensorPlan) -> str:
-    """Name the rule of a tensor and its units: ``column heads | kv_heads``; ``replicated`` if every rank holds all."""
-    for name in (tensor.name, *tensor.aliases):
-        path, _, own = name.rpartition(".")
-        module = plan.modules.get(path)
-        if module is not None and own in module.layouts:
-            rule = "by_expert" if module.rule == "one_expert" else module.rule or "sharded"
-            return f"{rule} {_units(module.layouts[own])}"
-        if module is not None and own in module.once:
-            return "once"
-        if module is not None and own in module.summed:
-            return "replicated, gradient all-reduced"
-    return "replicated" if tensor.layout is None else f"sharded {_units(tensor.layout)}"
-
-
-def _units(layout: Layout) -> str:
-    return " | ".join(block.unit for block in layout.blocks) + (" (replicated)" if layout.replicated else "")
-
-
 def rows(entries: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
     """One row for entries that differ in numbers of blocks alone: ``layers.0-3.experts.0-7.up.weight``."""
     found = [

@@ -10,7 +10,7 @@ from typing import Any
 
 from autopar import registry
 from autopar.errors import nearest
-from autopar.on_demand import lazy_names
+from autopar.registry import lazy_names
 
 _HOMES = {
     "distributed.axis": "Group axis_of",

@@ -38,11 +38,12 @@ from autopar.compat.transformers import caches_in, holds_states, holds_tokens
 from autopar.distributed.autograd_functions import refuse_transforms
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import gather, scatter
+from autopar.distributed.digest import leaves
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_reads import switch
 from autopar.errors import ConfigError, first_line
-from autopar.guards.forward import ForwardCheck, leaves, named_arguments
+from autopar.guards.forward import ForwardCheck, named_arguments
 from autopar.guards.model_changes import ModuleTree
 from autopar.layout import Block, Layout
 from autopar.plan.plan import Plan

@@ -13,7 +13,7 @@ from autopar.checkpoint import rotation
 from autopar.checkpoint.format import FileRecord, Manifest, Part
 from autopar.checkpoint.rotation import check_keep_last, is_checkpoint, next_order, rotate, series
 from autopar.checkpoint.staging import Staging
-from autopar.distributed.mesh_sizes import MeshSizes
+from autopar.distributed.axis import MeshSizes
 from autopar.errors import CheckpointError
 from autopar.plan.plan import TensorPlan
 

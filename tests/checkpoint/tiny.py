@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from autopar.checkpoint import attach, save
 from autopar.checkpoint.save import snapshot
 from autopar.checkpoint.state import config_writer, state_of
-from autopar.distributed.mesh_sizes import MeshSizes
+from autopar.distributed.axis import MeshSizes
 from autopar.layout import Block, Layout, aligned_shards, even_shards, replicated_shards
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.files import NAME, checksum, file_checksum

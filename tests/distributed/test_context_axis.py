@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
+from autopar.distributed.axis import MeshSizes
 from autopar.distributed.mesh import MPU, rank_groups
-from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.errors import ConfigError, ConsistencyError
 from tests.parity import all_close, close, language_batches, whole
 from tests.pool import pooled

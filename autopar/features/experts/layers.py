@@ -27,7 +27,7 @@ from torch import nn
 
 from autopar.compat.tensors import in_backward
 from autopar.distributed import gloo_collectives
-from autopar.distributed.autograd_functions import scale_gradient
+from autopar.distributed.autograd_functions import any_order, keep_none
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import (
     all_gather,
@@ -153,9 +153,9 @@ class ExpertParallel(RegionModule):
         if not rows.is_meta and not torch.compiler.is_compiling() and not in_backward():  # which computes blocks again
             self._count(local)
         replicas = self.tp.size // self.beside.size  # [Note: gradients over replicas]
-        rows = scale_gradient(rows, float(replicas)) if replicas > 1 else rows
+        rows = _ScaledGradient.apply(rows, float(replicas)) if replicas > 1 else rows
         y = self._outputs(rows, local)
-        return scale_gradient(y, 1 / replicas) if replicas > 1 else y
+        return _ScaledGradient.apply(y, 1 / replicas) if replicas > 1 else y
 
     def _outputs(self, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, hidden]``, of this rank's experts of those numbers."""
@@ -293,3 +293,27 @@ def expert_load(model: nn.Module, *, reset: bool = True) -> dict[str, torch.Tens
                 if reset:
                     module.tokens = None
     return found
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """A tensor with ``factor`` times the gradient, which cannot be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        keep_none(ctx)
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    @any_order(lambda ctx, grad: _refuse_scaled())
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def _refuse_scaled() -> Any:
+    raise ConfigError(
+        "create_graph=True with experts that several replicas share (expert_parallel_size above "
+        "tensor_parallel_size):\n  a penalty on gradients, a Hessian or a meta-gradient of experts would be a sum over "
+        "replicas, where that of other\n  weights is a mean. expert_parallel_size: 1, or that of tensor_parallel_size, "
+        "goes with it."
+    )

@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 
 from autopar.distributed import collectives
-from autopar.distributed.axis import Axis, check_divides
+from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import even_layout
 from autopar.distributed.mesh import rank_groups
 from autopar.distributed.process import start_process_group
 from autopar.features.megatron.data import Dtypes, broadcast_data
+from autopar.features.megatron.toolbox import check_divides
 
 if TYPE_CHECKING:
     from autopar.distributed.mesh import MPU as _Mesh

@@ -25,7 +25,7 @@ from __future__ import annotations
 import torch
 
 from autopar.distributed import collectives
-from autopar.distributed.axis import Group, axis_of, check_divides
+from autopar.distributed.axis import Axis, Group, axis_of
 from autopar.distributed.collectives import even_layout
 from autopar.errors import ConfigError
 from autopar.layout import Range, even_shards
@@ -163,3 +163,14 @@ class VocabUtility:
 
     vocab_range_from_global_vocab_size = staticmethod(vocab_range_from_global_vocab_size)
     vocab_range_from_per_partition_vocab_size = staticmethod(vocab_range_from_per_partition_vocab_size)
+
+
+def check_divides(size: int, axis: Axis, what: str) -> int:
+    """Return ``size / axis.size``.
+
+    Raises:
+        ConfigError: if that is not whole; with both numbers. ``size`` is the same on every rank, so all of them raise.
+    """
+    if size % axis.size:
+        raise ConfigError(f"{what} of size {size} does not divide over {axis.size} ranks ({axis.name} axis)")
+    return size // axis.size

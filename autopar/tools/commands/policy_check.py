@@ -15,9 +15,10 @@ from autopar import registry
 from autopar.config import ParallelConfig
 from autopar.dry_run.plan_model import ModelPlans
 from autopar.errors import AutoparError
-from autopar.plan.plan import Plan, derived_notice, rule_of
+from autopar.plan.plan import Plan, derived_notice
 from autopar.plan.stages import StagePlan
 from autopar.policy.schema import Policy
+from autopar.tools.planner.parallelized import rule_of
 
 _CP = 2  # the size with which context parallelism is tried where none is given
 

@@ -13,7 +13,8 @@ from autopar.cli.tables import lines, shape, table
 from autopar.compat.transformers import from_config
 from autopar.deferred_init.context import lazy_init
 from autopar.errors import ConfigError, not_parallelized
-from autopar.plan.plan import held as held_here, rows, rule_of
+from autopar.layout import Layout
+from autopar.plan.plan import Plan, TensorPlan, held as held_here, rows
 from autopar.tools.planner.candidate import Rows
 from autopar.tools.planner.hardware import find_gpu, gpu_of
 from autopar.tools.planner.planned_model import PlannedModel
@@ -144,3 +145,22 @@ def _flops_of_sample(inner: nn.Module, sequence: int, policy: Any) -> int:
     count = PlannedModel(plain, policy, sequence=sequence, precision="fp32").count(Rows(1), 1)
     units = count.units()
     return sum(operation.in_all for unit in units for operation in unit.operations)
+
+
+def rule_of(plan: Plan, tensor: TensorPlan) -> str:
+    """Name the rule of a tensor and its units: ``column heads | kv_heads``; ``replicated`` if every rank holds all."""
+    for name in (tensor.name, *tensor.aliases):
+        path, _, own = name.rpartition(".")
+        module = plan.modules.get(path)
+        if module is not None and own in module.layouts:
+            rule = "by_expert" if module.rule == "one_expert" else module.rule or "sharded"
+            return f"{rule} {_units(module.layouts[own])}"
+        if module is not None and own in module.once:
+            return "once"
+        if module is not None and own in module.summed:
+            return "replicated, gradient all-reduced"
+    return "replicated" if tensor.layout is None else f"sharded {_units(tensor.layout)}"
+
+
+def _units(layout: Layout) -> str:
+    return " | ".join(block.unit for block in layout.blocks) + (" (replicated)" if layout.replicated else "")

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autopar.distributed.axis import MeshSizes
 from autopar.distributed.mesh import rank_groups
-from autopar.distributed.mesh_sizes import MeshSizes
 from autopar.plan.plan import Plan
 from autopar.tools.compat.operators import FakeWork, Operator, done, tensors_in
 from autopar.tools.rehearsal.trace import Call, Group

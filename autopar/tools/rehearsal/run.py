@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from autopar.config import ParallelConfig
 from autopar.deferred_init.context import lazy_init
-from autopar.distributed.mesh_sizes import MeshSizes
+from autopar.distributed.axis import MeshSizes
 from autopar.dry_run.plan_model import ModelPlans, plan_model, prepared
 from autopar.errors import ConfigError
 from autopar.tools.planner.candidate import mesh_words

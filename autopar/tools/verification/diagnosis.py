@@ -23,8 +23,9 @@ from torch import nn
 from autopar.dry_run.activation_tracking import line_of
 from autopar.errors import ConsistencyError, PolicyError, clip, first_line, listed, type_and_text
 from autopar.plan.matching import around
-from autopar.plan.plan import ModulePlan, Plan, rule_of
+from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.stages import StagePlan
+from autopar.tools.planner.parallelized import rule_of
 from autopar.tools.verification.checks import generated, prompt_of
 from autopar.tools.verification.outputs import OF_GRADIENTS, Distance, gathered, local, local_part, measure, reseed
 from autopar.tools.verification.recording import Entry, Recording, recorded

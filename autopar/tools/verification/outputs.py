@@ -20,9 +20,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from autopar.distributed.digest import leaves
 from autopar.distributed.mesh import MPU
 from autopar.errors import UnsupportedModelError
-from autopar.guards.forward import leaves
 from autopar.layout import Layout, even_shards
 from autopar.pipeline_parallel.outputs import complete, unavailable
 from autopar.plan.plan import ModulePlan, Plan

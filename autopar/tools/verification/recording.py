@@ -13,8 +13,8 @@ from torch import nn
 
 from autopar.compat.tensors import in_backward
 from autopar.distributed.axis import Axis
+from autopar.distributed.digest import leaves
 from autopar.distributed.shard_reads import PLAIN
-from autopar.guards.forward import leaves
 from autopar.pipeline_parallel.outputs import complete
 from autopar.tensor_tracking import TensorTracking, tensors_in
 from autopar.tools.verification.report import Traffic
