@@ -98,6 +98,11 @@ class Feature:
             only reads the model. ``check(tp, pp)`` is called before anything is planned, and raises ConfigError.
             ``rules(matches, modules, tp)`` is called when the modules of the policy have plans. It yields each rule
             with the match whose units it has.
+        guards: Checks of values that ranks compare. ``forward``:
+            ``make(inner, mpu, config, failures, draws, steps)`` is called for each model of which several ranks get the
+            same batch. It returns an object whose ``before_forward``, ``after_forward``, ``report`` and ``check_call``
+            the hooks of the model call on every rank. ``step``: ``make(mpu, failures, whole_every, experts)`` is called
+            where there are replicas; ``compare(optimizer, progress, closure, scaled)`` of its result before each step.
         rules: Rules of plans. The entry is the mixin that :func:`autopar.tensor_parallel.region_modules.region_class`
             puts before the class of a module, when layers are swapped; or a function of that class that returns it.
             ``autopar_state`` of a mixin names the attributes that its instances add.
@@ -128,6 +133,7 @@ class Feature:
     planners: Entries = field(default_factory=dict)
     matches: Entries = field(default_factory=dict)
     additions: Entries = field(default_factory=dict)
+    guards: Entries = field(default_factory=dict)
     rules: Entries = field(default_factory=dict)
     extensions: Mapping[str, Extension] = field(default_factory=dict)
     steps: Mapping[str, Step] = field(default_factory=dict)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar import registry
 from autopar.config import ParallelConfig
 from autopar.data_parallel.fully_sharded import FullySharded
 from autopar.data_parallel.grad_sync import held_alike
@@ -50,10 +51,11 @@ class DataParallel:
         self.wrappers = WrapperCheck(
             model, mpu, shares_experts=bool(plan.experts), fully_sharded=config.fully_sharded
         )  # reports first what it finds in a step
-        compare = config.consistency_check and not config.fully_sharded
-        self.steps = StepCheck(model, mpu, failures, held_alike(model, plan, mpu), compare=compare,
-                               whole_every=config.parameters_every, experts=plan.experts,
-                               look=partial(look_at_new, plan, config))  # fmt: skip
+        compares = config.consistency_check and not config.fully_sharded and mpu.dp_cp.size > 1
+        make = registry.entry("guards", "step") if compares else None
+        comparison = None if make is None else make(mpu, failures, config.parameters_every, plan.experts)
+        look = partial(look_at_new, plan, config)
+        self.steps = StepCheck(model, mpu, failures, held_alike(model, plan, mpu), comparison, look)
         self.norm = ReplicaNorm(model, plan, mpu, failures, scaled=config.precision == "fp16")
         self.step: ParallelStep | None = None
         self.fully_sharded: FullySharded | None = None

@@ -264,6 +264,13 @@ def apply(model: nn.Module, state: Parallelized, given: Given) -> None:
         step(model, state, given)
     if notice is not None:
         tell(_log, notice)
+    if (
+        mpu.is_master
+        and mpu.world_size > 1
+        and state.config.consistency_check
+        and not registry.installed("rank_checks")
+    ):
+        tell(_log, "ranks compare nothing (consistency_check): the feature 'rank_checks' is not installed")
     if mpu.is_master:
         tell(_log, summarise(model, whole, mpu.sizes, mpu.device, state.policy.where))
 

@@ -21,7 +21,6 @@ from autopar.distributed.axis import Axis
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.guards.forward import ForwardCheck
 from autopar.guards.step import StepCheck
 from autopar.plan.plan import ModulePlan, Plan
 from autopar.plan.stages import StagePlan
@@ -69,11 +68,8 @@ def attach(
     """
     check = None
     if config.consistency_check and mpu.tp_cp.size > 1:
-        kind, _, number = config.consistency_inputs.partition(" ")
-        every = {"auto": 1 if mpu.device.type == "cpu" else 10, "first": 0, "always": 1}.get(kind)
-        check = ForwardCheck(mpu, failures, region.draws, steps, int(number) if every is None else every)
-        if not config.fully_sharded:
-            check.find_sharded(inner)
+        make = registry.entry("guards", "forward")
+        check = None if make is None else make(inner, mpu, config, failures, region.draws, steps)
     hooks.attach(inner, plan, mpu, region, failures, check)
     refuse_methods(inner, plan, mpu)
     if mpu.tp_cp.size > 1:

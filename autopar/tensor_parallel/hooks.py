@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from autopar.compat.tensors import forward_hooks, leave_alone, remove_forward_hooks
-from autopar.compat.transformers import caches_in, holds_states, holds_tokens
+from autopar.compat.transformers import CACHES, caches_in, holds_states, holds_tokens
 from autopar.distributed.autograd_functions import refuse_transforms
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import gather, scatter
@@ -43,7 +43,6 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.shard_reads import switch
 from autopar.errors import ConfigError, first_line
-from autopar.guards.forward import ForwardCheck, named_arguments
 from autopar.guards.model_changes import ModuleTree
 from autopar.layout import Block, Layout
 from autopar.plan.plan import Plan
@@ -287,9 +286,7 @@ _NAMES = ("_autopar_failures", "_autopar_check", "_autopar_region")
 T = TypeVar("T")
 
 
-def attach(
-    model: nn.Module, plan: Plan, mpu: MPU, region: Region, failures: FailureLog, check: ForwardCheck | None
-) -> None:
+def attach(model: nn.Module, plan: Plan, mpu: MPU, region: Region, failures: FailureLog, check: Any) -> None:
     """Register hooks on ``model`` and its base model (which users call by itself, too).
 
     Args:
@@ -340,9 +337,7 @@ class BeforeForward(Hook):
     outermost = sharded = together = False
     model: nn.Module
 
-    def __init__(
-        self, region: Region, check: ForwardCheck | None, tree: ModuleTree | None, names: tuple[str, ...]
-    ) -> None:
+    def __init__(self, region: Region, check: Any, tree: ModuleTree | None, names: tuple[str, ...]) -> None:
         self.region, self.check, self.tree, self.names = region, check, tree, names
         self.whole_hooks = WholeHooks(region.axis) if region.axis.size > 1 else None
         self.key = next(_KEYS)
@@ -405,7 +400,7 @@ class BeforeForward(Hook):
 class AfterForward(Hook):
     """Forward hook, called after an error too: end the region, gather attention maps."""
 
-    def __init__(self, mpu: MPU, region: Region, layouts: list[Layout], check: ForwardCheck | None) -> None:
+    def __init__(self, mpu: MPU, region: Region, layouts: list[Layout], check: Any) -> None:
         self.mpu, self.region, self.layouts, self.check = mpu, region, layouts, check
 
     @no_graph_of_its_own
@@ -424,3 +419,9 @@ class AfterForward(Hook):
 
 
 _HOOKS = (Hook, ShardCaches, MarkCaches)
+
+
+def named_arguments(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a forward by name (``names``: of all of them), without this rank's cache."""
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    return {name: value for name, value in named.items() if name not in CACHES}

@@ -1,7 +1,7 @@
 """What training steps and decoded tokens allocate on the simulated device: from the fourth step on, the same each time.
 
 Bytes that are live behind a step, and how many allocations a step made. The check of the ranks keeps a sample of
-another weight each time (``guards/forward.py``), of another size: it is left out.
+another weight each time (``features/rank_checks/forward.py``), of another size: it is left out.
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ from autopar.distributed.digest import extremes
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.rng import sync_generators
 from autopar.distributed.shard_reads import aside
-from autopar.guards.forward import ForwardCheck
 from autopar.setup.steps import Given, Parallelized
 from autopar.swap import bind, unbind
 from autopar.tensor_parallel.apply import generating_methods
@@ -132,7 +131,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     Replicas that share experts go on until the last of them has come to its end.
     """
     failures: FailureLog = self._autopar_failures
-    check: ForwardCheck | None = self._autopar_check
+    check = self._autopar_check
     mpu, region = failures.mpu, self._autopar_region
     if region.check_thread is not None:
         region.check_thread()

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.compat.tensors import local_part, no_overrides, own_parameters
-from autopar.compat.transformers import CACHES
+from autopar.config import ParallelConfig
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import extremes_over
 from autopar.distributed.digest import hexdigest, leaves, of_tensor, of_text, of_values, sums_of_bits
@@ -36,7 +36,8 @@ from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import Generators, begun_stream
 from autopar.distributed.shard_reads import PLAIN
 from autopar.errors import ConsistencyError, listed
-from autopar.guards.step import TURN_OFF, StepCheck, group_call, some_rows
+from autopar.features.rank_checks.step import TURN_OFF, sample_shard, some_rows
+from autopar.guards.step import StepCheck, group_call
 from autopar.stored import without_memory
 
 _WATCHED = 4  # first forwards of a mode in which it is seen which generators the model draws from
@@ -57,15 +58,22 @@ class ForwardCheck:
         every: Compare contents, generators and weights on every ``every``-th forward, and on the first of each mode;
             0 compares on the first of each mode and nothing, not even shapes, on the others.
 
-    After every ``steps.whole_every``-th step all replicated weights are compared, not a sample.
+        whole_every: Steps after which all replicated weights are compared, not a sample; 0: never.
 
     Attributes:
         hooks: Places of user-defined hooks that gather.
     """
 
     def __init__(
-        self, mpu: MPU, failures: FailureLog, draws: Callable[[bool], bool], steps: StepCheck, every: int
+        self,
+        mpu: MPU,
+        failures: FailureLog,
+        draws: Callable[[bool], bool],
+        steps: StepCheck,
+        every: int,
+        whole_every: int = 0,
     ) -> None:
+        self.whole_every, steps.sample = whole_every, sample_shard
         self._whole_after = 0  # steps after which all replicated weights were compared last
         self.mpu, self.failures, self.draws, self.steps, self.every = mpu, failures, draws, steps, every
         self._left = -1  # forwards that are still compared inside first_only; -1 outside
@@ -206,7 +214,7 @@ class ForwardCheck:
 
     def _is_whole(self, model: nn.Module) -> bool:
         """Return whether this is the first training forward after a step whose weights are all compared."""
-        made, every = self.steps.made, self.steps.whole_every
+        made, every = self.steps.made, self.whole_every
         due = every > 0 and model.training and made // every > self._whole_after // every
         self._whole_after = made if due else self._whole_after
         return due
@@ -286,10 +294,22 @@ class ForwardCheck:
         raise ConsistencyError(text, next(weights, ""))
 
 
-def named_arguments(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a forward by name (``names``: of all of them), without this rank's cache."""
-    named = {**dict(zip(names, args, strict=False)), **kwargs}
-    return {name: value for name, value in named.items() if name not in CACHES}
+def make(
+    inner: nn.Module,
+    mpu: MPU,
+    config: ParallelConfig,
+    failures: FailureLog,
+    draws: Callable[[bool], bool],
+    steps: StepCheck,
+) -> ForwardCheck:
+    """Make the check of a model's forwards. A collective of tp; weights have memory by now."""
+    kind, _, number = config.consistency_inputs.partition(" ")
+    every = {"auto": 1 if mpu.device.type == "cpu" else 10, "first": 0, "always": 1}.get(kind)
+    every = int(number) if every is None else every
+    check = ForwardCheck(mpu, failures, draws, steps, every, config.parameters_every)
+    if not config.fully_sharded:
+        check.find_sharded(inner)
+    return check
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------

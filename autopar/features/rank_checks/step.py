@@ -1,0 +1,263 @@
+"""Compare at ``optimizer.step()`` what the data-parallel replicas step with: gradients are averaged, weights are equal.
+
+Ranks that hold the same (one place of every data-parallel replica) write digests of gradients and weights into
+torch.distributed's key-value store, and each reads those of the other ranks: no collective, in which a rank that skips
+its step would leave the others waiting. The first step waits for the digests of the other ranks, later ones wait only
+some seconds, and what comes late is compared late.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
+
+from autopar.compat.c10d import PrefixStore, default_store
+from autopar.distributed.digest import of_tensor, of_text, sum_of_bits
+from autopar.distributed.failures import FailureLog
+from autopar.distributed.mesh import MPU
+from autopar.errors import ConsistencyError, listed
+from autopar.guards.step import Progress, group_call, replicas_in_words
+
+_WHOLE = 3  # first steps, of which all gradients and weights are compared
+_DEADLINES = (5.0, 1.0, 1.0, 0.0)  # seconds that a later step waits for another rank, by how often that was late
+_KEPT = 64  # steps that are remembered to be compared with what comes late
+_GPU_INTERVAL = 10  # steps between two comparisons where reading a digest waits for the GPU
+_BUSY = 16  # ranks from which on the store is read less often
+OVERFLOW = -1  # the digest of a gradient that is not finite
+_OF_STEP = (4, 4096)  # weights of one step's sample, and elements of each: replicas may hold shards of other sizes
+_OF_SHARD = 2048  # elements of the gradient and state of a sharded weight
+TURN_OFF = "  consistency_check: {enable: false} turns this check off."
+
+
+@dataclass
+class _Published:
+    """The comparisons of one optimizer.
+
+    Attributes:
+        compared: Steps so far that were compared.
+        digests: Comparison -> whether it is of all weights, and digests of this rank as JSON, while those of other
+            ranks are missing.
+        late: Steps in a row in which the digests of another rank did not come in time.
+    """
+
+    compared: int = 0
+    digests: dict[int, tuple[bool, str]] = field(default_factory=dict)
+    late: int = 0
+
+
+class StepComparison:
+    """Compare the steps of one model's optimizers over the data-parallel replicas. Every rank makes it.
+
+    Args:
+        whole_every: Steps between two comparisons of all gradients and weights; 0: in the first steps only.
+        experts: Names of parameters that are sharded over replicas, too.
+    """
+
+    def __init__(self, mpu: MPU, failures: FailureLog, whole_every: int, experts: frozenset[str]) -> None:
+        self.mpu, self.failures, self.whole_every, self._experts = mpu, failures, whole_every, experts
+        self._published: dict[int, _Published] = {}  # by the optimizer's number
+        self._store = PrefixStore(f"autopar steps {failures.name}", default_store())
+        self._before = mpu.dp_cp.ranks[mpu.dp_cp.rank - 1]
+        self._others = [rank for rank in mpu.dp_cp.ranks if rank != mpu.rank]
+        self._interval = (1 if mpu.device.type == "cpu" else _GPU_INTERVAL) * max(1, mpu.world_size // _BUSY)
+
+    def compare(self, optimizer: str, progress: Progress, *, closure: bool, scaled: bool) -> None:
+        """Publish the digests of this step, and compare those of the other ranks that are there.
+
+        Args:
+            optimizer: Its name, for errors.
+            closure: Whether gradients are computed inside of the step: then only weights are compared.
+            scaled: Whether a step that overflows is skipped.
+        """
+        step = progress.steps
+        whole = step < _WHOLE or (self.whole_every > 0 and (step + 1) % self.whole_every == 0)
+        if not whole and step % self._interval:
+            return
+        held = [(name, p) for name, p in progress.held if not isinstance(p, DTensor) and not p.is_meta]
+        seen = self._published.setdefault(progress.number, _Published())
+        turn, seen.compared = seen.compared, seen.compared + 1
+        digests = digest_step(held, None if whole else turn, closure, scaled)
+        mine = json.dumps([of_text(repr([name for name, _ in held])), step, digests])
+        self._store.set(_key(progress, turn, self.mpu.rank), mine)
+        seen.digests[turn] = whole, mine
+        self._compare_with_others(optimizer, progress, seen)
+        old = turn - _KEPT
+        seen.digests.pop(old, None)
+        if old >= 0:
+            self._store.delete_key(_key(progress, old, self.mpu.rank))
+
+    def _compare_with_others(self, optimizer: str, progress: Progress, seen: _Published) -> None:
+        """Compare with all replicas where all weights are, so that all raise alike; samples with the one before."""
+        for turn, (whole, mine) in list(seen.digests.items()):
+            keys = {rank: _key(progress, turn, rank) for rank in (self._others if whole else [self._before])}
+            seconds = _DEADLINES[min(seen.late, len(_DEADLINES) - 1)] if turn else self.failures.timeout
+            for rank, key in keys.items():
+                if not self._wait_for(rank, key, seconds):
+                    if turn == 0:
+                        self._missing(optimizer, rank)
+                    seen.late += 1
+                    return
+            del seen.digests[turn]
+            for rank, key in keys.items():
+                theirs = self._store.get(key).decode()
+                if theirs != mine:
+                    self._refuse(optimizer, json.loads(mine), json.loads(theirs), rank)
+        seen.late = 0
+
+    def _wait_for(self, rank: int, key: str, seconds: float) -> bool:
+        deadline, pause = time.monotonic() + seconds, 0.0002
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                return False
+            if pause > 0.05 and self.failures.has_ended(rank):
+                return bool(self._store.check([key]))
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        return True
+
+    def _missing(self, optimizer: str, rank: int) -> None:
+        replica, place = divmod(self.mpu.dp_cp.ranks.index(rank), self.mpu.cp.size)
+        where = f"replica {replica}" + (f" (context-parallel rank {place})" if self.mpu.cp.size > 1 else "")
+        raise self.failures.failure(
+            f"the first {optimizer}.step() waited for rank {rank}, which holds the same weights in data-parallel "
+            f"{where} and has not stepped.",
+            [rank],
+            TimeoutError(f"{self.failures.timeout:g} s (pipeline.timeout)"),
+        )
+
+    def _refuse(self, optimizer: str, mine: Any, theirs: Any, rank: int) -> None:
+        (names, step, ours), (other_names, _, others) = mine, theirs
+        if names != other_names:
+            return  # each steps parameters of its own, as in ZeRO
+        pair = sorted([self.mpu.rank, rank])
+        first, second = (ours, others) if self.mpu.rank == pair[0] else (others, ours)
+        place = f"  Ranks {pair[0]} and {pair[1]}, step {step + 1} of {optimizer}"
+        replicas = replicas_in_words(self.mpu)
+        if rank not in self.mpu.copies.ranks:  # it holds other experts
+            ours = {name: two for name, two in ours.items() if name not in self._experts}
+        weights = {name: (first[name][1], second[name][1]) for name in ours if name in others}
+        weights = {name: two for name, two in weights.items() if two[0] != two[1]}
+        gradients = ((name, ours[name][0], others[name][0]) for name in ours if name in others)
+        different = [name for name, one, two in gradients if one != two and OVERFLOW not in (one, two)]
+        if weights:
+            text = _unlike_weights(replicas, place, pair, weights)
+        elif different:
+            text = _unlike_gradients(replicas, place, different, group_call(self.mpu))
+        else:
+            return
+        self.failures.publish(text)
+        raise ConsistencyError(text)
+
+
+def _key(progress: Progress, turn: int, rank: int) -> str:
+    return f"{progress.number}/{turn}/{rank}"
+
+
+# -- samples of a step -------------------------------------------------------------------------------------------------
+
+
+class ShardSample(NamedTuple):
+    """Some rows of the gradient of a sharded weight, and of its optimizer state; None where they tell nothing."""
+
+    name: str
+    gradient: torch.Tensor | None
+    state: torch.Tensor | None
+
+    def digests(self, apart: int) -> list[int]:
+        """Digest both; ``apart`` stands for what tells nothing."""
+        return [_digest_of(self.gradient, apart), _digest_of(self.state, apart)]
+
+
+@torch.no_grad()
+def sample_shard(sharded: list[tuple[str, nn.Parameter]], turn: int, optimizer: Optimizer) -> ShardSample | None:
+    """Copy some rows of the gradient and of the state of one weight, of another one each turn; None without any."""
+    if not sharded:
+        return None
+    name, parameter = sharded[turn % len(sharded)]
+    shape, state = parameter.shape, optimizer.state.get(parameter, {}).values()
+    moments = next((value for value in state if isinstance(value, torch.Tensor) and value.shape == shape), None)
+    return ShardSample(name, _first_rows(parameter.grad), _first_rows(moments))
+
+
+def _first_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    if tensor is None or tensor.is_sparse or isinstance(tensor, DTensor) or tensor.numel() < 2:
+        return None
+    return tensor[: max(1, _OF_SHARD * len(tensor) // tensor.numel())].detach().clone()
+
+
+def _digest_of(part: torch.Tensor | None, apart: int) -> int:
+    """Digest it; ``apart`` if it is all the same number, or no numbers."""
+    if part is None:
+        return apart
+    part = part.cpu()
+    known = (part != part.flatten()[0]).any() & torch.isfinite(part).all()
+    return of_tensor(part) if known else apart
+
+
+def some_rows(tensor: torch.Tensor, turn: int, most: int) -> torch.Tensor:
+    """Return at most some rows of a tensor, of ``most`` elements, other ones each turn."""
+    if tensor.numel() <= most or tensor.ndim == 0:
+        return tensor
+    rows = max(1, most * len(tensor) // tensor.numel())
+    return tensor.narrow(0, turn * rows % (len(tensor) - rows + 1), rows)
+
+
+@torch.no_grad()
+def digest_step(
+    held: list[tuple[str, nn.Parameter]], turn: int | None, closure: bool, scaled: bool
+) -> dict[str, tuple[int, int]]:
+    """Return by name the digests of (part of) each gradient and weight; with ``turn`` of a sample that moves with it.
+
+    Args:
+        scaled: Whether the loss has a scale: a step with gradients that are not finite is skipped, and not compared.
+    """
+    names, sums, (count, most) = [], list[torch.Tensor](), _OF_STEP
+
+    def summed(tensor: torch.Tensor) -> torch.Tensor:
+        return sum_of_bits(tensor if turn is None or tensor.is_sparse else some_rows(tensor, turn, most))
+
+    chosen = range(min(count, len(held))) if turn is not None else ()
+    for name, parameter in held if turn is None else [held[(count * turn + n) % len(held)] for n in chosen]:
+        gradient = None if closure else parameter.grad
+        if gradient is None or isinstance(gradient, DTensor):
+            found = torch.zeros((), dtype=torch.int64, device=parameter.device)
+        else:
+            found = summed(gradient)
+        if scaled and gradient is not None:
+            found = torch.where(torch.isfinite(gradient).all(), found, OVERFLOW)
+        names.append(name)
+        sums += [found, summed(parameter.detach())]
+    numbers = torch.stack(sums).tolist() if sums else []
+    return {name: (numbers[2 * i], numbers[2 * i + 1]) for i, name in enumerate(names)}
+
+
+# -- error texts -------------------------------------------------------------------------------------------------------
+
+
+def _unlike_weights(replicas: str, place: str, pair: Sequence[int], weights: Mapping[str, tuple[int, int]]) -> str:
+    """Describe that ``weights`` differ: name -> digests on both ranks of ``pair``."""
+    digests = {name: [f"{it & (1 << 64) - 1:016x}"[:12] for it in both] for name, both in list(weights.items())[:3]}
+    lines = [f"    {name}: rank {pair[0]}: {one}, rank {pair[1]}: {two}\n" for name, (one, two) in digests.items()]
+    return (
+        f"the weights of the {replicas} differ: they have drifted apart.\n{place}: {listed(list(weights), 3)}.\n"
+        f"{''.join(lines)}  One of them skipped a step, or stepped with gradients or settings of its own. Go on from "
+        f"the last checkpoint.\n{TURN_OFF}"
+    )
+
+
+def _unlike_gradients(replicas: str, place: str, names: Sequence[str], group: str) -> str:
+    """Describe that gradients differ; ``group``: the call that returns the group for DistributedDataParallel."""
+    return (
+        f"the gradients of the {replicas} differ: nothing has averaged them, and the "
+        f"replicas would drift apart.\n{place}: {listed(names, 3)}.\n"
+        f"  Call the model through DistributedDataParallel(model, process_group={group}), or average before step():\n"
+        f"  autopar.average_gradients(model). (Or one of them has skipped a step.)\n{TURN_OFF}"
+    )
