@@ -264,13 +264,9 @@ def apply(model: nn.Module, state: Parallelized, given: Given) -> None:
         step(model, state, given)
     if notice is not None:
         tell(_log, notice)
-    if (
-        mpu.is_master
-        and mpu.world_size > 1
-        and state.config.consistency_check
-        and not registry.installed("rank_checks")
-    ):
-        tell(_log, "ranks compare nothing (consistency_check): the feature 'rank_checks' is not installed")
+    unchecked = registry.missing("rank_checks", "Comparisons of ranks (consistency_check)").strip()
+    if unchecked and state.config.consistency_check and mpu.is_master:
+        tell(_log, unchecked)
     if mpu.is_master:
         tell(_log, summarise(model, whole, mpu.sizes, mpu.device, state.policy.where))
 
