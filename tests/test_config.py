@@ -11,8 +11,7 @@ import yaml
 
 import autopar
 from autopar.config import ParallelConfig
-from autopar.config.pipeline import PipelineConfig
-from autopar.config.sections import PLAIN, SECTIONS, explain, foreign_keys
+from autopar.config.sections import PLAIN, SECTIONS, PipelineConfig, explain, foreign_keys
 from autopar.errors import ConfigError
 
 CONFIG = {"model_parallelism": {"enable": True, "tensor_parallel_size": 2}, "activation_checkpointing": {}}

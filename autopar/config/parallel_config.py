@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar.config.pipeline import SPLIT_BACKWARD, PipelineConfig
 from autopar.config.sections import (
     FIELDS,
     FULLY_SHARDED,
@@ -18,6 +17,8 @@ from autopar.config.sections import (
     SAVED,
     SECTIONS,
     SHORT,
+    SPLIT_BACKWARD,
+    PipelineConfig,
     check_section,
     check_value,
     describe,

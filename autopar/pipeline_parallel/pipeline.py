@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from autopar.compat.peft import tuner_layers
-from autopar.config.pipeline import PipelineConfig
+from autopar.config.sections import PipelineConfig
 from autopar.data_parallel.grad_sync import TiedWeights, average_over_replicas, held_alike
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.gloo_collectives import all_reduce

@@ -47,7 +47,7 @@ def make_schedule(name: str, rank_of: Sequence[int], microbatches: int) -> list[
     """Make the lists of actions, one per rank, in order.
 
     Args:
-        name: one of :data:`autopar.config.pipeline.SCHEDULES`.
+        name: one of :data:`autopar.config.sections.SCHEDULES`.
         rank_of: stage -> rank.
         microbatches: at least 1. With fewer than twice as many as ranks (a last smaller batch) ``dualpipev`` is not
             defined, and ``zbv`` is what comes out; with one stage a rank both are ``zero-bubble``.

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.compat.tensors import TorchDispatchMode
-from autopar.config.pipeline import SCHEDULES
+from autopar.config.sections import SCHEDULES
 from tests.parity import close, language_batches
 from tests.pool import pooled
 from tests.small import gpt2, llama

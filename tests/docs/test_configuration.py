@@ -7,8 +7,7 @@ import re
 import yaml
 
 import autopar
-from autopar.config.pipeline import PipelineConfig
-from autopar.config.sections import PLAIN, SECTIONS, SHORT
+from autopar.config.sections import PLAIN, SECTIONS, SHORT, PipelineConfig
 from tests.docs.pages import DOCS, codes
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.config.pipeline import SCHEDULES
+from autopar.config.sections import SCHEDULES
 from tests.gpu.device_ranks import sharing_a_gpu
 from tests.gpu.places import on_each
 from tests.parity import close

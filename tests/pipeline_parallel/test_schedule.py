@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
-from autopar.config.pipeline import SCHEDULES, PipelineConfig
+from autopar.config.sections import SCHEDULES, PipelineConfig
 from autopar.pipeline_parallel.schedule import Action, forwards, make_schedule
 from autopar.plan.stages import rank_of_stage
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from autopar.config.pipeline import PipelineConfig
+from autopar.config.sections import PipelineConfig
 from autopar.pipeline_parallel.schedule import Action, make_schedule
 from autopar.plan.stages import rank_of_stage
 from autopar.tools.planner.estimate import most_kept, peak_of, play, states_of, step_time

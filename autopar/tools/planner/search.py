@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autopar.config.pipeline import SPLIT_BACKWARD
-from autopar.config.sections import SAVED
+from autopar.config.sections import SAVED, SPLIT_BACKWARD
 from autopar.dry_run.plan_model import uncollected
 from autopar.errors import AutoparError, ConfigError, first_line, listed
 from autopar.tools.planner.candidate import Candidate, Estimate, RankMemory, mesh_words
