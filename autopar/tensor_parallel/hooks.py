@@ -307,7 +307,7 @@ def attach(model: nn.Module, plan: Plan, mpu: MPU, region: Region, failures: Fai
             module.register_forward_pre_hook(ShardCaches(mpu, cache_layouts(module)), with_kwargs=True)
             module.register_forward_hook(MarkCaches())
         module._autopar_failures = failures  # type: ignore[assignment]
-        module._autopar_check = check  # type: ignore[assignment]
+        module._autopar_check = check
         module._autopar_region = region  # type: ignore[assignment]
 
 
