@@ -18,13 +18,14 @@ import copy
 import math
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
 
 from autopar.compat.tensors import local_part, no_overrides, own_parameters
 from autopar.config import ParallelConfig
@@ -35,8 +36,8 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import Generators, begun_stream
 from autopar.distributed.shard_reads import PLAIN
-from autopar.errors import ConsistencyError, listed
-from autopar.features.rank_checks.step import TURN_OFF, sample_shard, some_rows
+from autopar.errors import ConsistencyError
+from autopar.features.rank_checks.messages import different, explanation, same_gradient, same_shard
 from autopar.guards.step import StepCheck, group_call
 from autopar.stored import without_memory
 
@@ -45,6 +46,7 @@ _WATCHED_AGAIN = 16  # and every so many later ones
 _ELEMENTS = 16384  # of one sample
 _TENSORS = 8  # replicated weights in one sample, at most
 _FEW = 256  # elements from which on shards of parameters that are not called ``weight`` are compared
+_OF_SHARD = 2048  # elements of the gradient and state of a sharded weight
 _FIRST = (1024, 64, 16)  # of one sharded weight, if it has as many
 _IS_TRAINED = operator.attrgetter("requires_grad")
 
@@ -133,16 +135,16 @@ class ForwardCheck:
             self._before = None
         alike, shard_repeats, step_repeats = self._compare(numbers)
         if self.steps.last_shard is not None and step_repeats:
-            raise ConsistencyError(_same_gradient(self.mpu.tp.ranks, self.steps.last_shard.name, group_call(self.mpu)))
+            raise ConsistencyError(same_gradient(self.mpu.tp.ranks, self.steps.last_shard.name, group_call(self.mpu)))
         if shard_repeats:
-            raise ConsistencyError(_same_shard(self.mpu.tp.ranks, group_call(self.mpu)))
+            raise ConsistencyError(same_shard(self.mpu.tp.ranks, group_call(self.mpu)))
         if not alike:
             self._raise(model, arguments, seen, full=full)
         if number == 0 and not brief:
             with self.failures.wait("comparing the shards of weights", self.mpu.tp.ranks):
                 equal = self._samples.equal_shards(model, self.mpu.tp)
             if equal:
-                raise ConsistencyError(_same_shard(self.mpu.tp.ranks, group_call(self.mpu), equal))
+                raise ConsistencyError(same_shard(self.mpu.tp.ranks, group_call(self.mpu), equal))
 
     def after_forward(self, model: nn.Module) -> None:
         """Find the generators that the forward drew from: from then on their states are compared, and these at once.
@@ -288,9 +290,9 @@ class ForwardCheck:
         with self.failures.wait("comparing what the forward begins with", axis.ranks):
             dist.all_gather_object(everyone, mine, group=axis.group)
         self._count_anew()
-        weights = (name.removeprefix("weight ") for name in _different(everyone) if name.startswith("weight "))
+        weights = (name.removeprefix("weight ") for name in different(everyone) if name.startswith("weight "))
         kinds = [name for name, its in (("tensor", self.mpu.tp), ("context", self.mpu.cp)) if its.size > 1]
-        text = _explanation(everyone, list(axis.ranks), f"{'- and '.join(kinds)}-parallel")
+        text = explanation(everyone, list(axis.ranks), f"{'- and '.join(kinds)}-parallel")
         raise ConsistencyError(text, next(weights, ""))
 
 
@@ -466,88 +468,50 @@ def _sharded_weights(model: nn.Module) -> Iterator[nn.Parameter]:
                 yield weight
 
 
-# -- error texts -------------------------------------------------------------------------------------------------------
+# -- the last step -----------------------------------------------------------------------------------------------------
 
 
-def _different(everyone: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the names of the values that some ranks have differently."""
-    names = dict.fromkeys(name for theirs in everyone for name in theirs)
-    return [name for name in names if len({theirs.get(name, "missing") for theirs in everyone}) > 1]
+class ShardSample(NamedTuple):
+    """Some rows of the gradient of a sharded weight, and of its optimizer state; None where they tell nothing."""
+
+    name: str
+    gradient: torch.Tensor | None
+    state: torch.Tensor | None
+
+    def digests(self, apart: int) -> list[int]:
+        """Digest both; ``apart`` stands for what tells nothing."""
+        return [_digest_of(self.gradient, apart), _digest_of(self.state, apart)]
 
 
-def _explanation(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int], kind: str = "tensor-parallel") -> str:
-    """Describe what differs in the values of each rank, of those that have one batch, and the usual cause."""
-    unlike = _different(everyone)
-    weights = [name for name in unlike if name.startswith("weight ")]
-    states = [name for name in unlike if name.startswith("random state")]
-    calls = [name for name in unlike if name not in weights and name not in states][:5]
-    lines = []
-    for name in [*calls, *states, *weights[:3]]:
-        seen = ", ".join(f"rank {r}: {t.get(name, 'missing')}" for r, t in zip(ranks, everyone, strict=True))
-        lines.append(f"  {name}: {seen}")
-    if len(weights) > 3:
-        lines.append(f"  and {len(weights) - 3} more weights")
-    group = f"the ranks {list(ranks)} of one {kind} group"
-    if "call" in unlike:
-        head, lines = f"{group} are in different calls:", lines[:1]
-        hint = (
-            "  Every rank of a group makes every forward and every generate: evaluate and generate on all of them,\n"
-            "  and print on one (mpu.is_master)."
-        )
-    elif any(name.startswith("requires_grad of") for name in unlike):
-        head = f"{group} train different weights:"
-        hint = "  Freeze and unfreeze weights on all ranks of a group alike."
-    elif "optimizer settings" in unlike and not weights:
-        head = f"{group} stepped with different settings of the optimizer:"
-        hint = "  Learning rates and the like must be the same on all ranks of a group. Go on from the last checkpoint."
-    elif weights or "optimizer steps so far" in unlike:
-        head = f"{group} have drifted apart: replicated weights differ ({len(weights)}):"
-        if not weights:
-            head = f"{group} have made different numbers of optimizer steps:"
-        hint = (
-            "  A rank skipped an optimizer step, stepped with other settings, drew other random numbers, or wrote\n"
-            "  into its weights. Or numbers were made of its shards: a norm of its own (torch.nn.utils.get_total_norm\n"
-            "  is right), a dot product, noise. Go on from the last checkpoint."
-        )
-        if "context" in kind:
-            hint += (
-                "\n  Or gradients of torch.autograd.grad were used before their average: each rank has those of its "
-                "rows\n  (docs/long-sequences.md, Averaging)."
-            )
-    elif states and not calls:
-        head = f"{group} have different random states ({len(states)}):"
-        hint = (
-            "  The model draws from these: seed all ranks of a group alike, and draw numbers of your own from a\n"
-            "  torch.Generator of your own where not all ranks draw them."
-        )
-    else:
-        head = f"{group} got different inputs ({len(calls)} argument{'s' if len(calls) != 1 else ''}):"
-        hint = (
-            "  They share one model replica and need the same batch: shard the data by mpu.dp.rank\n"
-            "  or use autopar.prepare_dataloader(dataset, ..., mpu=model.mpu); instead of transformers' Trainer\n"
-            "  autopar.integrations.ParallelTrainer."
-        )
-    return "\n".join([head, *lines, hint, TURN_OFF])
+@torch.no_grad()
+def sample_shard(sharded: list[tuple[str, nn.Parameter]], turn: int, optimizer: Optimizer) -> ShardSample | None:
+    """Copy some rows of the gradient and of the state of one weight, of another one each turn; None without any."""
+    if not sharded:
+        return None
+    name, parameter = sharded[turn % len(sharded)]
+    shape, state = parameter.shape, optimizer.state.get(parameter, {}).values()
+    moments = next((value for value in state if isinstance(value, torch.Tensor) and value.shape == shape), None)
+    return ShardSample(name, _first_rows(parameter.grad), _first_rows(moments))
 
 
-def _same_shard(ranks: Sequence[int], group: str, names: Sequence[str] = ()) -> str:
-    """Describe that tensor-parallel ranks hold the same shard of weights, by name where all were compared."""
-    return (
-        f"the ranks {list(ranks)} of one tensor-parallel group hold the same shard of the weights"
-        f"{f' {listed(names, 3)}' if names else ''}.\n"
-        "  DistributedDataParallel over all ranks copies rank 0's shard over the others: give it\n"
-        f"  process_group={group}, and initialize the model again. (Drawing weights anew "
-        "after\n  initialize fills every shard with the same numbers, too: draw before it.)"
-    )
+def _first_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    if tensor is None or tensor.is_sparse or isinstance(tensor, DTensor) or tensor.numel() < 2:
+        return None
+    return tensor[: max(1, _OF_SHARD * len(tensor) // tensor.numel())].detach().clone()
 
 
-def _same_gradient(ranks: Sequence[int], name: str, group: str) -> str:
-    """Describe that tensor-parallel ranks stepped with the same gradient, or moments, of a sharded weight."""
-    return (
-        f"the ranks {list(ranks)} of one tensor-parallel group stepped with the same numbers for {name},\n"
-        "  of which each holds another part. Its gradient was summed over all ranks: average it over the\n"
-        "  data-parallel replicas only (autopar.average_gradients(model), or all_reduce(..., group=\n"
-        f"  {group})). Or all ranks loaded the optimizer state of one: each loads its own,\n"
-        "  or save and load it with save_parallelized and from_parallelized(..., optimizer=optimizer).\n"
-        "  Go on from the last checkpoint."
-    )
+def _digest_of(part: torch.Tensor | None, apart: int) -> int:
+    """Digest it; ``apart`` if it is all the same number, or no numbers."""
+    if part is None:
+        return apart
+    part = part.cpu()
+    known = (part != part.flatten()[0]).any() & torch.isfinite(part).all()
+    return of_tensor(part) if known else apart
+
+
+def some_rows(tensor: torch.Tensor, turn: int, most: int) -> torch.Tensor:
+    """Return at most some rows of a tensor, of ``most`` elements, other ones each turn."""
+    if tensor.numel() <= most or tensor.ndim == 0:
+        return tensor
+    rows = max(1, most * len(tensor) // tensor.numel())
+    return tensor.narrow(0, turn * rows % (len(tensor) - rows + 1), rows)

@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer
 
 from autopar.compat.c10d import PrefixStore, default_store
-from autopar.distributed.digest import of_tensor, of_text, sum_of_bits
+from autopar.distributed.digest import of_text, sum_of_bits
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
-from autopar.errors import ConsistencyError, listed
+from autopar.errors import ConsistencyError
+from autopar.features.rank_checks.forward import some_rows
+from autopar.features.rank_checks.messages import unlike_gradients, unlike_weights
 from autopar.guards.step import Progress, group_call, replicas_in_words
 
 _WHOLE = 3  # first steps, of which all gradients and weights are compared
@@ -33,8 +33,6 @@ _GPU_INTERVAL = 10  # steps between two comparisons where reading a digest waits
 _BUSY = 16  # ranks from which on the store is read less often
 OVERFLOW = -1  # the digest of a gradient that is not finite
 _OF_STEP = (4, 4096)  # weights of one step's sample, and elements of each: replicas may hold shards of other sizes
-_OF_SHARD = 2048  # elements of the gradient and state of a sharded weight
-TURN_OFF = "  consistency_check: {enable: false} turns this check off."
 
 
 @dataclass
@@ -148,9 +146,9 @@ class StepComparison:
         gradients = ((name, ours[name][0], others[name][0]) for name in ours if name in others)
         different = [name for name, one, two in gradients if one != two and OVERFLOW not in (one, two)]
         if weights:
-            text = _unlike_weights(replicas, place, pair, weights)
+            text = unlike_weights(replicas, place, pair, weights)
         elif different:
-            text = _unlike_gradients(replicas, place, different, group_call(self.mpu))
+            text = unlike_gradients(replicas, place, different, group_call(self.mpu))
         else:
             return
         self.failures.publish(text)
@@ -162,52 +160,6 @@ def _key(progress: Progress, turn: int, rank: int) -> str:
 
 
 # -- samples of a step -------------------------------------------------------------------------------------------------
-
-
-class ShardSample(NamedTuple):
-    """Some rows of the gradient of a sharded weight, and of its optimizer state; None where they tell nothing."""
-
-    name: str
-    gradient: torch.Tensor | None
-    state: torch.Tensor | None
-
-    def digests(self, apart: int) -> list[int]:
-        """Digest both; ``apart`` stands for what tells nothing."""
-        return [_digest_of(self.gradient, apart), _digest_of(self.state, apart)]
-
-
-@torch.no_grad()
-def sample_shard(sharded: list[tuple[str, nn.Parameter]], turn: int, optimizer: Optimizer) -> ShardSample | None:
-    """Copy some rows of the gradient and of the state of one weight, of another one each turn; None without any."""
-    if not sharded:
-        return None
-    name, parameter = sharded[turn % len(sharded)]
-    shape, state = parameter.shape, optimizer.state.get(parameter, {}).values()
-    moments = next((value for value in state if isinstance(value, torch.Tensor) and value.shape == shape), None)
-    return ShardSample(name, _first_rows(parameter.grad), _first_rows(moments))
-
-
-def _first_rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    if tensor is None or tensor.is_sparse or isinstance(tensor, DTensor) or tensor.numel() < 2:
-        return None
-    return tensor[: max(1, _OF_SHARD * len(tensor) // tensor.numel())].detach().clone()
-
-
-def _digest_of(part: torch.Tensor | None, apart: int) -> int:
-    """Digest it; ``apart`` if it is all the same number, or no numbers."""
-    if part is None:
-        return apart
-    part = part.cpu()
-    known = (part != part.flatten()[0]).any() & torch.isfinite(part).all()
-    return of_tensor(part) if known else apart
-
-
-def some_rows(tensor: torch.Tensor, turn: int, most: int) -> torch.Tensor:
-    """Return at most some rows of a tensor, of ``most`` elements, other ones each turn."""
-    if tensor.numel() <= most or tensor.ndim == 0:
-        return tensor
-    rows = max(1, most * len(tensor) // tensor.numel())
-    return tensor.narrow(0, turn * rows % (len(tensor) - rows + 1), rows)
 
 
 @torch.no_grad()
@@ -237,27 +189,3 @@ def digest_step(
         sums += [found, summed(parameter.detach())]
     numbers = torch.stack(sums).tolist() if sums else []
     return {name: (numbers[2 * i], numbers[2 * i + 1]) for i, name in enumerate(names)}
-
-
-# -- error texts -------------------------------------------------------------------------------------------------------
-
-
-def _unlike_weights(replicas: str, place: str, pair: Sequence[int], weights: Mapping[str, tuple[int, int]]) -> str:
-    """Describe that ``weights`` differ: name -> digests on both ranks of ``pair``."""
-    digests = {name: [f"{it & (1 << 64) - 1:016x}"[:12] for it in both] for name, both in list(weights.items())[:3]}
-    lines = [f"    {name}: rank {pair[0]}: {one}, rank {pair[1]}: {two}\n" for name, (one, two) in digests.items()]
-    return (
-        f"the weights of the {replicas} differ: they have drifted apart.\n{place}: {listed(list(weights), 3)}.\n"
-        f"{''.join(lines)}  One of them skipped a step, or stepped with gradients or settings of its own. Go on from "
-        f"the last checkpoint.\n{TURN_OFF}"
-    )
-
-
-def _unlike_gradients(replicas: str, place: str, names: Sequence[str], group: str) -> str:
-    """Describe that gradients differ; ``group``: the call that returns the group for DistributedDataParallel."""
-    return (
-        f"the gradients of the {replicas} differ: nothing has averaged them, and the "
-        f"replicas would drift apart.\n{place}: {listed(names, 3)}.\n"
-        f"  Call the model through DistributedDataParallel(model, process_group={group}), or average before step():\n"
-        f"  autopar.average_gradients(model). (Or one of them has skipped a step.)\n{TURN_OFF}"
-    )
