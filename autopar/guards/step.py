@@ -140,9 +140,9 @@ class StepCheck:
     Attributes:
         made: Optimizer steps so far with parameters of the model.
         settings: Settings of the optimizer in the last step (learning rates and the like), as text.
-        sample: Takes part of the gradient and of the state of a sharded weight, another one each time, given those that
-            are sharded, the number of the step and the optimizer; set by the check of forwards.
-        last_shard: What it took in the last step.
+        sample: Function of the sharded weights, the number of the step and the optimizer, which the check of forwards
+            sets: it takes part of the gradient and of the state of a weight, of another one each time.
+        last_shard: The result of ``sample`` in the last step.
     """
 
     def __init__(
