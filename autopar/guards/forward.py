@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.compat.tensors import local_part, no_overrides, own_parameters
+from autopar.compat.tensors import PLAIN, local_part, no_overrides, own_parameters
 from autopar.compat.transformers import CACHES
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import extremes_over
@@ -34,7 +34,6 @@ from autopar.distributed.digest import hexdigest, of_tensor, of_text, of_values,
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import Generators, begun_stream
-from autopar.distributed.shard_reads import PLAIN
 from autopar.errors import ConsistencyError
 from autopar.guards.messages import different, explanation, group_call, same_gradient, same_shard
 from autopar.guards.step import StepCheck, some_rows
@@ -61,7 +60,7 @@ class ForwardCheck:
     After every ``steps.whole_every``-th step all replicated weights are compared, not a sample.
 
     Attributes:
-        hooks: Places of user-defined hooks that gather.
+        begun: Values of features, by name, that must be identical on all ranks in this forward.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class ForwardCheck:
         self._forwards = {True: 0, False: 0}  # so far, in training and in evaluation
         self._drawn: dict[bool, set[str]] = {True: set(), False: set()}  # generators that the model draws from
         self._before: dict[str, str] | None = None
-        self.hooks = ""
+        self.begun: Mapping[str, str] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardCheck:
         copied = memo[id(self)] = copy.copy(self)
@@ -217,7 +216,7 @@ class ForwardCheck:
         seen = {"call": f"forward of {type(model).__name__}", "training mode": str(model.training)}
         seen |= {"optimizer steps so far": str(self.steps.made), "optimizer settings": self.steps.settings}
         seen["weights that are trained"] = f"{of_text(self._samples.trained()):x}"[:8]
-        seen |= {"hooks that see whole tensors": self.hooks} if self.hooks else {}
+        seen |= self.begun
         seen |= {"goes on from a cache": "yes"} if going_on else {}
         for name, value in leaves(arguments):
             if isinstance(value, torch.Tensor):

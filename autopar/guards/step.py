@@ -1,12 +1,10 @@
 """Check at ``optimizer.step()`` that replicas step alike: that gradients are averaged, none skips, weights are equal.
 
-torch calls hooks of the process before and after the step of any optimizer. They reach those that hold parameters of
+torch calls a hook of the process before the step of any optimizer. It reaches those that hold parameters of
 the model, whether they were given to ``initialize`` or not. Ranks that hold the same (one place of every data-parallel
 replica) write digests of gradients and weights into torch.distributed's key-value store, and each reads those of the
 other ranks: no collective, in which a rank that skips its step would leave the others waiting. The first step waits for
 the digests of the other ranks, later ones wait only some seconds, and what comes late is compared late.
-
-Reads of shards are silent in a step, except in optimizers that could not be tried (:data:`untried`).
 """
 
 from __future__ import annotations
@@ -26,13 +24,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from autopar.compat.c10d import PrefixStore, default_store
+from autopar.compat.tensors import no_overrides
 from autopar.distributed.digest import of_tensor, of_text, sum_of_bits
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
-from autopar.distributed.shard_reads import switch
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.guards.messages import group_call, unlike_gradients, unlike_weights
 
@@ -86,25 +84,16 @@ def listeners(kind: type[_Kind]) -> list[_Kind]:
 @functools.cache
 def _register() -> None:
     register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
     register_module_module_registration_hook(functools.partial(_call, "before_registration"))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled step is checked, too
 def _before_step(optimizer: Optimizer, *arguments: Any) -> None:
-    switch.hide(True)
     count = sum(map(len, map(_PARAMETERS, optimizer.param_groups)))
     if _known.get(optimizer) != count:
         _call("when_new", optimizer)
         _known[optimizer] = count
     _call("before_step", optimizer, *arguments)
-    if optimizer in untried:
-        switch.hide(False)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _after_step(*_: Any) -> None:
-    switch.hide(False)
 
 
 def _call(method: str, *arguments: Any) -> None:
@@ -262,13 +251,15 @@ class StepCheck:
             )
         if self._compare:
             scaled = getattr(getattr(optimizer, "_autopar", None), "scale", None) is not None  # may overflow, and skip
-            self._compare_now(type(optimizer).__name__, progress, closure=closure, scaled=scaled)
+            with no_overrides():
+                self._compare_now(type(optimizer).__name__, progress, closure=closure, scaled=scaled)
         progress.steps += 1
         self.made += 1
         if self.mpu.tp_cp.size > 1:
             plain = ({key: x for key, x in group.items() if key != "params"} for group in optimizer.param_groups)
             self.settings = repr([{key: x for key, x in group.items() if isinstance(x, _PLAIN)} for group in plain])
-            self.last_shard = None if closure else sample_shard(progress.sharded, self.made, optimizer)
+            with no_overrides():
+                self.last_shard = None if closure else sample_shard(progress.sharded, self.made, optimizer)
 
     def watch(self, apart: set[int]) -> None:
         """Digest gradients of these parameters (``id``) only: their shards differ."""

@@ -19,12 +19,18 @@ from transformers import PreTrainedModel
 
 from autopar.compat.tensors import no_overrides, own_buffers, own_parameters
 from autopar.distributed.mesh import MPU
-from autopar.distributed.shard_reads import DRAWS
 from autopar.errors import UnsupportedModelError
 from autopar.plan.stages import StagePlan
 from autopar.stored import stored_weight
 from autopar.swap import replace_storage, swap, unswap
 from autopar.tensor_tracking import storage_key
+
+DRAWS = {
+    *("normal", "uniform", "bernoulli", "exponential", "cauchy", "log_normal", "geometric", "random", "rand_like"),
+    *("randn_like", "randint_like", "multinomial", "poisson", "dropout", "alpha_dropout"),
+    *("kaiming_uniform", "kaiming_normal"),
+}
+"""Functions that draw random numbers, without underscores around the name: ``normal_`` is ``normal``."""
 
 
 class ReleasedWeights:

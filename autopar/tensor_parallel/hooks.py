@@ -33,14 +33,13 @@ from transformers import (
     PreTrainedModel,
 )
 
-from autopar.compat.tensors import forward_hooks, leave_alone, remove_forward_hooks
+from autopar.compat.tensors import leave_alone, remove_forward_hooks
 from autopar.compat.transformers import caches_in, holds_states, holds_tokens
 from autopar.distributed.autograd_functions import refuse_transforms
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import gather, scatter
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
-from autopar.distributed.shard_reads import switch
 from autopar.errors import ConfigError, first_line
 from autopar.guards.forward import ForwardCheck, leaves, named_arguments
 from autopar.guards.model_changes import ModuleTree
@@ -48,7 +47,6 @@ from autopar.layout import Block, Layout
 from autopar.plan.plan import Plan
 from autopar.swap import argument_names
 from autopar.tensor_parallel.regions import Region
-from autopar.tensor_parallel.whole_hooks import WholeHooks
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -299,8 +297,8 @@ def attach(
     for module in callable_alone(model):
         tree = ModuleTree(module) if plan.tp > 1 else None
         before = BeforeForward(region, check, tree, argument_names(module))
-        before.outermost, before.sharded = module is model, plan.shards > 1
-        before.together = before.sharded or mpu.pp.size > 1 or mpu.cp.size > 1
+        before.outermost = module is model
+        before.together = plan.shards > 1 or mpu.pp.size > 1 or mpu.cp.size > 1
         if check is not None or plan.tp > 1:
             before.model = module
         module.register_forward_pre_hook(before, with_kwargs=True)
@@ -316,9 +314,6 @@ def attach(
 def detach(model: nn.Module) -> None:
     """Undo :func:`attach`."""
     for module in callable_alone(model):
-        for _, _, hook in forward_hooks(module):
-            if isinstance(hook, BeforeForward) and hook.whole_hooks is not None:
-                hook.whole_hooks.unwrap()
         remove_forward_hooks(module, _HOOKS)
         for name in _NAMES:
             module.__dict__.pop(name, None)
@@ -336,14 +331,13 @@ class BeforeForward(Hook):
         key: by which graphs find this object; copies have keys of their own.
     """
 
-    outermost = sharded = together = False
+    outermost = together = False
     model: nn.Module
 
     def __init__(
         self, region: Region, check: ForwardCheck | None, tree: ModuleTree | None, names: tuple[str, ...]
     ) -> None:
         self.region, self.check, self.tree, self.names = region, check, tree, names
-        self.whole_hooks = WholeHooks(region.axis) if region.axis.size > 1 else None
         self.key = next(_KEYS)
         _CHECKS[self.key] = self
 
@@ -360,19 +354,16 @@ class BeforeForward(Hook):
         if self.region.check_thread is not None and not compiling:
             self.region.check_thread()
         silent = self.tree is None if self.check is None else self.check.is_silent
-        if self.sharded and not compiling:
-            switch.hide(True)  # layers read their shards
         if self.outermost and not compiling:
             self.region.running = 0  # an interrupted forward (Ctrl-C) did not end
         if self.region.running == 0 and compiling and not silent:  # a step of decoding may become a CUDA graph
             changed = checked_arguments(self, named_arguments(self.names, args, kwargs), args, kwargs)
         elif self.region.running == 0 and not compiling:
             named = named_arguments(self.names, args, kwargs)
-            hooks = self.whole_hooks
-            if hooks is not None:
-                places = self._or_report(lambda: hooks.wrap(model))
+            if self.region.beginning:
+                begun = self._or_report(functools.partial(self.region.begin, model))
                 if self.check is not None:
-                    self.check.hooks = places  # compared before any of them gathers
+                    self.check.begun = begun  # compared before anything gathers
             self.check_forward(model, named, going_on=not silent and self.check is not None and goes_on(args, kwargs))
             self.region.expect_logits(kwargs.get("labels") is not None)
         self.region.start()
@@ -411,7 +402,8 @@ class AfterForward(Hook):
     def __call__(self, model: Any, args: Any, output: Any) -> Any:
         self.region.finish()
         if not self.region.running and not torch.compiler.is_compiling():
-            switch.hide(False)
+            for end in self.region.ending:
+                end()
         if output is not None and self.region.sequence is not None:
             output = self.region.sequence.after_forward(model, output)
         if self.region.running or self.mpu.tp_cp.size == 1:

@@ -30,13 +30,12 @@ from autopar.distributed.agree import meet
 from autopar.distributed.autograd_functions import keep_none, single_backward
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather, reduce_scatter
-from autopar.distributed.whole_on_read import WholeOnRead, name_of, without_overrides
 from autopar.features.context_parallel.rows import join
 from autopar.features.context_parallel.state import RowState
 from autopar.layout import Block, Layout
 from autopar.tensor_parallel.logits_shards import BY_ELEMENT, asked_shape
 from autopar.tensor_parallel.loss import check_targets
-from autopar.tensor_parallel.sharded_logits import Gradients, LogitsPart
+from autopar.tensor_parallel.sharded_logits import Gradients, LogitsPart, WholeOnRead, name_of, without_overrides
 
 _ADVICE = (
     "Each context-parallel rank has some rows of it. They are gathered when it is read, which takes all of the ranks:\n"

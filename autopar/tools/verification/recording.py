@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from autopar.compat.tensors import in_backward
+from autopar.compat.tensors import PLAIN, in_backward
 from autopar.distributed.axis import Axis
-from autopar.distributed.shard_reads import PLAIN
 from autopar.guards.forward import leaves
 from autopar.pipeline_parallel.outputs import complete
 from autopar.tensor_tracking import TensorTracking, tensors_in
