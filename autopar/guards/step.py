@@ -1,10 +1,10 @@
 """Check at ``optimizer.step()`` that replicas step alike: that gradients are averaged, none skips, weights are equal.
 
-torch calls a hook of the process before the step of any optimizer. It reaches those that hold parameters of
-the model, whether they were given to ``initialize`` or not. Ranks that hold the same (one place of every data-parallel
-replica) write digests of gradients and weights into torch.distributed's key-value store, and each reads those of the
-other ranks: no collective, in which a rank that skips its step would leave the others waiting. The first step waits for
-the digests of the other ranks, later ones wait only some seconds, and what comes late is compared late.
+torch calls a hook of the process before the step of any optimizer, whether ``initialize`` was given it or not. Ranks
+that hold the same weights (one place of every data-parallel replica) write digests of gradients and weights into
+torch.distributed's key-value store, and each reads those of the other ranks: no collective, in which a rank that skips
+its step would leave the others waiting. The first step waits for the digests of the other ranks, later ones wait only
+some seconds, and what comes late is compared late.
 """
 
 from __future__ import annotations

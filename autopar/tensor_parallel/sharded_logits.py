@@ -36,23 +36,19 @@ Gradients = Callable[..., Sequence[torch.Tensor | None]]
 # A subclass says what an operation makes of parts; before any other operation the tensor becomes a plain, full one.
 
 # What the tensor itself answers, without its elements.
-_FACTS = frozenset(
-    (
-        *("shape", "size", "dim", "ndim", "numel", "nelement", "stride", "is_contiguous", "names", "is_same_size"),
-        *("__len__", "__hash__", "output_nr", "_version", "nbytes", "retains_grad"),
-        *("dtype", "device", "layout", "get_device", "element_size", "itemsize", "is_floating_point", "is_complex"),
-        *("requires_grad", "grad_fn", "is_leaf", "_backward_hooks", "_base", "is_inference", "is_meta"),
-        *("is_cpu", "is_cuda", "is_mps", "is_xpu", "is_xla", "is_mkldnn", "is_sparse", "is_sparse_csr"),
-        *("is_quantized", "is_nested"),
-    )
-)
+_FACTS = {
+    *("shape", "size", "dim", "ndim", "numel", "nelement", "stride", "is_contiguous", "names", "is_same_size"),
+    *("__len__", "__hash__", "output_nr", "_version", "nbytes", "retains_grad"),
+    *("dtype", "device", "layout", "get_device", "element_size", "itemsize", "is_floating_point", "is_complex"),
+    *("requires_grad", "grad_fn", "is_leaf", "_backward_hooks", "_base", "is_inference", "is_meta"),
+    *("is_cpu", "is_cuda", "is_mps", "is_xpu", "is_xla", "is_mkldnn", "is_sparse", "is_sparse_csr"),
+    *("is_quantized", "is_nested"),
+}
 # What makes another tensor of the same shape or type.
-_LIKE = frozenset(
-    (
-        *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"),
-        *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"),
-    )
-)
+_LIKE = {
+    *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"),
+    *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"),
+}
 
 
 class WholeOnRead(torch.Tensor):

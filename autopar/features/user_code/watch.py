@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def watch_user_code(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """Last, on the parameters that stay; undone first, so that layers take plain ones back."""
+    """Last, on the parameters that stay; undone first, so that layers get plain parameters back."""
     if state.plan.shards > 1:
         watched = state.features["user_code"] = Watched(state.mpu.tp)
         state.region.beginning.append(watched.begin)
