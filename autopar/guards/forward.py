@@ -60,7 +60,7 @@ class ForwardCheck:
     After every ``steps.whole_every``-th step all replicated weights are compared, not a sample.
 
     Attributes:
-        begun: Values of features, by name, that must be identical on all ranks in this forward.
+        begun: Values by name, from each feature, that must be identical on all ranks in this forward.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ForwardCheck:
         self._forwards = {True: 0, False: 0}  # so far, in training and in evaluation
         self._drawn: dict[bool, set[str]] = {True: set(), False: set()}  # generators that the model draws from
         self._before: dict[str, str] | None = None
-        self.begun: Mapping[str, str] = {}
+        self.begun: Sequence[Mapping[str, str]] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardCheck:
         copied = memo[id(self)] = copy.copy(self)
@@ -216,7 +216,8 @@ class ForwardCheck:
         seen = {"call": f"forward of {type(model).__name__}", "training mode": str(model.training)}
         seen |= {"optimizer steps so far": str(self.steps.made), "optimizer settings": self.steps.settings}
         seen["weights that are trained"] = f"{of_text(self._samples.trained()):x}"[:8]
-        seen |= self.begun
+        for each in self.begun:
+            seen |= each
         seen |= {"goes on from a cache": "yes"} if going_on else {}
         for name, value in leaves(arguments):
             if isinstance(value, torch.Tensor):

@@ -28,10 +28,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import (
-    Cache,
-    PreTrainedModel,
-)
+from transformers import Cache, PreTrainedModel
 
 from autopar.compat.tensors import leave_alone, remove_forward_hooks
 from autopar.compat.transformers import caches_in, holds_states, holds_tokens
@@ -361,9 +358,9 @@ class BeforeForward(Hook):
         elif self.region.running == 0 and not compiling:
             named = named_arguments(self.names, args, kwargs)
             if self.region.beginning:
-                begun = self._or_report(functools.partial(self.region.begin, model))
+                seen = self._or_report(lambda: [begin(model) for begin in self.region.beginning])
                 if self.check is not None:
-                    self.check.begun = begun  # compared before anything gathers
+                    self.check.begun = seen  # compared before anything gathers
             self.check_forward(model, named, going_on=not silent and self.check is not None and goes_on(args, kwargs))
             self.region.expect_logits(kwargs.get("labels") is not None)
         self.region.start()

@@ -122,13 +122,6 @@ class Region:
                     found.append((config, name))
         self._dropouts = [(owner, name, _entries(owner)) for owner, name in found]
 
-    def begin(self, model: nn.Module) -> dict[str, str]:
-        """Return what the functions in ``beginning`` return, together."""
-        found: dict[str, str] = {}
-        for each in self.beginning:
-            found |= each(model)
-        return found
-
     def start(self) -> None:
         """Start a forward: clear what an interrupted one left behind, see which dropouts are on.
 

@@ -67,13 +67,9 @@ class WholeOnRead(torch.Tensor):
         """Return what this rank has of it, for a print."""
         raise NotImplementedError
 
-    def parts(self) -> list[torch.Tensor]:
-        """Return the tensors that this rank has of it; their gradients and origins are those of the whole."""
-        raise NotImplementedError
-
     def made_of(self) -> list[torch.Tensor]:
-        """Return what to follow in its place (:func:`autopar.tensor_tracking.parts_of`), without gathering it."""
-        return [self.whole()] if self.is_whole else self.parts()
+        """Return the tensors to follow in its place (:func:`autopar.tensor_tracking.parts_of`), without gathering."""
+        raise NotImplementedError
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if self.is_whole:
@@ -248,9 +244,9 @@ class ShardedLogits(WholeOnRead):
         held = ", ".join(f"{start} to {stop - 1}" for start, stop in part.layout.ranges(axis.rank)) or "none"
         return f"{axis.name} rank {axis.rank} of {axis.size} has {part.kind} {held}"
 
-    def parts(self) -> list[torch.Tensor]:
-        """Return the part, or what it is made of."""
-        return self.part.inputs
+    def made_of(self) -> list[torch.Tensor]:
+        """Return the full logits if they are there; else the inputs of this rank's part."""
+        return [self.whole()] if self.is_whole else self.part.inputs
 
     @property
     def is_whole(self) -> bool:

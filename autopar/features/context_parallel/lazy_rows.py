@@ -77,9 +77,9 @@ class LazyRows(WholeOnRead):
         held = ", ".join(f"{start} to {stop - 1}" for start, stop in self.rows.ranges(axis.rank)) or "none"
         return f"{axis.name} rank {axis.rank} of {axis.size} has rows {held}"
 
-    def parts(self) -> list[torch.Tensor]:
-        """Return this rank's rows."""
-        return [self.own]
+    def made_of(self) -> list[torch.Tensor]:
+        """Return the full tensor if it is there; else this rank's rows."""
+        return [self.whole() if self.is_whole else self.own]
 
     def opened(self, rows: Layout, dim: int) -> torch.Tensor | None:
         """Return this rank's ``rows`` along ``dim``; None if they are others, or somebody has read the whole."""

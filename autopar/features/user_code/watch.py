@@ -27,13 +27,7 @@ def watch_user_code(model: nn.Module, state: Parallelized, given: Given) -> None
         state.region.ending.append(watched.end)
         watch(model, state.plan, state.mpu)
         _watch_steps()
-        state.undo.append(_undo)
-
-
-def _undo(model: Any, own: Parallelized) -> None:
-    own.features.pop("user_code").unwrap()
-    for parameter in model.parameters():
-        unwatch(parameter)
+        state.undo.append(lambda model, own: own.features.pop("user_code").undo(model))
 
 
 class Watched:
@@ -63,10 +57,12 @@ class Watched:
         """End the forward."""
         Sharded.__torch_function__ = NOTICING
 
-    def unwrap(self) -> None:
-        """Put the user hooks themselves back in their places."""
+    def undo(self, model: nn.Module) -> None:
+        """Put the user hooks themselves back in their places, and give parameters torch's class again."""
         for hooks in self._hooks.values():
             hooks.unwrap()
+        for parameter in model.parameters():
+            unwatch(parameter)
 
 
 @functools.cache
