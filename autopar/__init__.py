@@ -23,7 +23,6 @@ _HOMES = {
     name: f"autopar.{home}"
     for home, names in {
         "api": "deparallelize initialize",
-        "setup.whole": "full whole",
         "checkpoint": "checkpoint",
         "checkpoint.hf_weights": "hf_weights",
         "checkpoint.rotation": "latest",
@@ -37,7 +36,6 @@ _HOMES = {
         "compat.patches": "patches",
         "pretrained": "from_pretrained",
         "tensor_parallel": "tensor_parallel",
-        "tensor_parallel.whole_hooks": "local_hooks",
     }.items()
     for name in names.split()
 }

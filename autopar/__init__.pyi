@@ -30,9 +30,9 @@ from autopar.errors import (
     VerificationError as VerificationError,
 )
 from autopar.features.experts.layers import expert_load as expert_load
+from autopar.features.user_code.full import full as full, whole as whole
+from autopar.features.user_code.hooks import local_hooks as local_hooks
 from autopar.pretrained import from_pretrained as from_pretrained
-from autopar.setup.whole import full as full, whole as whole
-from autopar.tensor_parallel.whole_hooks import local_hooks as local_hooks
 from autopar.tools.planner.memory_plan import plan_memory as plan_memory
 from autopar.tools.planner.parallelized import metrics as metrics, summary as summary
 from autopar.tools.rehearsal.run import rehearse as rehearse

@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
+from autopar.compat.tensors import HOOKS, hooks_of
 from autopar.errors import ShardWarning
 
-_LIBRARIES = {"autopar", "torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "trl"}
-_LIBRARIES |= {"safetensors"}
+LOCAL_HOOKS = "_autopar_local_hooks"
+"""Attribute of a module whose user hooks are written for this rank's shards."""
+LIBRARIES = {"autopar", "torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "trl"}
+LIBRARIES |= {"safetensors"}
 OURS = __file__.rpartition("/")[0] + "/"
 
 
@@ -37,19 +40,35 @@ def is_library(frame: FrameType) -> bool:
     )
 
 
-def is_of_libraries(frame: FrameType) -> bool:
-    """Return whether code of a library runs there that this project knows, its own, or a model's file from the hub."""
-    top = str(frame.f_globals.get("__name__")).partition(".")[0]
-    return is_ours(frame) or top in {*_LIBRARIES, "megatron", "transformers_modules"}
-
-
 def is_of_library(function: Any) -> bool:
     """Return whether a function, such as a hook, is made by a library that this project knows, or by itself."""
     while isinstance(function, functools.partial):
         function = function.func
     function = getattr(function, "__func__", function)
     module = getattr(function, "__module__", None) or type(function).__module__
-    return str(module).partition(".")[0] in _LIBRARIES
+    return str(module).partition(".")[0] in LIBRARIES
+
+
+def user_hooks(hooks: Mapping[int, Any]) -> list[Any]:
+    """Return the user hooks in one of torch's dicts; of one with another object in its place the hook itself."""
+    found = [getattr(hook, "user_hook", hook) for hook in hooks.values()]
+    return [hook for hook in found if not is_of_library(hook)]
+
+
+def user_hook(module: Any) -> Any:
+    """Return a user hook on a module that expects full tensors; None without any."""
+    if LOCAL_HOOKS in vars(module):
+        return None
+    return next((hook for kind in HOOKS for hook in user_hooks(hooks_of(module, kind))), None)
+
+
+def described(hook: Any) -> str:
+    """Return the name of a hook, and where it is written."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    code = getattr(hook, "__code__", None)
+    place = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+    return getattr(hook, "__name__", type(hook).__name__) + place
 
 
 def calls() -> Iterator[tuple[str, str]]:

@@ -162,6 +162,7 @@ VARIABLES: Mapping[str, str] = {TRACE: "tools"}
 OF_FEATURES: Mapping[str, str] = {
     **dict.fromkeys(("metrics", "plan_memory", "rehearse", "summary", "verify"), "tools"),
     "expert_load": "experts",
+    **dict.fromkeys(("full", "local_hooks", "whole"), "user_code"),
 }
 
 

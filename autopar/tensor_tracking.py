@@ -69,6 +69,12 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
+def parts_of(tensor: Any) -> list[torch.Tensor]:
+    """Return the tensors that one without memory is made of, as its method ``made_of`` says; another tensor itself."""
+    made_of = getattr(type(tensor), "made_of", None)
+    return [tensor] if made_of is None else [x for part in made_of(tensor) for x in parts_of(part)]
+
+
 def storage_key(tensor: torch.Tensor) -> int | None:
     """Return a number that views of a tensor have in common while one lives; None without a storage (sparse)."""
     try:

@@ -20,9 +20,8 @@ from autopar.checkpoint.format import Manifest
 from autopar.checkpoint.optimizer_state import alike
 from autopar.checkpoint.shards import Shards
 from autopar.checkpoint.state import State
-from autopar.compat.tensors import local_part
+from autopar.compat.tensors import PLAIN, local_part
 from autopar.distributed.digest import sum_of_bits
-from autopar.distributed.shard_reads import PLAIN
 from autopar.errors import CheckpointError, clip, listed, nearest
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.storage.files import checksum

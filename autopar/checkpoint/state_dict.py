@@ -24,9 +24,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from autopar.call_site import calls, frames_of, warn_user
-from autopar.compat.tensors import add_state_dict_hook, state_dict_hooks
+from autopar.compat.tensors import PLAIN, add_state_dict_hook, state_dict_hooks
 from autopar.distributed.mesh import MPU
-from autopar.distributed.shard_reads import plain
 from autopar.errors import CheckpointError, ConfigError, listed
 from autopar.layout import replica_rows
 from autopar.plan.plan import Plan, TensorPlan
@@ -192,7 +191,13 @@ class PartialStateDict(OrderedDict[str, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         attributes = {name: value for name, value in vars(self).items() if name != "mark"}
-        return OrderedDict, (), attributes, None, ((name, plain(value)) for name, value in super().items())
+        return OrderedDict, (), attributes, None, ((name, _plain(value)) for name, value in super().items())
+
+
+def _plain(value: Any) -> Any:
+    """Return a tensor without the class that a feature gave it: :class:`_Shared` warns, and once is enough."""
+    added = type(value) in PLAIN and type(value) is not torch.Tensor and not isinstance(value, nn.Parameter)
+    return value.as_subclass(torch.Tensor) if added else value
 
 
 class MarkPartial(_Shared):

@@ -117,6 +117,8 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+PLAIN = {torch.Tensor, nn.Parameter}
+"""Classes of tensors that add nothing: they are saved and compared as torch's own. A feature may add to them."""
 FOREACH_TYPES = (_stepped_by_foreach, _taken_by_foreach)  # classes of tensors that many-tensor kernels take
 
 
@@ -235,8 +237,11 @@ def unsaved_buffers(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 
 
+HOOKS = ("forward", "forward_pre", "backward", "backward_pre")  # kinds of hooks on a module
+
+
 def hooks_of(module: nn.Module, kind: str) -> dict[int, Any]:
-    """Return a module's hooks of a kind: ``forward``, ``forward_pre``, ``backward``, ``backward_pre``."""
+    """Return a module's hooks of a kind, which :data:`HOOKS` lists."""
     return cast("dict[int, Any]", vars(module)[f"_{kind}_hooks"])
 
 

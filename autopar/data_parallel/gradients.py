@@ -16,7 +16,6 @@ from autopar.data_parallel.grad_sync import average_over_replicas
 from autopar.distributed.axis import Axis, device_of
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
-from autopar.distributed.shard_reads import aside
 from autopar.errors import ConfigError
 from autopar.layout import Layout, replica_rows
 from autopar.plan.plan import Plan
@@ -179,7 +178,6 @@ def average_gradients(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-@aside()
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:

@@ -2,8 +2,6 @@
 
 torch calls hooks of the process before and after the step of any optimizer. They reach those that hold parameters of
 the model, whether they were given to ``initialize`` or not.
-
-Reads of shards are silent in a step, except in optimizers that could not be tried (:data:`untried`).
 """
 
 from __future__ import annotations
@@ -20,11 +18,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from autopar.compat.tensors import no_overrides
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
-from autopar.distributed.shard_reads import switch
 from autopar.errors import ConfigError, ConsistencyError
 
 _Kind = TypeVar("_Kind")
@@ -69,25 +67,16 @@ def listeners(kind: type[_Kind]) -> list[_Kind]:
 @functools.cache
 def _register() -> None:
     register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
     register_module_module_registration_hook(functools.partial(_call, "before_registration"))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled step is checked, too
 def _before_step(optimizer: Optimizer, *arguments: Any) -> None:
-    switch.hide(True)
     count = sum(map(len, map(_PARAMETERS, optimizer.param_groups)))
     if _known.get(optimizer) != count:
         _call("when_new", optimizer)
         _known[optimizer] = count
     _call("before_step", optimizer, *arguments)
-    if optimizer in untried:
-        switch.hide(False)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _after_step(*_: Any) -> None:
-    switch.hide(False)
 
 
 def _call(method: str, *arguments: Any) -> None:
@@ -230,13 +219,15 @@ class StepCheck:
             )
         if self._comparison is not None:
             scaled = getattr(getattr(optimizer, "_autopar", None), "scale", None) is not None  # may overflow, and skip
-            self._comparison.compare(type(optimizer).__name__, progress, closure=closure, scaled=scaled)
+            with no_overrides():
+                self._comparison.compare(type(optimizer).__name__, progress, closure=closure, scaled=scaled)
         progress.steps += 1
         self.made += 1
         if self.mpu.tp_cp.size > 1:
             plain = ({key: x for key, x in group.items() if key != "params"} for group in optimizer.param_groups)
             self.settings = repr([{key: x for key, x in group.items() if isinstance(x, _PLAIN)} for group in plain])
-            taken = None if closure or self.sample is None else self.sample(progress.sharded, self.made, optimizer)
+            with no_overrides():
+                taken = None if closure or self.sample is None else self.sample(progress.sharded, self.made, optimizer)
             self.last_shard = taken
 
     def watch(self, apart: set[int]) -> None:

@@ -21,7 +21,6 @@ from autopar.compat.patches import patch_body, patch_member
 from autopar.data_parallel.gradients import clip_factor, scale_gradients
 from autopar.data_parallel.precision import GradScaler
 from autopar.data_parallel.replica_norm import LAYER, ReplicaNorm
-from autopar.distributed.shard_reads import aside
 from autopar.errors import ConfigError
 from autopar.guards.step import listeners
 
@@ -73,7 +72,6 @@ def _refuse_layers(parameters: Iterable[torch.Tensor], name: str, instead: str) 
 # -- the bodies --------------------------------------------------------------------------------------------------------
 
 
-@aside()
 def _clip_grad_norm(
     plain: Callable[..., Any],
     parameters: Any,
@@ -96,7 +94,6 @@ def _clip_grad_norm(
     return norm
 
 
-@aside()
 def _get_total_norm(
     plain: Callable[..., Any],
     tensors: Any,
@@ -119,7 +116,6 @@ def _get_total_norm(
     return _norm(given, rest, float(norm_type), error_if_nonfinite)
 
 
-@aside()
 def _clip_grads_with_norm(
     plain: Callable[..., Any], parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None
 ) -> None:

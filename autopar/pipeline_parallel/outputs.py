@@ -27,11 +27,10 @@ from transformers.utils.generic import ModelOutput
 
 from autopar.compat.tensors import ITEM, schema_of
 from autopar.distributed.rng import Generators
-from autopar.distributed.whole_on_read import WholeOnRead, parts_of
 from autopar.errors import AutoparError, ConfigError, UnsupportedModelError, listed
 from autopar.pipeline_parallel.p2p import map_tensors
 from autopar.swap import plain_class, swap
-from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in, written_in_place
+from autopar.tensor_tracking import TensorTracking, parts_of, storage_key, tensors_in, written_in_place
 
 if TYPE_CHECKING:
     from autopar.pipeline_parallel.stage_forward import StageForward
@@ -284,8 +283,8 @@ class Provenance(TensorTracking):
         return frozenset().union(*(self._origins.get(key, frozenset()) for key in keys if key is not None))
 
     def _set(self, tensor: torch.Tensor, names: frozenset[str]) -> None:
-        if isinstance(tensor, WholeOnRead):
-            return  # made of parts, which are followed
+        if hasattr(type(tensor), "made_of"):
+            return  # its parts are followed
         key = storage_key(tensor)
         if key is None or names == self._origins.get(key, frozenset()):
             return

@@ -19,12 +19,18 @@ from transformers import PreTrainedModel
 
 from autopar.compat.tensors import no_overrides, own_buffers, own_parameters
 from autopar.distributed.mesh import MPU
-from autopar.distributed.shard_reads import DRAWS
 from autopar.errors import UnsupportedModelError
 from autopar.plan.stages import StagePlan
 from autopar.stored import stored_weight
 from autopar.swap import replace_storage, swap, unswap
 from autopar.tensor_tracking import storage_key
+
+DRAWS = {
+    *("normal", "uniform", "bernoulli", "exponential", "cauchy", "log_normal", "geometric", "random", "rand_like"),
+    *("randn_like", "randint_like", "multinomial", "poisson", "dropout", "alpha_dropout"),
+    *("kaiming_uniform", "kaiming_normal"),
+}
+"""Functions that draw random numbers, without underscores around the name: ``normal_`` is ``normal``."""
 
 
 class ReleasedWeights:
@@ -139,7 +145,9 @@ def release(model: nn.Module, plan: StagePlan, rank: int, device: torch.device) 
 @torch.no_grad()
 def reload(model: nn.Module, plan: StagePlan, released: ReleasedWeights, mpu: MPU) -> None:
     """Undo :func:`release`: every stage gets all tensors back, gradients too. Collective over the pipeline axis."""
-    shapes = _put_back(model, released)
+    for module in released.emptied:
+        unswap(module, _Emptied, "_autopar_like")
+    shapes = put_back(model, released)
     own: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     gone = {name: (module, key, buffer) for module, key, name, buffer in released.buffers}
     buffers: dict[str, Any] = dict(model.named_buffers(remove_duplicate=False))
@@ -182,10 +190,8 @@ def reload(model: nn.Module, plan: StagePlan, released: ReleasedWeights, mpu: MP
             _broadcast(buffers[name], holders[0], mpu)
 
 
-def _put_back(model: nn.Module, released: ReleasedWeights) -> dict[str, torch.Size]:
-    """Put the empty parameters back into their modules; returns their names and shapes."""
-    for module in released.emptied:
-        unswap(module, _Emptied, "_autopar_like")
+def put_back(model: nn.Module, released: ReleasedWeights) -> dict[str, torch.Size]:
+    """Put the empty parameters back into their modules; return their names and shapes."""
     shapes: dict[str, torch.Size] = {}
     paths = {id(module): path for path, module in model.named_modules()}
     for module, order in released.orders:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from autopar.distributed.shard_reads import PLAIN
+from autopar.compat.tensors import PLAIN
 from autopar.errors import CheckpointError, first_line
 from autopar.storage.safetensors_io import dtype_name, dtype_of
 

@@ -28,12 +28,9 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import (
-    Cache,
-    PreTrainedModel,
-)
+from transformers import Cache, PreTrainedModel
 
-from autopar.compat.tensors import forward_hooks, leave_alone, remove_forward_hooks
+from autopar.compat.tensors import leave_alone, remove_forward_hooks
 from autopar.compat.transformers import CACHES, caches_in, holds_states, holds_tokens
 from autopar.distributed.autograd_functions import refuse_transforms
 from autopar.distributed.axis import Axis
@@ -41,14 +38,12 @@ from autopar.distributed.collectives import gather, scatter
 from autopar.distributed.digest import leaves
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
-from autopar.distributed.shard_reads import switch
 from autopar.errors import ConfigError, first_line
 from autopar.guards.model_changes import ModuleTree
 from autopar.layout import Block, Layout
 from autopar.plan.plan import Plan
 from autopar.swap import argument_names
 from autopar.tensor_parallel.regions import Region
-from autopar.tensor_parallel.whole_hooks import WholeHooks
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -297,8 +292,8 @@ def attach(model: nn.Module, plan: Plan, mpu: MPU, region: Region, failures: Fai
     for module in callable_alone(model):
         tree = ModuleTree(module) if plan.tp > 1 else None
         before = BeforeForward(region, check, tree, argument_names(module))
-        before.outermost, before.sharded = module is model, plan.shards > 1
-        before.together = before.sharded or mpu.pp.size > 1 or mpu.cp.size > 1
+        before.outermost = module is model
+        before.together = plan.shards > 1 or mpu.pp.size > 1 or mpu.cp.size > 1
         if check is not None or plan.tp > 1:
             before.model = module
         module.register_forward_pre_hook(before, with_kwargs=True)
@@ -314,9 +309,6 @@ def attach(model: nn.Module, plan: Plan, mpu: MPU, region: Region, failures: Fai
 def detach(model: nn.Module) -> None:
     """Undo :func:`attach`."""
     for module in callable_alone(model):
-        for _, _, hook in forward_hooks(module):
-            if isinstance(hook, BeforeForward) and hook.whole_hooks is not None:
-                hook.whole_hooks.unwrap()
         remove_forward_hooks(module, _HOOKS)
         for name in _NAMES:
             module.__dict__.pop(name, None)
@@ -334,12 +326,11 @@ class BeforeForward(Hook):
         key: by which graphs find this object; copies have keys of their own.
     """
 
-    outermost = sharded = together = False
+    outermost = together = False
     model: nn.Module
 
     def __init__(self, region: Region, check: Any, tree: ModuleTree | None, names: tuple[str, ...]) -> None:
         self.region, self.check, self.tree, self.names = region, check, tree, names
-        self.whole_hooks = WholeHooks(region.axis) if region.axis.size > 1 else None
         self.key = next(_KEYS)
         _CHECKS[self.key] = self
 
@@ -356,19 +347,16 @@ class BeforeForward(Hook):
         if self.region.check_thread is not None and not compiling:
             self.region.check_thread()
         silent = self.tree is None if self.check is None else self.check.is_silent
-        if self.sharded and not compiling:
-            switch.hide(True)  # layers read their shards
         if self.outermost and not compiling:
             self.region.running = 0  # an interrupted forward (Ctrl-C) did not end
         if self.region.running == 0 and compiling and not silent:  # a step of decoding may become a CUDA graph
             changed = checked_arguments(self, named_arguments(self.names, args, kwargs), args, kwargs)
         elif self.region.running == 0 and not compiling:
             named = named_arguments(self.names, args, kwargs)
-            hooks = self.whole_hooks
-            if hooks is not None:
-                places = self._or_report(lambda: hooks.wrap(model))
+            if self.region.beginning:
+                seen = self._or_report(lambda: [begin(model) for begin in self.region.beginning])
                 if self.check is not None:
-                    self.check.hooks = places  # compared before any of them gathers
+                    self.check.begun = seen  # compared before anything gathers
             self.check_forward(model, named, going_on=not silent and self.check is not None and goes_on(args, kwargs))
             self.region.expect_logits(kwargs.get("labels") is not None)
         self.region.start()
@@ -407,7 +395,8 @@ class AfterForward(Hook):
     def __call__(self, model: Any, args: Any, output: Any) -> Any:
         self.region.finish()
         if not self.region.running and not torch.compiler.is_compiling():
-            switch.hide(False)
+            for end in self.region.ending:
+                end()
         if output is not None and self.region.sequence is not None:
             output = self.region.sequence.after_forward(model, output)
         if self.region.running or self.mpu.tp_cp.size == 1:

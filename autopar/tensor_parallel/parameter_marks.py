@@ -17,10 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from autopar.distributed.mesh import MPU
-from autopar.distributed.shard_reads import Shard, unwatch, watch
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.plan.stages import StagePlan
 
@@ -29,8 +27,6 @@ _NAMES = ("tensor_model_parallel", "partition_dim", "partition_stride", "shared"
 
 def mark(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
     """Set the attributes on the parameters that this rank holds. ``copy.deepcopy`` drops them, ``.to`` keeps them."""
-    told: set[tuple[str, int]] = set()
-    joins = not any(isinstance(parameter, DTensor) for parameter in model.parameters())  # not with ZeRO 2 and 3
     due: dict[str, TensorPlan] = {name: one for one in plan.tensors.values() for name in (one.name, *one.aliases)}
     for name, parameter in model.named_parameters():
         if name not in due:
@@ -42,10 +38,6 @@ def mark(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
             mark_shard(parameter, -1 if layout is None else layout.dim, len(layout.blocks) if layout else 1, counts)
         if name in plan.experts:
             parameter.allreduce = False  # type: ignore[attr-defined]
-        if layout is not None and plan.shards > 1:
-            rank, axis = (mpu.shards.rank, "expert") if name in plan.experts else (mpu.tp.rank, "tensor")
-            own = due[name]
-            watch(parameter, Shard(own.name, tuple(own.shape), layout, rank, told, f"{axis}-parallel", joins))
         if name in stages.tensors and min(stages.holders(name), default=mpu.pp.rank) < mpu.pp.rank:
             parameter.shared = parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
 
@@ -71,6 +63,5 @@ def mark_shard(parameter: torch.Tensor, dim: int, stride: int = 1, counts: bool 
 def unmark(model: nn.Module) -> None:
     """Remove the attributes that :func:`mark` set."""
     for parameter in model.parameters():
-        unwatch(parameter)
         for name in _NAMES:
             vars(parameter).pop(name, None)

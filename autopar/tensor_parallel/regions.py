@@ -61,6 +61,9 @@ class Region:
             rank's shard; ``training`` is the mode of the module around it. None: full sequences.
         entered: a full sequence that entered the region: ``is_whole(x)`` returns whether ``x`` is it, ``enter()`` what
             layers read, ``late_weight(weight, gradient)`` what a layer attaches to its output.
+        beginning: called with the model when a forward begins, before ranks compare; each function returns values by
+            name that must be identical on all ranks.
+        ending: called when the outermost forward has ended.
         check_thread: called before a forward, unless it is None; raises ConfigError if another thread runs some whose
             collectives would meet those of this one.
     """
@@ -70,6 +73,8 @@ class Region:
         self.sequence: Any = None
         self.rows: Any = None
         self.entered: Any = None
+        self.beginning: list[Callable[[nn.Module], Mapping[str, str]]] = []
+        self.ending: list[Callable[[], None]] = []
         self.check_thread: Callable[[], None] | None = None
         self.may_draw = False
         self._in_evaluation = False
@@ -90,6 +95,7 @@ class Region:
         memo[id(self)] = copied
         copied.model = f"{self.model}, copied"
         copied.sequence = deepcopy(self.sequence, memo)
+        copied.beginning, copied.ending = deepcopy((self.beginning, self.ending), memo)
         owners = [(deepcopy(owner, memo), name) for owner, name, _ in self._dropouts]
         copied._dropouts = [(owner, name, _entries(owner)) for owner, name in owners]
         return copied

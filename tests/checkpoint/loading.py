@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.distributed.shard_reads import ShardedParameter
+from autopar.features.user_code.reads import ShardedParameter
 
 
 def tp(size: int) -> dict[str, Any]:

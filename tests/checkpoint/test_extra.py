@@ -15,8 +15,8 @@ import autopar
 from autopar.checkpoint import ShardedDict
 from autopar.checkpoint.offline import reshard_checkpoint
 from autopar.checkpoint.shards import check_checkpoint
-from autopar.distributed.shard_reads import Part
 from autopar.errors import CheckpointError
+from autopar.features.user_code.reads import Part
 from tests.checkpoint.hybrid import OF_FOUR, OF_TWO, Mesh
 from tests.checkpoint.refusals import refusals
 from tests.checkpoint.tiny import rewrite_manifest

@@ -24,7 +24,7 @@ def test_what_it_says_raises_does() -> None:
     # two in tests/checkpoint/test_dtensor_optimizer.py, two in
     # tests/distributed/test_derivatives.py and test_transforms.py, one in
     # tests/pipeline_parallel/test_inference.py and in tests/features/generation/test_continuous_batching.py
-    # one in tests/data_parallel/test_sharded_dtensors.py
+    # one in tests/features/user_code/test_reads_of_dtensors.py
     # one in tests/data_parallel/test_whole_numbers.py and in tests/features/context_parallel/test_user_hooks.py
     # three in tests/data_parallel/test_fully_sharded_modules.py and test_whole_numbers.py
     assert rows == 31

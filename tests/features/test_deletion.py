@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from autopar.registry import OF_FEATURES, SETTINGS
+
 ROOT = Path(__file__).parents[2]
 FEATURES = sorted(path.name for path in (ROOT / "autopar" / "features").iterdir() if (path / "__init__.py").exists())
 # A configuration, on two ranks, that asks for the feature.
@@ -97,7 +99,26 @@ def test_a_model_that_needs_a_deleted_feature_is_an_error(name: str, tmp_path: P
     assert f"{what} needs the feature '{name}', which is not installed.\n  Installed: " in text
 
 
-def test_each_feature_that_a_setting_turns_on_is_deleted_once() -> None:
-    from autopar.registry import SETTINGS
+NAMES = """
+import autopar
+for name in {names}:
+    try:
+        getattr(autopar, name)
+    except autopar.ConfigError as error:
+        print(error)
+"""
 
+
+@pytest.mark.parametrize("feature", sorted(set(OF_FEATURES.values())))
+def test_a_public_name_of_a_deleted_feature_is_an_error(feature: str, tmp_path: Path) -> None:
+    tree = tree_without(tmp_path, feature if feature == "tools" else f"features/{feature}")
+    names = [name for name, owner in OF_FEATURES.items() if owner == feature]
+    command = [sys.executable, "-c", NAMES.format(names=names)]
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    done = subprocess.run(command, env=environment, cwd=tree, capture_output=True, text=True, check=True)
+    for name in names:
+        assert f"autopar.{name} needs the feature '{feature}', which is not installed.\n  Installed: " in done.stdout
+
+
+def test_each_feature_that_a_setting_turns_on_is_deleted_once() -> None:
     assert {feature for feature, _ in SETTINGS.values()} == set(ASKS)

@@ -30,13 +30,12 @@ from autopar.distributed.agree import meet
 from autopar.distributed.autograd_functions import keep_none, single_backward
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather, reduce_scatter
-from autopar.distributed.whole_on_read import WholeOnRead, name_of, without_overrides
 from autopar.features.context_parallel.rows import join
 from autopar.features.context_parallel.state import RowState
 from autopar.layout import Block, Layout
 from autopar.tensor_parallel.logits_shards import BY_ELEMENT, asked_shape
 from autopar.tensor_parallel.loss import check_targets
-from autopar.tensor_parallel.sharded_logits import Gradients, LogitsPart
+from autopar.tensor_parallel.sharded_logits import Gradients, LogitsPart, WholeOnRead, name_of, without_overrides
 
 _ADVICE = (
     "Each context-parallel rank has some rows of it. They are gathered when it is read, which takes all of the ranks:\n"
@@ -78,9 +77,9 @@ class LazyRows(WholeOnRead):
         held = ", ".join(f"{start} to {stop - 1}" for start, stop in self.rows.ranges(axis.rank)) or "none"
         return f"{axis.name} rank {axis.rank} of {axis.size} has rows {held}"
 
-    def parts(self) -> list[torch.Tensor]:
-        """Return this rank's rows."""
-        return [self.own]
+    def made_of(self) -> list[torch.Tensor]:
+        """Return the full tensor if it is there; else this rank's rows."""
+        return [self.whole() if self.is_whole else self.own]
 
     def opened(self, rows: Layout, dim: int) -> torch.Tensor | None:
         """Return this rank's ``rows`` along ``dim``; None if they are others, or somebody has read the whole."""

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.call_site import user_hook
 from autopar.config import ParallelConfig
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
@@ -27,12 +28,11 @@ from autopar.errors import ConfigError, first_line
 from autopar.features.context_parallel.block_boundary import may_own_rows
 from autopar.features.context_parallel.plan_states import Call, hand_on_states
 from autopar.features.context_parallel.setup import apply
-from autopar.features.context_parallel.state import RowPlan, WholeModule
+from autopar.features.context_parallel.state import RowPlan, WholeModule, refused_hook
 from autopar.plan.stages import Blocks, StagePlan, lies_in
 from autopar.policy.match import Described
 from autopar.policy.schema import Policy
 from autopar.swap import argument_names
-from autopar.tensor_parallel.whole_hooks import refused_hook, users_hook
 
 
 def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int) -> RowPlan:
@@ -48,7 +48,7 @@ def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int) -> RowP
     if not isinstance(model, PreTrainedModel):
         raise _refusal(model, ranks, "it is no Hugging Face model, whose attention can be exchanged")
     for path, module in model.named_modules():
-        hook = users_hook(module) if path else None
+        hook = user_hook(module) if path else None
         if hook is not None:
             raise ConfigError(refused_hook(path, hook, ranks))
     blocks = Blocks(Described(model, prefix, model, policy))

@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 
-from autopar.compat.tensors import tree_map
+from autopar.compat.tensors import PLAIN, tree_map
 from autopar.distributed.autograd_functions import keep_none, named_collective, single_backward
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import gather_sum, note_on_meta, reduce, run
 from autopar.distributed.gloo_collectives import all_to_all_single
-from autopar.distributed.shard_reads import PLAIN
 from autopar.layout import Block, Layout, even_shards
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from autopar.compat.tensors import forward_hooks, remove_forward_hooks
+from autopar.compat.tensors import remove_forward_hooks
 from autopar.compat.transformers import (
     ATTENTION,
     attention_of,
@@ -34,9 +34,8 @@ from autopar.features.context_parallel.state import RowPlan, RowState
 from autopar.plan.stages import lies_in
 from autopar.setup.steps import Given, Parallelized
 from autopar.swap import drop_value, set_value, swap, unswap, view_of_config
-from autopar.tensor_parallel.hooks import BeforeForward, callable_alone
+from autopar.tensor_parallel.hooks import callable_alone
 from autopar.tensor_parallel.sharded_logits import sharded_logits
-from autopar.tensor_parallel.whole_hooks import WholeHooks
 
 _MODELS = itertools.count(1)
 
@@ -46,7 +45,8 @@ def run_on_rows_of_sequences(model: nn.Module, state: Parallelized, given: Given
     plan = state.features.get("context_parallel")
     if plan is not None:
         config, always = state.config, state.config.loss_gather_logits == "always"
-        apply(state.inner_of(model), plan, state.mpu.cp, config.context_parallel_method, gather_logits=always)
+        rows = apply(state.inner_of(model), plan, state.mpu.cp, config.context_parallel_method, gather_logits=always)
+        state.region.beginning.append(rows.find_hooks)
         state.undo.append(lambda model, own: undo(model))
 
 
@@ -79,10 +79,6 @@ def apply(model: nn.Module, plan: RowPlan, axis: Axis, method: str, *, gather_lo
     for module in callable_alone(model):
         module.register_forward_pre_hook(BeforeRows(state, module is model), with_kwargs=True)
         module.register_forward_hook(AfterRows(state), always_call=True)
-    found = (hook for module in callable_alone(model) for _, _, hook in forward_hooks(module))
-    for hook in (hook for hook in found if isinstance(hook, BeforeForward)):
-        hook.whole_hooks = hook.whole_hooks or WholeHooks(hook.region.axis)
-        hook.whole_hooks.refuse = state.refuse_hooks
     if plan.head is not None:
         modules[plan.head].register_forward_pre_hook(BeforeHead(state))
         modules[plan.head].register_forward_hook(AfterHead(state))

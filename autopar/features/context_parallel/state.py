@@ -9,15 +9,25 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
-from autopar.compat.tensors import in_backward
+from autopar.call_site import LOCAL_HOOKS, described, user_hooks
+from autopar.compat.tensors import HOOKS, hooks_of, hooks_of_all, in_backward
 from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
 from autopar.features.context_parallel.handed_states import HandedStates, Links
 from autopar.features.context_parallel.rows import rows_layout
 from autopar.layout import Layout
 from autopar.tensor_parallel.regions import Region
-from autopar.tensor_parallel.whole_hooks import refused_hook
+
+
+def refused_hook(path: str, hook: Any, ranks: int) -> str:
+    """Return the error of a user hook where ``ranks`` context-parallel ranks share each sequence."""
+    return (
+        f"context_parallel_size={ranks}: the hook {described(hook)} on {path} would get this rank's part of each "
+        "sequence.\n  Call autopar.local_hooks(module) if it is written for that. Otherwise remove it, or use "
+        "tensor_parallel_size,\n  with which hooks get full tensors."
+    )
 
 
 @dataclass
@@ -121,6 +131,7 @@ class RowState:
         self._layouts: dict[int, Layout] = {}
         self._known: dict[int, Layout] = {}
         self._narrowed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._below: dict[nn.Module, list[tuple[str, nn.Module, dict[int, Any]]]] = {}  # torch's dicts of hooks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowState:
         copied = RowState(self.axis, self.method, self.plan)
@@ -148,9 +159,18 @@ class RowState:
         self.region.finish()
         self.release()
 
-    def refuse_hooks(self, hooks: list[tuple[str, Any]]) -> None:
-        """Refuse a forward over local sequences while ``hooks`` (path of a module, hook) are registered."""
-        self.refused = refused_hook(*hooks[0], self.axis.size) if hooks else ""
+    def find_hooks(self, model: nn.Module) -> dict[str, str]:
+        """Refuse a forward of ``model`` over local sequences while user hooks below it are registered that are not
+        local; return where they are, for ranks to compare.
+        """
+        if model not in self._below:
+            below = [(path, module) for path, module in model.named_modules() if path]
+            self._below[model] = [(path, module, hooks_of(module, kind)) for path, module in below for kind in HOOKS]
+        held = [(path, hooks) for path, own, hooks in self._below[model] if hooks and LOCAL_HOOKS not in vars(own)]
+        held += [("all modules", hooks_of_all(kind)[0]) for kind in HOOKS]
+        found = [(path, hook) for path, hooks in held for hook in user_hooks(hooks)]
+        self.refused = refused_hook(*found[0], self.axis.size) if found else ""
+        return {"user hooks": ", ".join(f"over local sequences on {path}" for path, _ in found)} if found else {}
 
     def release(self) -> None:
         """Release the references to activations."""

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autopar.call_site import described, user_hook
 from autopar.compat.tensors import in_backward
 from autopar.distributed import gloo_collectives
 from autopar.distributed.autograd_functions import any_order, keep_none
@@ -43,7 +44,6 @@ from autopar.distributed.gloo_collectives import all_reduce
 from autopar.errors import ConfigError
 from autopar.layout import Block, Layout, even_shards
 from autopar.tensor_parallel.region_modules import RegionModule, argument_names
-from autopar.tensor_parallel.whole_hooks import described, users_hook
 
 
 class ExpertParallel(RegionModule):
@@ -98,7 +98,7 @@ class ExpertParallel(RegionModule):
 
     def _refuse_hooks(self) -> None:
         for path, module in self.named_modules():  # type: ignore[attr-defined]
-            hook = users_hook(module) if path else None
+            hook = user_hook(module) if path else None
             if hook is not None:
                 raise ConfigError(
                     f"the hook {described(hook)} on {self.autopar.path}.{path} is inside of experts that ranks hold "

@@ -22,7 +22,6 @@ from autopar.compat.transformers import free_part, kept_manager, takes_ranks
 from autopar.distributed.digest import of_text
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
-from autopar.distributed.shard_reads import aside
 from autopar.errors import ConfigError
 from autopar.features.generation.generate import keep_activations
 from autopar.swap import config_view, set_value, swap
@@ -195,7 +194,6 @@ class _OverRanks:
             if check is not None:
                 stack.enter_context(check.first_only(compare, watch=False))
             stack.enter_context(keep_activations(self.model))
-            stack.enter_context(aside())
             yield
 
     def warmup(self: Any) -> None:

@@ -25,7 +25,6 @@ from autopar.distributed.collectives import run
 from autopar.distributed.digest import extremes
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.rng import sync_generators
-from autopar.distributed.shard_reads import aside
 from autopar.setup.steps import Given, Parallelized
 from autopar.swap import bind, unbind
 from autopar.tensor_parallel.apply import generating_methods
@@ -151,7 +150,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             _streamers[region] = kwargs["streamer"] = guard
         first = contextlib.nullcontext() if check is None else check.first_only()
         try:
-            with first, keep_activations(self), aside():
+            with first, keep_activations(self):
                 tokens = type(self).generate(self, *args, **kwargs)
         finally:
             _streamers.pop(region, None)

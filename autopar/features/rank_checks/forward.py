@@ -18,7 +18,7 @@ import copy
 import math
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from autopar.compat.tensors import local_part, no_overrides, own_parameters
+from autopar.compat.tensors import PLAIN, local_part, no_overrides, own_parameters
 from autopar.config import ParallelConfig
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import extremes_over
@@ -35,7 +35,6 @@ from autopar.distributed.digest import hexdigest, leaves, of_tensor, of_text, of
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import Generators, begun_stream
-from autopar.distributed.shard_reads import PLAIN
 from autopar.errors import ConsistencyError
 from autopar.features.rank_checks.messages import different, explanation, same_gradient, same_shard
 from autopar.guards.step import StepCheck, group_call
@@ -63,7 +62,7 @@ class ForwardCheck:
         whole_every: Steps after which all replicated weights are compared, not a sample; 0: never.
 
     Attributes:
-        hooks: Places of user-defined hooks that gather.
+        begun: Values by name, from each feature, that must be identical on all ranks in this forward.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class ForwardCheck:
         self._forwards = {True: 0, False: 0}  # so far, in training and in evaluation
         self._drawn: dict[bool, set[str]] = {True: set(), False: set()}  # generators that the model draws from
         self._before: dict[str, str] | None = None
-        self.hooks = ""
+        self.begun: Sequence[Mapping[str, str]] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardCheck:
         copied = memo[id(self)] = copy.copy(self)
@@ -226,7 +225,8 @@ class ForwardCheck:
         seen = {"call": f"forward of {type(model).__name__}", "training mode": str(model.training)}
         seen |= {"optimizer steps so far": str(self.steps.made), "optimizer settings": self.steps.settings}
         seen["weights that are trained"] = f"{of_text(self._samples.trained()):x}"[:8]
-        seen |= {"hooks that see whole tensors": self.hooks} if self.hooks else {}
+        for each in self.begun:
+            seen |= each
         seen |= {"goes on from a cache": "yes"} if going_on else {}
         for name, value in leaves(arguments):
             if isinstance(value, torch.Tensor):

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from autopar.compat.tensors import in_backward
+from autopar.compat.tensors import PLAIN, in_backward
 from autopar.distributed.axis import Axis
 from autopar.distributed.digest import leaves
-from autopar.distributed.shard_reads import PLAIN
 from autopar.pipeline_parallel.outputs import complete
 from autopar.tensor_tracking import TensorTracking, tensors_in
 from autopar.tools.verification.report import Traffic

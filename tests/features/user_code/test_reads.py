@@ -18,12 +18,12 @@ from torch import nn
 
 import autopar
 from autopar.checkpoint import ShardedDict
-from autopar.distributed.shard_reads import Part, ShardedParameter, unwatch
 from autopar.errors import ConfigError
+from autopar.features.user_code.reads import Part, ShardedParameter, unwatch
+from tests.features.user_code import techniques
+from tests.features.user_code.techniques import IDS, NOTICED, head
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
-from tests.tensor_parallel import shard_techniques
-from tests.tensor_parallel.shard_techniques import IDS, NOTICED, head
 from tests.worlds import raises_everywhere
 
 
@@ -47,7 +47,7 @@ def told(technique: Callable[[Any], Any], model: Any) -> list[str]:
         for _ in range(2):
             technique(model)
     shard_warnings = [each for each in found if issubclass(each.category, autopar.ShardWarning)]
-    assert all(each.filename in (__file__, shard_techniques.__file__) for each in shard_warnings)
+    assert all(each.filename in (__file__, techniques.__file__) for each in shard_warnings)
     return [str(each.message) for each in shard_warnings]
 
 

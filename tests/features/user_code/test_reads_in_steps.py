@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 import autopar
-from autopar.distributed.shard_reads import switch
+from autopar.features.user_code.reads import switch
 from tests.pool import pooled
 from tests.small import llama
 

@@ -5,13 +5,11 @@ hooks. It gathers what the hook reads, and shards what the hook returns; both ar
 the hook. The module then continues with a shard of what the hook got, so that the hook may keep that for the backward
 (the input that a forward hook gets is a copy). In sequence parallelism a block with hooks inside computes with full
 sequences. Nothing is gathered where no hook is. All ranks have the same hooks: that is compared when a forward begins.
-Under context parallelism a forward over local sequences is refused while user hooks are registered that are not local.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,100 +18,69 @@ import torch
 from torch import nn
 from transformers.utils.generic import ModelOutput
 
-from autopar.call_site import is_of_library
-from autopar.compat.tensors import hooks_of, hooks_of_all, hooks_with_kwargs, own_parameters, version_of
+from autopar.call_site import LOCAL_HOOKS, described, is_of_library, user_hooks
+from autopar.compat.tensors import HOOKS, hooks_of, hooks_of_all, hooks_with_kwargs, own_parameters, version_of
 from autopar.distributed import collectives
 from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.plan.plan import ModulePlan
 
-_KINDS = ("forward", "forward_pre", "backward", "backward_pre")
-_EVERYWHERE = {kind: hooks_of_all(kind)[0] for kind in _KINDS}  # torch's own dicts of the hooks on every module
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
-_LOCAL = "_autopar_local_hooks"
-
-
-def users_hook(module: nn.Module) -> Any:
-    """Return a hook of the user's on a module, which expects whole tensors; None without any."""
-    if _LOCAL in vars(module):
-        return None
-    found = (hook for kind in _KINDS for hook in hooks_of(module, kind).values())
-    return next((hook for hook in found if not is_of_library(hook)), None)
 
 
 def local_hooks(module: nn.Module) -> None:
-    """Let hooks on a module see this rank's shards, not whole tensors: those that are registered, and later ones.
+    """Let hooks on a module see this rank's shards, not full tensors: those that are registered, and later ones.
 
     Args:
-        module: inside of a parallelized model. Hooks on modules inside of it are not meant.
+        module: A module inside of a parallelized model. Hooks on modules inside of it are not meant.
     """
-    vars(module)[_LOCAL] = True
-    for kind in _KINDS:
+    vars(module)[LOCAL_HOOKS] = True
+    for kind in HOOKS:
         _unwrap(hooks_of(module, kind))
 
 
 class WholeHooks:
-    """Finds user hooks when a forward begins, and lets them see full tensors.
+    """The user hooks of one model, which see full tensors.
 
     Attributes:
-        refuse: With context parallelism, a function that is given the user hooks below the model, which are not local,
-            and the paths of their modules; else None.
+        dicts: All of torch's dicts in which such a hook may be; all are empty in most models.
+        found: Whether the last forward had any.
     """
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
-        self.refuse: Callable[[list[tuple[str, Any]]], None] | None = None
-        self._known: dict[int, Shards] | None = None
-        self._places: list[tuple[dict[int, Any], str, Shards]] = []  # torch's own dicts, by kind
-        self._blocks: list[tuple[str, Any, list[tuple[nn.Module, dict[int, Any]]]]] = []  # that compute with rows
-        self._below: list[tuple[dict[int, Any], str, nn.Module]] = []  # that compute with local sequences
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> WholeHooks:
-        copied = memo[id(self)] = WholeHooks(self.axis)
-        copied.refuse = copy.deepcopy(self.refuse, memo)
-        return copied
-
-    def wrap(self, model: nn.Module) -> str:
-        """Wrap the hooks that are new; return where all of them are, in words that are identical on all ranks."""
-        if self._known is None:
-            self._known = self._find(model)
-        places = list[str]()
-        for hooks, kind, shards in self._places:
-            if hooks and _LOCAL not in vars(shards.module):
-                self._wrap(hooks, hooks_with_kwargs(shards.module, kind), kind, {id(shards.module): shards})
-                places += [f"{kind} on {shards.path}" for hook in hooks.values() if isinstance(hook, _WholeHook)]
-        everywhere = [(kind, hooks) for kind, hooks in _EVERYWHERE.items() if hooks and _users_of(hooks)]
-        for kind, hooks in everywhere:
-            self._wrap(hooks, hooks_of_all(kind)[1], kind, self._known)
-            places += [f"{kind} on all modules" for hook in hooks.values() if isinstance(hook, _WholeHook)]
-        for path, block, inside in self._blocks:
-            here = (_users_of(hooks) for module, hooks in inside if hooks and _LOCAL not in vars(module))
-            block.rows_hooked = bool(everywhere) or any(here)
-            places += [f"inside of {path}"] * block.rows_hooked
-        if self.refuse is not None:
-            found = [(path, hooks) for hooks, path, module in self._below if hooks and _LOCAL not in vars(module)]
-            found += [("all modules", hooks) for _, hooks in everywhere]
-            refused = [(path, hook) for path, hooks in found for hook in _users_of(hooks)]
-            self.refuse(refused)
-            places += [f"over local sequences on {path}" for path, _ in refused]
-        return ", ".join(places)
-
-    def _find(self, model: nn.Module) -> dict[int, Shards]:
-        sharded = {id(shards.module): shards for shards in _shards_of(model)} if self.axis.size > 1 else {}
-        self._places = [(hooks_of(s.module, kind), kind, s) for s in sharded.values() for kind in _KINDS]
-        self._blocks = [
-            (path, block, [(module, hooks_of(module, kind)) for module in block.modules() for kind in _KINDS])
+    def __init__(self, model: nn.Module, axis: Axis) -> None:
+        self.axis, self.found = axis, False
+        self._known = {id(shards.module): shards for shards in _shards_of(model)}
+        self._places = [(hooks_of(s.module, kind), kind, s) for s in self._known.values() for kind in HOOKS]
+        self._blocks = [  # that compute with sequence shards
+            (path, block, [(module, hooks_of(module, kind)) for module in block.modules() for kind in HOOKS])
             for path, block in model.named_modules()
             if hasattr(block, "rows_hooked")
         ]
-        below = model.named_modules() if self.refuse is not None else ()
-        self._below = [(hooks_of(module, kind), path, module) for path, module in below if path for kind in _KINDS]
-        return sharded
+        inside = [hooks for _, _, below in self._blocks for _, hooks in below]
+        self.dicts = [hooks for hooks, _, _ in self._places] + inside + [hooks_of_all(kind)[0] for kind in HOOKS]
+
+    def wrap(self) -> dict[str, str]:
+        """Wrap the hooks that are new; return where all of them are, in words that are identical on all ranks."""
+        places = list[str]()
+        for hooks, kind, shards in self._places:
+            if hooks and LOCAL_HOOKS not in vars(shards.module):
+                self._wrap(hooks, hooks_with_kwargs(shards.module, kind), kind, {id(shards.module): shards})
+                places += [f"{kind} on {shards.path}" for hook in hooks.values() if isinstance(hook, _WholeHook)]
+        everywhere = False
+        for kind in HOOKS:
+            hooks, with_kwargs = hooks_of_all(kind)
+            self._wrap(hooks, with_kwargs, kind, self._known)
+            found = [f"{kind} on all modules" for hook in hooks.values() if isinstance(hook, _WholeHook)]
+            places, everywhere = places + found, everywhere or bool(found)
+        for path, block, inside in self._blocks:
+            here = (user_hooks(hooks) for module, hooks in inside if hooks and LOCAL_HOOKS not in vars(module))
+            block.rows_hooked = everywhere or any(here)
+            places += [f"inside of {path}"] * block.rows_hooked
+        self.found = bool(places)
+        return {"hooks that see whole tensors": ", ".join(places)} if places else {}
 
     def _wrap(self, hooks: dict[int, Any], with_kwargs: set[int], kind: str, known: Mapping[int, Shards]) -> None:
-        if self.axis.size == 1:
-            return  # context parallelism alone: hooks see no shards of features
         for key, hook in list(hooks.items()):
             if isinstance(hook, _WholeHook):
                 hook.known.update(known)  # on all modules, of several models
@@ -124,22 +91,16 @@ class WholeHooks:
         """Put the hooks themselves back in their places."""
         for hooks, _, _ in self._places:
             _unwrap(hooks)
-        for hook in (hook for hooks in _EVERYWHERE.values() for hook in hooks.values() if isinstance(hook, _WholeHook)):
-            for key in self._known or ():
+        everywhere = [hook for kind in HOOKS for hook in hooks_of_all(kind)[0].values()]
+        for hook in (hook for hook in everywhere if isinstance(hook, _WholeHook)):
+            for key in self._known:
                 hook.known.pop(key, None)
-        self._known, self._places, self._blocks, self._below = None, [], [], []
-
-
-def _users_of(hooks: dict[int, Any]) -> list[Any]:
-    """Return the user hooks in one of torch's dicts, without what this module has put around them."""
-    found = [hook.hook if isinstance(hook, _WholeHook) else hook for hook in hooks.values()]
-    return [hook for hook in found if not is_of_library(hook)]
 
 
 def _unwrap(hooks: dict[int, Any]) -> None:
     for key, hook in list(hooks.items()):
         if isinstance(hook, _WholeHook):
-            hooks[key] = hook.hook
+            hooks[key] = hook.user_hook
 
 
 class _WholeHook:
@@ -148,59 +109,41 @@ class _WholeHook:
     def __init__(
         self, hook: Callable[..., Any], kind: str, with_kwargs: bool, known: dict[int, Shards], axis: Axis
     ) -> None:
-        self.hook, self.kind, self.with_kwargs, self.known, self.axis = hook, kind, with_kwargs, known, axis
+        self.user_hook, self.kind, self.with_kwargs, self.known, self.axis = hook, kind, with_kwargs, known, axis
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.hook, memo)  # a copied model finds its hooks anew
+        return copy.deepcopy(self.user_hook, memo)  # a copied model finds its hooks anew
 
     def __call__(self, module: nn.Module, *values: Any) -> Any:
         """Call the hook as torch would on one process."""
         shards = self.known.get(id(module))
         failed = self.kind == "forward" and values[-1] is None  # called in spite of an error, maybe on one rank
-        if shards is None or failed or _LOCAL in vars(module):
-            return self.hook(module, *values)
+        if shards is None or failed or LOCAL_HOOKS in vars(module):
+            return self.user_hook(module, *values)
         backward = self.kind.startswith("backward")
         given, made = SeenShards(shards.given, shards, self.axis), SeenShards(shards.made, shards, self.axis)
         if self.kind == "forward":
             *inputs, output = values
             seen = made.whole(output)
-            result = self.hook(module, *given.whole(inputs), seen)
+            result = self.user_hook(module, *given.whole(inputs), seen)
             if given.is_written():
                 raise ConfigError(
-                    f"the hook {described(self.hook)} on {shards.path} writes into what its module was given, of which "
-                    "it has a copy: the module's input is in parts.\n  Change it in a forward pre-hook, return what is "
-                    "changed, or use autopar.local_hooks(module)."
+                    f"the hook {described(self.user_hook)} on {shards.path} writes into what its module was given, of "
+                    "which it has a copy: the module's input is in parts.\n  Change it in a forward pre-hook, return "
+                    "what is changed, or use autopar.local_hooks(module)."
                 )
             return made.cut(seen if result is None and (made.is_written() or made.is_kept()) else result)
         if self.kind == "backward":
             into, out = values
             seen = given.whole(into, gradient=True)
-            result = self.hook(module, seen, made.whole(out, gradient=True))
+            result = self.user_hook(module, seen, made.whole(out, gradient=True))
             return given.cut(seen if result is None and given.is_written() else result, gradient=True)
         front = made if backward else given
         entered = front.whole(list(values), gradient=backward)
-        result = self.hook(module, *entered)
+        result = self.user_hook(module, *entered)
         if result is None and (front.is_written() or front.is_kept()):
             result = tuple(entered) if self.with_kwargs else entered[0]
         return front.cut(result, gradient=backward)
-
-
-def refused_hook(path: str, hook: Any, ranks: int) -> str:
-    """Return the error of a user hook where ``ranks`` context-parallel ranks share each sequence."""
-    return (
-        f"context_parallel_size={ranks}: the hook {described(hook)} on {path} would get this rank's part of each "
-        "sequence.\n  Call autopar.local_hooks(module) if it is written for that. Otherwise remove it, or use "
-        "tensor_parallel_size,\n  with which hooks get full tensors."
-    )
-
-
-def described(hook: Any) -> str:
-    """Return the name of a hook, and where it is written."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    code = getattr(hook, "__code__", None)
-    place = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
-    return getattr(hook, "__name__", type(hook).__name__) + place
 
 
 def _shards_of(model: nn.Module) -> Iterator[Shards]:

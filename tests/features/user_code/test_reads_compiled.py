@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from autopar.distributed.shard_reads import unwatch
+from autopar.features.user_code.reads import unwatch
+from tests.features.user_code.test_reads import IDS, silent
 from tests.pool import pooled
 from tests.small import llama, parallel
-from tests.tensor_parallel.test_shard_reads import IDS, silent
 
 
 def a_step(model: Any, optimizer: Any) -> Callable[[], None]:

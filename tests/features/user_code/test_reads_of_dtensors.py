@@ -14,12 +14,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.distributed.shard_reads import ShardedDTensor
 from autopar.errors import ConfigError
+from autopar.features.user_code.reads import ShardedDTensor
+from tests.features.user_code.techniques import NOTICED, adaptive_clipping, own_clipping, sam
 from tests.parity import close
 from tests.pool import pooled
 from tests.small import llama
-from tests.tensor_parallel.shard_techniques import NOTICED, adaptive_clipping, own_clipping, sam
 from tests.tiers import mainly
 from tests.worlds import raises_everywhere
 

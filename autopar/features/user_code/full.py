@@ -28,6 +28,7 @@ from autopar.distributed.rng import Generators, sync_generators
 from autopar.errors import ConfigError, ConsistencyError, nearest
 from autopar.guards.step import listeners
 from autopar.layout import Layout
+from autopar.pipeline_parallel.stage_weights import put_back
 from autopar.plan.plan import Plan, TensorPlan
 from autopar.setup.steps import Parallelized
 
@@ -216,8 +217,7 @@ def _gather(model: nn.Module, state: Parallelized, chosen: Sequence[str], grads:
         first = own.setdefault(state.plan.canonical(name), parameter)
         if first is not parameter and state.mpu.pp.size == 1:
             raise ConfigError(f"whole: {name} was tied to another parameter when the model was parallelized")
-    kept = [name for name in chosen if name in own]
-    mpu = state.mpu
+    kept, mpu = [name for name in chosen if name in own], state.mpu
     flags = torch.tensor([own[name].grad is not None for name in kept], dtype=torch.int32, device=mpu.device)
     if mpu.shards_pp.size > 1 and kept:
         all_reduce(flags, op=dist.ReduceOp.MAX, group=mpu.shards_pp.group)
@@ -270,21 +270,18 @@ def _compare(state: Parallelized, held: list[_Held], grads: bool) -> None:
     weights, gradients = zip(*(_numbers(one.parameter) for one in held), strict=True) if held else ((), ())
     largest, least = extremes([len(shapes), *weights], None)
     of_gradients = extremes([*gradients], mpu.tp_pp.group) if mpu.tp_pp.size > 1 and grads else ([], [])
-    problem: ConfigError | ConsistencyError | None = None
     if largest[0]:
         named = ", ".join(f"{one.name} is {list(one.parameter.shape)} now" for one in shapes[:3]) or "on another rank"
-        problem = ConfigError(f"whole: parameters may not change their shape: {named}. Nothing was changed")
+        raise ConfigError(f"whole: parameters may not change their shape: {named}. Nothing was changed")
     pairs = [*zip(held, largest[1:], least[1:], strict=True)]
     pairs += [*zip(held, *of_gradients, strict=True)] if of_gradients[0] else []
     unlike = list(dict.fromkeys(one.name for one, high, low in pairs if high != low))
-    if unlike and problem is None:
-        problem = ConsistencyError(
+    if unlike:
+        raise ConsistencyError(
             f"whole: ranks have changed {unlike[0]} in different ways ({len(unlike)} of {len(held)} parameters). "
             "Nothing was changed.\n  Each rank does the same inside, with the same numbers: no `if rank == 0`, and "
             "random ones by torch's default generator or one with the same seed."
         )
-    if problem is not None:
-        raise problem
 
 
 @torch.no_grad()
@@ -313,16 +310,8 @@ def _put_back(model: nn.Module, state: Parallelized) -> dict[str, torch.dtype]:
     if state.mpu.pp.size == 1 or state.pp is None:
         return {}
     released = state.pp.released
-    dtypes = {}
-    for module, order in released.orders:
-        for name, parameter in order.items():
-            if parameter is not None and id(parameter) in released.parameters:
-                vars(module).pop(name)
-        own_parameters(module).clear()
-        own_parameters(module).update(order)
-    for name, placeholder in released.placeholders.items():
-        dtypes[state.plan.canonical(name)] = placeholder.dtype
-    return dtypes
+    put_back(model, released)
+    return {state.plan.canonical(name): placeholder.dtype for name, placeholder in released.placeholders.items()}
 
 
 def _take_out(model: nn.Module, state: Parallelized) -> None:
@@ -333,6 +322,6 @@ def _take_out(model: nn.Module, state: Parallelized) -> None:
     paths = {id(module): path for path, module in model.named_modules()}
     for module, order in released.orders:
         for name, parameter in order.items():
-            if parameter is not None and id(parameter) in released.parameters:
+            if id(parameter) in released.parameters:
                 del own_parameters(module)[name]
                 vars(module)[name] = released.placeholders[f"{paths[id(module)]}.{name}".lstrip(".")]

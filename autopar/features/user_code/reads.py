@@ -15,18 +15,18 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.call_site import OURS, is_of_libraries, place_of_user
+from autopar.call_site import LIBRARIES, OURS, is_ours, place_of_user
 from autopar.compat.patches import BODIES
 from autopar.compat.tensors import (
+    PLAIN,
     compiling,
     current_backward,
     disabled_torch_function,
@@ -34,13 +34,12 @@ from autopar.compat.tensors import (
     let_foreach_take,
     no_overrides,
 )
+from autopar.distributed.mesh import MPU
 from autopar.errors import ShardWarning
 from autopar.layout import Layout
+from autopar.pipeline_parallel.stage_weights import DRAWS
+from autopar.plan.plan import Plan
 
-_DRAWS = """
-    normal uniform bernoulli exponential cauchy log_normal geometric random rand_like randn_like randint_like
-    multinomial poisson dropout alpha_dropout kaiming_uniform kaiming_normal
-"""
 _ALONG = """
     norm sum nansum mean nanmean std var std_mean var_mean max min amax amin aminmax argmax argmin median nanmedian
     mode quantile nanquantile sort argsort msort topk kthvalue prod cumsum cumprod cummax cummin logsumexp
@@ -56,7 +55,7 @@ _OTHERS = """
     pinverse cholesky matrix_power matrix_exp cat concat concatenate hstack vstack roll block_diag index_put take put
     masked_scatter masked_select nonzero argwhere unfold repeat tile pad
 """
-DRAWS, _ALONG_A_DIM = frozenset(_DRAWS.split()), frozenset(_ALONG.split())
+_ALONG_A_DIM = frozenset(_ALONG.split())
 _READS = DRAWS.union(_ALONG.split(), _OTHERS.split())
 """Functions that are not elementwise, without underscores around the name: ``normal_`` is ``normal``."""
 _DIM_THIRD = {"norm", "linalg_norm", "linalg_vector_norm", "topk", "kthvalue", "chunk", "split", "tensor_split"}
@@ -105,42 +104,17 @@ def _index_keeps(index: Any, tensor: torch.Tensor, dim: int | None) -> bool:
 
 
 class Switch(threading.local):
-    """Whether shards act as plain tensors for now.
+    """State of one thread.
 
     Attributes:
-        off: A function of a shard runs in this thread.
-        in_hook: A hook of a gradient runs in this thread.
-        hidden: ``__torch_function__`` of the classes is disabled, in all threads.
-        asides: Number of calls inside of :func:`aside`.
+        off: A function of a shard runs.
+        in_hook: A hook of a gradient runs.
     """
 
-    off = False
-    in_hook = False
-    hidden: ClassVar[bool] = False
-    asides: ClassVar[int] = 0
-
-    def hide(self, hidden: bool) -> None:
-        """Disable ``__torch_function__`` of the classes, so that a forward or a step pays no Python overhead."""
-        hidden = hidden or Switch.asides > 0
-        if hidden is not Switch.hidden:
-            Switch.hidden = hidden
-            Sharded.__torch_function__ = disabled_torch_function if hidden else _NOTICING
+    off = in_hook = False
 
 
 switch = Switch()
-
-
-@contextmanager
-def aside() -> Iterator[None]:
-    """Take shards as plain tensors inside of ``with``."""
-    before = Switch.hidden
-    Switch.asides += 1
-    switch.hide(True)
-    try:
-        yield
-    finally:
-        Switch.asides -= 1
-        switch.hide(before)
 
 
 class _TorchFunction:
@@ -152,7 +126,7 @@ class _TorchFunction:
         return _notice
 
 
-_NOTICING = _TorchFunction()
+NOTICING = _TorchFunction()
 
 
 def _notice(func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -223,7 +197,8 @@ def _noticing(hook: Any, shard: Shard | None) -> Any:
             tensor = tensor.as_subclass(Part)
             tensor.autopar_shard = shard
         try:
-            return plain(hook(tensor))
+            found = hook(tensor)
+            return found._plain() if type(found) is Part else found
         finally:
             switch.in_hook, switch.off = before
 
@@ -267,7 +242,7 @@ class Sharded:
     """A tensor that knows that it is a shard. It is shown, copied and saved as the plain tensor of the same memory."""
 
     __slots__ = ()
-    __torch_function__: Any = _NOTICING
+    __torch_function__: Any = NOTICING  # or the disabled one, while a model runs or an optimizer steps
     autopar_shard: Shard | None = None
 
     def _plain(self: Any) -> Any:
@@ -330,27 +305,29 @@ class ShardedDTensor(Sharded, DTensor):  # type: ignore[misc]
 _WATCHED: dict[type, type] = {nn.Parameter: ShardedParameter, DTensor: ShardedDTensor}
 _PARTS: dict[type, type] = {torch.Tensor: Part, DTensor: ShardedDTensor}
 _PLAIN_KINDS: dict[type, type] = {ShardedParameter: nn.Parameter, Part: torch.Tensor, ShardedDTensor: DTensor}
-PLAIN = (torch.Tensor, nn.Parameter, ShardedParameter, Part)
-"""Classes of tensors that add nothing: code that handles the first handles all of them."""
 
 
-def watch(parameter: torch.Tensor, shard: Shard) -> None:
-    """Warn of reads of ``parameter``; not where a library gave it a class."""
-    kind = _WATCHED.get(type(parameter))
-    if kind is not None and shard.here != shard.full:
-        let_foreach_take(_PLAIN_KINDS)
-        _become(parameter, kind, shard)
+def watch(model: nn.Module, plan: Plan, mpu: MPU) -> None:
+    """Warn of reads of the sharded parameters of ``model``; not of those that a library gave a class."""
+    PLAIN.update((ShardedParameter, Part))
+    let_foreach_take(_PLAIN_KINDS)
+    warned = set[tuple[str, int]]()
+    joins = not any(isinstance(parameter, DTensor) for parameter in model.parameters())  # not with ZeRO 2 and 3
+    due = {name: one for one in plan.tensors.values() for name in (one.name, *one.aliases)}
+    for name, parameter in model.named_parameters():
+        own, kind = due.get(name), _WATCHED.get(type(parameter))
+        if own is None or own.layout is None or kind is None:
+            continue
+        rank, axis = (mpu.shards.rank, "expert") if name in plan.experts else (mpu.tp.rank, "tensor")
+        shard = Shard(own.name, tuple(own.shape), own.layout, rank, warned, f"{axis}-parallel", joins)
+        if shard.here != shard.full:
+            _become(parameter, kind, shard)
 
 
 def unwatch(parameter: torch.Tensor) -> None:
-    """Undo :func:`watch`."""
+    """Undo :func:`watch` of one parameter."""
     if isinstance(parameter, Sharded):
         _become(parameter, _PLAIN_KINDS[type(parameter)])
-
-
-def plain(tensor: Any) -> Any:
-    """Return what is saved of a tensor without a warning: where another check warns."""
-    return tensor._plain() if type(tensor) is Part else tensor
 
 
 def _become(tensor: Any, kind: type, shard: Shard | None = None) -> None:
@@ -393,7 +370,10 @@ def _line(caller: FrameType) -> FrameType | None:
         frame = frame.f_back
     file = "" if frame is None else frame.f_code.co_filename
     compiled = file.startswith("<eval_with_key") or "torchinductor" in file
-    return None if frame is None or compiled or is_of_libraries(frame) else frame
+    if frame is None or compiled or is_ours(frame):
+        return None
+    top = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return None if top in LIBRARIES or top in ("megatron", "transformers_modules") else frame
 
 
 for _code in (_TorchFunction.__get__, _notice, _mixed_by, _keeps, _parts, _is_shard, _let_be_noticed, _warn):
