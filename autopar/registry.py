@@ -148,6 +148,7 @@ RULES: Mapping[str, str] = dict.fromkeys(("by_expert", "calls_experts", "expert_
 OF_FEATURES: Mapping[str, str] = {
     **dict.fromkeys(("metrics", "plan_memory", "rehearse", "summary", "verify"), "tools"),
     "expert_load": "experts",
+    **dict.fromkeys(("gather_for_metrics", "prepare_dataloader"), "data_loader"),
 }
 
 

@@ -289,7 +289,7 @@ class StepCheck:
         held = [(name, p) for name, p in progress.held if not isinstance(p, DTensor) and not p.is_meta]
         turn, progress.compared = progress.compared, progress.compared + 1
         digests = digest_step(held, None if whole else turn, closure, scaled)
-        mine = json.dumps([of_text(repr([name for name, _ in held])), step, digests])
+        mine = json.dumps([of_text(repr([name for name, _ in held])), step, digests, len(held)])
         self._store.set(self._key(progress, turn, self.mpu.rank), mine)
         progress.published[turn] = whole, mine
         self._compare_with_others(optimizer, progress)
@@ -341,8 +341,8 @@ class StepCheck:
         )
 
     def _refuse(self, optimizer: str, mine: Any, theirs: Any, rank: int) -> None:
-        (names, step, ours), (other_names, _, others) = mine, theirs
-        if names != other_names:
+        (names, step, ours, count), (other_names, _, others, other_count) = mine, theirs
+        if names != other_names and ours.keys().isdisjoint(others):
             return  # each steps parameters of its own, as in ZeRO
         pair = sorted([self.mpu.rank, rank])
         first, second = (ours, others) if self.mpu.rank == pair[0] else (others, ours)
@@ -354,7 +354,13 @@ class StepCheck:
         weights = {name: two for name, two in weights.items() if two[0] != two[1]}
         gradients = ((name, ours[name][0], others[name][0]) for name in ours if name in others)
         different = [name for name, one, two in gradients if one != two and OVERFLOW not in (one, two)]
-        if weights:
+        if names != other_names:
+            counts = (count, other_count) if self.mpu.rank == pair[0] else (other_count, count)
+            text = (
+                f"the {replicas} step different parameters of the model.\n{place}: it holds {counts[0]} and "
+                f"{counts[1]} parameters.\n  Add the same parameter groups to the optimizer on every replica."
+            )
+        elif weights:
             text = unlike_weights(replicas, place, pair, weights)
         elif different:
             text = unlike_gradients(replicas, place, different, group_call(self.mpu))

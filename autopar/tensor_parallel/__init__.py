@@ -1,6 +1,6 @@
 """The tensor-parallel toolbox, under Megatron-LM's names.
 
-``ColumnParallelLinear``, ``RowParallelLinear`` and ``VocabParallelEmbedding`` are for a model of one's own.
+Most of them are of the feature ``megatron``, for a user-defined model.
 
 Every function takes ``group`` as its last argument: a process group, or an MPU (its tp group). There is no module-level
 state. :mod:`autopar.api` is built from the same parts. The names are loaded when they are first used.
@@ -14,20 +14,14 @@ from autopar.on_demand import lazy_names
 
 _PUBLIC = [
     "MODEL_PARALLEL_STREAM",
-    "ColumnParallelLinear",
     "Group",
     "RandomStateTracker",
-    "RowParallelLinear",
-    "VocabParallelEmbedding",
     "axis_of",
     "broadcast_data",
     "checkpoint",
-    "full_state_dict",
     "get_cuda_rng_tracker",
-    "load_full_state_dict",
     "manual_seed",
     "model_parallel_cuda_manual_seed",
-    "vocab_parallel_cross_entropy",
 ]
 
 _HOMES = {
@@ -35,9 +29,6 @@ _HOMES = {
     "distributed.broadcast_data": "broadcast_data",
     "distributed.rng_tracker": "MODEL_PARALLEL_STREAM RandomStateTracker checkpoint get_cuda_rng_tracker manual_seed "
     "model_parallel_cuda_manual_seed",
-    "tensor_parallel.layers": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding",
-    "tensor_parallel.loss": "vocab_parallel_cross_entropy",
-    "tensor_parallel.parallelize": "full_state_dict load_full_state_dict",
 }
 
 
@@ -46,7 +37,7 @@ def _hint(name: str) -> str:
         return ""
     if any(name in vars(names) for _, names in registry.entries("mesh_names")):
         return f" It is a method of the MPU here: model.mpu.{name}()."
-    return nearest(name, _PUBLIC, cutoff=0.7) or registry.missing("megatron", "Names of Megatron-LM")
+    return nearest(name, __getattr__("__all__"), cutoff=0.7) or registry.missing("megatron", "Names of Megatron-LM")
 
 
 _NAMES = {name: f"autopar.{home}" for home, names in _HOMES.items() for name in names.split()}

@@ -10,6 +10,14 @@ from autopar.distributed.rng_tracker import (
     manual_seed as manual_seed,
     model_parallel_cuda_manual_seed as model_parallel_cuda_manual_seed,
 )
+from autopar.features.megatron.layers import (
+    ColumnParallelLinear as ColumnParallelLinear,
+    RowParallelLinear as RowParallelLinear,
+    VocabParallelEmbedding as VocabParallelEmbedding,
+    full_state_dict as full_state_dict,
+    load_full_state_dict as load_full_state_dict,
+    vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
+)
 from autopar.features.megatron.toolbox import (
     VocabUtility as VocabUtility,
     all_to_all as all_to_all,
@@ -25,14 +33,4 @@ from autopar.features.megatron.toolbox import (
     split_tensor_into_1d_equal_chunks as split_tensor_into_1d_equal_chunks,
     vocab_range_from_global_vocab_size as vocab_range_from_global_vocab_size,
     vocab_range_from_per_partition_vocab_size as vocab_range_from_per_partition_vocab_size,
-)
-from autopar.tensor_parallel.layers import (
-    ColumnParallelLinear as ColumnParallelLinear,
-    RowParallelLinear as RowParallelLinear,
-    VocabParallelEmbedding as VocabParallelEmbedding,
-)
-from autopar.tensor_parallel.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
-from autopar.tensor_parallel.parallelize import (
-    full_state_dict as full_state_dict,
-    load_full_state_dict as load_full_state_dict,
 )

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from autopar import registry
@@ -20,13 +21,14 @@ from autopar.config import ParallelConfig
 from autopar.distributed.axis import Axis
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
+from autopar.distributed.shard_reads import Shard, unwatch, watch
 from autopar.errors import ConfigError
 from autopar.guards.forward import ForwardCheck
 from autopar.guards.step import StepCheck
+from autopar.layout import Block, Layout
 from autopar.plan.plan import ModulePlan, Plan
-from autopar.plan.stages import StagePlan
 from autopar.swap import bind, unbind
-from autopar.tensor_parallel import hooks, parameter_marks
+from autopar.tensor_parallel import hooks
 from autopar.tensor_parallel.regions import Region
 
 _OWNER = "tensor parallelism"
@@ -74,7 +76,8 @@ def attach(
         check = ForwardCheck(mpu, failures, region.draws, steps, int(number) if every is None else every)
         if not config.fully_sharded:
             check.find_sharded(inner)
-    hooks.attach(inner, plan, mpu, region, failures, check)
+    sharded = plan.shards > 1 or mpu.tp_cp.size > 1 or bool(config.loss_chunk)
+    hooks.attach(inner, plan, mpu, region, failures, check, sharded=sharded)
     refuse_methods(inner, plan, mpu)
     if mpu.tp_cp.size > 1:
         draw_seeds_alike(inner)
@@ -121,9 +124,8 @@ def chunk_head(model: nn.Module, axis: Axis, region: Region) -> None:
     head = _head_of(model)
     if type(head) is nn.Linear:
         from autopar.tensor_parallel import parallelize
-        from autopar.tensor_parallel.layers import layout_of
 
-        layout = layout_of("the head", "out_features", head.out_features, 0, axis)
+        layout = Layout.of(0, [Block("feature", head.out_features, 1, ((0, head.out_features),))])
         layouts = dict.fromkeys(("weight",) if head.bias is None else ("weight", "bias"), layout)
         parallelize.swap(
             head, ModulePlan("", "column", "loss.chunk", layout, layouts, gather_output=True), axis, region
@@ -150,13 +152,22 @@ def keep_logits_sharded(model: nn.Module, chunk: int) -> bool:
     return True
 
 
-def mark_parameters(model: nn.Module, inner: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
-    """Mark sharded parameters as Megatron-LM does; the last step, on the parameters that stay."""
+def mark_parameters(model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU) -> None:
+    """Watch reads of shards, and mark experts that replicas share out; the last step, on the parameters that stay."""
     for module in hooks.callable_alone(inner):  # FSDP has made other parameters, and keeping the old ones costs memory
         for _, _, hook in forward_hooks(module):
             if isinstance(hook, hooks.BeforeForward) and hook.tree is not None:
                 hook.tree.check(module)
-    parameter_marks.mark(model, plan, stages, mpu)
+    told: set[tuple[str, int]] = set()
+    joins = not any(isinstance(parameter, DTensor) for parameter in model.parameters())  # not with ZeRO 2 and 3
+    due = {name: one for one in plan.tensors.values() for name in (one.name, *one.aliases)} if plan.shards > 1 else {}
+    for name, parameter in model.named_parameters():
+        own, expert = due.get(name), name in plan.experts
+        if expert:
+            parameter.allreduce = False  # type: ignore[attr-defined]  # Megatron-LM's sign: not alike over replicas
+        if own is not None and own.layout is not None:
+            rank, axis = (mpu.shards.rank, "expert") if expert else (mpu.tp.rank, "tensor")
+            watch(parameter, Shard(own.name, tuple(own.shape), own.layout, rank, told, f"{axis}-parallel", joins))
 
 
 def undo(model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU) -> None:
@@ -171,7 +182,9 @@ def undo(model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU) -> None:
         parallelize.swap_back(head)
     hooks.detach(inner)
     unbind(inner, _OWNER)
-    parameter_marks.unmark(model)
+    for parameter in model.parameters():
+        unwatch(parameter)
+        vars(parameter).pop("allreduce", None)
 
 
 _SEED = re.compile(r"_init_(\w*seed)")

@@ -287,24 +287,33 @@ T = TypeVar("T")
 
 
 def attach(
-    model: nn.Module, plan: Plan, mpu: MPU, region: Region, failures: FailureLog, check: ForwardCheck | None
+    model: nn.Module,
+    plan: Plan,
+    mpu: MPU,
+    region: Region,
+    failures: FailureLog,
+    check: ForwardCheck | None,
+    *,
+    sharded: bool,
 ) -> None:
     """Register hooks on ``model`` and its base model (which users call by itself, too).
 
     Args:
         failures: where forwards publish their errors.
         check: compares over tp and cp when a forward begins; None for no checks.
+        sharded: whether layers use the region, or ranks share a forward; without, there is nothing around a forward.
     """
     layouts = head_layouts(plan) if plan.tp > 1 and isinstance(model, PreTrainedModel) else []
     for module in callable_alone(model):
-        tree = ModuleTree(module) if plan.tp > 1 else None
-        before = BeforeForward(region, check, tree, argument_names(module))
-        before.outermost, before.sharded = module is model, plan.shards > 1
-        before.together = before.sharded or mpu.pp.size > 1 or mpu.cp.size > 1
-        if check is not None or plan.tp > 1:
-            before.model = module
-        module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(AfterForward(mpu, region, layouts, check), always_call=True)
+        if sharded:
+            tree = ModuleTree(module) if plan.tp > 1 else None
+            before = BeforeForward(region, check, tree, argument_names(module))
+            before.outermost, before.sharded = module is model, plan.shards > 1
+            before.together = before.sharded or mpu.cp.size > 1
+            if check is not None or plan.tp > 1:
+                before.model = module
+            module.register_forward_pre_hook(before, with_kwargs=True)
+            module.register_forward_hook(AfterForward(mpu, region, layouts, check), always_call=True)
         if isinstance(module, PreTrainedModel) and mpu.tp_pp.size > 1:
             module.register_forward_pre_hook(ShardCaches(mpu, cache_layouts(module)), with_kwargs=True)
             module.register_forward_hook(MarkCaches())

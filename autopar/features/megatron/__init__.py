@@ -1,6 +1,6 @@
-"""Names of Megatron-LM, OSLO and DeepSpeed: accessors of the mesh, mappings, and the function of schedules."""
+"""Names of Megatron-LM, OSLO and DeepSpeed: layers, mappings, accessors of the mesh, schedules."""
 
-from autopar.registry import Feature
+from autopar.registry import Feature, Step
 
 _TOOLBOX = (
     *("VocabUtility", "all_to_all", "copy_to_tensor_model_parallel_region", "gather_from_sequence_parallel_region"),
@@ -10,9 +10,18 @@ _TOOLBOX = (
     *("vocab_range_from_global_vocab_size", "vocab_range_from_per_partition_vocab_size"),
 )
 
+_LAYERS = (
+    *("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "full_state_dict"),
+    *("load_full_state_dict", "vocab_parallel_cross_entropy"),
+)
+
 FEATURE = Feature(
     name="megatron",
     about="names of Megatron-LM, OSLO and DeepSpeed",
-    toolbox={name: f"autopar.features.megatron.toolbox:{name}" for name in _TOOLBOX},
+    toolbox={
+        **{name: f"autopar.features.megatron.layers:{name}" for name in _LAYERS},
+        **{name: f"autopar.features.megatron.toolbox:{name}" for name in _TOOLBOX},
+    },
+    steps={"mark_like_megatron": Step("autopar.features.megatron.layers:mark_parameters", after="prepare_optimizer")},
     mesh_names={"accessors": "autopar.features.megatron.accessors:MeshAccessors"},
 )
