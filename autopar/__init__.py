@@ -27,7 +27,6 @@ _HOMES = {
         "checkpoint.hf_weights": "hf_weights",
         "checkpoint.rotation": "latest",
         "config": "ParallelConfig",
-        "data_parallel.dataloader": "gather_for_metrics prepare_dataloader",
         "data_parallel.gradients": "average_gradients clip_grad_norm_",
         "data_parallel.precision": "GradScaler",
         "deferred_init.context": "lazy_init",

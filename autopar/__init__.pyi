@@ -6,10 +6,6 @@ from autopar.checkpoint.hf_weights import hf_weights as hf_weights
 from autopar.checkpoint.rotation import latest as latest
 from autopar.compat.patches import patches as patches
 from autopar.config import ParallelConfig as ParallelConfig
-from autopar.data_parallel.dataloader import (
-    gather_for_metrics as gather_for_metrics,
-    prepare_dataloader as prepare_dataloader,
-)
 from autopar.data_parallel.gradients import (
     average_gradients as average_gradients,
     clip_grad_norm_ as clip_grad_norm_,
@@ -28,6 +24,10 @@ from autopar.errors import (
     ShardWarning as ShardWarning,
     UnsupportedModelError as UnsupportedModelError,
     VerificationError as VerificationError,
+)
+from autopar.features.data_loader.loader import (
+    gather_for_metrics as gather_for_metrics,
+    prepare_dataloader as prepare_dataloader,
 )
 from autopar.features.experts.layers import expert_load as expert_load
 from autopar.features.user_code.full import full as full, whole as whole

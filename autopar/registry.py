@@ -163,6 +163,7 @@ OF_FEATURES: Mapping[str, str] = {
     **dict.fromkeys(("metrics", "plan_memory", "rehearse", "summary", "verify"), "tools"),
     "expert_load": "experts",
     **dict.fromkeys(("full", "local_hooks", "whole"), "user_code"),
+    **dict.fromkeys(("gather_for_metrics", "prepare_dataloader"), "data_loader"),
 }
 
 

@@ -17,6 +17,7 @@ ATTENTION = "_attn_implementation"  # of a config: the name of the function that
 ROUTER_LOSS = "load_balancing_loss_func"  # of a module of transformers: the auxiliary loss of a mixture's routers
 EXPERTS = "_experts_implementation"  # of a config: how the experts of a mixture are multiplied
 RECOMPUTE = "_gradient_checkpointing_func"  # of a module: what runs its forward again
+SET_LOSS = "_loss_function"  # of a model: the loss that a user has set; there is none if it is that of its class
 _CONVERSIONS = "_weight_conversions"  # of a loaded model: what was done to the tensors of the files
 # Arguments and outputs that hold keys, values and states of earlier tokens: since 5.24 by the first name.
 CACHES = ("cache", "past_key_values", "past_key_value", "cache_params", "layer_past", "layer_state")
@@ -106,11 +107,6 @@ def is_initialized(module: nn.Module) -> bool:
 def has_accelerate_hook(module: nn.Module) -> bool:
     """Return whether accelerate has put a hook into a module's forward."""
     return hasattr(module, "_hf_hook")
-
-
-def set_loss_function(model: nn.Module) -> Any:
-    """Return the loss that a user has set on a model; None if it is that of its class."""
-    return getattr(model, "_loss_function", None)
 
 
 def router_loss_module(model: nn.Module) -> ModuleType | None:

@@ -13,9 +13,8 @@ from autopar import registry
 from autopar.config import ParallelConfig
 from autopar.data_parallel.fully_sharded import FullySharded
 from autopar.data_parallel.grad_sync import held_alike
-from autopar.data_parallel.gradients import counted_here
+from autopar.data_parallel.gradients import ReplicaNorm, counted_here
 from autopar.data_parallel.optimizer_state import keep_stage, look_at_new, rebind, shard_state, stepped_whole
-from autopar.data_parallel.replica_norm import ReplicaNorm
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.guards.model_changes import WrapperCheck

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,14 +12,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.compat.c10d import is_flat_parameter
+from autopar.compat.patches import hold, release
 from autopar.compat.tensors import local_part, own_parameters
 from autopar.data_parallel.grad_sync import average_over_replicas
 from autopar.distributed.axis import Axis, device_of
+from autopar.distributed.failures import FailureLog
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
+from autopar.guards.model_changes import refuse_flat
+from autopar.guards.step import forget, listen
 from autopar.layout import Layout, replica_rows
 from autopar.plan.plan import Plan
+
+LAYER = "autopar_layer"  # of a parameter: the class of the layer that was constructed by hand
 
 
 def counted_here(names: Iterable[str], plan: Plan, mpu: MPU) -> frozenset[str]:
@@ -155,6 +163,99 @@ def _combine(
     for axis in axes:
         all_reduce(total, group=axis.group)
     return total.pow(1 / p)
+
+
+class ReplicaNorm:
+    """The norm over all ranks of one model replica; alive as long as the model is parallelized.
+
+    Args:
+        scaled: gradients are those of a scaled loss until the optimizer steps.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, mpu: MPU, failures: FailureLog, *, scaled: bool) -> None:
+        self.plan, self.mpu, self.failures, self.scaled = plan, mpu, failures, scaled
+        self._model = weakref.ref(model)
+        self._counted: frozenset[str] | None = None
+        if mpu.model.size > 1 or mpu.shards.size > 1:
+            hold(self)  # torch's clippers, accelerate and DeepSpeed ask for it
+            listen(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaNorm:
+        model = memo.get(id(self.model))  # the copy, whose parameters are others
+        if not isinstance(model, nn.Module):
+            return self
+        return ReplicaNorm(model, self.plan, self.mpu, self.failures, scaled=self.scaled)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, while it lives."""
+        return self._model()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there are both the model and its process groups."""
+        return self.model is not None and self.mpu.alive
+
+    def remove(self) -> None:
+        """Leave the model's parameters to torch from now on."""
+        forget(self)
+        release(self)
+
+    def of(self, tensors: Mapping[str, torch.Tensor], norm_type: float, *, single: bool = False) -> torch.Tensor:
+        """Return the norm of gradients (or weights), by the names of their parameters; a collective of the replica.
+
+        Args:
+            single: they are one parameter, of which other stages have nothing to say; a collective of the stage.
+
+        Raises:
+            ConfigError: they are scaled, flattened by ``FullyShardedDataParallel``, or of a parameter that was added
+                after ``initialize``.
+        """
+        if self.scaled:
+            raise ConfigError(
+                "clip_grad_norm_ would clip scaled gradients: with precision.dtype fp16 the optimizer takes the loss "
+                "scale off inside of step(). Write gradient_clipping into the config; optimizer.gradient_norm is the "
+                "norm."
+            )
+        if not norm_type > 0:
+            raise ConfigError(f"norm_type must be above 0, not {norm_type}")
+        if any(is_flat_parameter(parameter) for _, parameter in self._named()):
+            refuse_flat()
+        with self.failures.wait("the norm of the gradients", self.mpu.shards_pp.ranks):
+            held = dict(self._named())
+            if single:
+                counted = frozenset(map(self.plan.canonical, tensors))
+                return tensor_norm(tensors, self.plan, self.mpu, counted, norm_type, held.values(), of_stage=True)
+            if self._counted is None:
+                self._counted = counted_here(held, self.plan, self.mpu)
+            return tensor_norm(tensors, self.plan, self.mpu, self._counted, norm_type, held.values())
+
+    def mine(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return those that are parameters of the model or gradients of them, by name."""
+        owners: dict[Any, str] = {}  # by identity, or by place
+        for name, parameter in self._named():
+            owners[id(parameter)] = name
+            if parameter.grad is not None:
+                owners[_place(parameter.grad)] = name
+        found = ((owners.get(id(tensor)) or owners.get(_place(tensor)), tensor) for tensor in tensors)
+        return {name: tensor for name, tensor in found if name is not None}
+
+    def made(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return those that are made of shards of the model, such as copies, by the names of their parameters."""
+        named = ((getattr(parameter, "autopar_shard", self), name) for name, parameter in self._named())
+        owners = {id(shard): name for shard, name in named}
+        found = ((owners.get(id(getattr(tensor, "autopar_shard", None))), tensor) for tensor in tensors)
+        return {name: tensor for name, tensor in found if name is not None}
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        model = self.model
+        return iter(()) if model is None else model.named_parameters()
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    """Return where a tensor lies: ``gradient.detach()`` is another object over the same memory."""
+    local = local_part(tensor)
+    return id(tensor) if local.is_sparse or local.numel() == 0 else (local.data_ptr(), local.shape, local.stride())
 
 
 # -- what users call ---------------------------------------------------------------------------------------------------

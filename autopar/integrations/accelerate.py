@@ -22,8 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from autopar.call_site import frames_of
 from autopar.compat.patches import patch_body, patch_member, patch_name
 from autopar.compat.tensors import steps_of
-from autopar.data_parallel.dataloader import ReplicaDataLoader
-from autopar.data_parallel.replica_norm import ReplicaNorm
+from autopar.data_parallel.gradients import ReplicaNorm
 from autopar.distributed.failures import waiting
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
@@ -174,7 +173,7 @@ def prepare_data_loader(plain: Any, accelerator: Any, data_loader: Any, *args: A
     if mpu is None:
         return plain(accelerator, data_loader, *args, **kwargs)
     _check_sizes(accelerator)
-    if isinstance(data_loader, ReplicaDataLoader):
+    if getattr(data_loader, "is_of_replicas", False):
         raise ConfigError(
             "accelerator.prepare got a loader of autopar.prepare_dataloader, which gives each replica batches of its "
             f"own\n  already: each of {mpu.dp.size} would see a part of its part. Leave it out of prepare, or give "

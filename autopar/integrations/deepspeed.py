@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from autopar.compat.patches import patch_member, patch_name
-from autopar.data_parallel.replica_norm import ReplicaNorm
+from autopar.data_parallel.gradients import ReplicaNorm
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.integrations.accelerate import alive, inside

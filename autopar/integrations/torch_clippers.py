@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad as torch_clip
 
 from autopar.compat.patches import patch_body, patch_member
-from autopar.data_parallel.gradients import clip_factor, scale_gradients
-from autopar.data_parallel.precision import GradScaler
-from autopar.data_parallel.replica_norm import LAYER, ReplicaNorm
-from autopar.errors import ConfigError
+from autopar.data_parallel.gradients import LAYER, ReplicaNorm, clip_factor, scale_gradients
+from autopar.data_parallel.precision import GradScaler, agree_on_found
+from autopar.distributed.digest import extremes, of_text
+from autopar.errors import ConfigError, ConsistencyError
 from autopar.guards.step import listeners
 
-_Given = list[tuple["ReplicaNorm", dict[str, torch.Tensor]]]
+_Given = list[tuple[ReplicaNorm, dict[str, torch.Tensor]]]
 
 
 def _find(tensors: list[torch.Tensor]) -> tuple[_Given, list[torch.Tensor]]:
@@ -129,8 +129,36 @@ def _clip_grads_with_norm(
     whole = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
     factor = clip_factor(float(max_norm), torch.as_tensor(whole))
     for one, _ in given:
-        one.check_factor(factor)
+        _check_factor(one, factor)
     scale_gradients(listed, factor)
+
+
+def _check_factor(one: ReplicaNorm, factor: torch.Tensor) -> None:
+    """Check that all ranks of the replica are about to scale alike; a collective of it.
+
+    Raises:
+        ConsistencyError: on all of them, if not.
+    """
+    value = factor.item()
+    axis = one.mpu.shards_pp if one.plan.experts else one.mpu.model
+    with one.failures.wait("torch.nn.utils.clip_grads_with_norm_", axis.ranks):
+        largest, smallest = extremes([of_text(repr(value))], axis.group)
+    if largest != smallest:
+        raise ConsistencyError(
+            f"clip_grads_with_norm_ was given another norm on each of the ranks {list(axis.ranks)}: this "
+            f"one would scale by {value:g}.\n  They hold one model, and would drift apart. "
+            "torch.nn.utils.get_total_norm of all gradients is the same on every rank;\n"
+            "  autopar.clip_grad_norm_(model, max_norm) does both."
+        )
+
+
+def _agree(one: ReplicaNorm, found: dict[torch.device, torch.Tensor], parameters: Iterable[torch.Tensor]) -> None:
+    """Make an overflow that one rank of the replica found that of all; a collective of it."""
+    sharded = any(isinstance(parameter, DTensor) for parameter in parameters)  # FSDP2 over dp x cp
+    beside = [one.mpu.dp_cp] if sharded else [one.mpu.shards] if one.plan.experts else []
+    with one.failures.wait("torch.amp.GradScaler", one.mpu.model.ranks):
+        for axis in (one.mpu.model, *beside):
+            agree_on_found(found, axis, one.mpu.device)
 
 
 def _norm(
@@ -158,7 +186,7 @@ def _unscale(plain: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any,
     given, rest = _find(parameters)
     _refuse_layers(rest, f"torch's {type(scaler).__name__}", "autopar.GradScaler(mpu)")
     for one, mine in given:
-        one.agree(found, mine.values())
+        _agree(one, found, mine.values())
     return found
 
 

@@ -27,7 +27,7 @@ from autopar.distributed.digest import hexdigest
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.guards.step import listen
-from autopar.pipeline_parallel.p2p import P2P, Message, map_tensors
+from autopar.pipeline_parallel.p2p import P2P, REPORT, map_tensors
 from autopar.swap import given_by_name
 
 Steps = frozenset[tuple[int, int]]
@@ -125,7 +125,6 @@ def check_steps(said: Mapping[int, Steps]) -> None:
             )
 
 
-_REPORT = Message("its report on the batch", 1_000_000_000)
 _SAMPLE = 65536  # elements that a digest looks at
 _PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
 
@@ -139,11 +138,13 @@ class Report(NamedTuple):
         batch: digests of its arguments; without any it is not compared.
         steps: of the optimizers; None if they are not compared.
         copies: digests of weights that other stages hold, too.
+        cache: whether the KV cache of a plain call was given to one before; None without one.
     """
 
     batch: Mapping[str, str]
     steps: Steps | None = None
     copies: Mapping[str, str] = {}
+    cache: bool | None = None
 
 
 def read_batch(
@@ -177,17 +178,31 @@ def read_batch(
     return batch, [] if count is None else _counts_of_replicas(count(batch), mpu.dp, p2p)
 
 
-def compare_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], p2p: P2P) -> None:
+def compare_call(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], p2p: P2P, compared: bool | None
+) -> None:
     """Compare tokens, masks and labels of a plain call over the stages: those that all stages were given.
 
+    Args:
+        compared: of the given KV cache: None without one, or for a new one; False if one call has made it; True if a
+            call was given it before.
+
     Raises:
-        ConsistencyError: they differ; on all ranks of the replica.
+        ConsistencyError: they differ, or these caches do; on all ranks of the replica.
     """
     named = given_by_name(module, args, kwargs)
     integers = {n: x for n, x in named if isinstance(x, torch.Tensor) and not x.is_floating_point()}
-    said = p2p.exchange(Report(digest_of(integers)), _REPORT)
+    said = p2p.exchange(Report(digest_of(integers), cache=compared), REPORT)
     given = set.intersection(*(set(report.batch) for report in said.values()))
     with p2p.raised_by_all():
+        if len({report.cache for report in said.values()}) > 1:
+            states = {None: "a new cache or none", False: "a cache of one call", True: "a cache of several calls"}
+            raise ConsistencyError(
+                f"the stages of one model replica (ranks {list(said)}) got different KV caches:\n  "
+                + ", ".join(f"rank {rank}: {states[report.cache]}" for rank, report in said.items())
+                + "\n  Each rank keeps its own cache over all calls of a sequence: give every rank the cache of its "
+                "last call, or a new one."
+            )
         _compare({rank: Report({n: x for n, x in report.batch.items() if n in given}) for rank, report in said.items()})
 
 
@@ -198,7 +213,7 @@ def _read_alike(read: Callable[[], Batch], describe: Callable[[Batch], Report], 
         batch = read()
     except StopIteration as error:
         end = error
-    said = p2p.exchange(None if end is not None else describe(batch), _REPORT)  # type: ignore[arg-type]
+    said = p2p.exchange(None if end is not None else describe(batch), REPORT)  # type: ignore[arg-type]
     ended = [rank for rank, report in said.items() if report is None]
     with p2p.raised_by_all():
         if end is not None and len(ended) == len(said):

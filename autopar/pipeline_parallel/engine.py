@@ -16,15 +16,14 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from autopar.compat.tensors import forward_class, input_metadata
+from autopar.compat.tensors import forward_class
 from autopar.data_parallel.grad_sync import TiedWeights
 from autopar.distributed.autograd_functions import record
 from autopar.distributed.rng import base_seed
@@ -67,8 +66,8 @@ def stage_backward_input(
     if gradients is None:
         gradients = [torch.ones_like(root) for root in roots]
     edges = [get_gradient_edge(root) for root in roots]
-    graph, on_way, starts = _way(edges, leaves)
-    if any(_runs_once(node) for node in starts):
+    graph, on_way, starts = way(edges, leaves)
+    if any(runs_once(node) for node in starts):
         torch.autograd.backward(roots, gradients)
         return WeightGradients([], {})
     arrived: dict[Node, _Gradients] = {}
@@ -122,38 +121,12 @@ def stage_backward_weight(rest: WeightGradients) -> None:
     rest.arrived.clear()
 
 
-class Halves(NamedTuple):
-    """The state that a split backward leaves for its second half.
-
-    Attributes:
-        apart: whether the halves can be told apart; if not, the first one is all of it.
-        rest: whether anything is left.
-        freed: nodes of which nothing is left: those above all edges to the side.
-        gradients: bytes of those that wait; at most, since some may be views of others.
-    """
-
-    apart: bool
-    rest: bool
-    freed: frozenset[Node]
-    gradients: int
-
-
-def backward_halves(roots: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> Halves:
-    """Say what :func:`stage_backward_input` would leave; nothing is run. Arguments as there."""
-    graph, _, starts = _way([get_gradient_edge(root) for root in roots], leaves)
-    apart = not any(_runs_once(node) for node in starts)
-    below = _nodes(starts) if apart else {}
-    arriving = [each for node in starts for each in input_metadata(node)] if apart else []
-    gradients = sum(prod(each.shape) * each.dtype.itemsize for each in arriving)
-    return Halves(apart, bool(below), frozenset(graph.keys() - below.keys()), gradients)
-
-
-def _way(
+def way(
     edges: Sequence[GradientEdge], leaves: Sequence[torch.Tensor]
 ) -> tuple[dict[Node, list[Node]], set[Node], list[Node]]:
-    """The graph, its nodes on the way to ``leaves``, and those of them that have an edge to the side."""
+    """Return the graph, its nodes on the way to ``leaves``, and those of them that have an edge to the side."""
     entries = {get_gradient_edge(leaf).node for leaf in leaves}
-    graph = _nodes(edge.node for edge in edges)
+    graph = nodes(edge.node for edge in edges)
     on_way: set[Node] = set()
     for node, below in graph.items():
         if node in entries or not on_way.isdisjoint(below):
@@ -161,12 +134,13 @@ def _way(
     return graph, on_way, [node for node in on_way if any(child not in on_way for child in graph[node])]
 
 
-def _runs_once(node: Node) -> bool:
+def runs_once(node: Node) -> bool:
+    """Return whether a node may use up what its function saved."""
     return isinstance(node, BackwardCFunction) and not getattr(forward_class(node), "keeps_nothing", False)
 
 
-def _nodes(starts: Iterable[Node]) -> dict[Node, list[Node]]:
-    """Every node that can be reached, with the next ones; these come before it."""
+def nodes(starts: Iterable[Node]) -> dict[Node, list[Node]]:
+    """Return every node that can be reached, with the next ones; these come before it."""
     found: dict[Node, list[Node]] = {}
     opened: dict[Node, list[Node]] = {}
     todo = list(starts)

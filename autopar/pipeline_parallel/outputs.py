@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -27,7 +26,7 @@ from transformers.utils.generic import ModelOutput
 
 from autopar.compat.tensors import ITEM, schema_of
 from autopar.distributed.rng import Generators
-from autopar.errors import AutoparError, ConfigError, UnsupportedModelError, listed
+from autopar.errors import AutoparError, UnsupportedModelError, listed
 from autopar.pipeline_parallel.p2p import map_tensors
 from autopar.swap import plain_class, swap
 from autopar.tensor_tracking import TensorTracking, parts_of, storage_key, tensors_in, written_in_place
@@ -243,8 +242,6 @@ def _layer_index(block: nn.Module) -> int | None:
     return None
 
 
-_PADDING = re.compile(r"padding token|pad_token", re.IGNORECASE)
-
 # Operations that read shapes and dtypes only.
 _VALUELESS = frozenset(
     f"{name}{ending}"
@@ -361,27 +358,15 @@ def _followed(
         if provenance.read_by_control_flow:
             text = explain(forward, provenance.read_by_control_flow)
             raise UnsupportedModelError(f"{text}\n  It ended with {type(error).__name__}.") from error
-        if not isinstance(error, AutoparError):
-            check_padding(error)
-            if forward.start > 0:  # the first stage had the same arguments
-                error.add_note(
-                    f"Raised behind the elements {forward.start} to {forward.stop - 1} of the pipeline. If "
-                    "pipeline_parallel_size=1 does not raise the same,\nthis model cannot be split into pipeline "
-                    "stages: its code behind the blocks reads more than the last one's output."
-                )
+        if not isinstance(error, AutoparError) and forward.start > 0:  # the first stage had the same arguments
+            error.add_note(
+                f"Raised behind the elements {forward.start} to {forward.stop - 1} of the pipeline. If "
+                "pipeline_parallel_size=1 does not raise the same,\nthis model cannot be split into pipeline "
+                "stages: its code behind the blocks reads more than the last one's output."
+            )
         raise
     finally:
         forward.provenance = None
-
-
-def check_padding(error: Exception) -> None:
-    """Raise ConfigError if the model's own code asks for a padding token."""
-    if _PADDING.search(str(error)):
-        alone = ", or give every\n  micro-batch one sample (pipeline.microbatch_size: 1)"
-        raise ConfigError(
-            f"{str(error).splitlines()[0]}\n  Set model.config.pad_token_id (to tokenizer.pad_token_id)"
-            f"{alone if 'batch size' in str(error) else ''}."
-        ) from error
 
 
 def explain(forward: StageForward, missing: frozenset[str]) -> str:

@@ -57,6 +57,11 @@ class Failure(NamedTuple):
     text: str
 
 
+class UnexpectedReport(Exception):
+    """A rank compares its arguments before it begins, and this one has begun without."""
+
+
+REPORT = Message("its report on the batch", 1_000_000_000)
 _END = Message("its report on the end of the step", 1_000_000_001)
 
 
@@ -276,6 +281,7 @@ class P2P:
 
         Raises:
             PipelineError: nothing came in time, the sender failed, or its process ended.
+            UnexpectedReport: the sender has begun this pass with a report, for which nothing waits here.
         """
         peer = self.axis.ranks[origin]
 
@@ -308,6 +314,8 @@ class P2P:
                 return sent_in, packed
             else:
                 early.append((sent_in, tag, packed))
+                if tag == REPORT.tag and sent_in == self._pass:
+                    raise UnexpectedReport
 
     def _read_header(self, peer: int, name: str) -> Any:
         header = torch.empty(_HEADER, dtype=torch.uint8)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,30 +15,48 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from autopar.compat.peft import tuner_layers
 from autopar.config.sections import PipelineConfig
 from autopar.data_parallel.grad_sync import TiedWeights, average_over_replicas, held_alike
+from autopar.distributed.autograd_functions import refuse_transforms
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
+from autopar.distributed.rng import base_seed
 from autopar.errors import ConfigError, not_parallelized
-from autopar.pipeline_parallel.batch_checks import Report, read_batch
+from autopar.pipeline_parallel.batch_checks import Report, compare_call, read_batch
 from autopar.pipeline_parallel.engine import Engine, Step
-from autopar.pipeline_parallel.inference import call_through_stages
-from autopar.pipeline_parallel.losses import OwnLoss, loss_of
 from autopar.pipeline_parallel.microbatch import (
+    OwnLoss,
     batch_size,
     label_count,
+    loss_of,
     next_batch,
     split,
     weights_of,
     weights_over_replicas,
 )
-from autopar.pipeline_parallel.outputs import incomplete, merge_outputs
-from autopar.pipeline_parallel.p2p import P2P, Message, map_tensors
+from autopar.pipeline_parallel.outputs import (
+    complete,
+    find_cache,
+    incomplete,
+    merge_outputs,
+    record_lengths,
+    unavailable,
+)
+from autopar.pipeline_parallel.p2p import P2P, Message, UnexpectedReport, map_tensors
 from autopar.pipeline_parallel.schedule import Action, forwards, make_schedule
-from autopar.pipeline_parallel.stage_forward import StageContext, mark_boundaries, unmark_boundaries
+from autopar.pipeline_parallel.stage_forward import (
+    StageContext,
+    StageForward,
+    StageOutput,
+    Streams,
+    mark_boundaries,
+    run_stage,
+    unmark_boundaries,
+)
 from autopar.pipeline_parallel.stage_weights import release, reload
 from autopar.plan.stages import StagePlan, refuse_collected
 from autopar.swap import bind, unbind
@@ -151,7 +170,8 @@ def execute_pipeline(
     pipeline = pipeline_of(self)
     backward = (self.training and torch.is_grad_enabled()) if forward_only is None else not forward_only
     with pipeline.engine.one_pass():
-        pipeline.check_adapters(self)
+        if "peft" in sys.modules:
+            pipeline.check_adapters(self)
         pipeline.released.follow(self)
         step = pipeline.read_step(data, criterion, count, backward=backward, wants_loss=backward or return_loss)
         step.scale = getattr(optimizer, "scale_loss", None)
@@ -409,6 +429,7 @@ def _forward_of(kind: Any, span: tuple[int, int]) -> Callable[..., Any]:
     @functools.wraps(kind.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         pipeline: Pipeline = self._autopar_pipeline
+        refuse_transforms(lambda: [*self.parameters(), args, kwargs])
         if pipeline.context.forward is not None:
             return type(self).forward(self, *args, **kwargs)
         if self.training and torch.is_grad_enabled():
@@ -422,3 +443,111 @@ def _forward_of(kind: Any, span: tuple[int, int]) -> Callable[..., Any]:
         return call_through_stages(self, span, pipeline.engine, args, kwargs)
 
     return forward
+
+
+# -- plain calls, also those of ``generate`` ---------------------------------------------------------------------------
+
+_RESULT = Message("the model's result", 1_000_001)
+_COMPARED = "_autopar_compared"  # of a cache that a call has returned: whether it was given to that call
+
+
+@torch.no_grad()
+def call_through_stages(
+    module: nn.Module,
+    span: tuple[int, int],
+    engine: Engine,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Return what ``module(*args, **kwargs)`` of the whole model returns, on every rank; without gradients.
+
+    Every rank calls it with the same arguments. A KV cache holds this rank's layers only.
+
+    Args:
+        module: the model, or a model inside it (an encoder by itself).
+        span: which elements it runs: from, up to.
+
+    Raises:
+        ConfigError: a KV cache was given, and ranks have several stages.
+        ConsistencyError: stages got different arguments in the first call with a cache, or in one without; or a cache
+            was used before on some ranks only.
+    """
+    start, stop = span
+    context, plan, p2p = engine.context, engine.plan, engine.p2p
+    if context.encoder is not None and kwargs.get("encoder_outputs") is not None and stop > context.encoder + 1:
+        start = max(start, context.encoder + 1)
+    stages = [s for s in range(plan.stages) if plan.bounds[s] < stop and plan.bounds[s + 1] > start]
+    given = find_cache(args, kwargs)
+    _check_cache(given, [plan.rank_of[stage] for stage in stages])
+    plain = functools.partial(type(module).forward, module)  # the hooks around it have run
+    rank, owner = p2p.axis.rank, plan.rank_of[stages[-1]]
+    compared, checks = getattr(given, _COMPARED, None), engine.steps is not None
+    with p2p.one_pass():
+        try:
+            if checks and not compared:  # in generate the first call only
+                compare_call(module, args, kwargs, p2p, compared)
+            blame = p2p.failures.blame("a collective in a plain call of the model", p2p.failures.mpu.tp_cp.ranks)
+            with base_seed(plan.stages > 1 and module.training) as seed, blame:
+                result, cache = _run_stages(plain, stages, engine, args, kwargs, seed)
+            cache = cache if given is None else given
+            if cache is not None:
+                setattr(cache, _COMPARED, given is not None)
+            if owner == rank:
+                p2p.send_to_others((complete(result), unavailable(result)), _RESULT)
+            else:
+                result = incomplete(*p2p.receive(owner, _RESULT, cache=cache))
+            p2p.wait_sent()
+        except UnexpectedReport:  # of a rank with another cache: all compare, and raise
+            compare_call(module, args, kwargs, p2p, compared)
+            raise
+    if cache is not None and all(plan.rank_of[stage] != rank for stage in stages):
+        record_lengths(cache, kwargs)
+    return result
+
+
+def _check_cache(cache: Cache | None, ranks: list[int]) -> None:
+    """Check that each rank runs one stage with a KV cache: a second one would find its lengths after this call.
+
+    Raises:
+        ConfigError: on every rank.
+    """
+    if cache is not None and len(set(ranks)) < len(ranks):
+        raise ConfigError(
+            f"a KV cache goes through {len(ranks)} stages on {len(set(ranks))} ranks: of several on a rank the later "
+            "ones read how long\n  the sequence was from a cache that the first has extended already. Use "
+            "generate(..., use_cache=False), or a schedule with\n  one stage on each rank: 1f1b, gpipe, zero-bubble."
+        )
+
+
+def _run_stages(
+    plain: Any,
+    stages: list[int],
+    engine: Engine,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    seed: int | None,
+) -> tuple[Any, Cache | None]:
+    """The output of this rank's stages, the last one's result if it is here, and the cache that they used."""
+    plan, p2p = engine.plan, engine.p2p
+    output: StageOutput | None = None
+    result: Any = None
+    cache: Cache | None = None
+    for stage, before, after in zip(stages, [None, *stages], [*stages[1:], None], strict=False):
+        if plan.rank_of[stage] != p2p.axis.rank:
+            continue
+        if before is not None and plan.rank_of[before] != p2p.axis.rank:
+            output, seed = p2p.receive(plan.rank_of[before], _output(before, stage))
+        received = None if before is None else output
+        bounds, streams = plan.bounds[stage : stage + 2], Streams(seed, plan.stages)
+        forward = StageForward(engine.context, bounds, after is None, received, streams, stage)
+        result = run_stage(forward, plain, args, dict(kwargs))
+        cache = cache or forward.cache
+        if after is not None:
+            output = result
+            if plan.rank_of[after] != p2p.axis.rank:
+                p2p.send((output, seed), plan.rank_of[after], _output(stage, after))
+    return result, cache
+
+
+def _output(origin: int, stage: int) -> Message:
+    return Message(f"stage {origin}'s output (for stage {stage})", 1_000_002 + stage)

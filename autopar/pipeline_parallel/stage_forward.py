@@ -27,7 +27,6 @@ from autopar.distributed.rng import seeded, switch_stream
 from autopar.errors import UnsupportedModelError
 from autopar.pipeline_parallel.outputs import (
     Provenance,
-    check_padding,
     examine,
     explain,
     find_cache,
@@ -265,35 +264,6 @@ def unmark_boundaries(model: nn.Module, plan: StagePlan, prefix: str = "") -> No
         unswap(modules[path.removeprefix(prefix)], StageBoundary, "stage_context", "stage_place")
 
 
-@contextmanager
-def switching(model: nn.Module, plan: StagePlan, streams: Callable[[], Streams]) -> Iterator[None]:
-    """Let a whole model draw as its stages do: hooks switch the streams where a stage begins.
-
-    Args:
-        model: a plain one, with the plan's elements.
-        streams: returns those of the micro-batch that runs.
-    """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    hooks: list[Any] = []
-
-    def begin(number: int) -> Callable[..., None]:
-        return lambda *_: streams().stage(number)
-
-    if plan.encoder is not None:
-        hooks.append(modules[plan.elements[plan.encoder]].register_forward_hook(lambda *_: streams().decoder()))
-    for number, start in enumerate(plan.bounds[1:-1], 1):
-        before = start - 1
-        if before == plan.encoder:
-            hooks.append(modules[plan.elements[start]].register_forward_pre_hook(begin(number)))
-        else:
-            hooks.append(modules[plan.elements[before]].register_forward_hook(begin(number)))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def run_stage(
     forward: StageForward,
     model: Callable[..., Any],
@@ -309,7 +279,6 @@ def run_stage(
     Raises:
         UnsupportedModelError: the result would need what this stage does not have; found at the first call of its kind
             (with an image for the first time, say).
-        ConfigError: the model's code asks for a padding token, and its config has none.
     """
     kind = (forward.start, forward.last, torch.is_grad_enabled(), _kind_of(list(args)), _kind_of(kwargs))
     unavailable = forward.context.examined.get(kind)
@@ -320,11 +289,7 @@ def run_stage(
                 raise UnsupportedModelError(explain(forward, missing))
             forward.context.examined[kind] = unavailable
             return result
-        try:
-            result = forward.run(model, args, kwargs)
-        except ValueError as error:
-            check_padding(error)
-            raise
+        result = forward.run(model, args, kwargs)
         if forward.last:
             result = incomplete(result, unavailable) if unavailable else result
             forward.loss = finish(result) if finish is not None else None

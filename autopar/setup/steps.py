@@ -36,13 +36,12 @@ from autopar.policy.schema import DERIVED, Policy
 from autopar.setup.call import Call
 from autopar.stored import keep_form
 from autopar.tensor_parallel import apply as tensor_parallel
-from autopar.tensor_parallel.parameter_marks import describe_stage
 from autopar.tensor_parallel.regions import Region
 
 if TYPE_CHECKING:
     from autopar.data_parallel.optimizer import ParallelStep
     from autopar.dry_run.tensor_parallel import FirstForward
-    from autopar.pipeline_parallel.losses import OwnLoss
+    from autopar.pipeline_parallel.microbatch import OwnLoss
 
 _log = logging.getLogger("autopar.api")
 _alive: weakref.WeakSet[Parallelized] = weakref.WeakSet()
@@ -103,7 +102,7 @@ class Parallelized:
 
     def own_loss(self, inner: Any) -> OwnLoss:
         """Return facts about the own loss of a Hugging Face model, or of a plain module."""
-        from autopar.pipeline_parallel.losses import OwnLoss
+        from autopar.pipeline_parallel.microbatch import OwnLoss
 
         return OwnLoss.of(inner, self.policy if self.policy.name == DERIVED else self.own_policy)
 
@@ -239,7 +238,7 @@ def prepare_optimizer(model: nn.Module, state: Parallelized, given: Given) -> No
         if state.config.fully_sharded:
             state.pp.tied.rebind(model)
         state.pp.expect_steps(given.optimizer)
-    tensor_parallel.mark_parameters(model, state.inner_of(model), state.plan, state.stages, state.mpu)
+    tensor_parallel.mark_parameters(model, state.inner_of(model), state.plan, state.mpu)
 
 
 STEPS: tuple[Callable[[nn.Module, Parallelized, Given], None], ...] = (
@@ -320,12 +319,22 @@ def explained(model: nn.Module, state: Parallelized) -> Callable[[BaseException]
             return None
         note = _of_dtensors(error, state.config.zero_stage) if state.config.fully_sharded else None
         if note is None and state.stages.ranks > 1:
-            held = describe_stage(model, state.stages, state.mpu)
+            held = _describe_stage(model, state.stages, state.mpu)
             found = (text for kind, words, text in _OF_STAGES if isinstance(error, kind) and words in str(error))
             note = next((f"autopar: {text.format(held=held)}" for text in found), None)
         return note
 
     return explain
+
+
+def _describe_stage(model: nn.Module, stages: StagePlan, mpu: MPU) -> str:
+    """Return which stages this rank holds, and how many of the parameters."""
+    here = len(list(model.parameters()))
+    values = (value for module in model.modules() for value in vars(module).values())
+    gone = {value.weight_name for value in values if hasattr(value, "weight_name")}  # of other stages
+    own = stages.stages_on(mpu.pp.rank)
+    which = f"stage{'s' if len(own) > 1 else ''} {' and '.join(map(str, own))} of {stages.stages}"
+    return f"this rank holds {which}: {here} of {here + len(gone)} parameters"
 
 
 def _of_dtensors(error: BaseException, stage: int) -> str | None:

@@ -1,6 +1,6 @@
 """The tensor-parallel toolbox, under Megatron-LM's names.
 
-``ColumnParallelLinear``, ``RowParallelLinear`` and ``VocabParallelEmbedding`` are for a model of one's own.
+Most of them are of the feature ``megatron``, for a user-defined model.
 
 Every function takes ``group`` as its last argument: a process group, or an MPU (its tp group). There is no module-level
 state. :mod:`autopar.api` is built from the same parts. The names are loaded when they are first used.
@@ -12,12 +12,7 @@ from autopar import registry
 from autopar.errors import nearest
 from autopar.registry import lazy_names
 
-_HOMES = {
-    "distributed.axis": "Group axis_of",
-    "tensor_parallel.layers": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding",
-    "tensor_parallel.loss": "vocab_parallel_cross_entropy",
-    "tensor_parallel.parallelize": "full_state_dict load_full_state_dict",
-}
+_NAMES = dict.fromkeys(("Group", "axis_of"), "autopar.distributed.axis")
 
 
 def _hint(name: str) -> str:
@@ -25,10 +20,9 @@ def _hint(name: str) -> str:
         return ""
     if any(name in vars(names) for _, names in registry.entries("mesh_names")):
         return f" It is a method of the MPU here: model.mpu.{name}()."
-    return nearest(name, _NAMES, cutoff=0.7) or registry.missing("megatron", "Names of Megatron-LM")
+    return nearest(name, __getattr__("__all__"), cutoff=0.7) or registry.missing("megatron", "Names of Megatron-LM")
 
 
-_NAMES = {name: f"autopar.{home}" for home, names in _HOMES.items() for name in names.split()}
 _find, _dir = lazy_names(__name__, _NAMES, _hint)
 
 

@@ -2,6 +2,14 @@
 
 from autopar.distributed.axis import Group as Group, axis_of as axis_of
 from autopar.features.megatron.data import broadcast_data as broadcast_data
+from autopar.features.megatron.layers import (
+    ColumnParallelLinear as ColumnParallelLinear,
+    RowParallelLinear as RowParallelLinear,
+    VocabParallelEmbedding as VocabParallelEmbedding,
+    full_state_dict as full_state_dict,
+    load_full_state_dict as load_full_state_dict,
+    vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
+)
 from autopar.features.megatron.random import (
     MODEL_PARALLEL_STREAM as MODEL_PARALLEL_STREAM,
     RandomStateTracker as RandomStateTracker,
@@ -25,14 +33,4 @@ from autopar.features.megatron.toolbox import (
     split_tensor_into_1d_equal_chunks as split_tensor_into_1d_equal_chunks,
     vocab_range_from_global_vocab_size as vocab_range_from_global_vocab_size,
     vocab_range_from_per_partition_vocab_size as vocab_range_from_per_partition_vocab_size,
-)
-from autopar.tensor_parallel.layers import (
-    ColumnParallelLinear as ColumnParallelLinear,
-    RowParallelLinear as RowParallelLinear,
-    VocabParallelEmbedding as VocabParallelEmbedding,
-)
-from autopar.tensor_parallel.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
-from autopar.tensor_parallel.parallelize import (
-    full_state_dict as full_state_dict,
-    load_full_state_dict as load_full_state_dict,
 )

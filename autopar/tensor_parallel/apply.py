@@ -22,10 +22,10 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.guards.step import StepCheck
+from autopar.layout import Block, Layout
 from autopar.plan.plan import ModulePlan, Plan
-from autopar.plan.stages import StagePlan
 from autopar.swap import bind, unbind
-from autopar.tensor_parallel import hooks, parameter_marks
+from autopar.tensor_parallel import hooks
 from autopar.tensor_parallel.regions import Region
 
 _OWNER = "tensor parallelism"
@@ -70,7 +70,8 @@ def attach(
     if config.consistency_check and mpu.tp_cp.size > 1:
         make = registry.entry("guards", "forward")
         check = None if make is None else make(inner, mpu, config, failures, region.draws, steps)
-    hooks.attach(inner, plan, mpu, region, failures, check)
+    sharded = plan.shards > 1 or mpu.tp_cp.size > 1 or bool(config.loss_chunk)
+    hooks.attach(inner, plan, mpu, region, failures, check, sharded=sharded)
     refuse_methods(inner, plan, mpu)
     if mpu.tp_cp.size > 1:
         draw_seeds_alike(inner)
@@ -117,9 +118,8 @@ def chunk_head(model: nn.Module, axis: Axis, region: Region) -> None:
     head = _head_of(model)
     if type(head) is nn.Linear:
         from autopar.tensor_parallel import parallelize
-        from autopar.tensor_parallel.layers import layout_of
 
-        layout = layout_of("the head", "out_features", head.out_features, 0, axis)
+        layout = Layout.of(0, [Block("feature", head.out_features, 1, ((0, head.out_features),))])
         layouts = dict.fromkeys(("weight",) if head.bias is None else ("weight", "bias"), layout)
         parallelize.swap(
             head, ModulePlan("", "column", "loss.chunk", layout, layouts, gather_output=True), axis, region
@@ -146,13 +146,15 @@ def keep_logits_sharded(model: nn.Module, chunk: int) -> bool:
     return True
 
 
-def mark_parameters(model: nn.Module, inner: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
-    """Mark sharded parameters as Megatron-LM does; the last step, on the parameters that stay."""
+def mark_parameters(model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU) -> None:
+    """Mark experts that replicas share out; the last step, on the parameters that stay."""
     for module in hooks.callable_alone(inner):  # FSDP has made other parameters, and keeping the old ones costs memory
         for _, _, hook in forward_hooks(module):
             if isinstance(hook, hooks.BeforeForward) and hook.tree is not None:
                 hook.tree.check(module)
-    parameter_marks.mark(model, plan, stages, mpu)
+    for name, parameter in model.named_parameters():
+        if name in plan.experts:
+            parameter.allreduce = False  # type: ignore[attr-defined]  # Megatron-LM's sign: not alike over replicas
 
 
 def undo(model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU) -> None:
@@ -167,7 +169,8 @@ def undo(model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU) -> None:
         parallelize.swap_back(head)
     hooks.detach(inner)
     unbind(inner, _OWNER)
-    parameter_marks.unmark(model)
+    for parameter in model.parameters():
+        vars(parameter).pop("allreduce", None)
 
 
 _SEED = re.compile(r"_init_(\w*seed)")

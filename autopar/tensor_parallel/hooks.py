@@ -281,23 +281,27 @@ _NAMES = ("_autopar_failures", "_autopar_check", "_autopar_region")
 T = TypeVar("T")
 
 
-def attach(model: nn.Module, plan: Plan, mpu: MPU, region: Region, failures: FailureLog, check: Any) -> None:
+def attach(
+    model: nn.Module, plan: Plan, mpu: MPU, region: Region, failures: FailureLog, check: Any, *, sharded: bool
+) -> None:
     """Register hooks on ``model`` and its base model (which users call by itself, too).
 
     Args:
         failures: where forwards publish their errors.
         check: compares over tp and cp when a forward begins; None for no checks.
+        sharded: whether layers use the region, or ranks share a forward; without, there is nothing around a forward.
     """
     layouts = head_layouts(plan) if plan.tp > 1 and isinstance(model, PreTrainedModel) else []
     for module in callable_alone(model):
-        tree = ModuleTree(module) if plan.tp > 1 else None
-        before = BeforeForward(region, check, tree, argument_names(module))
-        before.outermost = module is model
-        before.together = plan.shards > 1 or mpu.pp.size > 1 or mpu.cp.size > 1
-        if check is not None or plan.tp > 1:
-            before.model = module
-        module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(AfterForward(mpu, region, layouts, check), always_call=True)
+        if sharded:
+            tree = ModuleTree(module) if plan.tp > 1 else None
+            before = BeforeForward(region, check, tree, argument_names(module))
+            before.outermost = module is model
+            before.together = plan.shards > 1 or mpu.cp.size > 1
+            if check is not None or plan.tp > 1:
+                before.model = module
+            module.register_forward_pre_hook(before, with_kwargs=True)
+            module.register_forward_hook(AfterForward(mpu, region, layouts, check), always_call=True)
         if isinstance(module, PreTrainedModel) and mpu.tp_pp.size > 1:
             module.register_forward_pre_hook(ShardCaches(mpu, cache_layouts(module)), with_kwargs=True)
             module.register_forward_hook(MarkCaches())

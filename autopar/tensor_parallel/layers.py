@@ -10,39 +10,24 @@ Every layer has, in addition to the plain module:
 * ``autopar``: its :class:`~autopar.plan.plan.ModulePlan`,
 * ``autopar_layouts``: parameter name -> :class:`~autopar.layout.Layout` of the sharded ones (on the module, since
   attributes of parameters do not survive ``deepcopy``, ``to_empty`` or ``load_state_dict(assign=True)``).
-
-A constructor, for a user-defined model as with Megatron-LM, draws the full weight on every rank from the same random
-state and keeps this rank's shard. So a model has the same full weights for any tensor-parallel size, and without
-``init_method`` those that ``nn.Linear`` and ``nn.Embedding`` draw.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from autopar.compat.tensors import assert_soon, convolve, own_parameters
-from autopar.data_parallel.replica_norm import mark_layer
-from autopar.distributed.axis import Axis, Group, axis_of, device_of
+from autopar.compat.tensors import assert_soon, convolve
+from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy, gather, reduce_, scatter, sum_replicas
-from autopar.distributed.digest import extremes, of_text
-from autopar.distributed.rng import TorchGenerators
-from autopar.errors import ConfigError, ConsistencyError
-from autopar.layout import Block, Layout, even_shards
+from autopar.layout import Layout
 from autopar.plan.plan import ModulePlan
-from autopar.tensor_parallel.logits_shards import Head, HeadState, Shards
-from autopar.tensor_parallel.overlap import CONV1D, LINEAR, WeightGradient, attach
-from autopar.tensor_parallel.parameter_marks import mark_shard
-from autopar.tensor_parallel.regions import Region
-from autopar.tensor_parallel.sharded_logits import sharded_logits
-
-InitMethod = Callable[[torch.Tensor], Any]
+from autopar.tensor_parallel.regions import CONV1D, LINEAR, Region, WeightGradient, attach
+from autopar.tensor_parallel.sharded_logits import Head, HeadState, Shards, sharded_logits
 
 
 class ParallelLayer:
@@ -82,177 +67,8 @@ class ParallelLayer:
         return None if weight is None else (weight, own["bias"])
 
 
-class _LayerRegion(Region):
-    """The region of a layer without a parallelized model around it: nothing is kept from one layer to the next.
-
-    Its random draws are the user's affair (:func:`autopar.tensor_parallel.get_cuda_rng_tracker`).
-    """
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _LayerRegion:
-        return _LayerRegion(self.axis)
-
-    def enter(self, x: torch.Tensor, *, shared: bool = True) -> torch.Tensor:
-        return copy(x, self.axis)
-
-
-def seeded_axis(group: Group | None, layer: str) -> Axis:
-    """Return the axis of ``group``, whose ranks are about to draw the same weights. A collective of the axis.
-
-    Raises:
-        ConfigError: there is no group.
-        ConsistencyError: on all ranks, if their random states differ.
-    """
-    if group is None:
-        raise ConfigError(f"{layer} needs group=, a torch ProcessGroup or an MPU: there is no global one")
-    axis = axis_of(group)
-    if axis.size == 1:
-        return axis
-    device = device_of(axis)
-    states = TorchGenerators.now(cuda=device.type != "cpu")
-    state = b"".join(each.numpy().tobytes() for each in states if each is not None)
-    largest, smallest = extremes([of_text(state)], axis.group)
-    if largest != smallest:
-        raise ConsistencyError(
-            f"{layer}: the random states of the ranks {list(axis.ranks)} differ: they would draw different weights.\n"
-            "  Seed all of them alike before the model is built: torch.manual_seed(1234)."
-        )
-    return axis
-
-
-def layout_of(layer: str, what: str, size: int, dim: int, axis: Axis, stride: int = 1, unit: int = 1) -> Layout:
-    """Return the layout of ``size`` features: ``stride`` parts side by side, units of ``unit`` features each.
-
-    Raises:
-        ConfigError: they do not divide into such units, or a rank would hold none (rows of an embedding may be few).
-    """
-    if stride < 1 or unit < 1 or size % (stride * unit):
-        raise ConfigError(
-            f"{layer}: {what}={size} does not divide into {stride} x units of {unit} features (stride={stride}, "
-            f"unit={unit})"
-        )
-    count = size // (stride * unit)
-    if count < axis.size and what != "num_embeddings":
-        raise ConfigError(
-            f"{layer}: {what}={size} has {count} unit{'s' if count != 1 else ''} of {stride} x {unit} features, which "
-            f"cannot be sharded over {axis.size} ranks"
-        )
-    return Layout.of(dim, [Block("feature", count, unit, even_shards(count, axis.size))] * stride)
-
-
-class FullWeight(NamedTuple):
-    """How the full weight of a constructed layer is made.
-
-    Attributes:
-        init_method: fills it, and a bias is 0 then; None: as torch does.
-        stride: parts side by side, each sharded by itself.
-        unit: features that stay together on one rank.
-    """
-
-    init_method: InitMethod | None
-    stride: int = 1
-    unit: int = 1
-    device: Any = None
-    dtype: torch.dtype | None = None
-
-
-def make_layer(
-    layer: Any, axis: Axis, plan: ModulePlan, plain: Callable[..., nn.Module], how: FullWeight
-) -> torch.Tensor:
-    """Give a layer under construction what every parallel layer has, and its shards of the full parameters.
-
-    Args:
-        plain: makes the layer with full parameters.
-
-    Returns:
-        The full weight.
-    """
-    if how.init_method is None:
-        full = plain(device=how.device, dtype=how.dtype)
-    else:  # without torch's own draws
-        full = plain(device="meta", dtype=how.dtype).to_empty(device=how.device or torch.get_default_device())
-        with torch.no_grad():
-            for name, parameter in full.named_parameters():
-                how.init_method(parameter.data) if name == "weight" else parameter.zero_()
-    layer.tp, layer.region, layer.autopar, layer.autopar_layouts = axis, _LayerRegion(axis), plan, dict(plan.layouts)
-    for name, tensor in own_parameters(full).items():
-        layout = plan.layouts.get(name)
-        if tensor is None:
-            layer.register_parameter(name, None)
-        elif layout is None:
-            setattr(layer, name, nn.Parameter(tensor.data))
-        else:
-            setattr(layer, name, nn.Parameter(layout.shard(tensor.data, axis.rank)))
-            mark_shard(own_parameters(layer)[name], layout.dim, how.stride)
-            if axis.size > 1:
-                mark_layer(own_parameters(layer)[name], layer)
-    return full.get_parameter("weight").data
-
-
-def make_linear(
-    layer: Any,
-    rule: Literal["column", "row"],
-    shape: tuple[int, int],
-    bias: bool,
-    how: FullWeight,
-    group: Group | None,
-    **options: Any,
-) -> torch.Tensor:
-    """Construct a linear layer, column- or row-parallel.
-
-    Args:
-        shape: of the full weight, ``[out, in]``.
-        options: of its :class:`~autopar.plan.plan.ModulePlan`.
-
-    Returns:
-        The full weight.
-    """
-    name, dim = type(layer).__name__, 0 if rule == "column" else 1
-    axis = seeded_axis(group, name)
-    layout = layout_of(name, ("output_size", "input_size")[dim], shape[dim], dim, axis, how.stride, how.unit)
-    layouts = {"weight": layout, **({"bias": layout} if bias and rule == "column" else {})}
-    nn.Module.__init__(layer)
-    layer.output_size, layer.input_size = shape
-    layer.out_features, layer.in_features = (
-        shape if options.get("gather_output") else layout.local_shape(shape, axis.rank)
-    )
-    plan = ModulePlan("", rule, "", layout, layouts, **options)
-    return make_layer(layer, axis, plan, functools.partial(nn.Linear, shape[1], shape[0], bias), how)
-
-
 class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
-    """An embedding with its rows sharded: mask, look up, sum. ``[...] -> [..., hidden]``, weight Shard(0).
-
-    Args:
-        num_embeddings, embedding_dim, padding_idx, device, dtype: of the full table, as for ``nn.Embedding``.
-        init_method: what fills the full table, ``init_method(weight)``; None: as ``nn.Embedding`` does.
-        group: a process group or an MPU.
-
-    Raises:
-        IndexError: an id outside the full table, on every rank (on CUDA a device-side assertion, as in torch).
-    """
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        *,
-        init_method: InitMethod | None = None,
-        group: Group | None = None,
-        padding_idx: int | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
-            raise ConfigError(f"padding_idx={padding_idx} lies outside of num_embeddings={num_embeddings}")
-        axis = seeded_axis(group, type(self).__name__)
-        layout = layout_of(type(self).__name__, "num_embeddings", num_embeddings, 0, axis)
-        nn.Module.__init__(self)
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
-        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
-        plan = ModulePlan("", "embedding", "", layout, {"weight": layout})
-        plain = functools.partial(nn.Embedding, num_embeddings, embedding_dim, padding_idx)
-        make_layer(self, axis, plan, plain, FullWeight(init_method, device=device, dtype=dtype))
+    """An embedding with its rows sharded: mask, look up, sum. ``[...] -> [..., hidden]``, weight Shard(0)."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         y = look_up(input, self.weight, self.autopar_layouts["weight"], self.tp, self.padding_idx)
@@ -386,98 +202,16 @@ def _conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 
 
 class ColumnParallelLinear(Column, nn.Linear):
-    """``nn.Linear`` with its output features sharded: ``[..., in] -> [..., out/tp]``.
-
-    ``initialize`` makes it of a plain one. It can also be constructed, as Megatron-LM's, for a model of one's own: then
-    ``weight`` is ``[out/tp, in]``, this rank's shard of the full one that every rank draws.
-
-    Args:
-        input_size, output_size: features of the full layer; ``output_size`` need not divide.
-        bias: ``[out/tp]``, or none.
-        gather_output: return the full ``[..., out]``.
-        init_method: what fills the full weight, ``init_method(weight)``; the bias is 0 then. None: as ``nn.Linear``.
-        stride: parts side by side that are sharded each by itself (``q | k | v``: 3, ``gate | up``: 2).
-        unit: features that stay together on one rank (the width of a head).
-        keep_master_weight_for_test: keep the full weight as ``master_weight``.
-        skip_bias_add: return ``(output, bias)`` without adding the bias, for a fused kernel to add. Otherwise the
-            output alone, as every ``nn.Module`` of a ``Sequential`` does.
-        group: a process group or an MPU.
-        device, dtype: as for ``nn.Linear``.
-
-    Raises:
-        ConfigError: no group, or more ranks than units.
-        ConsistencyError: the ranks would draw different weights.
-    """
+    """``nn.Linear`` with its output features sharded."""
 
     _multiply = staticmethod(F.linear)
     _weight_gradient = LINEAR
 
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        bias: bool = True,
-        gather_output: bool = False,
-        init_method: InitMethod | None = None,
-        stride: int = 1,
-        keep_master_weight_for_test: bool = False,
-        skip_bias_add: bool = False,
-        *,
-        unit: int = 1,
-        group: Group | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        how = FullWeight(init_method, stride, unit, device, dtype)
-        weight = make_linear(self, "column", (output_size, input_size), bias, how, group, gather_output=gather_output)
-        self.master_weight = weight if keep_master_weight_for_test else None
-        self.skip_bias_add = skip_bias_add
-        self.output_size_per_partition, self.gather_output = len(self.weight), gather_output
-
 
 class RowParallelLinear(Row, nn.Linear):
-    """``nn.Linear`` with its input features sharded: ``[..., in/tp] -> [..., out]``, the sum over the ranks.
-
-    ``initialize`` makes it of a plain one. It can also be constructed, as Megatron-LM's, for a model of one's own: then
-    ``weight`` is ``[out, in/tp]``, this rank's shard of the full one. The bias is replicated and added once.
-
-    Args:
-        input_is_parallel: the input is ``[..., in/tp]`` already, as a ``ColumnParallelLinear`` made it; else it is
-            ``[..., in]`` and is scattered here.
-
-    The other arguments are those of :class:`ColumnParallelLinear`; ``stride`` and ``unit`` are those of the column
-    layer that makes the input.
-
-    Raises:
-        ConfigError: no group, or more ranks than units.
-        ConsistencyError: the ranks would draw different weights.
-    """
+    """``nn.Linear`` with its input features sharded."""
 
     _multiply = staticmethod(F.linear)
-
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        bias: bool = True,
-        input_is_parallel: bool = False,
-        init_method: InitMethod | None = None,
-        stride: int = 1,
-        keep_master_weight_for_test: bool = False,
-        skip_bias_add: bool = False,
-        *,
-        unit: int = 1,
-        group: Group | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        how = FullWeight(init_method, stride, unit, device, dtype)
-        weight = make_linear(
-            self, "row", (output_size, input_size), bias, how, group, split_input=not input_is_parallel
-        )
-        self.master_weight = weight if keep_master_weight_for_test else None
-        self.skip_bias_add = skip_bias_add
-        self.input_size_per_partition, self.input_is_parallel = self.in_features, input_is_parallel
 
 
 class ColumnParallelConv1D(Column, Conv1D):

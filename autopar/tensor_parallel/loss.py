@@ -16,73 +16,21 @@ the vocabulary). The backward pass keeps ``[tokens, hidden]``, not ``[tokens, vo
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from autopar.compat.tensors import assert_soon
 from autopar.distributed import collectives
 from autopar.distributed.autograd_functions import any_order, keep_none
-from autopar.distributed.axis import Axis, Group, axis_of
+from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
-from autopar.layout import even_shards
 
 if TYPE_CHECKING:
-    from autopar.tensor_parallel.logits_shards import Shards
-
-Reduction = Literal["none", "mean", "sum"]
+    from autopar.tensor_parallel.sharded_logits import Shards
 
 
-def vocab_parallel_cross_entropy(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    label_smoothing: float = 0.0,
-    ignore_index: int = -100,
-    reduction: Reduction = "none",
-    vocab_size: int | None = None,
-    group: Group | None = None,
-) -> torch.Tensor:
-    """Compute ``torch.nn.functional.cross_entropy`` from sharded logits: the same values and gradients.
-
-    Args:
-        logits: ``[..., vocab/tp]`` Shard(-1), this rank's columns; not changed. Ranks may hold different numbers of
-            columns, some none at all. The vocabulary is the last dim, not dim 1 as in torch.
-        target: ``[...]`` Replicate: class indices in the whole vocabulary.
-        label_smoothing: share of the target probability that is spread evenly over the whole vocabulary.
-        ignore_index: targets of this value have loss 0 and no gradient, and do not count in the mean.
-        reduction: ``"none"`` (Megatron's), ``"mean"`` over the tokens that are not ignored (nan if all are, as in
-            torch), or ``"sum"``.
-        vocab_size: columns of all ranks together, sharded by :func:`autopar.layout.even_shards`. If None, ranks
-            exchange their widths first: one more, tiny, all-gather (and, on a GPU, a wait for it).
-        group: a process group or an MPU; required.
-
-    Returns:
-        Replicate; ``[...]`` for ``"none"``, else a scalar. float32, or float64 for float64 logits: half-precision
-        logits are computed in float32.
-
-    Raises:
-        ConfigError: on every rank, if the shapes do not match, a target is outside the vocabulary, ``label_smoothing``
-            or ``reduction`` is none of torch's, or the ranks' widths are not the shares of ``vocab_size``. On GPUs
-            targets and widths are asserted on the device, as in torch, to spare a wait.
-    """
-    axis = axis_of(group)
-    _check_arguments(logits, target, label_smoothing, reduction)
-    if vocab_size is None:
-        width = torch.tensor([logits.shape[-1]], device=logits.device)
-        widths = collectives.gather(width, axis, axis.one_each, 0).tolist()
-    else:
-        widths = [stop - start for start, stop in even_shards(vocab_size, axis.size)]
-
-    rows = logits.reshape(target.numel(), logits.shape[-1])  # [tokens, vocab/tp]
-
-    def losses(targets: Targets) -> torch.Tensor:
-        made: torch.Tensor = VocabParallelCrossEntropy.apply(rows, targets, label_smoothing, widths, axis)
-        return made
-
-    return _reduced(losses, target, ignore_index, reduction, widths, logits.shape[-1], axis)
-
-
-def _reduced(
+def reduced(
     losses: Callable[[Targets], torch.Tensor],
     target: torch.Tensor,
     ignore_index: int,
@@ -101,19 +49,7 @@ def _reduced(
     return found.sum() if reduction == "sum" else found.sum() / (~ignored).sum()
 
 
-def _check_arguments(logits: torch.Tensor, target: torch.Tensor, label_smoothing: float, reduction: str) -> None:
-    if not logits.is_floating_point() or logits.dim() == 0:
-        raise ConfigError(
-            f"logits must be floating point of shape [..., vocab/tp], not {logits.dtype} {list(logits.shape)}"
-        )
-    if target.shape != logits.shape[:-1]:
-        raise ConfigError(f"target of shape {list(target.shape)} does not fit logits of shape {list(logits.shape)}")
-    if target.dtype not in (torch.int64, torch.int32):
-        raise ConfigError(f"target must hold class indices (int64 or int32), not {target.dtype}")
-    _check_options(label_smoothing, reduction)
-
-
-def _check_options(label_smoothing: float, reduction: str) -> None:
+def check_options(label_smoothing: float, reduction: str) -> None:
     """Raise ConfigError for what torch's cross entropy does not take either."""
     if not 0.0 <= label_smoothing <= 1.0:
         raise ConfigError(f"label_smoothing must be between 0 and 1, not {label_smoothing}")
@@ -305,10 +241,10 @@ def sharded_cross_entropy(
         target: ``[tokens]`` Replicate, or a scalar.
 
     Returns:
-        Replicate, as :func:`vocab_parallel_cross_entropy`.
+        Replicate, as ``[tokens]`` for ``"none"``, else a scalar; float32, or float64 for float64 logits.
     """
     axis, layout = shards.axis, shards.layout
-    _check_options(label_smoothing, reduction)
+    check_options(label_smoothing, reduction)
     widths = [layout.local_size(rank) for rank in range(axis.size)]
     rows = shards.rows.reshape(target.numel(), shards.rows.shape[-1])  # [tokens, hidden or vocab/tp]
 
@@ -322,7 +258,7 @@ def sharded_cross_entropy(
             made = ChunkedCrossEntropy.apply(shards, targets, label_smoothing, widths, *inputs)
         return made
 
-    return _reduced(losses, target, ignore_index, reduction, widths, widths[axis.rank], axis)
+    return reduced(losses, target, ignore_index, reduction, widths, widths[axis.rank], axis)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):

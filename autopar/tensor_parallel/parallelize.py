@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.rng import kept
-from autopar.errors import CheckpointError, PolicyError
+from autopar.errors import PolicyError
 from autopar.layout import Layout
 from autopar.plan.matching import drop_plain_forward
 from autopar.plan.plan import AttributePlan, ModulePlan, Plan
@@ -216,58 +215,6 @@ def _gradient_of(parameter: nn.Parameter, axis: Axis) -> torch.Tensor | None:
     present = torch.tensor([parameter.grad is not None], dtype=torch.int32, device=parameter.device)
     all_reduce(present, op=dist.ReduceOp.MAX, group=axis.group)
     return torch.zeros_like(parameter.data) if present.item() and parameter.grad is None else parameter.grad
-
-
-def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state dict of the plain model, with full weights, on every rank. A collective of the group.
-
-    Its names are the model's own, so that a plain model with the same names loads it, on any number of ranks.
-    """
-    sharded = dict(_sharded(model))
-    full: dict[str, torch.Tensor] = {}
-    done: dict[int, torch.Tensor] = {}  # tied weights are gathered once
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in done:
-            value = tensor.detach()
-            if name in sharded:
-                axis, layout = sharded[name]
-                value = all_gather(value, axis, layout)
-            done[id(tensor)] = value
-        full[name] = done[id(tensor)]
-    return full
-
-
-@torch.no_grad()
-def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Load the state dict of the plain model: every rank keeps its shards. No communication.
-
-    Raises:
-        CheckpointError: names or full shapes differ; nothing is loaded.
-    """
-    sharded = dict(_sharded(model))
-    own = model.state_dict(keep_vars=True)
-    missing, unexpected = sorted(set(own) - set(state)), sorted(set(state) - set(own))
-    if missing or unexpected:
-        raise CheckpointError(
-            f"the state dict does not fit {type(model).__name__}: missing {', '.join(missing[:3]) or 'none'}; "
-            f"unexpected {', '.join(unexpected[:3]) or 'none'}"
-        )
-    for name, tensor in own.items():
-        due = list(tensor.shape)
-        if name in sharded:
-            due[sharded[name][1].dim] = sharded[name][1].size
-        if list(state[name].shape) != due:
-            raise CheckpointError(f"{name} has shape {list(state[name].shape)}, the full one of the model has {due}")
-    for name, tensor in own.items():
-        axis, layout = sharded.get(name, (None, None))
-        tensor.data.copy_(state[name] if layout is None or axis is None else layout.shard(state[name], axis.rank))
-
-
-def _sharded(model: nn.Module) -> Iterator[tuple[str, tuple[Axis, Layout]]]:
-    for path, module in model.named_modules(remove_duplicate=False):
-        found: Mapping[str, Any] = getattr(module, "autopar_layouts", {})
-        for name, layout in found.items():
-            yield f"{path}.{name}".lstrip("."), (module.tp, layout)
 
 
 _LAYERS: dict[tuple[str, bool], type[nn.Module]] = {

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 import autopar
 from autopar.config import ParallelConfig
-from autopar.data_parallel.optimizer_probe import probe, stepping
+from autopar.data_parallel.optimizer_state import probe, stepping
 from autopar.errors import ConfigError
 from tests.data_parallel.whole_optimizers import ACROSS, MATRICES
 from tests.parity import language_batches

@@ -45,6 +45,28 @@ def test_if_nobody_averages_the_first_step_raises_though_the_optimizer_is_not_kn
 
 
 @pytest.mark.tier("test")
+@pytest.mark.parametrize("after", [0, 4])
+@pooled(world_size=2)
+def test_a_group_that_one_replica_alone_adds_raises(after: int) -> None:
+    model = _model()
+    named = dict(model.named_parameters())
+    later = named.pop("transformer.wpe.weight")
+    optimizer = torch.optim.SGD(named.values(), lr=1e-3)
+    for step, batch in enumerate(_batches(model, after + 2)):
+        model(**batch).loss.backward()
+        autopar.average_gradients(model)
+        if step == after:
+            break
+        optimizer.step()
+        optimizer.zero_grad()
+    if model.mpu.get_data_parallel_rank() == 1:
+        optimizer.add_param_group({"params": [later]})
+    counts = f"step {after + 1} of SGD: it holds {len(named)} and {len(named) + 1} parameters"
+    with raises_everywhere(ConsistencyError, "replicas step different parameters of the model", counts):
+        optimizer.step()
+
+
+@pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_a_later_step_inside_no_sync_raises():
     model = _model()

@@ -126,6 +126,24 @@ def test_stages_with_different_inputs_are_named() -> None:
     piped.mpu.destroy()
 
 
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_a_used_cache_on_some_ranks_only_is_named() -> None:
+    piped = autopar.initialize(gpt2(), {"pp": 2}).eval()
+    ids = torch.arange(8).view(2, 4)
+    for place in range(2):
+        with torch.no_grad():
+            cache = piped(ids, use_cache=True).past_key_values
+            for state in ("one call", "several calls"):
+                given = cache if piped.mpu.rank == place else None
+                states = [f"a cache of {state}" if rank == place else "a new cache or none" for rank in range(2)]
+                parts = "(ranks [0, 1]) got different KV caches", f"rank 0: {states[0]}, rank 1: {states[1]}"
+                with raises_everywhere(ConsistencyError, *parts):
+                    piped(ids[:, :1], past_key_values=given)
+                assert piped(ids[:, :1], past_key_values=cache).logits.shape[:2] == (2, 1)
+    piped.mpu.destroy()
+
+
 @pytest.mark.tier("test", only=("1f1b-gpt2",))
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv", "dualpipev"])

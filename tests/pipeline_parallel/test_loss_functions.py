@@ -14,7 +14,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 import autopar
 from autopar.errors import ConfigError
-from autopar.pipeline_parallel.losses import OwnLoss
+from autopar.pipeline_parallel.microbatch import OwnLoss
 from tests.compare import same_gradients
 from tests.parity import close
 from tests.pool import pooled

@@ -23,8 +23,7 @@ from transformers import (
 import autopar
 from autopar.data_parallel.grad_sync import sum_gradients
 from autopar.errors import ConfigError, ShardWarning
-from autopar.pipeline_parallel.losses import OwnLoss
-from autopar.pipeline_parallel.microbatch import split
+from autopar.pipeline_parallel.microbatch import OwnLoss, split
 from autopar.pipeline_parallel.pipeline import pipeline_of
 from tests.exchange import everyones
 from tests.parity import close, language_batches

@@ -14,8 +14,8 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import autopar
 from autopar.errors import ConfigError
-from autopar.pipeline_parallel.losses import OwnLoss
 from autopar.pipeline_parallel.microbatch import (
+    OwnLoss,
     batch_size,
     next_batch,
     split,

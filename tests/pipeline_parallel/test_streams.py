@@ -11,7 +11,8 @@ import torch.distributed as dist
 import autopar
 from autopar.distributed.rng import base_seed
 from autopar.features.megatron.schedules import get_forward_backward_func
-from autopar.pipeline_parallel.stage_forward import Streams, switching
+from autopar.pipeline_parallel.stage_forward import Streams
+from autopar.tools.verification.session import switching
 from tests.compare import same_gradients
 from tests.parity import close, language_batches
 from tests.pool import pooled

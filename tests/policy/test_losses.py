@@ -8,10 +8,9 @@ import pytest
 import torch
 from transformers import BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
-import autopar.pipeline_parallel.losses
+import autopar.pipeline_parallel.microbatch
 from autopar.errors import ConfigError
-from autopar.pipeline_parallel.losses import OwnLoss, loss_in
-from autopar.pipeline_parallel.microbatch import batch_size, split, weights_of
+from autopar.pipeline_parallel.microbatch import OwnLoss, batch_size, loss_in, split, weights_of
 from autopar.policy.load import own_policies, read_user_policy
 from autopar.policy.match import loss_kind
 from autopar.tools.verification.small_models import losses_of, measured_kind
@@ -67,7 +66,7 @@ def _adds_up(case: Case) -> None:
 def test_weights_of_another_kind_make_another_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("llama", "LlamaForCausalLM")
     _adds_up(case)
-    monkeypatch.setattr(autopar.pipeline_parallel.losses, "loss_kind", lambda model, given: "mean")
+    monkeypatch.setattr(autopar.pipeline_parallel.microbatch, "loss_kind", lambda model, given: "mean")
     with pytest.raises(AssertionError, match="LlamaForCausalLM: "):
         _adds_up(case)
 

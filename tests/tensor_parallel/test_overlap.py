@@ -12,7 +12,7 @@ from torch import nn
 
 from autopar.distributed.axis import Axis
 from autopar.pipeline_parallel.engine import stage_backward_input, stage_backward_weight
-from autopar.tensor_parallel import overlap, regions
+from autopar.tensor_parallel import regions, regions as overlap
 from tests.compare import same_gradients
 from tests.parity import check, language_batches
 from tests.pool import pooled

@@ -110,13 +110,13 @@ class Gathered:
     """Counts how often logits are gathered."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.times, meet = 0, sharded_logits._meet
+        self.times, meet = 0, sharded_logits.meet
 
-        def counted(shards: Any) -> None:
+        def counted(*arguments: Any) -> None:
             self.times += 1
-            meet(shards)
+            meet(*arguments)
 
-        monkeypatch.setattr(sharded_logits, "_meet", counted)
+        monkeypatch.setattr(sharded_logits, "meet", counted)
 
 
 @pytest.mark.tier("test")

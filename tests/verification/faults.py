@@ -119,7 +119,7 @@ FAULTS = [
     Fault(
         "padding counted in the loss",
         ("",),
-        before=patched("autopar.tensor_parallel.logits_shards.sharded_cross_entropy", p.counted_padding),
+        before=patched("autopar.tensor_parallel.sharded_logits.sharded_cross_entropy", p.counted_padding),
     ),
     # -- gradients ----------------------------------------------------------------------------------------------------
     changed("a missing gradient sum before an MLP", f"{H1}.mlp.c_fc", p.enters_without_sum, MLP1, checks=("backward",)),

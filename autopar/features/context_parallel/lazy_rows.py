@@ -33,9 +33,14 @@ from autopar.distributed.collectives import all_gather, reduce_scatter
 from autopar.features.context_parallel.rows import join
 from autopar.features.context_parallel.state import RowState
 from autopar.layout import Block, Layout
-from autopar.tensor_parallel.logits_shards import BY_ELEMENT, asked_shape
 from autopar.tensor_parallel.loss import check_targets
-from autopar.tensor_parallel.sharded_logits import Gradients, LogitsPart, WholeOnRead, name_of, without_overrides
+from autopar.tensor_parallel.sharded_logits import (
+    BY_ELEMENT,
+    Gradients,
+    LogitsPart,
+    asked_shape,
+)
+from autopar.tensor_tracking import WholeOnRead, name_of, without_overrides
 
 _ADVICE = (
     "Each context-parallel rank has some rows of it. They are gathered when it is read, which takes all of the ranks:\n"

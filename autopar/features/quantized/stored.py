@@ -23,7 +23,7 @@ from autopar.plan.matching import RuleMatch
 from autopar.storage.lazy_tensor import Box, LazyTensor, read_shard, reshaped
 from autopar.stored import Kind, StoredWeight
 from autopar.tensor_parallel.layers import Column, ParallelLayer, Row
-from autopar.tensor_parallel.overlap import WeightGradient
+from autopar.tensor_parallel.regions import WeightGradient
 
 
 class Piece(NamedTuple):

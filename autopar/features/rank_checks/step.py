@@ -83,7 +83,7 @@ class StepComparison:
         seen = self._published.setdefault(progress.number, _Published())
         turn, seen.compared = seen.compared, seen.compared + 1
         digests = digest_step(held, None if whole else turn, closure, scaled)
-        mine = json.dumps([of_text(repr([name for name, _ in held])), step, digests])
+        mine = json.dumps([of_text(repr([name for name, _ in held])), step, digests, len(held)])
         self._store.set(_key(progress, turn, self.mpu.rank), mine)
         seen.digests[turn] = whole, mine
         self._compare_with_others(optimizer, progress, seen)
@@ -132,8 +132,8 @@ class StepComparison:
         )
 
     def _refuse(self, optimizer: str, mine: Any, theirs: Any, rank: int) -> None:
-        (names, step, ours), (other_names, _, others) = mine, theirs
-        if names != other_names:
+        (names, step, ours, count), (other_names, _, others, other_count) = mine, theirs
+        if names != other_names and ours.keys().isdisjoint(others):
             return  # each steps parameters of its own, as in ZeRO
         pair = sorted([self.mpu.rank, rank])
         first, second = (ours, others) if self.mpu.rank == pair[0] else (others, ours)
@@ -145,7 +145,13 @@ class StepComparison:
         weights = {name: two for name, two in weights.items() if two[0] != two[1]}
         gradients = ((name, ours[name][0], others[name][0]) for name in ours if name in others)
         different = [name for name, one, two in gradients if one != two and OVERFLOW not in (one, two)]
-        if weights:
+        if names != other_names:
+            counts = (count, other_count) if self.mpu.rank == pair[0] else (other_count, count)
+            text = (
+                f"the {replicas} step different parameters of the model.\n{place}: it holds {counts[0]} and "
+                f"{counts[1]} parameters.\n  Add the same parameter groups to the optimizer on every replica."
+            )
+        elif weights:
             text = unlike_weights(replicas, place, pair, weights)
         elif different:
             text = unlike_gradients(replicas, place, different, group_call(self.mpu))

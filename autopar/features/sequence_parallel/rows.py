@@ -3,7 +3,7 @@
 Rows are dim 1 of ``[batch, seq, hidden]``, or lie in both dims flattened, over the tensor-parallel ranks. A
 column-parallel layer saves rows of its input for its weight's gradient, and gathers them again in the backward. Nothing
 stays of the whole sequence that it multiplied, ``[batch, seq, in]``: the layer itself sees a detached weight, whose
-gradient is computed by a function beside it (as in :mod:`autopar.tensor_parallel.overlap`). Layers that read the same
+gradient is computed by a function beside it (as in :mod:`autopar.tensor_parallel.regions`). Layers that read the same
 sequence gather it once. Megatron-LM has one function for a layer (core/tensor_parallel/layers.py).
 """
 
@@ -31,7 +31,7 @@ from autopar.distributed.collectives import (
 )
 from autopar.layout import Layout
 from autopar.swap import mixed_class
-from autopar.tensor_parallel.overlap import Late, LateWeight, WeightGradient
+from autopar.tensor_parallel.regions import Late, LateWeight, WeightGradient
 
 
 @functools.lru_cache(maxsize=4096)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from autopar.compat.tensors import own_parameters
 from autopar.data_parallel.fully_sharded import FullySharded
-from autopar.data_parallel.replica_norm import ReplicaNorm
+from autopar.data_parallel.gradients import ReplicaNorm
 from autopar.distributed import collectives
 from autopar.distributed.axis import Axis
 from autopar.distributed.digest import extremes, sum_of_bits

@@ -25,8 +25,7 @@ from autopar.distributed.failures import waiting
 from autopar.distributed.gloo_collectives import all_gather_into_tensor, all_reduce
 from autopar.distributed.process import device_of_numbers
 from autopar.errors import ConfigError
-from autopar.pipeline_parallel.losses import adds_router_loss
-from autopar.pipeline_parallel.microbatch import batch_size, label_count, weights_over_replicas
+from autopar.pipeline_parallel.microbatch import adds_router_loss, batch_size, label_count, weights_over_replicas
 from autopar.swap import swap
 
 _UNKNOWN = (

@@ -21,8 +21,7 @@ from autopar.api import initialize
 from autopar.compat.peft import is_peft_model, tuner_layers
 from autopar.config import ParallelConfig
 from autopar.data_parallel.gradients import clip_grad_norm_
-from autopar.data_parallel.optimizer_probe import refuse_unlike
-from autopar.data_parallel.optimizer_state import check_optimizer
+from autopar.data_parallel.optimizer_state import check_optimizer, refuse_unlike
 from autopar.distributed.failures import waiting
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU

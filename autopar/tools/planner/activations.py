@@ -14,20 +14,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
 from transformers import PreTrainedModel
 
-from autopar.compat.tensors import sequence_number, tree_map_only
+from autopar.compat.tensors import input_metadata, sequence_number, tree_map_only
 from autopar.distributed.rng import kept
 from autopar.dry_run.equal_blocks import BlockReplay, EqualBlocks
 from autopar.dry_run.operators import Form, autocast_on_meta, form_of, tensor_of
 from autopar.features.activation_checkpointing.setup import recomputed_layers, saved_operators
 from autopar.features.activation_checkpointing.tape import Tape
-from autopar.pipeline_parallel.engine import backward_halves
+from autopar.pipeline_parallel.engine import nodes, runs_once, way
 from autopar.tensor_tracking import tensors_in
 from autopar.tools.planner.stage_costs import ForwardCount, Unit, collectives_of
 from autopar.tools.planner.storages import Entry, FusedKernels, Operation, SavedStorages, Storages, alive
@@ -350,3 +352,29 @@ def _backward_peak(
 def _values_of(out: Any) -> Any:
     """Return the values of an output, also of a dataclass."""
     return dict(out) if hasattr(out, "keys") else vars(out) if hasattr(out, "__dataclass_fields__") else out
+
+
+class Halves(NamedTuple):
+    """The state that a split backward leaves for its second half.
+
+    Attributes:
+        apart: whether the halves can be told apart; if not, the first one is all of it.
+        rest: whether anything is left.
+        freed: nodes of which nothing is left: those above all edges to the side.
+        gradients: bytes of those that wait; at most, since some may be views of others.
+    """
+
+    apart: bool
+    rest: bool
+    freed: frozenset[Node]
+    gradients: int
+
+
+def backward_halves(roots: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> Halves:
+    """Return the state that ``stage_backward_input`` would leave with these arguments; nothing is run."""
+    graph, _, starts = way([get_gradient_edge(root) for root in roots], leaves)
+    apart = not any(runs_once(node) for node in starts)
+    below = nodes(starts) if apart else {}
+    arriving = [each for node in starts for each in input_metadata(node)] if apart else []
+    gradients = sum(prod(each.shape) * each.dtype.itemsize for each in arriving)
+    return Halves(apart, bool(below), frozenset(graph.keys() - below.keys()), gradients)

@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 
 import autopar.api  # and what it loads: here, so that the processes do not have to
 import autopar.checkpoint.methods
-import autopar.data_parallel.dataloader
 import autopar.data_parallel.optimizer
 import autopar.pipeline_parallel.pipeline
 from autopar import registry

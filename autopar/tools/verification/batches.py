@@ -21,7 +21,7 @@ from autopar.compat.tensors import BatchNorm
 from autopar.config import ParallelConfig
 from autopar.dry_run.inputs import pixel_shape, sample_inputs
 from autopar.errors import ConfigError, clip, type_and_text
-from autopar.pipeline_parallel.losses import OwnLoss
+from autopar.pipeline_parallel.microbatch import OwnLoss
 from autopar.policy.schema import Policy
 from autopar.tools.verification.outputs import measure, named, of_first, reseed, tolerance_of
 

@@ -21,10 +21,10 @@ from autopar.distributed.collectives import run
 from autopar.distributed.digest import sync_parameters
 from autopar.distributed.rng import base_seed
 from autopar.errors import type_and_text
-from autopar.pipeline_parallel.losses import loss_in
-from autopar.pipeline_parallel.microbatch import label_count
+from autopar.pipeline_parallel.microbatch import label_count, loss_in
 from autopar.pipeline_parallel.outputs import unavailable
-from autopar.pipeline_parallel.stage_forward import Streams, switching
+from autopar.pipeline_parallel.stage_forward import Streams
+from autopar.plan.stages import StagePlan
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import DERIVE
 from autopar.policy.schema import Policy
@@ -287,3 +287,32 @@ class _Dtypes(TensorTracking):
 
     def track(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         self.found |= {x.dtype for x in tensors_in(result) if x.is_floating_point()}
+
+
+@contextmanager
+def switching(model: nn.Module, plan: StagePlan, streams: Callable[[], Streams]) -> Iterator[None]:
+    """Let a whole model draw as its stages do: hooks switch the streams where a stage begins.
+
+    Args:
+        model: a plain one, with the plan's elements.
+        streams: returns those of the micro-batch that runs.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    hooks: list[Any] = []
+
+    def begin(number: int) -> Callable[..., None]:
+        return lambda *_: streams().stage(number)
+
+    if plan.encoder is not None:
+        hooks.append(modules[plan.elements[plan.encoder]].register_forward_hook(lambda *_: streams().decoder()))
+    for number, start in enumerate(plan.bounds[1:-1], 1):
+        before = start - 1
+        if before == plan.encoder:
+            hooks.append(modules[plan.elements[start]].register_forward_pre_hook(begin(number)))
+        else:
+            hooks.append(modules[plan.elements[before]].register_forward_hook(begin(number)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

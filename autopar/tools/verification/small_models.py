@@ -29,8 +29,7 @@ from autopar.compat.transformers import from_config
 from autopar.distributed.rng import kept
 from autopar.dry_run.tensor_parallel import check_plan
 from autopar.errors import AutoparError, ConfigError, type_and_text
-from autopar.pipeline_parallel.losses import OwnLoss, loss_in
-from autopar.pipeline_parallel.microbatch import batch_size, split, weights_of
+from autopar.pipeline_parallel.microbatch import OwnLoss, batch_size, loss_in, split, weights_of
 from autopar.plan.make_plan import make_plan
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import loss_kind

@@ -160,7 +160,7 @@ def test_a_repetition_is_said_once():
     mpu, said = MPU(), []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("autopar.data_parallel.dataloader")
+    logger = logging.getLogger("autopar.features.data_loader.loader")
     logger.addHandler(handler)
     try:
         for options in ({}, {"shuffle": True}, {"drop_last": True}, {"even_batches": False}):

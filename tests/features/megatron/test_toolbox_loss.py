@@ -10,8 +10,8 @@ from torch.nn.functional import cross_entropy
 from autopar.distributed import gloo_collectives
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
+from autopar.features.megatron.layers import vocab_parallel_cross_entropy
 from autopar.layout import even_shards
-from autopar.tensor_parallel.loss import vocab_parallel_cross_entropy
 from tests.pool import pooled
 from tests.transports import both_transports
 from tests.worlds import raises_everywhere

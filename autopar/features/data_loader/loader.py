@@ -21,6 +21,8 @@ _log = logging.getLogger(__name__)
 class ReplicaDataLoader(DataLoader[Any]):
     """A ``DataLoader`` with :meth:`set_epoch`, whose place in the data can be saved."""
 
+    is_of_replicas = True  # batches are this replica's already
+
     def set_epoch(self, epoch: int) -> None:
         """Shuffle differently in each epoch, alike on all ranks. Call it before iterating, with the epoch's number."""
         targets: tuple[Any, ...] = (self.batch_sampler, self.sampler, self.dataset)
