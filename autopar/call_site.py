@@ -55,11 +55,11 @@ def user_hooks(hooks: Mapping[int, Any]) -> list[Any]:
     return [hook for hook in found if not is_of_library(hook)]
 
 
-def user_hook(module: Any) -> Any:
-    """Return a user hook on a module that expects full tensors; None without any."""
-    if LOCAL_HOOKS in vars(module):
-        return None
-    return next((hook for kind in HOOKS for hook in user_hooks(hooks_of(module, kind))), None)
+def hooks_below(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the user hooks on modules inside of a model that expect full tensors, each after the path of its module."""
+    for path, module in model.named_modules():
+        if path and LOCAL_HOOKS not in vars(module):
+            yield from ((path, hook) for kind in HOOKS for hook in user_hooks(hooks_of(module, kind)))
 
 
 def described(hook: Any) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.call_site import user_hook
+from autopar.call_site import hooks_below
 from autopar.config import ParallelConfig
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
@@ -47,10 +47,8 @@ def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int) -> RowP
     """
     if not isinstance(model, PreTrainedModel):
         raise _refusal(model, ranks, "it is no Hugging Face model, whose attention can be exchanged")
-    for path, module in model.named_modules():
-        hook = user_hook(module) if path else None
-        if hook is not None:
-            raise ConfigError(refused_hook(path, hook, ranks))
+    for path, hook in hooks_below(model):
+        raise ConfigError(refused_hook(path, hook, ranks))
     blocks = Blocks(Described(model, prefix, model, policy))
     paths = [path.removeprefix(f"{prefix}.") if prefix else path for path in blocks.paths]
     place = blocks.encoder_place or 0

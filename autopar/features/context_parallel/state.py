@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from autopar.call_site import LOCAL_HOOKS, described, user_hooks
+from autopar.call_site import described, hooks_below, user_hooks
 from autopar.compat.tensors import HOOKS, hooks_of, hooks_of_all, in_backward
 from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
@@ -131,7 +131,7 @@ class RowState:
         self._layouts: dict[int, Layout] = {}
         self._known: dict[int, Layout] = {}
         self._narrowed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._below: dict[nn.Module, list[tuple[str, nn.Module, dict[int, Any]]]] = {}  # torch's dicts of hooks
+        self._dicts: dict[nn.Module, list[dict[int, Any]]] = {}  # torch's dicts of hooks, of each model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowState:
         copied = RowState(self.axis, self.method, self.plan)
@@ -163,12 +163,10 @@ class RowState:
         """Refuse a forward of ``model`` over local sequences while user hooks below it are registered that are not
         local; return where they are, for ranks to compare.
         """
-        if model not in self._below:
-            below = [(path, module) for path, module in model.named_modules() if path]
-            self._below[model] = [(path, module, hooks_of(module, kind)) for path, module in below for kind in HOOKS]
-        held = [(path, hooks) for path, own, hooks in self._below[model] if hooks and LOCAL_HOOKS not in vars(own)]
-        held += [("all modules", hooks_of_all(kind)[0]) for kind in HOOKS]
-        found = [(path, hook) for path, hooks in held for hook in user_hooks(hooks)]
+        if model not in self._dicts:
+            self._dicts[model] = [hooks_of(m, kind) for path, m in model.named_modules() if path for kind in HOOKS]
+        found = [*hooks_below(model)] if any(self._dicts[model]) else []
+        found += [("all modules", hook) for kind in HOOKS for hook in user_hooks(hooks_of_all(kind)[0])]
         self.refused = refused_hook(*found[0], self.axis.size) if found else ""
         return {"user hooks": ", ".join(f"over local sequences on {path}" for path, _ in found)} if found else {}
 

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.call_site import described, user_hook
+from autopar.call_site import described, hooks_below
 from autopar.compat.tensors import in_backward
 from autopar.distributed import gloo_collectives
 from autopar.distributed.autograd_functions import any_order, keep_none
@@ -97,15 +97,13 @@ class ExpertParallel(RegionModule):
         return sum((getattr(self, name)(x) * w for name in self.autopar.once), torch.zeros_like(x)).to(x.dtype)
 
     def _refuse_hooks(self) -> None:
-        for path, module in self.named_modules():  # type: ignore[attr-defined]
-            hook = user_hook(module) if path else None
-            if hook is not None:
-                raise ConfigError(
-                    f"the hook {described(hook)} on {self.autopar.path}.{path} is inside of experts that ranks hold "
-                    f"whole: it would see the tokens of all of\n  ranks {list(self.tp.ranks)} that chose this rank's, "
-                    "in another order. A hook on the experts sees this rank's tokens;\n  "
-                    "autopar.local_hooks(module) is for what is here."
-                )
+        for path, hook in hooks_below(self):
+            raise ConfigError(
+                f"the hook {described(hook)} on {self.autopar.path}.{path} is inside of experts that ranks hold "
+                f"whole: it would see the tokens of all of\n  ranks {list(self.tp.ranks)} that chose this rank's, "
+                "in another order. A hook on the experts sees this rank's tokens;\n  "
+                "autopar.local_hooks(module) is for what is here."
+            )
 
     def _by_all_to_all(self, x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         axis, k = self.tp, ids.shape[1]

@@ -45,11 +45,10 @@ class WholeHooks:
 
     Attributes:
         dicts: All of torch's dicts in which such a hook may be; all are empty in most models.
-        found: Whether the last forward had any.
     """
 
     def __init__(self, model: nn.Module, axis: Axis) -> None:
-        self.axis, self.found = axis, False
+        self.axis = axis
         self._known = {id(shards.module): shards for shards in _shards_of(model)}
         self._places = [(hooks_of(s.module, kind), kind, s) for s in self._known.values() for kind in HOOKS]
         self._blocks = [  # that compute with sequence shards
@@ -77,7 +76,6 @@ class WholeHooks:
             here = (user_hooks(hooks) for module, hooks in inside if hooks and LOCAL_HOOKS not in vars(module))
             block.rows_hooked = everywhere or any(here)
             places += [f"inside of {path}"] * block.rows_hooked
-        self.found = bool(places)
         return {"hooks that see whole tensors": ", ".join(places)} if places else {}
 
     def _wrap(self, hooks: dict[int, Any], with_kwargs: set[int], kind: str, known: Mapping[int, Shards]) -> None:
@@ -174,9 +172,8 @@ def _inside_experts(path: str, experts: nn.Module, plan: ModulePlan) -> Iterator
     """Yield the activation between matrices of experts, if the features of each expert are sharded."""
     own = own_parameters(experts)  # [experts, features in, features out], or the other way round
     matrices = (layout for name, layout in plan.layouts.items() if name in own and own[name].dim() == 3)
-    features = next(
-        (layout for layout in matrices if layout.dim and len(layout.blocks) == 1), None
-    )  # gate and up are two, in one
+    # Not of gate and up, which are two blocks in one matrix.
+    features = next((layout for layout in matrices if layout.dim and len(layout.blocks) == 1), None)
     for name, beside in experts.named_children() if features is not None else ():
         if type(beside).__module__ in _ACTIVATIONS:
             yield id(beside), Shards(f"{path}.{name}", beside, features, features)
@@ -235,12 +232,8 @@ class SeenShards:
         return x
 
     def _gather(self, x: torch.Tensor, dim: int, layout: Layout, gradient: bool) -> torch.Tensor:
-        if not gradient:
-            full = collectives.gather(x, self.axis, layout, dim)
-        elif layout.replicated:  # each of several ranks has a part
-            full = collectives.sum_shards(x, self.axis, layout, dim)
-        else:
-            full = collectives.all_gather(x, self.axis, layout, dim)
+        parts = collectives.sum_shards if layout.replicated else collectives.all_gather  # of a gradient
+        full = (parts if gradient else collectives.gather)(x, self.axis, layout, dim)
         self._cuts[full.shape] = dim, layout
         self._gathered.append((full, version_of(full)))
         return full

@@ -224,7 +224,7 @@ class Shard:
     rank: int
     warned: set[tuple[str, int]]
     axis: str
-    joins: bool = True
+    joins: bool
 
     @functools.cached_property
     def here(self) -> tuple[int, ...]:
@@ -313,9 +313,8 @@ def watch(model: nn.Module, plan: Plan, mpu: MPU) -> None:
     let_foreach_take(_PLAIN_KINDS)
     warned = set[tuple[str, int]]()
     joins = not any(isinstance(parameter, DTensor) for parameter in model.parameters())  # not with ZeRO 2 and 3
-    due = {name: one for one in plan.tensors.values() for name in (one.name, *one.aliases)}
     for name, parameter in model.named_parameters():
-        own, kind = due.get(name), _WATCHED.get(type(parameter))
+        own, kind = plan.tensors.get(plan.names.get(name, "")), _WATCHED.get(type(parameter))
         if own is None or own.layout is None or kind is None:
             continue
         rank, axis = (mpu.shards.rank, "expert") if name in plan.experts else (mpu.tp.rank, "tensor")

@@ -34,11 +34,12 @@ class Watched:
     """A model, or its copy, whose forwards read shards as plain tensors, and call user hooks with full ones."""
 
     def __init__(self, axis: Axis) -> None:
-        self.axis = axis
+        self.axis, self._found = axis, False
         self._hooks: dict[nn.Module, WholeHooks] = {}  # of the model, and of each inside that was called by itself
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Watched:
         copied = memo[id(self)] = Watched(self.axis)
+        copied._found = self._found
         return copied
 
     def begin(self, model: nn.Module) -> dict[str, str]:
@@ -51,7 +52,9 @@ class Watched:
             from autopar.features.user_code.hooks import WholeHooks
 
             hooks = self._hooks[model] = WholeHooks(model, self.axis)
-        return hooks.wrap() if hooks.found or any(hooks.dicts) else {}
+        seen = hooks.wrap() if self._found or any(hooks.dicts) else {}
+        self._found = bool(seen)  # if all are removed now, the next forward still looks
+        return seen
 
     def end(self) -> None:
         """End the forward."""
