@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -103,7 +102,6 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-_VERSION = operator.attrgetter("_version")  # without a call of Python for each tensor
 wrapper_subclass = torch.Tensor._make_wrapper_subclass  # (class, shape, dtype=, device=): a tensor without memory
 assert_soon = torch._assert_async  # raises on the device, without waiting for it
 swap_implementation = torch._C._swap_tensor_impl  # two tensors change places, their Python objects do not

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autopar.compat.c10d import number_of_next_group
-from autopar.compat.tensors import local_part
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.process import device_of_numbers
 from autopar.stored import stored_weights, without_memory
@@ -44,8 +44,12 @@ def of_checksum(plain: int, placed: int) -> int:
 
 def of_values(value: Any) -> int:
     """Digest the bits of all tensors in nested mappings, lists and tuples, in their order; nothing else counts."""
-    tensors = (entry for _, entry in leaves(value) if isinstance(entry, torch.Tensor) and not entry.is_meta)
-    return of_text(repr([of_tensor(local_part(tensor)) for tensor in tensors]))
+    digests = [
+        of_tensor(entry.to_local() if isinstance(entry, DTensor) else entry)  # no further call for each
+        for _, entry in leaves(value)
+        if isinstance(entry, torch.Tensor) and not entry.is_meta
+    ]
+    return of_text(repr(digests))
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
