@@ -25,7 +25,7 @@ from autopar.dry_run.plan_model import ModelPlans
 from autopar.dry_run.row_tracking import Misfit, MixedRows, RowSearch, RowTracking, longest_of, prime_beside
 from autopar.errors import ConfigError, first_line
 from autopar.features.context_parallel.block_boundary import may_own_rows
-from autopar.features.context_parallel.plan_states import Call, hand_on_states
+from autopar.features.context_parallel.recurrent.plan import Call, hand_on_states
 from autopar.features.context_parallel.setup import apply
 from autopar.features.context_parallel.state import RowPlan, WholeModule
 from autopar.plan.stages import Blocks, StagePlan, lies_in

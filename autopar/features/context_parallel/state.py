@@ -13,7 +13,7 @@ import torch
 from autopar.compat.tensors import in_backward
 from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
-from autopar.features.context_parallel.handed_states import HandedStates, Links
+from autopar.features.context_parallel.recurrent.state_passing import HandedStates, Links
 from autopar.features.context_parallel.rows import rows_layout
 from autopar.layout import Layout
 from autopar.tensor_parallel.regions import Region
