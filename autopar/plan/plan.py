@@ -204,7 +204,8 @@ class ModulePlan:
 
     Attributes:
         path: dotted path from the root module.
-        rule: as in the policy; empty if only bare parameters or arguments of the module are concerned.
+        rule: as in the policy; ``alone``: each tensor is on one rank (:meth:`autopar.layout.Block.alone`); empty if
+            only bare parameters or arguments of the module are concerned.
         where: ``file:line`` of the rule.
         layout: along the features that are sharded (for a layer ``dim`` is that of the stored weight).
         layouts: parameter or buffer name -> how that one is sharded.
@@ -358,8 +359,7 @@ def rule_of(plan: Plan, tensor: TensorPlan) -> str:
         path, _, own = name.rpartition(".")
         module = plan.modules.get(path)
         if module is not None and own in module.layouts:
-            rule = "by_expert" if module.rule == "one_expert" else module.rule or "sharded"
-            return f"{rule} {_units(module.layouts[own])}"
+            return f"{module.rule or 'sharded'} {_units(module.layouts[own])}"
         if module is not None and own in module.once:
             return "once"
         if module is not None and own in module.summed:

@@ -116,7 +116,7 @@ def apply(model: nn.Module, plan: Plan, axis: Axis, region: Region, shards: Axis
 def swap(module: nn.Module, plan: ModulePlan, axis: Axis, region: Region) -> None:
     """Make a layer the parallel one of its plan, in place; its parameters stay as they are."""
     if (
-        plan.rule not in ("sharded", "one_expert")
+        plan.rule not in ("sharded", "alone")
         or any(layout.replicated for layout in plan.layouts.values())
         or plan.summed
         or plan.inputs
@@ -138,7 +138,7 @@ def resize(module: nn.Module, plan: ModulePlan, rank: int | None) -> None:
 
     Layers whose output is full, as those of the head and the words are, keep the full sizes: losses read them.
     """
-    if plan.rule in ("sharded", "one_expert"):
+    if plan.rule in ("sharded", "alone"):
         _resize_plain(module, plan, rank)
     names: tuple[str, ...] = _SIZES.get(plan.rule, ())
     for name in names:
@@ -280,9 +280,7 @@ _LAYERS: dict[tuple[str, bool], type[nn.Module]] = {
 }
 
 
-_REGION_MODULES: dict[str, type[RegionModule]] = {
-    "norm_over": ShardedNorm,
-}
+_REGION_MODULES: dict[str, type[RegionModule]] = {"norm_over": ShardedNorm}
 
 
 def parallel_class(plain: type[nn.Module], plan: ModulePlan, stored: StoredWeight | None = None) -> type[nn.Module]:

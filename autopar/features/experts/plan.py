@@ -27,7 +27,7 @@ from autopar.policy.schema import BY_EXPERT, HIDDEN, Part, Rule
 from autopar.stored import StandIn
 
 # Rules of plans for modules that have experts, are one, or call them.
-MIXTURES = frozenset(("experts", "expert_modules", "calls_experts", "one_expert"))
+MIXTURES = frozenset(("experts", "expert_modules", "calls_experts", "alone"))
 _NO_EXPERT = "no expert"  # the kind of a module that indices behind the last expert stand for
 _ARGUMENTS = 3  # hidden states, indices of the chosen experts, their weights
 
@@ -183,6 +183,6 @@ def _one_expert(match: RuleMatch, path: str, expert: nn.Module, number: int, of:
         if layouts:
             first = next(iter(layouts.values()))
             yield TensorRule(
-                ModulePlan(shown, "one_expert", str(match.rule.where), first, layouts),
+                ModulePlan(shown, "alone", str(match.rule.where), first, layouts),
                 [(name, parameter, layouts[name]) for name, parameter in own.items()],
             )

@@ -74,7 +74,7 @@ class Adapters:
             if match is None:
                 continue  # the base layer has no rule either, which is another error
             plan = modules.get(base)
-            if plan is not None and plan.rule == "one_expert":
+            if plan is not None and plan.rule == "alone":
                 continue  # it lies with all that is in it on one rank
             try:
                 _check_layer(path, layer)
