@@ -20,11 +20,11 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar.compat.tensors import base_of, schema_of, tree_leaves, tree_map
-from autopar.dry_run.operators import ALONG, CONSTANT, EMPTY, ValuelessTracking, name_of
+from autopar.dry_run.operators import ALONG, CONSTANT as FILLED, EMPTY, ValuelessTracking, name_of
 from autopar.tensor_tracking import tensors_in
 
 RANDOM = frozenset(("rand_like", "randn_like"))
-SHAPE_ONLY = CONSTANT | EMPTY | RANDOM
+SHAPE_ONLY = FILLED | EMPTY | RANDOM
 """The result has the shape of the argument, and none of its values."""
 
 MOVES = frozenset({
