@@ -14,8 +14,7 @@ from autopar.compat.tensors import in_backward
 from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
 from autopar.features.context_parallel.recurrent.state_passing import HandedStates, Links
-from autopar.features.context_parallel.rows import rows_layout
-from autopar.layout import Layout
+from autopar.layout import Layout, rows_layout
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_parallel.whole_hooks import refused_hook
 
@@ -119,7 +118,7 @@ class RowState:
         self.inside: set[int] = set()
         self.batches: dict[int, int] = {}
         self._layouts: dict[int, Layout] = {}
-        self._known: dict[int, Layout] = {}
+        self._known: dict[int, Layout | None] = {}
         self._narrowed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowState:
@@ -203,12 +202,7 @@ class RowState:
         return layout
 
     def rows_of(self, length: int) -> Layout | None:
-        """Return which rows of a sequence each rank has; None if they are too few to be cut.
-
-        Each rank has two at least: models take one query for a step of decoding, which is not causal.
-        """
-        if length < 2 * self.axis.size:
-            return None
+        """Return which rows of a sequence each rank has; None if they are too few to be cut."""
         if length not in self._known:
             zigzag = self.method != "ulysses" and not self.plan.in_runs
             self._known[length] = rows_layout(length, self.axis.size, zigzag=zigzag)

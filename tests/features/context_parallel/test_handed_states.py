@@ -21,7 +21,7 @@ from autopar.compat.transformers import CACHES
 from autopar.features.context_parallel.plan import plan_rows
 from autopar.features.context_parallel.recurrent import state_passing
 from autopar.features.context_parallel.recurrent.state_passing import HandedStates, States, StatesOfRank, own_arguments
-from autopar.features.context_parallel.rows import rows_layout
+from autopar.layout import rows_layout
 from autopar.policy.match import find_policy
 from tests.features.context_parallel.test_exactness import (
     batches,
@@ -92,7 +92,7 @@ def in_runs(model: nn.Module) -> bool:
     (state,) = {each._autopar_rows for each in model.modules() if hasattr(each, "_autopar_rows")}
     rank, size = state.axis.rank, state.axis.size
     given, taken = (any(each.values()) for each in (state.links.given, state.links.taken))
-    runs = all(len(layout.ranges(rank)) == 1 for layout in state._known.values())
+    runs = all(len(layout.ranges(rank)) == 1 for layout in state._known.values() if layout)
     return runs and given == (rank < size - 1) and taken == (rank > 0)
 
 
