@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -300,3 +300,25 @@ class Layout:
                 raise ValueError(f"block {b} holds units outside [0, {count})")
             blocks.append(Block(str(b["unit"]), count, width, ranges))
         return cls.of(int(data["dim"]), blocks)
+
+
+@lru_cache(maxsize=4096)
+def rows_layout(length: int, ranks: int, *, zigzag: bool = False) -> Layout | None:
+    """Return the layout of a sequence of ``length`` rows along dim 1; None if it is too short to be sharded.
+
+    Each rank has two rows at least: models take one query for a step of decoding, which is not causal.
+
+    Args:
+        zigzag: Two runs of rows for each rank, one from each end, so that under a causal mask all ranks have as much to
+            compute (Llama 3, arXiv 2407.21783, section 3.3.2). Otherwise one run.
+
+    >>> rows_layout(8, 2).ranges(1), rows_layout(8, 2, zigzag=True).ranges(1)
+    (((4, 8),), ((2, 6),))
+    """
+    if length < 2 * ranks:
+        return None
+    back = length // 2 if zigzag else 0
+    runs = [Block("row", length - back, 1, even_shards(length - back, ranks))]
+    if zigzag:
+        runs.append(Block("row", back, 1, tuple(reversed(even_shards(back, ranks)))))
+    return Layout.of(1, runs)

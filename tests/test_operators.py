@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from autopar.dry_run.operators import ALONG, CONSTANT, EMPTY, MOVES, RANDOM, SIZES, name_of, on_meta, reduced_dims
+from autopar.dry_run.operators import ALONG, CONSTANT, EMPTY, SIZES, name_of, on_meta
 from autopar.tensor_tracking import TensorTracking, storage_key
+from autopar.tools.derivation.feature_tracking import MOVES, RANDOM, reduced_dims
 
 Call = Callable[[torch.Tensor], Any]
 

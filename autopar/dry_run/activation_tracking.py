@@ -14,7 +14,7 @@ must be summed; a replicated activation in it has one too, and that is never sum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from autopar.dry_run.equal_blocks import BlockReplay, EqualBlocks
 from autopar.dry_run.operators import CONSTANT, ValuelessTracking, form_of, name_of, tensor_of
 from autopar.errors import PolicyError
 from autopar.plan.plan import ModulePlan, Plan
+from autopar.tensor_parallel.region_modules import RegionModule
 from autopar.tensor_tracking import tensors_in
 
 
@@ -204,22 +205,20 @@ class TrackedReplay(BlockReplay):
 MADE_BY = "\n  The activation was made by "
 """Last line of an error about an activation."""
 
-_EXPERTS = ("experts", "expert_modules")
 
-
-def tracking_hooks(shard: nn.Module, plan: Plan, tracking: ActivationTracking, stack: list[str]) -> Iterator[Any]:
-    """Register hooks that keep the stack of running modules, check the inputs of layers and mark their outputs.
+def track_modules(shard: nn.Module, plan: Plan, tracking: ActivationTracking, stack: list[str]) -> None:
+    """Register hooks on a copy that keep the stack of running modules, check inputs of layers and mark their outputs.
 
     Raises:
         PolicyError: in the forward, where a layer reads a sharded activation and needs a replicated one, or vice versa.
     """
     for path, module in shard.named_modules():
 
-        def before(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+        def before(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
             stack.append(path)
             rule = plan.modules.get(path)
             if rule is not None:
-                _check_input(rule, (args, kwargs), tracking, plan)
+                _check_input(rule, module, (args, kwargs), tracking, plan)
 
         def after(module: nn.Module, args: Any, out: Any, path: str = path) -> None:
             stack.pop()
@@ -232,19 +231,25 @@ def tracking_hooks(shard: nn.Module, plan: Plan, tracking: ActivationTracking, s
                 return
             if rule.rule in ("sharded", "norm_over"):
                 tracking.mark_sharded(out)
-            elif rule.rule in ("column", "row", "embedding", *_EXPERTS):
+            elif _ends_replicated(module):
+                tracking.mark_replicated(out)
+            elif rule.rule in ("column", "row", "embedding"):
                 sharded = rule.enter_output or (rule.rule == "column" and not rule.gather_output)
-                (tracking.mark_sharded if sharded and rule.rule not in _EXPERTS else tracking.mark_replicated)(out)
+                (tracking.mark_sharded if sharded else tracking.mark_replicated)(out)
 
-        yield module.register_forward_pre_hook(before, with_kwargs=True)
-        yield module.register_forward_hook(after)
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after)
 
 
-def _check_input(rule: ModulePlan, values: Any, tracking: ActivationTracking, plan: Plan) -> None:
+def _ends_replicated(module: nn.Module) -> bool:
+    return isinstance(module, RegionModule) and module.replicated_ends
+
+
+def _check_input(rule: ModulePlan, module: nn.Module, values: Any, tracking: ActivationTracking, plan: Plan) -> None:
     kind, sharded, wrong = rule.rule, tracking.is_sharded(values), ""
     inside = kind == "column" and rule.inside
     if sharded and not rule.closes and not inside:
-        if kind in ("column", "embedding", "region", *_EXPERTS) or rule.split_input:
+        if kind in ("column", "embedding", "region") or rule.split_input or _ends_replicated(module):
             wrong = f"is a {kind}, but its input is sharded already"
     elif not sharded:
         if kind == "row" and not rule.split_input:

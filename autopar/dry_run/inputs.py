@@ -136,28 +136,6 @@ def meta_copy(model: Model, *, gradients: bool = False) -> Model:
     return copied
 
 
-def keep_kernels(copied: nn.Module, model: nn.Module, *, grouped: bool = True) -> None:
-    """Let a copy attend as the model does, with torch's own attention for any fused one, and call its experts so.
-
-    Args:
-        grouped: whether it calls them in grouped products, too: those of fp32 do not run without memory.
-    """
-    for one, other in zip(copied.modules(), model.modules(), strict=True):
-        config = getattr(other, "config", None)
-        attention, calls = getattr(config, ATTENTION, None), getattr(config, EXPERTS, None)
-        if attention is not None:
-            setattr(one.config, ATTENTION, "eager" if attention == "eager" else "sdpa")
-        if calls is not None and (grouped or calls == "eager"):
-            setattr(one.config, EXPERTS, calls)
-
-
-def without_cache(model: nn.Module) -> None:
-    """Let a model make no cache of keys and values."""
-    configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-    for config in configs.values():
-        config.use_cache = False
-
-
 def _like(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor.is_contiguous():
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")  # takes a tenth of the time

@@ -12,8 +12,9 @@ not assumed.
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,12 +26,11 @@ from transformers import PreTrainedModel
 from autopar.compat.tensors import base_of, schema_of, tree_map
 from autopar.dry_run.inputs import sample_inputs
 from autopar.dry_run.operators import ALONG, CONSTANT, EMPTY, SIZES, ValuelessTracking, name_of
-from autopar.errors import ConfigError
+from autopar.errors import ConfigError, first_line
 from autopar.plan.stages import dropped_blocks, lies_in
 from autopar.tensor_tracking import tensors_in
 
 _PRIMES = (29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 23, 19, 17, 13, 11, 7, 5)
-_TRIES = 100
 
 
 class MixedRows(Exception):
@@ -45,106 +45,147 @@ class MixedRows(Exception):
         self.between = between
 
 
-def prime_beside(model: nn.Module, ranks: int, longest: int | None = None) -> int | None:
-    """Return a number of rows for each of ``ranks`` that divides no size of a parameter; None if there is none.
+def prime_beside(model: nn.Module, ranks: int, longest: int | None = None) -> int:
+    """Return a number of rows for each of ``ranks`` that divides no size of a parameter; 0 if there is none.
 
     Args:
-        longest: sequence that the model takes.
+        longest: The longest sequence that the model takes. A longer one is a last resort: without data many models take
+            that, too.
     """
     sizes = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape if size > 1}
     sizes |= {ranks, ranks + 1}
-    fitting = (p for p in _PRIMES if longest is None or p * ranks <= longest)
-    return next((p for p in fitting if not any(size % p == 0 for size in sizes)), None)
+    found = [prime for prime in _PRIMES if not any(size % prime == 0 for size in sizes)]
+    return next((prime for prime in found if longest is None or prime * ranks <= longest), found[0] if found else 0)
 
 
-LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx", "max_seq_len")
-"""Names of the longest sequence of a model in its config."""
-
-
-def longest_of(config: Any, names: Sequence[str] = LENGTHS) -> int | None:
-    """Return the longest sequence that a model takes, as far as its config says."""
-    found = (getattr(config, name, None) for name in names)
-    return next((length for length in found if type(length) is int and length > 0), None)
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "n_ctx", "max_seq_len")
 
 
 class Misfit(Exception):
-    """A run over rows that fails in the module ``path``, or ``between`` blocks, or makes something else.
+    """A run over rows that fails in the module ``path``, or ``between`` blocks, or returns another result.
 
-    ``inputs``: names of other arguments of blocks that are as long as the sequence.
+    Attributes:
+        inputs: Names of other arguments of blocks that are as long as the sequence.
     """
 
-    def __init__(self, path: str, reason: str, between: bool = False, inputs: tuple[str, ...] = ()) -> None:
+    inputs: tuple[str, ...] = ()
+
+    def __init__(self, path: str, reason: str, between: bool = False) -> None:
         super().__init__(reason)
-        self.path, self.between, self.inputs = path, between, inputs
+        self.path, self.between = path, between
 
 
 class RowSearch(ABC):
-    """Runs of a model over rows of the sequence, without data, in one way after another until nothing mixes rows.
+    """The search for the modules of a model that need all rows of the sequence: the others run over a part of them.
+
+    The model runs without data. The innermost module around each failure then gets all rows, until nothing fails.
 
     Args:
-        model: the Hugging Face model, only read.
-        ranks: over which sequences are sharded.
-        lists: paths of its blocks, each list in forward order.
+        model: The Hugging Face model, which is only read.
+        prefix: The path of the model in the names of ``elements``.
+        elements: The blocks of the model and its encoder, at the place ``encoder`` (:mod:`autopar.plan.stages`).
+        ranks: The number of ranks over which sequences are sharded.
 
     Attributes:
-        blocks: paths of all blocks.
-        prime: of :func:`prime_beside`: rows of one rank.
+        lists: Paths of the blocks in forward order; of an encoder-decoder model two lists.
+        blocks: Paths of all blocks.
+        longest: The longest sequence that the model takes with two tokens more; None if its config does not say.
+        sized: The modules with whose sizes a number of rows must not agree.
+        prime: The number of rows of one rank (:func:`prime_beside`).
+        batch: The number of sequences. ``ranks`` does not divide it.
+        wholes: Paths of modules that run with all rows.
+        entries: Paths of modules whose code runs with all rows, unless they are among ``wholes``.
+        whole_blocks: Whether a block may be one of ``wholes``.
+        outside: Whether rows are sharded outside of blocks, too.
 
     Raises:
-        ConfigError: a setting of the model may leave out its last block.
+        ConfigError: The model does not fit.
     """
 
-    prime: int
+    whole_blocks = outside = False
 
-    def __init__(self, model: PreTrainedModel, ranks: int, lists: Sequence[tuple[str, ...]]) -> None:
-        self.model, self.ranks, self.lists = model, ranks, tuple(lists)
-        self.blocks = [block for each in lists for block in each]
-        self.kinds = {path: type(module) for path, module in model.named_modules(remove_duplicate=False)}
-        dropped = dropped_blocks(model)
-        if dropped:
+    def __init__(self, model: nn.Module, prefix: str, elements: Sequence[str], encoder: int | None, ranks: int) -> None:
+        self.model: Any = model
+        self.ranks, self.batch, self.start = ranks, ranks + 1, f"{prefix}." if prefix else ""
+        if not isinstance(model, PreTrainedModel):
+            raise self.refusal("only Hugging Face models have a dry run before their first forward")
+        paths = [path.removeprefix(self.start) for path in elements]
+        cut = (paths,) if encoder is None else (paths[:encoder], paths[encoder + 1 :])
+        self.lists = tuple(tuple(blocks) for blocks in cut if blocks)
+        self.blocks = [block for each in self.lists for block in each]
+        if not self.blocks:
+            raise self.refusal("its policy names no blocks, between which sequences are sharded")
+        if dropped := dropped_blocks(model):
             raise self.refusal(f"{dropped} leaves out blocks, and the last of them makes sequences whole")
+        self.kinds = {path: type(module) for path, module in model.named_modules(remove_duplicate=False)}
+        self.wholes: tuple[str, ...] = ()
+        self.entries: tuple[str, ...] = ()
+        config = model.config.get_text_config(decoder=True)  # an encoder may have another length
+        known = (getattr(config, name, None) for name in _LENGTHS)
+        self.longest = next((length - 2 for length in known if type(length) is int and length > 0), None)
+        self.sized = model if self.outside else nn.ModuleList([model.get_submodule(path) for path in self.blocks])
+        self.prime = prime_beside(self.sized, ranks, self.longest)
+        if not self.prime:
+            raise self.refusal("no length tells rows from other sizes")
 
     @abstractmethod
     def attempt(self) -> None:
         """Run the model as it is planned now. Raises Misfit."""
 
     @abstractmethod
-    def change(self, failure: Misfit) -> bool:
-        """Change the plan after a failure: the next module around it is made whole; False if nothing is left."""
-
-    @abstractmethod
     def refusal(self, reason: str) -> ConfigError:
         """Return the error of a model that does not fit."""
 
+    def otherwise(self, failure: Misfit) -> bool:
+        """Change the plan after a failure that no module can be made whole for; return whether something changed."""
+        return False
+
     def words(self, failure: Misfit) -> str:
         """Return the reason of a refusal."""
-        return str(failure)
-
-    def runs(self) -> bool:
-        """Return whether the plan holds."""
-        try:
-            self.attempt()
-        except Misfit:
-            return False
-        return True
+        if self.longest is not None and self.prime * self.ranks > self.longest:
+            return f"no length up to {self.longest + 2} tells rows from other sizes"
+        return f"in {self.start}{failure.path}: {failure}" if failure.path else str(failure)
 
     def settle(self) -> None:
         """Change the plan until it holds. Raises ConfigError if it never does."""
-        failures: list[Misfit] = []
-        while len(failures) < _TRIES:
+        while True:
             try:
-                self.attempt()
-                return
-            except Misfit as error:
-                failures.append(error)
-            if not self.change(failures[-1]):
-                raise self.refusal(self.words(failures[-1]))
-        raise self.refusal(self.words(failures[0]))
+                return self.attempt()
+            except Misfit as failure:
+                if not self.widen(failure) and not self.otherwise(failure):
+                    raise self.refusal(self.words(failure)) from None
 
-    def sample(self, batch: int) -> dict[str, Any]:
+    def run(self, model: nn.Module, inputs: dict[str, Any], tracking: ValuelessTracking, stack: list[str]) -> Any:
+        """Run a copy of the model. Raises Misfit, at the last path of ``stack``."""
+        try:
+            with torch.no_grad(), warnings.catch_warnings(), tracking:
+                warnings.simplefilter("ignore")
+                return model(**inputs)
+        except MixedRows as error:
+            raise Misfit(stack[-1] if stack else "", str(error), error.between) from error
+        except Exception as error:
+            raise Misfit(stack[-1] if stack else "", f"{type(error).__name__}: {first_line(error)}") from error
+
+    def widen(self, failure: Misfit) -> bool:
+        """Let the innermost module around a failure run with all rows; False if there is none that does not."""
+        path, block = failure.path, self.block_of(failure.path)
+        while block and lies_in(path, block) and (self.whole_blocks or path != block):
+            known = any(lies_in(path, whole) for whole in self.wholes)
+            if not known and not any(path.startswith(f"{entry}.") for entry in self.entries):
+                self.make_whole(self.alike(path))
+                return True
+            path = path.rpartition(".")[0]
+        return False
+
+    def make_whole(self, paths: Iterable[str]) -> None:
+        """Let these modules run with all rows, and what lies in them."""
+        self.wholes = outermost((*self.wholes, *paths))
+        self.entries = outermost(self.entries, self.wholes)
+
+    def sample(self) -> dict[str, Any]:
         """Return inputs for all ranks, on the meta device."""
         try:
-            return sample_inputs(self.model, batch, self.ranks * self.prime)
+            return sample_inputs(self.model, self.batch, self.ranks * self.prime)
         except ValueError as error:
             raise self.refusal(f"the dry run has {error}") from None
 
@@ -152,10 +193,18 @@ class RowSearch(ABC):
         """Return the block that a module lies in; empty outside of blocks."""
         return next((block for block in self.blocks if lies_in(path, block)), "")
 
-    def alike(self, path: str, blocks: Sequence[str]) -> list[str]:
-        """Return the modules of the same class in the same place of these blocks."""
-        own = path.removeprefix(self.block_of(path))
-        return [block + own for block in blocks if self.kinds.get(block + own) is self.kinds[path]]
+    def alike(self, path: str) -> list[str]:
+        """Return the modules of the same class in the same place of the blocks of a list."""
+        own = self.block_of(path)
+        blocks, below = next(blocks for blocks in self.lists if own in blocks), path.removeprefix(own)
+        return [block + below for block in blocks if self.kinds.get(block + below) is self.kinds[path]]
+
+
+def outermost(paths: Iterable[str], others: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the paths that do not lie below another one of them, nor below or among the others."""
+    listed = tuple(dict.fromkeys(paths))
+    above = tuple(f"{path}." for path in (*listed, *others))
+    return tuple(path for path in listed if path not in others and not path.startswith(above))
 
 
 class RowTracking(ValuelessTracking):

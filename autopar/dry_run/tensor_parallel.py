@@ -24,10 +24,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar import registry
 from autopar.compat.tensors import tree_leaves, tree_map_only
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
-from autopar.dry_run.activation_tracking import ActivationTracking, TrackedReplay, line_of, made_by, tracking_hooks
+from autopar.dry_run.activation_tracking import ActivationTracking, TrackedReplay, line_of, made_by, track_modules
 from autopar.dry_run.equal_blocks import EqualBlocks, equal_blocks
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.plan_model import warn_no_dry_run
@@ -105,7 +106,7 @@ def check_plan_with(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs:
 def different_ranks(plan: Plan) -> list[int]:
     """Return the first and the last rank, or the first alone where the last one has the same sizes throughout.
 
-    Uneven shards and units that several ranks hold make a difference, and experts, whose tokens are sharded by number.
+    Uneven shards and units that several ranks hold make a difference, and rules of features, which know their rank.
     """
     last = plan.tp - 1
     layouts = [tensor.layout for tensor in plan.tensors.values()]
@@ -113,7 +114,7 @@ def different_ranks(plan: Plan) -> list[int]:
         layouts += [rule.layout, rule.groups, *rule.layouts.values(), *(sliced.layout for sliced in rule.inputs)]
     alike = (
         all(a.values[0] == a.values[last] for a in plan.attributes)
-        and all(rule.rule not in ("experts", "expert_modules") for rule in plan.modules.values())
+        and not any(rule.rule in registry.RULES for rule in plan.modules.values())
         and all(x is None or (x.local_size(0) == x.local_size(last) and not x.replicated) for x in layouts)
     )
     return [0] if alike else [0, last]
@@ -147,7 +148,7 @@ def _check_shard(
     tracking.mark_parameters(shard, plan)
     tracking.mark_inputs((args, kwargs))
     region.tracking = tracking
-    hooks = list(tracking_hooks(shard, plan, tracking, stack))
+    track_modules(shard, plan, tracking, stack)
     TrackedReplay(shard, equal, tracking)
     try:
         with tracking:
@@ -161,9 +162,6 @@ def _check_shard(
             "reads may not be scaled (attributes).",
             _where(plan, stack[-1]),
         ) from error
-    finally:
-        for hook in hooks:
-            hook.remove()
     _check_sums(plan, tracking)
     last = _where(plan, "")
     for output, value in _entries(out):

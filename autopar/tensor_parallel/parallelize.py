@@ -227,9 +227,7 @@ _LAYERS: dict[tuple[str, bool], type[nn.Module]] = {
 }
 
 
-_REGION_MODULES: dict[str, type[RegionModule]] = {
-    "norm_over": ShardedNorm,
-}
+_REGION_MODULES: dict[str, type[RegionModule]] = {"norm_over": ShardedNorm}
 
 
 def parallel_class(plain: type[nn.Module], plan: ModulePlan, stored: StoredWeight | None = None) -> type[nn.Module]:

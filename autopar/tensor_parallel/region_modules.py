@@ -47,6 +47,7 @@ class RegionModule:
     tp: Axis
     region: Region
     autopar: ModulePlan
+    replicated_ends = False  # whether the input and the output are replicated, whatever is computed in between
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plan = self.autopar

@@ -50,7 +50,7 @@ def _functions() -> dict[str, Any]:
 def test_every_autograd_function_has_a_second_backward_or_refuses_and_hands_on_that_no_gradient_came() -> None:
     found = _functions()
     assert len(found) > 20 and found.keys() >= _LOCAL
-    states = {name for name in found if ".handed_states." in name}  # a message goes to the next rank in any case
+    states = {name for name in found if ".state_passing." in name}  # a message goes to the next rank in any case
     for name, function in found.items():
         backward, forward = inspect.getsource(function.backward), inspect.getsource(function.forward)
         refuses = name.startswith("autopar.features.context_parallel.")

@@ -23,8 +23,8 @@ from autopar.compat.tensors import keystr, tree_flatten_with_path, tree_map_with
 from autopar.compat.transformers import recompute_function
 from autopar.distributed.collectives import all_gather
 from autopar.errors import ConfigError
-from autopar.features.context_parallel.handed_states import StatesOfRank, own_arguments, with_states
 from autopar.features.context_parallel.lazy_rows import LazyRows, lazy_rows, whole_tensors
+from autopar.features.context_parallel.recurrent.state_passing import StatesOfRank, own_arguments, with_states
 from autopar.features.context_parallel.rows import join
 from autopar.features.context_parallel.state import RowState, WholeModule
 from autopar.layout import Layout

@@ -9,7 +9,7 @@ last block. Anything left after that is refused, with the module and the operati
 from __future__ import annotations
 
 import inspect
-import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +23,13 @@ from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
 from autopar.dry_run.inputs import meta_copy
 from autopar.dry_run.plan_model import ModelPlans
-from autopar.dry_run.row_tracking import Misfit, MixedRows, RowSearch, RowTracking, longest_of, prime_beside
-from autopar.errors import ConfigError, first_line
+from autopar.dry_run.row_tracking import Misfit, MixedRows, RowSearch, RowTracking
+from autopar.errors import ConfigError
 from autopar.features.context_parallel.block_boundary import may_own_rows
-from autopar.features.context_parallel.plan_states import Call, hand_on_states
+from autopar.features.context_parallel.recurrent.plan import Call, hand_on_states
 from autopar.features.context_parallel.setup import apply
 from autopar.features.context_parallel.state import RowPlan, WholeModule, refused_hook
-from autopar.plan.stages import Blocks, StagePlan, lies_in
+from autopar.plan.stages import StagePlan, elements_of, lies_in
 from autopar.policy.match import Described
 from autopar.policy.schema import Policy
 from autopar.swap import argument_names
@@ -45,20 +45,12 @@ def plan_rows(model: nn.Module, policy: Policy, prefix: str, ranks: int) -> RowP
     Raises:
         ConfigError: it does not, with what mixes rows.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise _refusal(model, ranks, "it is no Hugging Face model, whose attention can be exchanged")
-    for path, hook in hooks_below(model):
-        raise ConfigError(refused_hook(path, hook, ranks))
-    blocks = Blocks(Described(model, prefix, model, policy))
-    paths = [path.removeprefix(f"{prefix}.") if prefix else path for path in blocks.paths]
-    place = blocks.encoder_place or 0
-    lists = tuple(tuple(each) for each in (paths[:place], paths[place:]) if each)
-    if not lists:
-        raise _refusal(model, ranks, f"its policy names no list of blocks ({policy.where})")
     with kept():
-        search = _Search(model, lists, ranks)
-        search.run()
-        hand_on_states(model, search.copied, search.plan, search.calls, search.prime * ranks, ranks + 1)
+        is_plain = not isinstance(model, PreTrainedModel)
+        elements = ((), None) if is_plain else elements_of(model, Described(model, prefix, model, policy))
+        search = _Search(model, prefix, *elements, ranks)
+        search.find()
+        hand_on_states(model, search.copied, search.plan, search.calls, search.prime * ranks, search.batch)
         return search.plan
 
 
@@ -112,23 +104,20 @@ class _Search(RowSearch):
 
     copied: PreTrainedModel
     calls: dict[str, Call]
+    whole_blocks = outside = True
 
-    def __init__(self, model: PreTrainedModel, lists: tuple[tuple[str, ...], ...], ranks: int) -> None:
-        super().__init__(model, ranks, lists)
-        words = model.get_output_embeddings()
+    def __init__(self, model: nn.Module, prefix: str, elements: Sequence[str], encoder: int | None, ranks: int) -> None:
+        super().__init__(model, prefix, elements, encoder, ranks)
+        for path, hook in hooks_below(model):
+            raise ConfigError(refused_hook(path, hook, ranks))
+        words = self.model.get_output_embeddings()
         # What runs the blocks may add images to all rows between blocks (deepstack). Text alone does not come there.
-        runner = model.get_submodule(lists[-1][0].rpartition(".")[0].rpartition(".")[0])
+        runner = model.get_submodule(self.lists[-1][0].rpartition(".")[0].rpartition(".")[0])
         names = inspect.signature(type(runner).forward).parameters
         between = any(part in name for name in names for part in ("deepstack", "visual", "vision", "image"))
         head = None if words is None else next((path for path, m in model.named_modules() if m is words), None)
-        self.plan = RowPlan(lists, head=head, through=head is not None and not between, between=between)
-        longest = longest_of(model.config.get_text_config(decoder=True))  # an encoder may have another
-        prime = prime_beside(model, ranks, None if longest is None else longest - 2)
-        self.beyond = longest if prime is None else None  # without data many models take longer sequences, too
-        self.prime = prime or prime_beside(model, ranks) or 0
-        if not self.prime:
-            raise self.refusal("no length tells rows from other sizes")
-        self.inputs = self.sample(ranks + 1)
+        self.plan = RowPlan(self.lists, head=head, through=head is not None and not between, between=between)
+        self.inputs = self.sample()
         taken = inspect.signature(model.forward).parameters
         for ids, mask in (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask")):
             if ids in self.inputs and mask in taken and self.inputs[ids].ndim == 2:
@@ -137,58 +126,50 @@ class _Search(RowSearch):
     def refusal(self, reason: str) -> ConfigError:
         return _refusal(self.model, self.ranks, reason)
 
-    def run(self) -> None:
-        """Find the plan that holds."""
+    def words(self, failure: Misfit) -> str:
+        there = "Rows of the sequence lie on different ranks there. Leave it out, or use tp"
+        return f"{super().words(failure)}.\n  {there}"
+
+    def find(self) -> None:
+        """Find the plan that holds, with embeddings in front of the blocks that look up own rows, if that holds too."""
         if not self._runs_with_own():
             self.settle()
             self._runs_with_own()
 
     def _runs_with_own(self) -> bool:
-        """Try the plan with embeddings that look up own rows in front of the blocks; without them, if that fails."""
-        before, whole = self.plan, {path: WholeModule() for path in self.plan.whole}
         outside = ((path, module) for path, module in self.model.named_modules() if not self.block_of(path))
-        own = tuple(path for path, module in outside if may_own_rows(module))
-        self.plan = replace(before, whole=whole, own=own, arguments={}, numbers={}, crosses={})
-        if own and self.runs():
-            return True
-        self.plan = before
+        own, before = tuple(path for path, module in outside if may_own_rows(module)), self.plan
+        if own:
+            self.plan = replace(before, own=own)
+            try:
+                self.attempt()
+                return True
+            except Misfit:
+                self.plan = before
         return False
 
-    def words(self, failure: Misfit) -> str:
-        if self.beyond is not None:
-            return f"no length up to {self.beyond} tells rows from other sizes"
-        where = f"in {failure.path} " if failure.path else ""
-        return f"{where}{failure}.\n  Rows of the sequence lie on different ranks there. Leave it out, or use tp"
-
-    def change(self, failure: Misfit) -> bool:
-        plan, block = self.plan, self.block_of(failure.path)
-        whole, lists = {path: WholeModule() for path in plan.whole}, plan.lists
-        head, through, between = plan.head, plan.through, plan.between
-        if block:
-            inner, blocks = failure.path, next(each for each in lists if block in each)
-            while inner in whole:
-                inner = inner.rpartition(".")[0]
-            if not lies_in(inner, block):
-                return False
-            for path in self.alike(inner, blocks):
-                whole = {known: where for known, where in whole.items() if not lies_in(known, path)}
-                whole[path] = WholeModule()
-        elif failure.between and not plan.between:
-            between = True
-        elif through:
-            through = False
-        elif head is not None:
-            head = None
-        elif len(lists) > 1:
-            lists = lists[1:]
-            self.blocks = list(lists[0])
-            whole = {path: where for path, where in whole.items() if self.block_of(path)}
+    def otherwise(self, failure: Misfit) -> bool:
+        plan = self.plan
+        if self.block_of(failure.path):
+            return False
+        if failure.between and not plan.between:
+            self.plan = replace(plan, between=True, through=False)
+        elif plan.through:
+            self.plan = replace(plan, through=False)
+        elif plan.head is not None:
+            self.plan = replace(plan, head=None)
+        elif len(plan.lists) > 1:
+            self.lists = self.lists[1:]
+            self.blocks = list(self.lists[0])
+            self.wholes = tuple(path for path in self.wholes if self.block_of(path))
+            self.plan = replace(plan, lists=self.lists)
         else:
             return False
-        self.plan = RowPlan(lists, whole=whole, head=head, through=through and not between, between=between)
         return True
 
     def attempt(self) -> None:
+        whole = {path: WholeModule() for path in self.wholes}
+        self.plan = replace(self.plan, whole=whole, arguments={}, numbers={}, crosses={})
         model = meta_copy(self.model)
         state = apply(model, self.plan, Axis("cp", None, range(self.ranks), 0), "auto")
         tracking = RowTracking(self.prime, self.ranks)
@@ -221,17 +202,12 @@ class _Search(RowSearch):
             if names[:1] == ("hidden_states",) and {"top_k_index", "top_k_weights"} <= set(names):
                 module.forward = experts  # a token in, a token out, whatever experts were chosen for it
         try:
-            with torch.no_grad(), warnings.catch_warnings(), tracking:
-                warnings.simplefilter("ignore")
-                out = model(**self.inputs)
-        except Exception as error:
+            out = self.run(model, self.inputs, tracking, stack)
+        except Misfit as failure:
             main = self.plan.lists[-1]
-            between = bool(done) and done[-1] in main[:-1]
-            between = between and not any(lies_in(path, block) for path in stack for block in main)
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            if isinstance(error, MixedRows):
-                reason, between = str(error), between or error.between
-            raise Misfit(stack[-1] if stack else "", reason, between) from error
+            inside = any(lies_in(path, block) for path in stack for block in main)
+            failure.between |= not inside and bool(done) and done[-1] in main[:-1]
+            raise
         self.plan.own = tuple(path for path in self.plan.own if path in state.opened - state.spoiled)
         if rows := [name for name, value in out.items() if tracking.holds_rows(value)]:
             raise Misfit("", f"{rows[0]} is made of rows")

@@ -1,4 +1,4 @@
-"""Rows of the sequence over the context-parallel axis: which lie where, exchanged for heads, and joined.
+"""Rows of the sequence over the context-parallel axis: exchanged for heads, and joined.
 
 Where rows are exchanged for heads (the all-to-all of attention), uneven numbers of both are fine, rows in any order,
 and heads that several ranks get: their gradients are added up.
@@ -22,23 +22,6 @@ from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import gather_sum, note_on_meta, reduce, run
 from autopar.distributed.gloo_collectives import all_to_all_single
 from autopar.layout import Block, Layout, even_shards
-
-
-def rows_layout(length: int, ranks: int, *, zigzag: bool = False) -> Layout:
-    """Return the layout of ``length`` rows along dim 1.
-
-    Args:
-        zigzag: two runs of rows for each rank, one from each end, so that under a causal mask all ranks have as much to
-            compute (Llama 3, arXiv 2407.21783, section 3.3.2). Else one run.
-
-    >>> rows_layout(8, 2).ranges(1), rows_layout(8, 2, zigzag=True).ranges(1)
-    (((4, 8),), ((2, 6),))
-    """
-    if not zigzag:
-        return Layout.of(1, [Block("row", length, 1, even_shards(length, ranks))])
-    front, back = length - length // 2, length // 2
-    mirrored = tuple(reversed(even_shards(back, ranks)))
-    return Layout.of(1, [Block("row", front, 1, even_shards(front, ranks)), Block("row", back, 1, mirrored)])
 
 
 def heads_layout(units: int, width: int, ranks: int) -> Layout:

@@ -15,9 +15,8 @@ from autopar.call_site import described, hooks_below, user_hooks
 from autopar.compat.tensors import HOOKS, hooks_of, hooks_of_all, in_backward
 from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
-from autopar.features.context_parallel.handed_states import HandedStates, Links
-from autopar.features.context_parallel.rows import rows_layout
-from autopar.layout import Layout
+from autopar.features.context_parallel.recurrent.state_passing import HandedStates, Links
+from autopar.layout import Layout, rows_layout
 from autopar.tensor_parallel.regions import Region
 
 
@@ -129,7 +128,7 @@ class RowState:
         self.inside: set[int] = set()
         self.batches: dict[int, int] = {}
         self._layouts: dict[int, Layout] = {}
-        self._known: dict[int, Layout] = {}
+        self._known: dict[int, Layout | None] = {}
         self._narrowed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._dicts: dict[nn.Module, list[dict[int, Any]]] = {}  # torch's dicts of hooks, of each model
 
@@ -221,12 +220,7 @@ class RowState:
         return layout
 
     def rows_of(self, length: int) -> Layout | None:
-        """Return which rows of a sequence each rank has; None if they are too few to be cut.
-
-        Each rank has two at least: models take one query for a step of decoding, which is not causal.
-        """
-        if length < 2 * self.axis.size:
-            return None
+        """Return which rows of a sequence each rank has; None if they are too few to be cut."""
         if length not in self._known:
             zigzag = self.method != "ulysses" and not self.plan.in_runs
             self._known[length] = rows_layout(length, self.axis.size, zigzag=zigzag)

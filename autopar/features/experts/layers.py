@@ -57,6 +57,7 @@ class ExpertParallel(RegionModule):
 
     dispatch: str = "all_to_all"
     tokens: torch.Tensor | None = None
+    replicated_ends = True
     autopar_state: tuple[str, ...] = ("dispatch", "tokens")
 
     def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> Any:

@@ -9,7 +9,7 @@ is refused. Parameters that rows were computed with have their gradients summed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence, Set as AbstractSet
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar import registry
 from autopar.compat.peft import enable_all, saved_copies, tuner_layers
 from autopar.compat.tensors import tree_leaves
 from autopar.config import ParallelConfig
@@ -25,20 +26,18 @@ from autopar.distributed.rng import kept
 from autopar.dry_run.activation_tracking import (
     ActivationTracking,
     Kind,
-    tracking_hooks,
+    track_modules,
 )
 from autopar.dry_run.inputs import meta_copy
 from autopar.dry_run.plan_model import ModelPlans
-from autopar.dry_run.row_tracking import LENGTHS, Misfit, MixedRows, RowSearch, RowTracking, longest_of, prime_beside
+from autopar.dry_run.row_tracking import Misfit, MixedRows, RowSearch, RowTracking, outermost, prime_beside
 from autopar.dry_run.tensor_parallel import below, different_ranks, run, shapes_of
 from autopar.errors import ConfigError, first_line
-from autopar.features.sequence_parallel.rows import rows_of
 from autopar.features.sequence_parallel.setup import RowsOfList, SequencePlan, SequenceState, apply
-from autopar.layout import Layout
-from autopar.plan.matching import around
+from autopar.layout import Layout, rows_layout
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan, lies_in
-from autopar.swap import argument_names
+from autopar.swap import given_by_name
 from autopar.tensor_parallel import parallelize
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_tracking import tensors_in
@@ -57,21 +56,8 @@ def plan_sequence(
     Raises:
         ConfigError: sequence parallelism does not fit the model; says where, and why.
     """
-    at = stages.encoder
-    lists = (stages.elements,) if at is None else (stages.elements[:at], stages.elements[at + 1 :])
-    if not any(lists):
-        raise _refused(model, f"the policy {plan.policy} names no blocks, at whose boundary sequences are sharded")
-    if not isinstance(model, PreTrainedModel):
-        raise _refused(model, "a module without a config has no dry run before its first forward")
     with kept():
-        return _Search(model, prefix, plan, [blocks for blocks in lists if blocks], routers).plan()
-
-
-def _refused(model: nn.Module, reason: str) -> ConfigError:
-    return ConfigError(
-        f"sequence_parallel does not fit {type(model).__name__}: {reason}.\n"
-        "  Leave it out: tensor parallelism alone keeps whole sequences between the regions."
-    )
+        return _Search(model, prefix, plan, stages, routers).plan()
 
 
 def sequence(plans: ModelPlans, tp: int, stages: StagePlan, *, experts: int = 1, routers: bool = True) -> SequencePlan:
@@ -91,59 +77,46 @@ class _Search(RowSearch):
     """The search for what runs over rows, between the regions of one model's shards.
 
     Attributes:
-        entries, wholes, inputs: as in :class:`SequencePlan`, as far as they are known.
+        inputs: as in :class:`SequencePlan`, as far as they are known.
         chosen: the plan of the run that held.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, prefix: str, plan: Plan, lists: Sequence[Sequence[str]], try_routers: bool
-    ) -> None:
-        self.start = f"{prefix}." if prefix else ""
-        inside = tuple(tuple(path.removeprefix(self.start) for path in blocks) for blocks in lists)
-        super().__init__(model, plan.tp, inside)
+    def __init__(self, model: nn.Module, prefix: str, plan: Plan, stages: StagePlan, try_routers: bool) -> None:
+        super().__init__(model, prefix, stages.elements, stages.encoder, plan.tp)
+        self.batch = 3 if self.ranks != 3 else 2
         self.try_routers, self.plan_inside = try_routers, below(plan, prefix)
-        self.batch = 3 if self.ranks != 3 else 2  # no multiple of the ranks
-        self.prime = 0
-        self.routers = False  # whether the model returns what its routers make
 
     def refusal(self, reason: str) -> ConfigError:
-        return _refused(self.model, reason)
+        return ConfigError(
+            f"sequence_parallel does not fit {type(self.model).__name__}: {reason}.\n"
+            "  Leave it out: tensor parallelism alone keeps whole sequences between the regions."
+        )
 
     def plan(self) -> SequencePlan:
-        """Return what was found out, with a sequence as long as the model takes if it fits with no other."""
-        modules, lengths = dict(self.model.named_modules(remove_duplicate=False)), []
-        for blocks in self.lists:
-            near = (modules[path] for path in (blocks[0], *around(blocks[0])))
-            around_it: Any = next((module for module in near if isinstance(module, PreTrainedModel)), self.model)
-            lengths.append(longest_of(around_it.config, LENGTHS[:1]))
-        longest = min((length for length in lengths if length is not None), default=None)
-        inside = nn.ModuleList([self.model.get_submodule(path) for path in self.blocks])
-        problem = self.refusal(f"no length of a sequence up to {longest} tells its rows from other sizes")
-        for limit in dict.fromkeys((None, longest)):
-            prime = prime_beside(inside, self.ranks, limit)
-            if prime is not None and prime != self.prime:
-                self.prime, self.routers = prime, False
-                try:
-                    return self._plan()
-                except ConfigError as error:
-                    problem = error
-        raise problem
+        """Return what was found out, with a longer sequence than the model takes if it fits with no other."""
+        try:
+            return self._plan()
+        except ConfigError:
+            longer = prime_beside(self.sized, self.ranks)
+            if longer == self.prime:
+                raise
+        self.prime = longer
+        return self._plan()
 
     def _plan(self) -> SequencePlan:
+        self.inputs: tuple[str, ...] = ()
+        self.routers = False  # whether the model returns what its routers make
         self.expected = self._expected()
         layers = ((path, name) for path, layer in tuner_layers(self.model) for name, _ in layer.named_modules())
         wrapped = {f"{path}.{name}": path for path, name in layers if name}
         copies = ((path, saved_copies(module)) for path, module in self.model.named_modules())
         wrapped |= {f"{path}.{name}": path for path, listed in copies for name, _ in listed}
         self.entries, self.wholes = _entries_of(self.plan_inside, self.blocks, wrapped)
-        inside = [path for path in self.kinds if self.block_of(path) not in ("", path)]
-        # Of modules that draw one number for a sample: whether to drop its path around a layer.
-        drawn = {path for path in inside if vars(self.model.get_submodule(path)).get("drop_prob")}
-        self.inputs: tuple[str, ...] = ()
-        self.wholes |= _outermost(drawn)
-        self.entries = _outermost(self.entries, self.wholes)
+        # Modules that draw one number for a sample: whether to drop its path around a layer.
+        inside = (path for path in self.kinds if self.block_of(path) not in ("", path))
+        self.make_whole(path for path in inside if vars(self.model.get_submodule(path)).get("drop_prob"))
         self.settle()
-        if self.wholes.issuperset(self.blocks):
+        if set(self.wholes).issuperset(self.blocks):
             raise self.refusal("none of its blocks ran with rows of a sequence")
 
         def named(paths: Sequence[str]) -> tuple[str, ...]:
@@ -168,29 +141,17 @@ class _Search(RowSearch):
                 above = {name[:end] for name in ran[block] for end, letter in enumerate(name) if letter == "."}
                 inside = (path for path in self.kinds if path.startswith(f"{block}."))
                 idle |= {path for path in inside if path not in ran[block] and path not in above}
-            known = self.entries | self.wholes
-            idle = {path for path in _outermost(idle) if not any(lies_in(path, k) for k in known)}
+            known = (*self.entries, *self.wholes)
+            idle = {path for path in outermost(idle) if not any(lies_in(path, k) for k in known)}
             if not idle:
                 break
-            self._make_whole(idle)
+            self.make_whole(idle)
 
-    def change(self, failure: Misfit) -> bool:
-        path, block = failure.path, self.block_of(failure.path)
-        while block and path != block:
-            if not any(lies_in(path, whole) for whole in self.wholes) and not any(
-                path.startswith(f"{entry}.") for entry in self.entries
-            ):
-                self._make_whole(set(self.alike(path, self.blocks)))
-                return True
-            path = path.rpartition(".")[0]
+    def otherwise(self, failure: Misfit) -> bool:
         if not failure.inputs or self.inputs:
             return False
         self.inputs = failure.inputs
         return True
-
-    def _make_whole(self, paths: set[str]) -> None:
-        self.wholes = _outermost(self.wholes | paths)
-        self.entries = _outermost(self.entries, self.wholes)
 
     def _routers_are_whole(self, chosen: SequencePlan) -> bool:
         """Check whether the model can return its routers' logits; ConfigError if it does and routers work on rows."""
@@ -205,12 +166,13 @@ class _Search(RowSearch):
             self._run(chosen, 0)
         except (Misfit, ConfigError) as problem:
             if asked:
-                raise _refused(self.model, f"{name}=True: {str(problem).splitlines()[0]}") from None
+                raise self.refusal(f"{name}=True: {str(problem).splitlines()[0]}") from None
             return False
         return True
 
     def _copy(self) -> PreTrainedModel:
         copied = meta_copy(self.model)
+        copied.config.use_cache = False
         enable_all(copied)
         for module in copied.modules():
             if isinstance(module, PreTrainedModel) and hasattr(module.config, "output_router_logits"):
@@ -218,15 +180,13 @@ class _Search(RowSearch):
         return copied
 
     def _expected(self) -> list[tuple[int, ...]]:
-        plain = self._copy()
+        plain, inputs = self._copy(), self.sample()
         try:
             with ActivationTracking():
-                return shapes_of(run(plain, (), self.sample(self.batch)))
-        except ConfigError:
-            raise
+                return shapes_of(run(plain, (), inputs))
         except Exception as error:
             reason = f"it does not run without data, so nothing is known of its blocks ({first_line(error)})"
-            raise _refused(self.model, reason) from None
+            raise self.refusal(reason) from None
 
     def _run(self, chosen: SequencePlan, rank: int) -> tuple[SequencePlan, set[str], dict[str, set[str]]]:
         """Run the shard of a rank. Raises Misfit.
@@ -244,24 +204,19 @@ class _Search(RowSearch):
         rows = RowTracking(self.prime, self.ranks)
         tracking = SequenceTracking(rows, self.blocks, stack)
         tracking.mark_parameters(shard, self.plan_inside)
-        inputs = self.sample(self.batch)
+        inputs = self.sample()
         tracking.mark_inputs(inputs)
         region.tracking = tracking
-        hooks = list(tracking_hooks(shard, self.plan_inside, tracking, stack))
+        track_modules(shard, self.plan_inside, tracking, stack)
         notes = ModuleNotes(shard, tracking, length)
-        hooks += notes.hooks
         for module in shard.modules():
             if isinstance(module, PreTrainedModel):
-                hooks.append(module.register_forward_hook(lambda _, args, out: state.gathered(out)))
+                module.register_forward_hook(lambda _, args, out: state.gathered(out))
         try:
-            with tracking:
-                out = run(shard, (), inputs)
-        except Exception as error:
-            at = stack[-1] if stack else ""
-            raise Misfit(at, f"{first_line(error)}, in {self.start}{at}", inputs=tuple(sorted(notes.beside))) from error
-        finally:
-            for hook in hooks:
-                hook.remove()
+            out = self.run(shard, inputs, tracking, stack)
+        except Misfit as failure:
+            failure.inputs = tuple(sorted(notes.beside))
+            raise
         if rows.holds_rows(out) or shapes_of(out) != self.expected:
             raise Misfit("", f"its outputs have shapes {shapes_of(out)}, those of the full model {self.expected}")
         named = {block: self._parameters(block, tracking, notes.ran) for block in tracking.on_rows}
@@ -273,7 +228,7 @@ class _Search(RowSearch):
         for name in sorted(names):
             owner = name.rpartition(".")[0]
             if name in tracking.on_whole:
-                raise Misfit(owner, f"{self.start}{name} works on rows and on whole sequences")
+                raise Misfit(owner, f"{name.rpartition('.')[2]} works on rows and on whole sequences")
             if owner not in ran[block]:
                 raise Misfit("", f"rows of {self.start}{block} meet what was made of {self.start}{name} outside")
         found = set(names)
@@ -285,7 +240,9 @@ class _Search(RowSearch):
         return tuple(sorted(found))
 
 
-def _entries_of(plan: Plan, blocks: Sequence[str], wrapped: Mapping[str, str]) -> tuple[set[str], set[str]]:
+def _entries_of(
+    plan: Plan, blocks: Sequence[str], wrapped: Mapping[str, str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the modules at which rows must become whole: those that a region begins in, and those that mix rows.
 
     A column-parallel layer begins a region in the module that holds it, whose code reads the length of the sequence;
@@ -303,15 +260,10 @@ def _entries_of(plan: Plan, blocks: Sequence[str], wrapped: Mapping[str, str]) -
                 wholes.add(place)
             elif (rule.rule == "column" and not rule.inside) or (rule.rule == "row" and rule.split_input):
                 entries.add(place)
-    return _outermost(entries, wholes), _outermost(wholes)
+    return outermost(entries, wholes), outermost(wholes)
 
 
-_WHOLE = ("region", "experts", "expert_modules", "calls_experts", "embedding", "gathered")
-
-
-def _outermost(paths: set[str], others: AbstractSet[str] = frozenset()) -> set[str]:
-    """Return the paths that do not lie below another one of them, nor below or among the others."""
-    return {path for path in paths - others if not any(path.startswith(f"{other}.") for other in paths | others)}
+_WHOLE = {"region", "embedding", "gathered", *registry.RULES}  # of rules of other features nothing is known
 
 
 _ROWS = Kind("rows")
@@ -413,11 +365,10 @@ class ModuleNotes:
         self.ran: dict[str, set[str]] = {block: set() for block in tracking.on_rows}
         self.seen, self.given, self.beside = set[str](), set[str](), set[str]()
         self._tracking, self._length = tracking, length
-        self.hooks = []
         blocks = {id(shard.get_submodule(path)) for path in self.ran}
         for path, module in shard.named_modules():
             note = functools.partial(self._note, path, id(module) in blocks)
-            self.hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
+            module.register_forward_pre_hook(note, with_kwargs=True)
 
     def _note(
         self, path: str, is_block: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -426,7 +377,7 @@ class ModuleNotes:
             self.ran[self._tracking.block].add(path)
         if not is_block and not isinstance(module, PreTrainedModel):
             return
-        given = [*zip(argument_names(module), args, strict=False), *kwargs.items()]
+        given = given_by_name(module, args, kwargs)
         held = {name for name, value in given if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))}
         self.seen |= held if isinstance(module, PreTrainedModel) else set()
         if is_block:
@@ -441,7 +392,6 @@ class SampleRows(RowsOfList):
     def __init__(self, batch: int, length: int, state: SequenceState, plan: SequencePlan) -> None:
         super().__init__(state, plan)
         self.batch, self.length = batch, length
-        self.known = _Everything()
         self.whole: list[int] = []
 
     def note_length(self, x: torch.Tensor) -> torch.Tensor:
@@ -450,7 +400,7 @@ class SampleRows(RowsOfList):
         if x.shape[0] % self.batch or not (natural or x.ndim == 3):
             raise MixedRows(f"hidden states have the shape {list(x.shape)}, not that of [batch, seq, hidden]")
         self.whole = list(x.shape)
-        self.rows = rows_of(self.length, self.region.axis.size)
+        self.rows = rows_layout(self.length, self.region.axis.size)
         return x
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
@@ -462,9 +412,6 @@ class SampleRows(RowsOfList):
         y = super().leave(x, rows)
         return self.region.mark_replicated(y.new_empty(*self.whole[:2], *y.shape[2:]))
 
-
-class _Everything(frozenset[str]):
-    """All names: nothing is unknown to a dry run."""
-
-    def __contains__(self, name: object) -> bool:
-        return True
+    def has_others(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return False: a dry run knows all arguments."""
+        return False

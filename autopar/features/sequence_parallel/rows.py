@@ -22,7 +22,6 @@ from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import (
     all_gather,
     copy,
-    even_layout,
     gather,
     gather_sum,
     reduce_,
@@ -32,12 +31,6 @@ from autopar.distributed.collectives import (
 from autopar.layout import Layout
 from autopar.swap import mixed_class
 from autopar.tensor_parallel.regions import Late, LateWeight, WeightGradient
-
-
-@functools.lru_cache(maxsize=4096)
-def rows_of(length: int, ranks: int) -> Layout | None:
-    """Return which rows of a sequence each rank has; None: it is shorter than the ranks are many, all have it whole."""
-    return even_layout(length, ranks, 1) if length >= ranks else None
 
 
 def gather_rows(x: torch.Tensor, axis: Axis, rows: Layout) -> torch.Tensor:

@@ -29,11 +29,10 @@ from autopar.features.sequence_parallel.rows import (
     gather_rows,
     own_rows,
     reader_class,
-    rows_of,
     summed_over_rows,
     take_rows,
 )
-from autopar.layout import Layout
+from autopar.layout import Layout, rows_layout
 from autopar.plan.matching import around
 from autopar.setup.steps import Given, Parallelized
 from autopar.swap import argument_names, change_given, given_by_name, swap, unswap
@@ -96,10 +95,6 @@ def _unknown(known: frozenset[str], module: Any, args: tuple[Any, ...], kwargs: 
     """Return what a module gets under names that are not known, besides its first argument."""
     given, first = given_by_name(module, args, kwargs), argument_names(module)[0]
     return tree_leaves([value for name, value in given if name not in known and name != first])
-
-
-def _has_tensor(values: list[Any]) -> bool:
-    return any(isinstance(value, torch.Tensor) for value in values)
 
 
 class SequenceState:
@@ -214,7 +209,6 @@ class RowsOfList:
         plan: which arguments of blocks are taken by rows, and which are known from the dry run.
 
     Attributes:
-        batch: sequences in the batch.
         between: whether hidden states are whole between the blocks.
         stays_whole: whether sequences are not sharded at all: the model is to return what its routers make of rows.
     """
@@ -223,16 +217,18 @@ class RowsOfList:
         self.state, self.region, self.inputs = state, state.region, plan.inputs
         self.known = _OF_BLOCKS | set(plan.given)
         self.rows: Layout | None = None
-        self.batch = 0
         self.between = self.stays_whole = False
         self.routers_whole = plan.routers_whole
 
     def note_length(self, x: torch.Tensor) -> torch.Tensor:
         """Note the length of a sequence, ``[batch, seq, hidden]``; returns it."""
-        self.rows = None if self.stays_whole else rows_of(x.shape[1], self.region.axis.size)
-        self.batch = x.shape[0]
+        self.rows = None if self.stays_whole else rows_layout(x.shape[1], self.region.axis.size)
         self.state.rows_are_out = self.rows is not None
         return x
+
+    def has_others(self, block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether a block gets tensors that the dry run did not give it."""
+        return any(isinstance(value, torch.Tensor) for value in _unknown(self.known, block, args, kwargs))
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of ``[batch, seq, hidden]``."""
@@ -272,7 +268,7 @@ class Arguments(Hook):
         of = self.of
         others = _unknown(self.known, model, args, kwargs)
         of.rows = None  # until the first block
-        of.between = _has_tensor(others) or any(type(value) is int and value != 0 for value in others)
+        of.between = any(isinstance(x, torch.Tensor) or (type(x) is int and x != 0) for x in others)
         name = "output_router_logits"
         of.stays_whole = not of.routers_whole and bool(kwargs.get(name, getattr(model.config, name, False)))
 
@@ -295,7 +291,7 @@ class RowsBlock:
         if of.rows is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         # The dry run has not seen what the block does with other tensors, nor do hooks get gradients of own rows.
-        if self.rows_hooked or _has_tensor(_unknown(of.known, self, args, kwargs)):
+        if self.rows_hooked or of.has_others(self, args, kwargs):
             if not comes_whole:
                 args, kwargs = change_first(self, args, kwargs, of.leave)
             output = super().__call__(*args, **kwargs)  # type: ignore[misc]

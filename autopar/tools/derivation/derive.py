@@ -28,7 +28,7 @@ from autopar.compat.tensors import own_modules, own_parameters, tree_leaves
 from autopar.distributed.axis import Axis
 from autopar.distributed.rng import kept
 from autopar.dry_run.activation_tracking import MADE_BY
-from autopar.dry_run.operators import SHAPE_ONLY, ValuelessTracking, name_of
+from autopar.dry_run.operators import ValuelessTracking, name_of
 from autopar.dry_run.tensor_parallel import check_plan, check_plan_with, different_ranks, run
 from autopar.errors import AutoparError, ConfigError, PolicyError, first_line
 from autopar.plan.make_plan import make_plan
@@ -40,7 +40,7 @@ from autopar.tensor_parallel.parallelize import apply
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_tracking import tensors_in
 from autopar.tools.derivation.families import Family, Named, components, decide, families
-from autopar.tools.derivation.feature_tracking import ACTIVATION, FeatureTracking
+from autopar.tools.derivation.feature_tracking import ACTIVATION, SHAPE_ONLY, FeatureTracking
 from autopar.tools.derivation.policy_tree import marked, missing, policy_tree
 from autopar.tools.derivation.trace import (
     BlockList,

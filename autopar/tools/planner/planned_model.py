@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar.compat.transformers import ATTENTION, EXPERTS
 from autopar.config import ParallelConfig
 from autopar.data_parallel.precision import DTYPES, MasterWeights, to_half
 from autopar.distributed.axis import Axis
 from autopar.dry_run.equal_blocks import EqualBlocks, equal_blocks
-from autopar.dry_run.inputs import keep_kernels, meta_copy, sample_inputs, without_cache
+from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.plan_model import ModelPlans
 from autopar.errors import ConfigError, UnsupportedModelError, first_line
 from autopar.features.activation_checkpointing.setup import check as check_checkpointing
@@ -220,3 +221,25 @@ class PlannedModel:
     @property
     def _one_stage(self) -> StagePlan:
         return self.plans.stages(1)
+
+
+def keep_kernels(copied: nn.Module, model: nn.Module, *, grouped: bool = True) -> None:
+    """Let a copy attend as the model does, with torch's own attention for any fused one, and call its experts so.
+
+    Args:
+        grouped: whether it calls them in grouped products, too: those of fp32 do not run without memory.
+    """
+    for one, other in zip(copied.modules(), model.modules(), strict=True):
+        config = getattr(other, "config", None)
+        attention, calls = getattr(config, ATTENTION, None), getattr(config, EXPERTS, None)
+        if attention is not None:
+            setattr(one.config, ATTENTION, "eager" if attention == "eager" else "sdpa")
+        if calls is not None and (grouped or calls == "eager"):
+            setattr(one.config, EXPERTS, calls)
+
+
+def without_cache(model: nn.Module) -> None:
+    """Let a model make no cache of keys and values."""
+    configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    for config in configs.values():
+        config.use_cache = False

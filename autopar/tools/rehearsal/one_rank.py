@@ -32,12 +32,13 @@ from autopar.checkpoint.state import state_of
 from autopar.compat.patches import load
 from autopar.deferred_init.files import clear_sources
 from autopar.distributed.autograd_functions import record
-from autopar.dry_run.inputs import keep_kernels, meta_copy, sample_inputs, without_cache
+from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.operators import autocast_on_meta, on_meta
 from autopar.errors import ConfigError
 from autopar.tools.compat.fake_world import World, fake_world, without_data
 from autopar.tools.compat.operators import FakeWork
 from autopar.tools.planner.hardware import Gpu
+from autopar.tools.planner.planned_model import keep_kernels, without_cache
 from autopar.tools.rehearsal.cast import Answers, LeftAloneError, Links, Standstill, Told
 from autopar.tools.rehearsal.timeline import Held, Work, WorkCount
 from autopar.tools.rehearsal.trace import Call, Group, Recorder, where

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from autopar.distributed.digest import leaves
 from autopar.distributed.mesh import MPU
 from autopar.errors import UnsupportedModelError
-from autopar.layout import Layout, even_shards
+from autopar.layout import Layout, even_shards, rows_layout
 from autopar.pipeline_parallel.outputs import complete, unavailable
 from autopar.plan.plan import ModulePlan, Plan
 
@@ -252,9 +252,8 @@ class Slices:
                 yield [even_shards(size, axis.size)[axis.rank]]
         if cp.size > 1:
             for zigzag in (False, True):
-                from autopar.features.context_parallel.rows import rows_layout
-
-                yield list(rows_layout(size, cp.size, zigzag=zigzag).ranges(cp.rank))
+                rows = rows_layout(size, cp.size, zigzag=zigzag)
+                yield from [list(rows.ranges(cp.rank))] if rows is not None else []
         if tp.size > 1 and cp.size > 1:
             yield [even_shards(size, tp.size * cp.size)[tp.rank * cp.size + cp.rank]]
             yield [even_shards(size, tp.size * cp.size)[cp.rank * tp.size + tp.rank]]

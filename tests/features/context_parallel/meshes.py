@@ -27,8 +27,8 @@ import autopar
 import autopar.dry_run.plan_model
 from autopar.errors import AutoparError, PipelineError
 from autopar.features.context_parallel import plan as context_parallel
-from autopar.features.context_parallel.rows import rows_layout
 from autopar.features.sequence_parallel import plan as sequence_parallel
+from autopar.layout import rows_layout
 from autopar.pipeline_parallel.p2p import map_tensors
 from autopar.tools.verification.outputs import floats_of, named, same_floats
 from tests.once import by_rank_0
@@ -277,7 +277,9 @@ def _cut(model: nn.Module) -> tuple[int, ...]:
     """The lengths of sequences that were cut on any rank: a stage may have an encoder that runs whole."""
     states = {id(state): state for each in model.modules() if (state := vars(each).get("_autopar_rows")) is not None}
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, [length for state in states.values() for length in state._known])
+    dist.all_gather_object(
+        everyone, [length for state in states.values() for length, rows in state._known.items() if rows]
+    )
     return tuple(sorted({length for each in everyone for length in each}))
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 import autopar
 from autopar.distributed import collectives
 from autopar.features.context_parallel import attention, lazy_rows
-from autopar.features.context_parallel.rows import rows_layout
+from autopar.layout import rows_layout
 from tests.parity import check, close, language_batches
 from tests.pipeline_parallel.oracle import check_pipeline
 from tests.pool import pooled

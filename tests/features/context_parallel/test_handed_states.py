@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from autopar.compat.transformers import CACHES
-from autopar.features.context_parallel import handed_states
-from autopar.features.context_parallel.handed_states import HandedStates, States, StatesOfRank, own_arguments
 from autopar.features.context_parallel.plan import plan_rows
-from autopar.features.context_parallel.rows import rows_layout
+from autopar.features.context_parallel.recurrent import state_passing
+from autopar.features.context_parallel.recurrent.state_passing import HandedStates, States, StatesOfRank, own_arguments
+from autopar.layout import rows_layout
 from autopar.policy.match import find_policy
 from tests.features.context_parallel.test_exactness import (
     batches,
@@ -92,7 +92,7 @@ def in_runs(model: nn.Module) -> bool:
     (state,) = {each._autopar_rows for each in model.modules() if hasattr(each, "_autopar_rows")}
     rank, size = state.axis.rank, state.axis.size
     given, taken = (any(each.values()) for each in (state.links.given, state.links.taken))
-    runs = all(len(layout.ranges(rank)) == 1 for layout in state._known.values())
+    runs = all(len(layout.ranges(rank)) == 1 for layout in state._known.values() if layout)
     return runs and given == (rank < size - 1) and taken == (rank > 0)
 
 
@@ -275,7 +275,7 @@ def _of_the_rank_before(self: StatesOfRank, key: Any, state: torch.Tensor, throu
 
 
 def _dropped(of: int) -> Callable[..., Any]:
-    plain = handed_states._Taken.backward
+    plain = state_passing._Taken.backward
     return lambda ctx, grad: plain(ctx, grad * (0 if grad.ndim == of else 1))
 
 
@@ -284,8 +284,8 @@ PLANTED = {
     "a state that is not handed on": (StatesOfRank, "take", _zero("recurrent")),
     "rows that are not handed on": (StatesOfRank, "take", _zero("conv")),
     "rows of the rank before": (StatesOfRank, "give", _of_the_rank_before),
-    "a gradient of states": (handed_states._Taken, "backward", staticmethod(_dropped(4))),
-    "a gradient of rows": (handed_states._Taken, "backward", staticmethod(_dropped(3))),
+    "a gradient of states": (state_passing._Taken, "backward", staticmethod(_dropped(4))),
+    "a gradient of rows": (state_passing._Taken, "backward", staticmethod(_dropped(3))),
 }
 
 

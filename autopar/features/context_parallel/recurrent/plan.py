@@ -22,7 +22,7 @@ from torch import nn
 
 from autopar.compat.tensors import keystr, tree_flatten_with_path, tree_map_only, tree_map_with_path
 from autopar.compat.transformers import initialize_weights
-from autopar.features.context_parallel.handed_states import (
+from autopar.features.context_parallel.recurrent.state_passing import (
     HandedStates,
     Key,
     States,

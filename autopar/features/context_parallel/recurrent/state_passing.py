@@ -3,7 +3,7 @@
 A module that takes a cache keeps in it what later rows need of earlier ones: the state of a recurrence, and the last
 rows that a convolution saw. So each rank runs the module over its own rows with a cache that holds the states of the
 rank before, and sends those of its last row to the next rank. Running the module shows whether it continues from a
-state as if its rows were full (:mod:`autopar.features.context_parallel.plan_states`).
+state as if its rows were full (:mod:`autopar.features.context_parallel.recurrent.plan`).
 
 States go down the axis in the forward, their gradients up in the backward, message by message in one order: autograd
 runs what it has recorded in the reverse order. Messages that go one way make no ring, so no two ranks wait for each
