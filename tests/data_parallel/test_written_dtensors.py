@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,8 +15,6 @@ from tests.pool import pooled
 from tests.small import llama
 from tests.tiers import mainly
 from tests.worlds import raises_everywhere
-
-Change = Callable[[Any], Any]
 
 
 def perturbed(model: Any) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import LlamaForCausalLM
 
 import autopar
@@ -30,7 +29,6 @@ pytestmark = needs_compiler
 
 IDS = torch.randint(0, 131, (4, 9), generator=torch.Generator().manual_seed(3))
 FAMILIES = {"gpt2": gpt2, "llama": llama}
-TP2: dict[str, Any] = {"model_parallelism": {"tensor_parallel_size": 2}}
 DEVICE = {simulated.NAME}
 
 
@@ -141,19 +139,6 @@ def test_generation_is_the_plain_models() -> None:
             assert torch.equal(model.generate(ids, **settings).cpu(), plain.generate(IDS, **settings))
         sampled = model.generate(ids, max_new_tokens=6, do_sample=True, eos_token_id=None)
         assert torch.equal(*everyones(sampled.cpu(), model.mpu.tp.group))
-
-
-@on_device(world_size=2)
-def test_a_model_without_memory_is_loaded_onto_the_device(tmp_path: Any) -> None:
-    plain = llama()
-    if dist.get_rank() == 0:
-        plain.save_pretrained(tmp_path)
-    dist.barrier()
-    model = autopar.from_pretrained(LlamaForCausalLM, tmp_path, TP2)
-    assert places(model) == DEVICE
-    for name, value in whole(model, lambda parameter: parameter.data).items():
-        assert torch.equal(value, plain.get_parameter(name).data), name
-    close(model(IDS.to(model.mpu.device)).logits.cpu(), plain(IDS).logits, "logits")
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -18,7 +18,6 @@ from tests.features.context_parallel.test_exactness import made
 from tests.small import llama
 
 BATCH, SEQUENCE, WIDTH, HEADS, KV_HEADS, HEAD = 3, 32, 64, 8, 4, 8
-ELEMENT = 4
 
 
 def model(**changes: Any) -> Any:

@@ -171,12 +171,14 @@ def test_with_stages_and_sequence_parallelism() -> None:
         check_pipeline(build_one, language_batches(131, batch=4, seq=9), tp=2, **config).mpu.destroy()
 
 
-@pytest.mark.tier("test", only=("1",))
+@pytest.mark.tier("test", only=("1-grouped keys",))
+@pytest.mark.parametrize("name", ["grouped keys", "gated delta"])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pooled(world_size=4)
-def test_steps_with_replicas_and_sharded_states(stage: int) -> None:
+def test_steps_with_replicas_and_sharded_states(stage: int, name: str) -> None:
     """Three steps of two micro-batches, clipped, with recomputed activations, on two replicas of two ranks each."""
-    plain, model = llama().train(), llama().train()
+    build_one = CAUSAL.get(name, functools.partial(made, "qwen3_next", "Qwen3NextForCausalLM"))
+    plain, model = build_one().train(), build_one().train()
     reference, optimizer = (torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (plain, model))
     more = {"zero": {"stage": stage}, "gradient_clipping": 0.5, "activation_checkpointing": {"enable": True}}
     model, optimizer = autopar.initialize(model, {**sizes(2), **more}, optimizer=optimizer)
@@ -186,9 +188,11 @@ def test_steps_with_replicas_and_sharded_states(stage: int) -> None:
         engine = DistributedDataParallel(model, process_group=group)
     for step in range(3):
         batches = language_batches(131, batch=4, seq=7 + step, seed=step)
+        with torch.no_grad():
+            close(engine(**batches[0]).loss, plain(**batches[0]).loss, f"in evaluation before step {step}")
         for number, batch in enumerate(batches):
             plain(**batch).loss.backward()
-            mine = {name: value.chunk(2)[mpu.dp.rank] for name, value in batch.items()}
+            mine = {key: value.chunk(2)[mpu.dp.rank] for key, value in batch.items()}
             valid = (batch["labels"][:, 1:] != -100).sum()
             with contextlib.nullcontext() if number or stage == 3 else engine.no_sync():
                 loss = engine(**mine, num_items_in_batch=valid).loss * mpu.dp.size  # averaged over the replicas
@@ -198,9 +202,9 @@ def test_steps_with_replicas_and_sharded_states(stage: int) -> None:
             each.step()
             each.zero_grad()
     weights = dict(model.named_parameters())
-    for name, parameter in plain.named_parameters():
-        held: Any = weights[name]
-        close(held.full_tensor() if stage == 3 else held.data, parameter.data, f"{name} after three steps")
+    for key, parameter in plain.named_parameters():
+        held: Any = weights[key]
+        close(held.full_tensor() if stage == 3 else held.data, parameter.data, f"{key} after three steps")
 
 
 @pytest.mark.parametrize("planted", ["mask", "rows", "gradient", "mask of ulysses", "rows of ulysses"])

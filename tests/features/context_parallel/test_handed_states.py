@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from autopar.compat.transformers import CACHES
@@ -42,7 +41,6 @@ KINDS = {
     "state space": ("bamba", "BambaForCausalLM"),
     "rows that are read early": ("zaya", "ZayaForCausalLM"),
 }
-_SHORT = dict(list(KINDS.items())[:3])
 
 
 def one(name: str, **changes: Any) -> Callable[[], Any]:
@@ -106,37 +104,6 @@ def test_four_ranks_tensor_parallelism_and_stages(name: str) -> None:
     check_pipeline(one(name), language_batches(131, batch=4, seq=9), **config).mpu.destroy()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pooled(world_size=4)
-def test_steps_of_two_replicas(stage: int) -> None:
-    """Recomputed steps of two micro-batches, evaluated between, with DDP, ZeRO-1 and FSDP2."""
-    plain, model = (one("gated delta")().train() for _ in range(2))
-    reference, optimizer = (torch.optim.AdamW(m.parameters(), lr=1e-3, eps=1e-3) for m in (plain, model))
-    more = {"zero": {"stage": stage}, "activation_checkpointing": {"enable": True}}
-    model, optimizer = autopar.initialize(model, {**sizes(2), **more}, optimizer=optimizer)
-    mpu, engine = model.mpu, model
-    if stage < 3:
-        group = mpu.get_data_parallel_group(with_context_parallel=True)
-        engine = DistributedDataParallel(model, process_group=group)
-    for step in range(2):
-        with torch.no_grad():
-            close(engine(**nine()[0]).loss, plain(**nine()[0]).loss, f"in evaluation before step {step}")
-        listed = language_batches(131, batch=4, seq=9 + step, seed=step)
-        for number, batch in enumerate(listed):
-            plain(**batch).loss.backward()
-            mine = {name: value.chunk(2)[mpu.dp.rank] for name, value in batch.items()}
-            valid = (batch["labels"][:, 1:] != -100).sum()
-            with contextlib.nullcontext() if number or stage == 3 else engine.no_sync():
-                (engine(**mine, num_items_in_batch=valid).loss * mpu.dp.size).backward()
-        for each in (reference, optimizer):
-            each.step()
-            each.zero_grad()
-    weights = dict(model.named_parameters())
-    for name, parameter in plain.named_parameters():
-        held: Any = weights[name]
-        close(held.full_tensor() if stage == 3 else held.data, parameter.data, f"{name} after two steps")
-
-
 _RECURRENT = {
     "mamba2": "Mamba2ForCausalLM",
     "mamba": "MambaForCausalLM",
@@ -154,26 +121,6 @@ def test_a_recomputed_block_hands_on_its_states_before_it_waits_for_their_gradie
     config = {**sizes(2), "activation_checkpointing": {"enable": True}}
     build_one = functools.partial(made, name, _RECURRENT[name])
     check(build_one, language_batches(131, seq=12), 1, config=config).mpu.destroy()
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pooled(world_size=2)
-def test_forwards_between_forward_and_backward(reentrant: bool) -> None:
-    """Two batches in one backward, recomputed, with evaluation between."""
-    plain, model = one("gated delta")().train(), autopar.initialize(one("gated delta")(), sizes(2)).train()
-    losses = []
-    for each in (plain, model):
-        each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-        first = each(**padded_left(16)).loss
-        second = each(**packed(7, 9)).loss
-        with torch.no_grad():
-            each(**nine()[0])
-        losses.append(first + 2 * second)
-        losses[-1].backward()
-    close(losses[1], losses[0], "loss")
-    autopar.average_gradients(model)
-    for name, parameter in plain.named_parameters():
-        close(model.get_parameter(name).grad, parameter.grad, name)
 
 
 @pooled(world_size=2)

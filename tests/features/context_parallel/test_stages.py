@@ -11,7 +11,6 @@ import torch
 
 import autopar
 from tests.features.context_parallel.test_exactness import (
-    CAUSAL,
     labelled_on_one_rank,
     made,
     packed,
@@ -88,13 +87,6 @@ def test_masks_and_lengths(schedule: str) -> None:
 @pooled(world_size=4)
 def test_other_models(model_type: str, head: str, listed: Callable[[], list[Batch]]) -> None:
     check_pipeline(functools.partial(made, model_type, head), listed(), **staged()).mpu.destroy()
-
-
-@pytest.mark.tier("all")
-@pooled(world_size=8)
-def test_with_tensor_parallelism() -> None:
-    for build in (CAUSAL["grouped keys"], functools.partial(gpt2, n_positions=64)):
-        check_pipeline(build, causal_batches(), tp=2, **staged(tensor_parallel_size=2)).mpu.destroy()
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
