@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["need_deepspeed", "put_on_path"]
-
 _FOLDER = Path(__file__).parents[1] / ".cache" / "deepspeed"
 
 

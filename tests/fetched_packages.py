@@ -17,8 +17,6 @@ import pytest
 
 from tests.worlds import distributed
 
-__all__ = ["import_package", "need_package", "with_package"]
-
 _CACHE = Path(__file__).parents[1] / ".cache"
 
 

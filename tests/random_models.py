@@ -21,8 +21,6 @@ from tests.zoo.configs import fields_of, plain_fields, with_sizes
 from tests.zoo.engine import cross_inputs, head_kind, kind_of, labels_of
 from tests.zoo.form import Draw, Kind
 
-__all__ = ["Case", "auto_heads", "batches", "build", "cases", "heads_of", "kind", "of_type"]
-
 VOCAB, SEQ, LABELS = 131, 7, 3
 
 _CROSS = {"is_decoder": True, "add_cross_attention": True}

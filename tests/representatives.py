@@ -17,8 +17,6 @@ from autopar.policy.load import own_policies
 from autopar.policy.schema import Rule, Tower
 from tests.changed import touched_policies
 
-__all__ = ["REPRESENTATIVES", "every_fourth", "first_policies", "first_types", "one_of_each_structure"]
-
 REPRESENTATIVES = {
     "gpt2": "fused q, k, v in Conv1D layers, whose weights are transposed; tied head",
     "llama": "rotary embeddings, fewer KV heads, gated MLP",

@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["MOST", "TIERS", "Tier", "beyond", "in_tier", "mainly", "never_met", "ranks_of", "tier_of", "up_to"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Tier:

@@ -11,8 +11,6 @@ import transformers
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["ACROSS", "MATRICES", "MATRICES_ONLY", "Own", "orthogonal"]
-
 State = dict[str, Any]
 Update = Callable[[State, nn.Parameter, torch.Tensor], torch.Tensor]
 

@@ -20,17 +20,6 @@ from tests.compare import same_weights
 from tests.data_parallel.whole_optimizers import MATRICES_ONLY
 from tests.small import gpt2, llama
 
-__all__ = [
-    "MODELS",
-    "equal_bits",
-    "from_equal_gradients",
-    "goes_on",
-    "precise_muon",
-    "set_gradients",
-    "stepped",
-    "train",
-]
-
 IDS = torch.randint(0, 131, (40, 9), generator=torch.Generator().manual_seed(3))
 MODELS: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: gpt2(n_layer=1),  # fused q | k | v as in a Conv1D, tied embeddings, 9 heads

@@ -45,18 +45,6 @@ def test_new_check_verify(tmp_path: Path) -> None:
     assert proof.exit_code == 0 and json.loads(proof.stdout)["ok"] is True
 
 
-@pytest.mark.tier("all")
-def test_short_names_of_a_class_of_ones_own() -> None:
-    """Small sizes do not fit each other there, and heads are not called heads: proven with the sizes of its config."""
-    made = run("policy", "new", f"{ODD.with_name('short_names.py')}:ShortNames", "--json")
-    assert made.exit_code == 0, made.stderr
-    policy = json.loads(made.stdout)["policy"]
-    assert policy["units"]["kv_heads"] == {"count": "n_kv", "replicate": True}
-    assert policy["units"]["heads"] == {"count": "n_q", "follows": "kv_heads"}
-    assert policy["blocks"]["modules"]["wqkv"] == {"column": ["heads", "kv_heads", "kv_heads"]}
-    assert policy["blocks"]["attributes"] == {"n_q": "heads", "n_kv": "kv_heads"}
-
-
 def test_new_as_json() -> None:
     result = run("policy", "new", f"{ODD}:OddForCausalLM", "--no-proof", "--json")
     assert result.exit_code == 0 and result.stderr == ""

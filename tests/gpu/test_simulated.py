@@ -37,22 +37,6 @@ def places(model: Any) -> set[str]:
 
 
 @on_device(world_size=1)
-def test_the_device_is_one_as_torch_sees_it() -> None:
-    device = simulated.start()
-    x = torch.ones(3, 4, device=device)
-    assert type(x) is torch.Tensor and torch.accelerator.current_accelerator() == torch.device(device.type)
-    assert x.t().untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-        x + torch.ones(4)
-    assert torch.equal(x + torch.tensor(1.0), torch.full_like(x, 2.0))
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    drawn = torch.rand(3, device=device)
-    assert torch.equal(torch.get_rng_state(), before)  # it has a generator of its own
-    assert not torch.equal(torch.rand(3, device=device), drawn)
-
-
-@on_device(world_size=1)
 def test_what_makes_the_host_wait_is_noted_with_its_place() -> None:
     x = torch.ones(3, 4, device=simulated.start(), requires_grad=True)
     mask = x.detach() > 0

@@ -13,8 +13,6 @@ import yaml
 
 from tests.tiers import TIERS
 
-__all__ = ["MECHANISMS", "ROOT", "Fault", "problems", "read", "tiers_of"]
-
 ROOT = Path(__file__).parents[2]
 LIST = Path(__file__).with_name("faults.yaml")
 

@@ -245,31 +245,6 @@ def test_a_rank_that_fails_outside_of_the_stages(place: str) -> None:
     _stay_until_done({0, 1, 2, 3})
 
 
-def _hang_in_generate(tp: int, pp: int) -> None:
-    model, _ = _parallel(tp, pp)
-
-    def hang(*_: object) -> None:
-        if dist.get_rank() == 1:
-            hang_until("done", {0})
-
-    ids = _batch(model)["input_ids"]
-    with torch.no_grad():
-        model.eval().generate(ids, max_new_tokens=2)
-        hurry(model)
-        model.transformer.h[-1].mlp.register_forward_pre_hook(hang)
-        started = time.monotonic()
-        with pytest.raises(PipelineError, match="rank 1 said nothing"):
-            model.generate(ids, max_new_tokens=2)
-    assert time.monotonic() - started < TIMEOUT + 2 * GRACE + 4
-    _stay_until_done({0})
-
-
-@pytest.mark.tier("all")
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
-def test_a_rank_that_hangs_in_generate(tp: int, pp: int) -> None:
-    spawn(__name__, "_hang_in_generate", 2, 60.0, (tp, pp), expect_dead=(1,))
-
-
 def _hang_before_gradients_are_reduced(stage: int) -> None:
     """Rank 3, on the last stage, in a micro-batch: rank 2, which has the same weights, waits for its rows."""
     model, _ = _parallel(1, 2, zero={"stage": stage})

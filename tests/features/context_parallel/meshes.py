@@ -36,8 +36,6 @@ from tests.parity import all_close, close, reseed, total_loss, whole
 from tests.pipeline_parallel.oracle import whole_tensors
 from tests.random_models import Case, batches, build, kind
 
-__all__ = ["LENGTHS", "MESHES", "Mesh", "Verdict", "compare", "plain_of"]
-
 LENGTHS = (7, 16, 33)
 _UNEVEN, _FOR_FOUR = (6, 3), (8, 2)  # heads and KV heads: more to one rank than to another; fewer KV heads than ranks
 _TEXT = {"input_ids", "attention_mask", "labels", "position_ids", "use_cache"}

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,8 +17,7 @@ from torch import nn
 
 import autopar
 from autopar.compat.transformers import CACHES
-from autopar.features.context_parallel import handed_states
-from autopar.features.context_parallel.handed_states import HandedStates, States, StatesOfRank, own_arguments
+from autopar.features.context_parallel.handed_states import HandedStates, States, own_arguments
 from autopar.features.context_parallel.plan import plan_rows
 from autopar.features.context_parallel.rows import rows_layout
 from autopar.policy.match import find_policy
@@ -199,48 +198,6 @@ def test_documents_for_kernels_take_all_rows() -> None:
     assert kept is hidden and rest["attention_mask"].shape == (2, 4)
     documents = {"seq_idx": torch.zeros(2, 8, dtype=torch.int32)}
     assert own_arguments(module, ((hidden,), documents), how, inputs, rows, 1) is None
-
-
-@contextlib.contextmanager
-def planted(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-def _zero(of: str) -> Callable[..., torch.Tensor]:
-    plain = StatesOfRank.take
-    return lambda self, key: plain(self, key) * (0 if key[0] == of else 1)
-
-
-def _of_the_rank_before(self: StatesOfRank, key: Any, state: torch.Tensor, through: Any = None) -> Any:
-    """What this rank was handed goes on, in place of its own rows."""
-    return _give(self, key, self.before(key) if key[0] == "conv" and not self.first else state, through)
-
-
-def _dropped(of: int) -> Callable[..., Any]:
-    plain = handed_states._Taken.backward
-    return lambda ctx, grad: plain(ctx, grad * (0 if grad.ndim == of else 1))
-
-
-_give = StatesOfRank.give
-PLANTED = {
-    "a state that is not handed on": (StatesOfRank, "take", _zero("recurrent")),
-    "rows that are not handed on": (StatesOfRank, "take", _zero("conv")),
-    "rows of the rank before": (StatesOfRank, "give", _of_the_rank_before),
-    "a gradient of states": (handed_states._Taken, "backward", staticmethod(_dropped(4))),
-    "a gradient of rows": (handed_states._Taken, "backward", staticmethod(_dropped(3))),
-}
-
-
-@pytest.mark.parametrize("what", PLANTED)
-@pooled(world_size=4)
-def test_what_is_planted_is_seen(what: str) -> None:
-    with planted(*PLANTED[what]), pytest.raises(AssertionError, match="off by"):
-        check(one("gated delta"), [padded_left(16)], 1, config=sizes(4), step=False)
 
 
 def test_a_module_that_forgets_a_state_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:

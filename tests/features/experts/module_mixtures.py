@@ -18,8 +18,6 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutput
 
-__all__ = ["LISTED", "listed", "nllb", "switch"]
-
 
 def _precise(model: PreTrainedModel) -> PreTrainedModel:
     """In fp64 throughout: routers compute in a dtype of their own."""

@@ -13,8 +13,6 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 from tests.features.quantized.models import FAMILIES, write
 
-__all__ = ["say", "write_fp8", "write_mxfp4"]
-
 BLOCK = 64
 
 
