@@ -157,11 +157,7 @@ def test_errors_of_the_users_own_pass_and_are_said() -> None:
         RuntimeError("nccl is not my name"),
         KeyError("x"),
     ):
-        with (
-            pytest.raises(type(error), match=re.escape(str(error))),
-            log.deadline(),
-            log.blame("it", mpu.tp.ranks),
-        ):
+        with pytest.raises(type(error), match=re.escape(str(error))), log.deadline(), log.blame("it", mpu.tp.ranks):
             raise error
         dist.barrier()
         assert log.read(other)[:2] == (f"{type(error).__name__}: {error}", False)

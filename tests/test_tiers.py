@@ -101,10 +101,7 @@ def test_a_tier_leaves_the_later_ones_out_and_says_what_they_would_take() -> Non
     def deselected(items: list[Any]) -> None:
         left.extend(items)
 
-    options, hook = (
-        {"--tier": "test", "--record": False},
-        SimpleNamespace(pytest_deselected=deselected),
-    )
+    options, hook = ({"--tier": "test", "--record": False}, SimpleNamespace(pytest_deselected=deselected))
     config: Any = SimpleNamespace(getoption=options.get, hook=hook, args=[], option=SimpleNamespace(keyword=""))
     items = [_item(), _item(ranks=2), _item(TIER("test"), ranks=4)]
     for item in items:

@@ -19,10 +19,7 @@ from tests.small import llama
 
 pytest.importorskip("accelerate")
 
-MODES = {
-    "plain": {},
-    "smoothed": {"label_smoothing_factor": 0.1, "train_sampling_strategy": "group_by_length"},
-}
+MODES = {"plain": {}, "smoothed": {"label_smoothing_factor": 0.1, "train_sampling_strategy": "group_by_length"}}
 
 
 def adapted(seed=0, **changes):

@@ -77,16 +77,8 @@ def _die(tp: int, pp: int, doomed: int, when: str, transport: str = "gloo") -> N
 
 DEATHS = rows(  # tp, pp, dp; who dies, when, and what carries the collectives
     test=[((2, 2, 1), 3, "forward", "shm")],
-    all=[
-        ((1, 2, 2), 0, "step", "gloo"),
-        ((2, 1, 2), 3, "step", "gloo"),
-        ((4, 1, 1), 3, "forward", "shm"),
-    ],
-    sweep=[
-        ((1, 2, 2), 3, "forward", "gloo"),
-        ((2, 1, 2), 0, "forward", "gloo"),
-        ((2, 2, 1), 0, "forward", "gloo"),
-    ],
+    all=[((1, 2, 2), 0, "step", "gloo"), ((2, 1, 2), 3, "step", "gloo"), ((4, 1, 1), 3, "forward", "shm")],
+    sweep=[((1, 2, 2), 3, "forward", "gloo"), ((2, 1, 2), 0, "forward", "gloo"), ((2, 2, 1), 0, "forward", "gloo")],
 )
 
 
@@ -97,11 +89,7 @@ def test_a_rank_that_dies(mesh: tuple[int, int, int], doomed: int, when: str, tr
 
 ENDS = rows(
     test=[("fails", (2, 2, 1), "gloo"), ("hangs", (2, 2, 1), "shm")],
-    all=[
-        ("hangs", (1, 2, 2), "gloo"),
-        ("fails", (2, 1, 2), "shm"),
-        ("fails", (4, 1, 1), "gloo"),
-    ],
+    all=[("hangs", (1, 2, 2), "gloo"), ("fails", (2, 1, 2), "shm"), ("fails", (4, 1, 1), "gloo")],
     sweep=[
         ("fails", (1, 2, 2), "shm"),
         ("hangs", (2, 1, 2), "gloo"),

@@ -68,11 +68,7 @@ def batches(hidden: int = 6, count: int = 2) -> list[dict[str, Any]]:
 
 def toy_policy(units: dict[str, Any], modules: dict[str, Any], **blocks: Any) -> dict[str, Any]:
     """A policy for toys; ``blocks`` are further sections of ``blocks``."""
-    return {
-        "match": {"model_type": "toy"},
-        "units": units,
-        "blocks": {"path": "layers", "modules": modules, **blocks},
-    }
+    return {"match": {"model_type": "toy"}, "units": units, "blocks": {"path": "layers", "modules": modules, **blocks}}
 
 
 def checked_plan(model: Any, policy: Any, tp: int = 2, **options: Any) -> Plan:

@@ -57,12 +57,7 @@ def labelled_on_one_rank(length: int) -> dict[str, Any]:
 
 def batches() -> list[dict[str, Any]]:
     """Lengths that do not divide, padding on both sides, documents, a rank without labels."""
-    return [
-        *language_batches(131, count=1, seq=7),
-        padded_left(16),
-        packed(7, 9),
-        labelled_on_one_rank(33),
-    ]
+    return [*language_batches(131, count=1, seq=7), padded_left(16), packed(7, 9), labelled_on_one_rank(33)]
 
 
 CAUSAL = {

@@ -10,13 +10,7 @@ import pytest
 import torch
 
 import autopar
-from tests.features.context_parallel.test_exactness import (
-    labelled_on_one_rank,
-    made,
-    packed,
-    padded_left,
-    sizes,
-)
+from tests.features.context_parallel.test_exactness import labelled_on_one_rank, made, packed, padded_left, sizes
 from tests.features.context_parallel.test_memory import Largest
 from tests.parity import language_batches
 from tests.pipeline_parallel.oracle import check_pipeline

@@ -49,10 +49,7 @@ def of_the_loss(n: int) -> int:
 def counted(n: int, kv_heads: int, method: str, batch: dict[str, torch.Tensor]) -> int:
     """Bytes that this rank sends in the second step: checks that happen once are done."""
     model = llama(
-        hidden_size=HEADS * HEAD_DIM,
-        num_attention_heads=HEADS,
-        num_key_value_heads=kv_heads,
-        num_hidden_layers=LAYERS,
+        hidden_size=HEADS * HEAD_DIM, num_attention_heads=HEADS, num_key_value_heads=kv_heads, num_hidden_layers=LAYERS
     )
     parallelism = {"context_parallel_size": n, "context_parallel_method": method}
     model = autopar.initialize(model, {"model_parallelism": parallelism})

@@ -12,13 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    AwqConfig,
-    FineGrainedFP8Config,
-    GPTQConfig,
-    Mxfp4Config,
-)
+from transformers import AutoModelForCausalLM, AwqConfig, FineGrainedFP8Config, GPTQConfig, Mxfp4Config
 
 import autopar
 from autopar.errors import ConfigError
