@@ -166,11 +166,13 @@ def test_with_stages_and_sequence_parallelism() -> None:
         check_pipeline(build_one, language_batches(131, batch=4, seq=9), tp=2, **config).mpu.destroy()
 
 
-@pytest.mark.tier("test", only=("1-grouped keys",))
-@pytest.mark.parametrize("name", ["grouped keys", "gated delta"])
+@pytest.mark.every_case
+@pytest.mark.tier("test", only=("grouped keys-1",))
+@pytest.mark.tier("sweep", only=("grouped keys-3", "gated delta-1", "gated delta-3"))
 @pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("name", ["grouped keys", "gated delta"])
 @pooled(world_size=4)
-def test_steps_with_replicas_and_sharded_states(stage: int, name: str) -> None:
+def test_steps_with_replicas_and_sharded_states(name: str, stage: int) -> None:
     """Three steps of two micro-batches, clipped, with recomputed activations, on two replicas of two ranks each."""
     build_one = CAUSAL.get(name, functools.partial(made, "qwen3_next", "Qwen3NextForCausalLM"))
     plain, model = build_one().train(), build_one().train()

@@ -53,6 +53,8 @@ def test_some_logits(method: str) -> None:
     _same(model, plain, lambda each: each(input_ids=_ids(2, 9), logits_to_keep=3).logits.square().mean())
 
 
+@pytest.mark.every_case
+@pytest.mark.tier("sweep", only=("ulysses-True", "gather-False", "states-False"))
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("method", [*METHODS, "states"])
 @pooled(world_size=2)
