@@ -1,7 +1,5 @@
 """DeepSpeed, which ``make fetch`` installs beside the environment: transformers would look for it if it were inside."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

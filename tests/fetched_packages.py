@@ -3,8 +3,6 @@
 Only ranks of their own put one on their path: ``@with_package("torchao", world_size=2)``.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import inspect

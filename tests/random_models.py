@@ -3,8 +3,6 @@
 Sizes are odd on purpose: vocabulary 131, ffn 37, head counts that do not divide by the ranks. Dropout is zero.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from dataclasses import dataclass

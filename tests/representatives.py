@@ -5,8 +5,6 @@ turns on two tensor-parallel ranks and in two stages, and ``make sweep`` every m
 been changed is tried in each of them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights, gradients and optimizer states that tensor-parallel ranks must have alike: named as soon as they differ."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Who is still there: processes that are gone, what ranks publish, and how long collectives wait."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

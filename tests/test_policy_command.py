@@ -1,7 +1,5 @@
 """``autopar policy check``, ``show`` and ``list``: what they print, as tables and as JSON, and when they fail."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Dropout and sampling: the same on all tp ranks where activations are replicated, different where they are sharded."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

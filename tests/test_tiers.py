@@ -1,7 +1,5 @@
 """Tiers, durations, and which policies a change touches."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace

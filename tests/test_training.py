@@ -1,7 +1,5 @@
 """Training as users do it: optimizers made before or after, DDP, twenty steps against one process."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """The data of small models says nothing that is not known."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

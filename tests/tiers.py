@@ -8,8 +8,6 @@ The cases of one test may take :data:`MOST` seconds in ``all``: its first ones a
 ``sweep``. ``@pytest.mark.every_case`` keeps all of them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable

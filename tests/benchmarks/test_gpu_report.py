@@ -1,7 +1,5 @@
 """The report of a GPU, without one: its sections with tiny models, and sections that fail, hang and die."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Medians, ratios, tables and charts of the benchmarks, from made-up numbers."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks import tables

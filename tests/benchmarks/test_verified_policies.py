@@ -1,7 +1,5 @@
 """The sweep of ``verify``: verdicts from reports, rows that are kept, and one type on ranks that stay up."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

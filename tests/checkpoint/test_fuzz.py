@@ -4,8 +4,6 @@ Harmless is only an edit of the manifest whose checksum was made right again (a 
 and then what is loaded must be what was saved. Files that are missing, swapped or of another save: test_broken.py.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import random

@@ -1,7 +1,5 @@
 """Reading tensors by the box: every kind equals slicing the whole tensor, and only the needed bytes are read."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The hand-made model of tiny.py, saved and loaded, also in unusual ways."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

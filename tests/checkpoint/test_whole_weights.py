@@ -1,7 +1,5 @@
 """Habits of one process on a model of which a rank has a part: saving, loading and counting the whole."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """ZeRO stage 3 beside what else looks at forwards: rows of both kinds, and ``generate`` of encoder-decoders."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections import Counter

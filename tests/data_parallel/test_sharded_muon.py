@@ -1,7 +1,5 @@
 """torch's Muon with its momentum sharded, and with fused matrices in parts: the weights are those of one process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path

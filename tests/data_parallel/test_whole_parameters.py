@@ -1,7 +1,5 @@
 """Optimizers that are not element by element, on shards: the weights are those of one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Values that a user's code puts into DTensors, ZeRO's stages 2 and 3: into the weights, or an error, never lost."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

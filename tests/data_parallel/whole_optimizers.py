@@ -1,7 +1,5 @@
 """Optimizers that are not element by element, as papers and users write them: small, with state of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Steps of whole parameters, sharded and on one process: from equal gradients, and in training."""
 
-from __future__ import annotations
-
 import copy
 import zlib
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Policies derived from structure: the sharding of those by hand, and the numbers of the plain model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

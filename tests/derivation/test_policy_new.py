@@ -1,7 +1,5 @@
 """``autopar policy new``: what it writes, prints and refuses; models with code of their own from end to end."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The context-parallel axis: its ranks hold the same weights and read the same data."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Iterator

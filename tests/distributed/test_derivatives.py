@@ -1,7 +1,5 @@
 """Derivatives through sharded layers: exact in any order, or refused; none is left out without a word."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect

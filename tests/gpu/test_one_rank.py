@@ -1,7 +1,5 @@
 """One rank, whose process group ``initialize`` starts: what only a GPU does otherwise than the CPU."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any

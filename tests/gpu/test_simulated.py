@@ -1,7 +1,5 @@
 """What a parallelized model does on an accelerator, as the simulated device shows it; the plain one is on the CPU."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import os

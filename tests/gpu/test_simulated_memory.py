@@ -4,8 +4,6 @@ Bytes that are live behind a step, and how many allocations a step made. The che
 another weight each time (``guards/forward.py``), of another size: it is left out.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import time

@@ -4,8 +4,6 @@ autopar itself begins collectives and messages that run beside what follows, and
 FSDP2 (ZeRO's stages 2 and 3) gathers and reduces on streams of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """DeepSpeed's engine over a parallelized model, on CPUs and without operations that it would have to compile."""
 
-from __future__ import annotations
-
 import copy
 import os
 import re

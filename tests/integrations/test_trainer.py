@@ -1,7 +1,5 @@
 """``ParallelTrainer`` against transformers' own on one process: losses, norms, weights, evaluation."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from unittest import mock

@@ -1,7 +1,5 @@
 """``ParallelTrainer`` and TRL's trainers with adapters of PEFT, against the plain ones on one process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

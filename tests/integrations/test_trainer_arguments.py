@@ -1,7 +1,5 @@
 """What a parallel trainer takes and refuses: precision, sizes, models that are parallelized already, arguments."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

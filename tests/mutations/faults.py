@@ -1,7 +1,5 @@
 """The list of planted faults: what it holds, and what must be true of it."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

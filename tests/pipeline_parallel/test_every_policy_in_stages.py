@@ -3,8 +3,6 @@
 Models that cannot be cut are listed with what ``initialize`` says of them.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest

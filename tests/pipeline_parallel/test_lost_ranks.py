@@ -1,7 +1,5 @@
 """A rank of any axis that dies, fails or hangs: all others end with an error that names it, and soon."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """What a stage holds: only its own parameters, and activations of as many micro-batches as its schedule promises."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows of samples that are not one each: channels of targets, and images wherever the text says that they are."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any

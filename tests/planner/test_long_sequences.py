@@ -1,7 +1,5 @@
 """Sequence and context parallelism in the planner: what a block keeps and sends, what is searched, what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

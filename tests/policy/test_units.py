@@ -1,7 +1,5 @@
 """Counting units in a config and sharing them out; what does not fit says both numbers and what would."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models and configurations of users: what they rehearse, and what is counted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

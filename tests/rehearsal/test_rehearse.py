@@ -1,7 +1,5 @@
 """``autopar.rehearse`` and its command: ranks of many, what is refused, a loop of the user's own with a fault."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models built of ColumnParallelLinear, RowParallelLinear and VocabParallelEmbedding, against plain ones."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

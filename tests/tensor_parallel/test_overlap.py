@@ -1,7 +1,5 @@
 """The input gradient of a region is summed while a weight gradient is computed: the same gradients, in that order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Region modules: outputs used inside a region, work on all heads at once, bare experts, arguments that are sharded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Logits that stay sharded until somebody reads them: the plain model's values and gradients, whatever is done."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import sys

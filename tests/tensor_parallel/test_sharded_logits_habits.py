@@ -1,7 +1,5 @@
 """What scripts do to logits beside computing a loss: they change them in place, keep them, look at their gradients."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Cuts of anything: fused projections, bare parameters, buffers, filters, embeddings; sizes that modules tell."""
 
-from __future__ import annotations
-
 import copy
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny models that isolate one rule each: two residual blocks of one kind, and nothing around them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

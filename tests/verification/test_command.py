@@ -1,7 +1,5 @@
 """``autopar verify``: what it refuses, before a model is built or a process started; and models of a script."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The pure parts of verify: distances, the first of a list of events that differs, and reports."""
 
-from __future__ import annotations
-
 import json
 import math
 

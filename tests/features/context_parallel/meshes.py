@@ -5,8 +5,6 @@ the weights after a step. Texts are 7, 16 or 33 tokens long, by model type: one 
 positions, the other padded on the left, without labels on the rows of one rank.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """Context parallelism against the plain model: masks, lengths, methods, meshes. Logits, losses, every gradient."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """What users do with a context-parallel model in their own loops: equal to the plain model."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """States handed on from rank to rank: recurrences and convolutions over own rows, equal to the plain model."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

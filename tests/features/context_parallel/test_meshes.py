@@ -1,7 +1,5 @@
 """Context parallelism beside each other axis, on four ranks; ``make verify-all`` has every model type."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

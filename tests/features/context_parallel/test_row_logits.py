@@ -1,7 +1,5 @@
 """What users do with logits and embeddings of which each rank has some rows: the plain model's values and gradients."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

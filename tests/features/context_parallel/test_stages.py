@@ -1,7 +1,5 @@
 """Rows of the sequence on pipeline stages: each stage computes own rows only, with the numbers of the plain model."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

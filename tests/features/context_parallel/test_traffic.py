@@ -3,8 +3,6 @@
 The whole step is recorded, so a collective too many, or one of more heads or rows than it needs, is another number.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

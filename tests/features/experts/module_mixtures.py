@@ -1,7 +1,5 @@
 """Small mixtures whose experts are modules in a list, of transformers and of a user's own; all in fp64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

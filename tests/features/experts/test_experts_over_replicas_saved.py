@@ -1,7 +1,5 @@
 """Experts of several replicas in files: checkpoints of any mesh, Hugging Face's folder, torch's own checkpoints."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Continuous batching over tensor-parallel ranks: transformers' ``generate_batch`` and its managers."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 import time

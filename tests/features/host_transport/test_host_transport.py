@@ -1,7 +1,5 @@
 """Collectives through shared memory against those of gloo: values, bits, dtypes, shapes, errors, and what remains."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

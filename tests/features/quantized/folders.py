@@ -1,7 +1,5 @@
 """Small checkpoints in forms that transformers dequantizes. Each function is called by all ranks; the first writes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints that transformers dequantizes while it loads them: plain models, also for autopar; others are refused."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

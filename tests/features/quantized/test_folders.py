@@ -1,7 +1,5 @@
 """Folders that are quantized already: each rank reads its part of the packed bytes, as if the whole had been cut."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from pathlib import Path

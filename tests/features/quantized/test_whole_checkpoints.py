@@ -1,7 +1,5 @@
 """Checkpoints with their quantized weights: written by ranks and stages, merged, and read on any mesh."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sequence parallelism: rows of the sequence between the regions of blocks, against the plain model."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
