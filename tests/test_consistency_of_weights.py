@@ -146,7 +146,7 @@ def test_weights_drawn_anew_after_initialize_are_the_same_on_every_shard():
     with raises_everywhere(
         ConsistencyError,
         "same shard of the weights transformer.h.1.mlp.c_fc.weight.\n",
-        "get_data_parallel_group",
+        "over all ranks copies rank 0's shard over the others: give it\n  process_group=model.mpu.",
         "Drawing weights anew",
     ):
         model(torch.arange(4)[None])

@@ -13,7 +13,12 @@ from transformers.modeling_outputs import CausalLMOutput
 import autopar
 from autopar.errors import ConfigError
 from autopar.pipeline_parallel.losses import OwnLoss
-from autopar.pipeline_parallel.microbatch import batch_size, next_batch, split, weights_of
+from autopar.pipeline_parallel.microbatch import (
+    batch_size,
+    next_batch,
+    split,
+    weights_of,
+)
 from autopar.pipeline_parallel.outputs import merge_outputs
 from tests.pipeline_parallel.deep import deep
 from tests.pool import pooled
