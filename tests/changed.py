@@ -1,7 +1,5 @@
 """Which policies a change touches: files of the tree that differ from the branch it began at, and what extends them."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -1,7 +1,5 @@
 """Weights and gradients of a parallel model against the plain model's."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from tests.parity import TOLERANCE, close, whole

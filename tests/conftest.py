@@ -1,7 +1,5 @@
 """Settings of the whole test run: the environment (tests/environment.py), one thread, tiers (tests/tier_run.py)."""
 
-from __future__ import annotations
-
 import tests.environment  # noqa: F401 - cleans the environment, before others read it
 
 # isort: split

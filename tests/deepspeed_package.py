@@ -1,14 +1,10 @@
 """DeepSpeed, which ``make fetch`` installs beside the environment: transformers would look for it if it were inside."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
-
-__all__ = ["need_deepspeed", "put_on_path"]
 
 _FOLDER = Path(__file__).parents[1] / ".cache" / "deepspeed"
 

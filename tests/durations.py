@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FILE", "Cost", "Durations", "deal", "function_of", "shown", "speed"]
-
 FILE = Path(__file__).with_name("durations.json")
 _LEAST = 0.05  # seconds: shorter tests are not written down, and say nothing about speed
 _LONG = 10.0  # seconds: nobody waits for such a test at the end of a run

@@ -4,8 +4,6 @@ Imported first by conftest.py, for its effect: libraries read most of this while
 tests start inherit it. Launchers, loggers, trackers and compilers would otherwise change texts, sums and time-outs.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -4,8 +4,6 @@
 compared. Here a tensor is its bytes. What arrives shares no memory and needs no gradients.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 from typing import Any

@@ -3,8 +3,6 @@
 Only ranks of their own put one on their path: ``@with_package("torchao", world_size=2)``.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import inspect
@@ -16,8 +14,6 @@ from typing import Any
 import pytest
 
 from tests.worlds import distributed
-
-__all__ = ["import_package", "need_package", "with_package"]
 
 _CACHE = Path(__file__).parents[1] / ".cache"
 

@@ -5,8 +5,6 @@ dtype and device, the environment, hooks for exceptions, levels and handlers of 
 body has replaced. What cannot be put back (the world's own process group) is an error of the test that took it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import logging

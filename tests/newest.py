@@ -6,8 +6,6 @@ ends otherwise (*fails*). ``make newest`` prints them with the newest versions t
 ``--ranges`` prints these ranges.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 import tomllib

@@ -1,7 +1,5 @@
 """Steps that every rank of a world takes with the same result, taken by one of them: ranks of a test share cores."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Modules that a user writes without transformers, with the policies that a user writes for them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

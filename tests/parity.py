@@ -4,8 +4,6 @@
 optimizer step, and the whole weights that come back. No golden files.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Sequence

@@ -7,8 +7,6 @@ with it; the next one starts a new world.
 There is one world of each size. Bodies that kill a rank or need a process of their own stay ``@distributed``.
 """
 
-from __future__ import annotations
-
 import atexit
 import faulthandler
 import functools

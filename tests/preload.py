@@ -6,8 +6,6 @@ that is paid once. ``gc.freeze`` leaves all of it out of the ranks' garbage coll
 Gradients of layers as small as those of the tests are overlapped too.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import pkgutil

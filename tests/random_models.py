@@ -3,8 +3,6 @@
 Sizes are odd on purpose: vocabulary 131, ffn 37, head counts that do not divide by the ranks. Dropout is zero.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from dataclasses import dataclass
@@ -20,8 +18,6 @@ from autopar.tools.verification.small_models import randomise
 from tests.zoo.configs import fields_of, plain_fields, with_sizes
 from tests.zoo.engine import cross_inputs, head_kind, kind_of, labels_of
 from tests.zoo.form import Draw, Kind
-
-__all__ = ["Case", "auto_heads", "batches", "build", "cases", "heads_of", "kind", "of_type"]
 
 VOCAB, SEQ, LABELS = 131, 7, 3
 

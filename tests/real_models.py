@@ -1,7 +1,5 @@
 """Small real models that public packages carry (see the Makefile), as folders that ``from_pretrained`` reads."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Model types that a dry run, sequence parallelism or context parallelism does not take, with the reasons."""
 
-from __future__ import annotations
-
 
 def names(text: str) -> frozenset[str]:
     """Return the words of a text."""

@@ -5,8 +5,6 @@ test has changed of a module (a forward, hooks, functions among its attributes) 
 run made every time. Errors are not remembered.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle

@@ -5,8 +5,6 @@ turns on two tensor-parallel ranks and in two stages, and ``make sweep`` every m
 been changed is tried in each of them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -16,8 +14,6 @@ import pytest
 from autopar.policy.load import own_policies
 from autopar.policy.schema import Rule, Tower
 from tests.changed import touched_policies
-
-__all__ = ["REPRESENTATIVES", "every_fourth", "first_policies", "first_types", "one_of_each_structure"]
 
 REPRESENTATIVES = {
     "gpt2": "fused q, k, v in Conv1D layers, whose weights are transposed; tied head",

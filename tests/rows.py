@@ -1,7 +1,5 @@
 """Tables of rows instead of products: each pair of values once, and what later tiers have on top."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

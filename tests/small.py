@@ -1,7 +1,5 @@
 """Small random models that many tests share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Private names of other libraries: written in the two folders compat only, and there as they were."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -273,18 +271,12 @@ def test_null_is_the_default_of_every_key_and_section(tmp_path):
         ({"pipeline_parallel": 2}, "there is no key 'pipeline_parallel': write {pp: ...}"),
         ({"model_parallelism": {"tp": 2}}, "'tp' belongs outside of the section 'model_parallelism': write {tp: 2}"),
         ({"tp_size": 2}, "'tp_size' is ColossalAI's name: write {tp: 2}"),
-        (
-            {"--tensor-model-parallel-size": 4},
-            "'--tensor-model-parallel-size' is Megatron-LM's name: write {tp: 4}",
-        ),
+        ({"--tensor-model-parallel-size": 4}, "'--tensor-model-parallel-size' is Megatron-LM's name: write {tp: 4}"),
         (
             {"context_parallel_size": 2},
             "'context_parallel_size' belongs into the section 'model_parallelism'; outside of it write {cp: 2}",
         ),
-        (
-            {"sp_size": 2},
-            "'sp_size' is ColossalAI's, accelerate's name: write {cp: 2}",
-        ),
+        ({"sp_size": 2}, "'sp_size' is ColossalAI's, accelerate's name: write {cp: 2}"),
         (
             {"muon_split_qkv": True},
             "'muon_split_qkv' is Megatron-LM's name: write optimizer: {split_fused: true}, and give torch.optim.Muon "
@@ -319,18 +311,12 @@ def test_null_is_the_default_of_every_key_and_section(tmp_path):
         ),
         ({"zero": {"enabled": True}}, "'enabled' is DeepSpeed's name: write enable"),
         ({"precision": "fp16"}, "section 'precision' must hold keys, not 'fp16' (str): write precision: {dtype: fp16}"),
-        (
-            {"pipeline": 2},
-            "section 'pipeline' must hold keys, not 2 (int): write {pp: 2}",
-        ),
+        ({"pipeline": 2}, "section 'pipeline' must hold keys, not 2 (int): write {pp: 2}"),
         (
             {"consistency_check": False},
             "section 'consistency_check' must hold keys, not False (bool): write consistency_check: {enable: false}",
         ),
-        (
-            {"zero": {"stage": 4}},
-            "zero.stage must be 0, 1, 2 or 3, not 4",
-        ),
+        ({"zero": {"stage": 4}}, "zero.stage must be 0, 1, 2 or 3, not 4"),
     ],
 )
 def test_keys_of_other_libraries_say_what_to_write(source, message):

@@ -1,7 +1,5 @@
 """What tensor-parallel ranks must have alike, in the loops that users write: named as soon as it differs."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

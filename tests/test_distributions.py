@@ -1,7 +1,5 @@
 """The wheel and the sdist: built without a network, installed without an index, and complete."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

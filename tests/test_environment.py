@@ -1,7 +1,5 @@
 """Tests pass in any shell: what launchers, debugging or habits of colours leave in its environment changes nothing."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -7,8 +7,6 @@ ranks ``make test`` compares the main heads of representatives, ``make test-all`
 share one world; a failure names its case. That each single rule matters is in tests/policy/test_every_rule.py.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Who is still there: processes that are gone, what ranks publish, and how long collectives wait."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -22,7 +20,7 @@ from autopar.distributed.process import Process
 from autopar.errors import PipelineError
 from tests.pool import pooled
 from tests.timeouts import TIMEOUT, say, wait_for
-from tests.worlds import distributed, spawn
+from tests.worlds import distributed
 
 
 @contextlib.contextmanager
@@ -157,11 +155,7 @@ def test_errors_of_the_users_own_pass_and_are_said() -> None:
         RuntimeError("nccl is not my name"),
         KeyError("x"),
     ):
-        with (
-            pytest.raises(type(error), match=re.escape(str(error))),
-            log.deadline(),
-            log.blame("it", mpu.tp.ranks),
-        ):
+        with pytest.raises(type(error), match=re.escape(str(error))), log.deadline(), log.blame("it", mpu.tp.ranks):
             raise error
         dist.barrier()
         assert log.read(other)[:2] == (f"{type(error).__name__}: {error}", False)
@@ -198,21 +192,3 @@ def test_a_store_that_does_not_answer_is_asked_once() -> None:
     log.publish("nobody hears it")
     log.clear()
     assert time.monotonic() - start < 2
-
-
-def _one_of_four_ends() -> None:
-    mpu = MPU(4)
-    log = FailureLog(mpu, 20)
-    dist.all_reduce(torch.ones(1), group=mpu.tp.group)
-    if dist.get_rank() == 2:
-        os._exit(1)
-    start = time.monotonic()
-    with pytest.raises(PipelineError) as info, log.deadline(), log.blame("summing", mpu.tp.ranks):
-        dist.all_reduce(torch.ones(1), group=mpu.tp.group)
-    assert time.monotonic() - start < 10
-    assert f"  rank 2 has ended: its process {log._processes[2].pid} is gone." in str(info.value).splitlines()
-
-
-@pytest.mark.tier("all")
-def test_a_rank_whose_process_is_gone_is_named() -> None:
-    spawn(__name__, "_one_of_four_ends", 4, 60.0, expect_dead=(2,))

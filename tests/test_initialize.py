@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import copy
 import functools
 import gc
@@ -19,16 +17,9 @@ import autopar
 from autopar.errors import ConfigError, ConsistencyError, UnsupportedModelError
 from autopar.plan.make_plan import make_plan
 from autopar.policy.match import find_policy
-from tests.compare import same_gradients
 from tests.parity import check, close, language_batches, whole
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
-
-
-@pytest.mark.tier("test")
-@pooled(world_size=2)
-def test_gpt2_on_two():
-    check(gpt2, language_batches(131), tp=2)
 
 
 @pytest.mark.tier("test")
@@ -47,7 +38,7 @@ def test_llama_on_three_with_two_kv_heads():
 @pytest.mark.tier("test")
 @pooled(world_size=4)
 def test_kv_heads_fewer_than_ranks_and_25_heads():
-    for heads, kv in [(8, 1), (9, 3), (25, 5)]:
+    for heads, kv in [(8, 1), (25, 5)]:
         sizes = {"num_attention_heads": heads, "num_key_value_heads": kv, "hidden_size": 4 * heads}
         check(functools.partial(llama, **sizes), language_batches(131), tp=4)
 
@@ -94,30 +85,6 @@ def test_import_does_not_import_models():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
-
-
-class Wrapped(nn.Module):
-    """A user's own module with a Hugging Face model inside, and a head of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.language = gpt2()
-        self.scale = nn.Linear(131, 5)
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.scale(self.language(input_ids).logits)
-
-
-@pooled(world_size=2)
-def test_a_module_of_the_users_own_with_a_model_inside():
-    plain = Wrapped()
-    model = parallel(copy.deepcopy(plain), 2)
-    ids = torch.arange(8)[None]
-    expected, actual = plain(ids), model(ids)
-    close(actual, expected, "output")
-    expected.square().mean().backward()
-    actual.square().mean().backward()
-    same_gradients(model, plain)
 
 
 @pooled(world_size=2)
@@ -208,17 +175,6 @@ def test_ranks_that_call_differently_all_get_an_error():
 
 
 @pooled(world_size=2)
-def test_attention_maps_are_those_of_all_heads():
-    plain = gpt2(attn_implementation="eager")
-    model = parallel(copy.deepcopy(plain), 2)
-    ids = torch.arange(6)[None]
-    expected, actual = plain(ids, output_attentions=True), model(ids, output_attentions=True)
-    assert len(actual.attentions) == 2
-    for ours, theirs in zip(actual.attentions, expected.attentions, strict=True):
-        close(ours, theirs, "attention map")
-
-
-@pooled(world_size=2)
 def test_buffers_of_odd_kinds_are_made_equal():
     model = gpt2()
     rank = dist.get_rank()
@@ -232,17 +188,6 @@ def test_buffers_of_odd_kinds_are_made_equal():
     assert model.complex.tolist() == [1 + 0j] * 3
     assert model.bits.tolist() == [True, True]
     assert model.halves.sum() == 0 and model.scalar.item() == 0 and model.wide.tolist() == [0.0] * 4
-
-
-@pooled(world_size=2)
-def test_weights_copied_over_all_ranks_are_found():
-    model = parallel(gpt2(n_embd=32, n_head=4, vocab_size=132), 2).train()
-    for (
-        parameter
-    ) in model.parameters():  # by hand, as DistributedDataParallel would: rank 0's shard overwrites rank 1's
-        dist.broadcast(parameter.data, src=0)
-    with pytest.raises(ConsistencyError, match=r"hold the same shard of the weights.\n.*\n.*mpu.dp.group"):
-        model(torch.arange(6)[None])
 
 
 @pooled(world_size=2)
@@ -299,11 +244,6 @@ def test_a_failure_leaves_the_model_as_it_was_and_reaches_every_rank():
     other = gpt2(n_inner=40) if dist.get_rank() else gpt2()
     with pytest.raises(ConsistencyError, match=r"ranks \[1\] call autopar.initialize differently than rank 0"):
         parallel(other, 2)
-
-
-def test_more_stages_than_processes_are_refused():
-    with pytest.raises(ConfigError, match="pipeline_parallel_size=2 = 2 does not divide the world of 1 processes"):
-        autopar.initialize(gpt2(), {"model_parallelism": {"pipeline_parallel_size": 2}})
 
 
 def test_an_unsupported_model_names_the_closest():

@@ -1,7 +1,5 @@
 """Processes that something else than torchrun has started: accelerate's launchers, torch.multiprocessing."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

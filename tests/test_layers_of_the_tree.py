@@ -1,7 +1,5 @@
 """Budgets of the tree: lines of packages, and modules that a call loads. Which imports which: make lint."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """Models that are built without memory: what they hold, and what initialize makes of them."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

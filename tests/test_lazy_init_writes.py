@@ -1,7 +1,5 @@
 """Weights without memory that are written into before initialize: refused, whatever way they are written."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The list of model types that ``make newest`` does not print."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The table of operators against torch: which elements of a result depend on which of an argument."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

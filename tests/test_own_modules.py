@@ -1,7 +1,5 @@
 """A user's own ``nn.Module``, parallelized by a policy, against itself in one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Patches of other libraries: installed with the first model, removed with the last one, listed in between."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import importlib

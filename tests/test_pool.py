@@ -1,7 +1,5 @@
 """The ranks of the pool: no body sees what another one has left behind, and no failure reaches the next body."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

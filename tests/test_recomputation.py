@@ -1,7 +1,5 @@
 """What recomputed blocks keep of their forward: gradients bit for bit, and what is computed and sent again."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import functools

@@ -1,7 +1,5 @@
 """Features: what they register, in which order steps run, and the error on one that is missing."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace

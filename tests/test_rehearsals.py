@@ -1,7 +1,5 @@
 """Dry runs that are remembered: of the same model and plan one, of another one its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

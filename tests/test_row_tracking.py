@@ -1,7 +1,5 @@
 """Row tracking: which operations work on each row by itself. Pure: everything is on the meta device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """A Hugging Face checkpoint cut into shards beforehand: merged again it is the same, and what cannot be cut is said."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

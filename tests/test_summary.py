@@ -1,7 +1,5 @@
 """What a parallelized model says of itself: one line in the log, and the sizes of its layers."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import os

@@ -1,7 +1,5 @@
 """Classes are swapped and given back, methods are bound and taken away; the object stays the same one."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

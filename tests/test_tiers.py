@@ -1,8 +1,5 @@
 """Tiers, durations, and which policies a change touches."""
 
-from __future__ import annotations
-
-import random
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.changed import changed_files, reached
-from tests.durations import Cost, Durations, deal, shown, speed
+from tests.durations import Durations, shown, speed
 from tests.tier_run import TierRun, _grown
-from tests.tiers import MOST, TIERS, beyond, mainly, never_met, tier_of, up_to
+from tests.tiers import MOST, TIERS, beyond, never_met, tier_of
 
 
 def _item(*marks: Any, ranks: int = 0, case: str | None = None, file: str = "tests/test_a.py") -> Any:
@@ -66,42 +63,6 @@ def test_cases_beyond_the_seconds_of_their_test_are_late() -> None:
     assert beyond([_item(ranks=2), _item(ranks=2, file="tests/test_b.py")], lambda item: MOST) == set()
 
 
-def test_each_tier_has_those_before_it() -> None:
-    assert up_to("check") == ["check"] and up_to("all") == ["check", "test", "all"] and up_to("sweep") == list(TIERS)
-    first, *others = mainly(1, 2, 3)
-    assert first == 1 and [each.values for each in others] == [(2,), (3,)]
-    assert {each.marks[0].args for each in others} == {("all",)}
-
-
-def _costs(seed: int, count: int) -> list[Cost]:
-    draw = random.Random(seed)
-    return [
-        Cost(f"tests/test_{place % 9}.py", draw.choice([0, 0, 0, 2, 4]), draw.expovariate(2), place % 9 == 8)
-        for place in range(count)
-    ]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_workers_begin_with_equal_seconds_in_equal_numbers(seed: int) -> None:
-    workers = 2
-    costs = _costs(seed, 200 + seed)
-    order = deal(costs, workers)
-    assert sorted(order) == list(range(len(costs)))
-    parts, rest = [], order
-    for left in range(workers, 0, -1):  # as pytest-xdist begins
-        parts.append(rest[: len(rest) // left])
-        rest = rest[len(rest) // left :]
-    seconds = [sum(costs[place].seconds for place in part) for part in parts]
-    assert max(seconds) - min(seconds) < 0.12 * sum(seconds) / workers
-    for part in parts:
-        long = [costs[place].together or costs[place].seconds >= 10 for place in part]
-        assert long == sorted(long, reverse=True), "what takes long is not at the end"
-        ranks = [costs[place].ranks for place in part[sum(long) :]]
-        assert ranks == sorted(ranks, reverse=True), "one world size after the other"
-    together = [number for number, part in enumerate(parts) if any(costs[place].together for place in part)]
-    assert len(together) == 1
-
-
 def test_durations_are_means_of_cases_and_come_back(tmp_path: Path) -> None:
     file = tmp_path / "durations.json"
     assert Durations.read(file).of("tests/test_a.py::test_a[x]", later=True) == 2.0
@@ -138,10 +99,7 @@ def test_a_tier_leaves_the_later_ones_out_and_says_what_they_would_take() -> Non
     def deselected(items: list[Any]) -> None:
         left.extend(items)
 
-    options, hook = (
-        {"--tier": "test", "--record": False},
-        SimpleNamespace(pytest_deselected=deselected),
-    )
+    options, hook = ({"--tier": "test", "--record": False}, SimpleNamespace(pytest_deselected=deselected))
     config: Any = SimpleNamespace(getoption=options.get, hook=hook, args=[], option=SimpleNamespace(keyword=""))
     items = [_item(), _item(ranks=2), _item(TIER("test"), ranks=4)]
     for item in items:

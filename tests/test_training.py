@@ -1,7 +1,5 @@
 """Training as users do it: optimizers made before or after, DDP, twenty steps against one process."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -12,6 +10,7 @@ from torch.utils.data import TensorDataset
 
 import autopar
 from tests.compare import same_gradients, same_weights
+from tests.docs.test_coming_from import POLICY
 from tests.parity import check, close, language_batches
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
@@ -115,31 +114,9 @@ def test_the_loss_is_taken_from_the_local_logits_and_is_the_plain_models():
     assert torch.isnan(model(torch.arange(4)[None], labels=all_ignored).loss)  # as torch's mean over nothing
 
 
-COLO_TENSOR = """
-match: {model_type: [gpt2]}
-units: {heads: num_attention_heads, ffn: inferred}
-prefix:
-  wte: {embedding: hidden}
-  wpe: {embedding: hidden}
-  drop: replicated
-blocks:
-  path: h
-  modules:
-    ln_1: replicated
-    attn.c_attn: {column: [heads, heads, heads], gather_output: true}
-    attn.c_proj: {column: hidden, gather_output: true}
-    ln_2: replicated
-    mlp.c_fc: {column: ffn}
-    mlp.c_proj: {row: ffn}
-suffix: {ln_f: replicated}
-head:
-  lm_head?: {row: hidden, split_input: true}
-"""
-
-
 @pooled(world_size=2)
 def test_the_policy_of_the_colo_tensor_tutorial():
-    model = check(gpt2, language_batches(131), tp=2, policy=COLO_TENSOR)
+    model = check(gpt2, language_batches(131), tp=2, policy=POLICY)
     assert model.transformer.wte.weight.shape == (131, 18)
     assert model.lm_head.weight is model.transformer.wte.weight
 

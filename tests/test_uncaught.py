@@ -1,7 +1,5 @@
 """A rank that raises, ends or is interrupted in a loop of the user's own: the others say who, and why."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

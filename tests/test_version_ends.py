@@ -6,8 +6,6 @@ model types whose range has that version (``make sweep``: all policies), and a f
 model over two ranks. With the environment's own transformers there is nothing to do.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

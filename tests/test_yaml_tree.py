@@ -1,7 +1,5 @@
 """Reading YAML: the same with libyaml and without, values and lines right, and no file hangs or crashes the process."""
 
-from __future__ import annotations
-
 import math
 import time
 from pathlib import Path

@@ -1,68 +1,17 @@
 """The data of small models says nothing that is not known."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 
-import pytest
 import torch
-from transformers import CONFIG_MAPPING, LlamaConfig
+from transformers import CONFIG_MAPPING
 
 from autopar.tools.verification.small_models import read_data
 from tests.random_models import Case, batches, of_type
-from tests.zoo import configs, engine, inputs
-from tests.zoo.expressions import evaluate
+from tests.zoo import engine, inputs
 from tests.zoo.form import Kind
 from tests.zoo.reading import FOLDER
-from tests.zoo.recipes import PURE, recipe
-
-
-class _Zeros:
-    def __call__(self, low: int, high: int, *shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.long)
-
-    def normal(self, *shape: int) -> torch.Tensor:
-        return torch.zeros(shape)
-
-
-SIZES = {"heads": 6, "kv_heads": 3, "vocab": 131}
-
-
-@pytest.mark.parametrize(
-    "text", ["__import__('os')", "heads[0]", "(lambda: 1)()", "open", "heads if heads else 1", "heads +", "heads ** 9"]
-)
-def test_nothing_else_is_evaluated(text: str) -> None:
-    with pytest.raises(ValueError, match="has no value"):
-        evaluate(text, SIZES)
-
-
-def test_a_config_takes_sizes_others_inside_and_copies() -> None:
-    made = configs.with_sizes({"a": ["heads", ("8 * heads", "b")], "c": {"d": "vocab"}}, SIZES, engine.kind_of)
-    assert made == {"a": [6, (48, "b")], "c": {"d": 131}}
-    inner = configs.with_sizes({"from": "llama4_text", "attention_bias": True}, SIZES, engine.kind_of)
-    assert inner.model_type == "llama4_text" and inner.attention_bias and inner.num_attention_heads == 6
-    assert of_type("codegen").make(4, 4, 131, {}).n_head == 8  # its own sizes
-
-
-def test_steps_are_for_some_heads_configs_and_batches() -> None:
-    steps = recipe(
-        [
-            {"for": "*Model", "a": 1},
-            {"not": ["*Model"], "a": 2},
-            {"when": {"vocab_size": 131}, "b": "full(7, ids)"},
-            {"when": {"no.such": 1}, "c": 1},
-            {"if": "ids", "steps": [{"d": [[1, 2]], "_": "normal(3)"}, {"only": ["a", "b", "d", "ids"]}]},
-            {"if": "labels", "e": 1},
-            {"drop": "ids"},
-        ]
-    )
-    config, batch = LlamaConfig(vocab_size=131), {"ids": torch.zeros(2, 5), "mask": 0}
-    for head, a in (("LlamaModel", 1), ("LlamaForCausalLM", 2)):
-        made = steps(head, config, batch, _Zeros())
-        assert set(made) == {"a", "b", "d"} and made["a"] == a
-        assert made["b"].shape == (2, 5) and made["d"].tolist() == [[1, 2]]
-    assert set(batch) == {"ids", "mask"}
+from tests.zoo.recipes import PURE
 
 
 def test_batches_are_the_same_every_time() -> None:

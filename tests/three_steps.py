@@ -1,7 +1,5 @@
 """Three training steps of a small model on any mesh and device, against the plain model there: one table row a case."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@
 ``--record`` writes down how long each test took. Without ``--tier`` every test that was asked for runs.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator

@@ -8,16 +8,12 @@ The cases of one test may take :data:`MOST` seconds in ``all``: its first ones a
 ``sweep``. ``@pytest.mark.every_case`` keeps all of them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-
-__all__ = ["MOST", "TIERS", "Tier", "beyond", "in_tier", "mainly", "never_met", "ranks_of", "tier_of", "up_to"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,8 +3,6 @@
 Tests in which nobody waits in vain, as the others are told at once, keep long time-outs: those cost nothing.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import time

@@ -1,7 +1,5 @@
 """What carries the tensor-parallel collectives on the CPU, for tests of collectives: they run over both."""
 
-from __future__ import annotations
-
 import gc
 import os
 from pathlib import Path

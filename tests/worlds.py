@@ -14,8 +14,6 @@ end in time is killed and fails with the stack of every rank. Arguments (fixture
 decorated function must live at the top of its module.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import functools
 import importlib

@@ -204,8 +204,8 @@ class ModulePlan:
 
     Attributes:
         path: dotted path from the root module.
-        rule: as in the policy; ``one_expert``: each tensor is on one rank (:meth:`autopar.layout.Block.alone`); empty if
-            only bare parameters or arguments of the module are concerned.
+        rule: as in the policy; ``one_expert``: each tensor is on one rank (:meth:`autopar.layout.Block.alone`); empty
+            if only bare parameters or arguments of the module are concerned.
         where: ``file:line`` of the rule.
         layout: along the features that are sharded (for a layer ``dim`` is that of the stored weight).
         layouts: parameter or buffer name -> how that one is sharded.

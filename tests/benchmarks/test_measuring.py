@@ -1,7 +1,5 @@
 """What the benchmarks measure with: the limit, recorded collectives, memory by parts, ranks."""
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -1,7 +1,5 @@
 """A result knows the code that it measured, and says so when that has changed."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 from pathlib import Path

@@ -1,15 +1,11 @@
 """The sweep of ``verify``: verdicts from reports, rows that are kept, and one type on ranks that stay up."""
 
-from __future__ import annotations
-
-import argparse
-import json
 from pathlib import Path
 
 import pytest
 
 from autopar.tools.verification.report import Report, Row
-from benchmarks.verified_policies import known, row_of, sizes, summary, verdict
+from benchmarks.verified_policies import row_of, verdict
 
 pytestmark = pytest.mark.tier("sweep")
 
@@ -34,26 +30,6 @@ def _report(*rows: Row) -> Report:
 )
 def test_verdicts(rows: list[Row], expected: str) -> None:
     assert verdict(_report(*rows))[0] == expected
-
-
-def test_meshes_are_read() -> None:
-    assert sizes("tp2xpp4") == {"tensor_parallel_size": 2, "pipeline_parallel_size": 4}
-    with pytest.raises(argparse.ArgumentTypeError, match="'2x2' is no mesh"):
-        sizes("2x2")
-
-
-def test_rows_of_earlier_runs_are_kept(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    rows = [
-        {"type": "gpt2", "mesh": "tp2", "verdict": "raises", "why": "first", "seconds": 1},
-        {"type": "gpt2", "mesh": "tp2", "verdict": "holds", "why": "", "seconds": 1},  # later: it counts
-        {"type": "dia", "mesh": "pp2", "verdict": "refused", "why": "one\nmicro-batch", "seconds": 2},
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert set(known(path, None)) == {("tp2", "gpt2"), ("pp2", "dia")}
-    assert set(known(path, ["refused"])) == {("tp2", "gpt2")} and known(path, []) == {}
-    text = summary(rows[1:])
-    assert "| pp2 | 1 | 0 | 0 | 0 | 0 | 1 | 0 | 2 |" in text and "pp2 refused  dia: one micro-batch" in text
 
 
 def test_a_type_is_verified_on_ranks_that_stay_up(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Training on any (tp, pp, dp, zero) and in any precision: what the tests of its checkpoints share."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple

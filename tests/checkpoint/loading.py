@@ -1,7 +1,5 @@
 """What the tests of autopar.from_pretrained share: loading in both ways, and comparing the models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

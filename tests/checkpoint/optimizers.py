@@ -1,8 +1,6 @@
 """Plain models, and the ranks they would be on, with optimizers of every kind. No process group: a rank is the plain
 model with its parameters cut, and the plain optimizer's state cut by hand."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tables of refusals: every row is tried on every rank, and those that are not refused as they should be are named."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import traceback

@@ -1,7 +1,5 @@
 """A checkpoint of any mesh loads on any other, weights and optimizer moments bit for bit; each rank reads its share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from pathlib import Path

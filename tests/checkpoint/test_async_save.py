@@ -1,7 +1,5 @@
 """Saving while training goes on: the values are those of the call, and errors come at the next one."""
 
-from __future__ import annotations
-
 import copy
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Damaged checkpoints: each damage is refused by name, and ``check_checkpoint`` lists all of them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

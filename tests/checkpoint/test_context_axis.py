@@ -1,7 +1,5 @@
 """Checkpoints of a mesh with context parallelism: its ranks are replicas, and any other mesh reads them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

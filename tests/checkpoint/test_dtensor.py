@@ -1,7 +1,5 @@
 """``to_dtensor_state_dict`` with ``torch.distributed.checkpoint``: any mesh to any mesh, bit for bit."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 

@@ -1,7 +1,5 @@
 """Model and optimizer through ``torch.distributed.checkpoint``: training goes on on any mesh."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Real models are initialized, saved, merged and read back; save_pretrained of the plain model is the oracle."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

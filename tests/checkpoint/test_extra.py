@@ -1,7 +1,5 @@
 """The user's own data beside the model: named as its tensors, shards come back on any mesh; the rest is one value."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """autopar.from_pretrained against transformers' from_pretrained followed by initialize: equal bit for bit."""
 
-from __future__ import annotations
-
 import json
 import logging
 import warnings

@@ -1,7 +1,5 @@
 """autopar.from_pretrained of what does not fit or is damaged: the same error on every rank."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

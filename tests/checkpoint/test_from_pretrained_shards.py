@@ -1,7 +1,5 @@
 """autopar.from_pretrained of a folder of shards: any mesh, each rank reads its share."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Whole weights of a parallelized model, streamed under the names of save_pretrained."""
 
-from __future__ import annotations
-
 import copy
 import os
 import tempfile

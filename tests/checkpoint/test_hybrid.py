@@ -1,7 +1,5 @@
 """Checkpoints of training on any (tp, pp, dp, zero) and in any precision, loaded on any other."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

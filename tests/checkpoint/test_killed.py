@@ -1,7 +1,5 @@
 """Whoever is killed at whatever moment of a save: the last complete checkpoint loads, bit for bit."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Conversions of tensors in a file: views stay byte ranges, other operations are computed; values are torch's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

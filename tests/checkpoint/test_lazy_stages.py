@@ -1,7 +1,5 @@
 """Pipeline stages of models that are built without memory: equal to the plain model's, and nothing of the others'."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from typing import Any

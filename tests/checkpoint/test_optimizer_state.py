@@ -1,7 +1,5 @@
 """The state of every torch optimizer, taken on each rank, and restored onto any other sharding or refused."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

@@ -1,7 +1,5 @@
 """Values become JSON and come back with their types; what cannot is refused by place; damage is an error of ours."""
 
-from __future__ import annotations
-
 import copy
 import enum
 import json

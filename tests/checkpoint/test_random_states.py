@@ -1,7 +1,5 @@
 """Random states go through JSON and go on exactly; ranks that were not there get their own."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

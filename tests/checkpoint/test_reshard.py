@@ -1,7 +1,5 @@
 """Shards of another mesh, written by one process from the shards that are there."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """``rotate`` deletes old checkpoints of one series, and nothing else."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

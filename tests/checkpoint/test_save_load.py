@@ -1,7 +1,5 @@
 """The hand-made model of tiny.py, saved and loaded, also in unusual ways."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -17,20 +15,13 @@ from autopar.checkpoint import merge_checkpoint
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
 from tests.checkpoint.tiny import (
-    TinyConfig,
-    TinyModel,
     local,
     same,
-    saved_state,
     tiny,
 )
 from tests.pool import pooled
 from tests.small import gpt2, parallel
 from tests.worlds import distributed, raises_everywhere
-
-
-def plain(seed: int) -> dict[str, torch.Tensor]:
-    return saved_state(TinyModel(TinyConfig(), seed))
 
 
 @distributed(world_size=1)

@@ -1,7 +1,5 @@
 """Real ranks fail to save or to load, all of them; the previous checkpoint and the model stay."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

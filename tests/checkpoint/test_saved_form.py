@@ -3,8 +3,6 @@
 transformers converts many types between memory and file: it renames modules, writes stacked experts one by one, joins
 projections that the hub has fused."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

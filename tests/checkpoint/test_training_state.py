@@ -1,7 +1,5 @@
 """A run that is saved, ended and resumed is the run that was never interrupted."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Habits of one process on a model of which a rank has a part: saving, loading and counting the whole."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable
@@ -191,20 +189,6 @@ def test_a_whole_state_dict_loads_into_zero_stage_3(tmp_path: Path) -> None:
     model.save_parallelized(tmp_path / "merged", merge_checkpoints=True)
     same(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), llama(1))
     model.load_state_dict(model.state_dict())
-
-
-@pooled(world_size=2)
-def test_half_precision_goes_on_from_what_was_loaded() -> None:
-    model = gpt2()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    sizes = {"tensor_parallel_size": 2}
-    config = {"model_parallelism": sizes, "precision": {"dtype": "bf16"}}
-    model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
-    model.load_state_dict(gpt2(1).state_dict())
-    ids = torch.arange(6).view(1, 6)
-    model(ids, labels=ids).loss.backward()
-    optimizer.step()
-    same(autopar.deparallelize(model).bfloat16(), gpt2(1).bfloat16())
 
 
 @pooled(world_size=2)

@@ -1,7 +1,5 @@
 """A tiny Hugging Face model with every kind of tensor, a hand-made plan for it, and an MPU that needs no processes."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Callable, Mapping

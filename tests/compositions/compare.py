@@ -1,7 +1,5 @@
 """Train one composition of options on the ranks of a world, and the plain model beside it, and compare the two."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import shutil

@@ -1,7 +1,5 @@
 """Draw a composition of options from a seed: plain data, so that it can be printed, changed and repeated."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from typing import Any

@@ -3,8 +3,6 @@
 ``pytest tests/compositions --tier sweep -k "on_four and 17"`` repeats seed 17 on four ranks.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,20 +23,3 @@ def test_the_mean_over_the_axis_in_pieces_of_each_dtype():
     assert torch.equal(parameters[0].grad, torch.full((2, 3), 2.0))
     assert parameters[1].grad == 4.0 and parameters[2].grad[0] == 60000.0
     assert torch.equal(parameters[4].grad, torch.arange(6.0).view(2, 3).t() * 1.5)
-
-
-@pytest.mark.tier("test")
-@pooled(world_size=2)
-def test_a_gradient_that_one_replica_lacks_counts_as_zero():
-    rank = dist.get_rank()
-    axis = Axis.of(dist.group.WORLD, "dp")
-    parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(4)]
-    parameters[3].requires_grad_(False)
-    parameters[0].grad = torch.full((3,), 1.0 + rank)
-    if rank == 1:
-        parameters[1].grad = torch.full((3,), 4.0)
-    sum_gradients([parameters], axis.group, 1 / axis.size)
-    assert torch.equal(parameters[0].grad, torch.full((3,), 1.5))
-    assert torch.equal(parameters[1].grad, torch.full((3,), 2.0))
-    assert parameters[2].grad is None and parameters[3].grad is None
-    sum_gradients([], axis.group)

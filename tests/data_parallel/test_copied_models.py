@@ -1,7 +1,5 @@
 """A copy of a parallelized model that is trained, as by Reptile: watched as the model that it is a copy of."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from typing import Any

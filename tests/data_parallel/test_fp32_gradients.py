@@ -1,7 +1,5 @@
 """Gradients of half-precision weights that add up in fp32, and fp32 weights that are given back."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """ZeRO stage 3 over a tensor-parallel model against the plain one."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

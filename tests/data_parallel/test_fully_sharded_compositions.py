@@ -1,7 +1,5 @@
 """ZeRO stage 3 beside what else looks at forwards: rows of both kinds, and ``generate`` of encoder-decoders."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections import Counter
@@ -21,7 +19,7 @@ from transformers import (
 import autopar
 from autopar.data_parallel import fully_sharded
 from autopar.errors import ConfigError
-from tests.parity import close, language_batches, randomise
+from tests.parity import close, randomise
 from tests.pool import pooled
 from tests.small import llama
 from tests.worlds import raises_everywhere
@@ -101,40 +99,6 @@ def test_generate_waits_once_and_keeps_its_weights() -> None:
 def _counted(calls: Counter[str], name: str, plain: Any, *args: Any) -> Any:
     calls[name] += 1
     return plain(*args)
-
-
-@pytest.mark.tier("all")
-@pooled(world_size=4)
-def test_adapters_in_stages_generate_and_train() -> None:
-    peft = pytest.importorskip("peft")
-
-    def adapted() -> Any:
-        torch.manual_seed(3)
-        config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-        return peft.get_peft_model(llama(num_hidden_layers=4), config)
-
-    def adamw(model: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
-
-    plain, model = adapted().train(), adapted()
-    config = {"pp": 2, "zero": {"stage": 2}, "pipeline": {"num_microbatches": 2}}
-    model, optimizer = autopar.initialize(model, config, optimizer=adamw(model))
-    reference, mpu = adamw(plain), model.mpu
-    for batch in language_batches(131, count=4, batch=8, seq=9):
-        ids = batch["input_ids"]
-        mine = ids[mpu.dp.rank :: 2]
-        loss = model.train().execute_pipeline({"input_ids": mine, "labels": mine}, broadcast_loss=True).loss
-        mean = loss.clone()
-        torch.distributed.all_reduce(mean, group=mpu.dp.group)
-        expected = plain.train()(input_ids=ids, labels=ids).loss
-        expected.backward()
-        close(mean / 2, expected.detach(), "loss")
-        how = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
-        assert torch.equal(*(each.eval().generate(input_ids=ids[:2], **how) for each in (plain, model)))
-        for stepped in (optimizer, reference):
-            stepped.step()
-            stepped.zero_grad()
-    mpu.destroy()
 
 
 @pooled(world_size=2)

@@ -1,7 +1,5 @@
 """ZeRO stages 2 and 3 where modules are left out on one replica, or called by themselves."""
 
-from __future__ import annotations
-
 import copy
 import os
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """ZeRO stages 2 and 3 through pipeline stages, over a part of the replicas, and beside forwards without a backward."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from typing import Any

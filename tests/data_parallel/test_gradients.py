@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import copy
 import math
 
@@ -95,11 +93,7 @@ def test_the_norm_under_fsdp2():
     batch = language_batches(131)[0]
     plain(**batch).loss.backward()
     model(**batch).loss.backward()
-    close(
-        autopar.clip_grad_norm_(model, 0.01),
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01),
-        "norm",
-    )
+    close(autopar.clip_grad_norm_(model, 0.01), torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01), "norm")
     close(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.001),
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.001),

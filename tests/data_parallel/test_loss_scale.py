@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from autopar.config import ParallelConfig
 from autopar.data_parallel.precision import LossScale
 

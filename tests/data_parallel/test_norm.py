@@ -1,7 +1,5 @@
 """The gradient norm over stages, and clipping inside of the optimizer's step."""
 
-from __future__ import annotations
-
 import copy
 import math
 

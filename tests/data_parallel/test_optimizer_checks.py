@@ -1,7 +1,5 @@
 """What is refused about the optimizer that is passed to initialize."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

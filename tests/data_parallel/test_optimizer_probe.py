@@ -1,7 +1,5 @@
 """How an optimizer works is asked of it: steps of shards that would be others than those of one process are refused."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from typing import Any

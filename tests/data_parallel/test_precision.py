@@ -1,7 +1,5 @@
 """bf16 and fp16 with fp32 weights in the optimizer, and the loss scale."""
 
-from __future__ import annotations
-
 import copy
 import logging
 

@@ -1,7 +1,5 @@
 """torch's Muon with its momentum sharded, and with fused matrices in parts: the weights are those of one process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -23,6 +21,7 @@ from tests.data_parallel.whole_steps import (
     MODELS,
     equal_bits,
     from_equal_gradients,
+    goes_on,
     precise_muon,
     set_gradients,
     train,
@@ -147,21 +146,7 @@ def test_checkpoints_of_all_ways_go_on_in_each(tmp_path: Path) -> None:
         {"tp": 4, **SHARDED},
         {"tp": 1, **SHARDED},
     )
-    plain, folder = gpt2(), None
-    reference = muon(plain.parameters())
-    for number, mesh in enumerate(meshes):
-        model = gpt2(seed=number)
-        model, optimizer = autopar.initialize(model, mesh, optimizer=muon(model.parameters()))
-        if folder is not None:
-            model.from_parallelized(folder, optimizer=optimizer)
-        for step in (2 * number, 2 * number + 1):
-            for each, stepping in ((plain, reference), (model, optimizer)):
-                set_gradients(each, step)
-                stepping.step()
-        folder = tmp_path / str(number)
-        model.save_parallelized(folder, optimizer=optimizer)
-        same_weights(model, plain, 0.0, when=str(mesh))
-        autopar.deparallelize(model)
+    goes_on(meshes, muon, tmp_path)
 
 
 @pooled(world_size=4)

@@ -1,7 +1,5 @@
 """Replicas that do not step alike, in loops of the user's own whose optimizer initialize has never seen."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import time

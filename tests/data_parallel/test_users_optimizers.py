@@ -1,7 +1,5 @@
 """Optimizers as users write them, given to initialize: state of no parameter, one around another, a list of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import re

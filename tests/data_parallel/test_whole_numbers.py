@@ -1,7 +1,5 @@
 """Code of users around DTensors, ZeRO's stages 2 and 3: numbers of whole tensors, and torch's words explained."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

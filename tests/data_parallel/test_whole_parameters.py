@@ -1,7 +1,5 @@
 """Optimizers that are not element by element, on shards: the weights are those of one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 import autopar
 from autopar.errors import ConfigError
 from tests.compare import same_weights
+from tests.data_parallel.test_users_optimizers import Lookahead
 from tests.data_parallel.whole_optimizers import ACROSS, MATRICES, Own, orthogonal
-from tests.data_parallel.whole_steps import MODELS, equal_bits, from_equal_gradients, set_gradients, train
+from tests.data_parallel.whole_steps import MODELS, equal_bits, from_equal_gradients, goes_on, set_gradients, train
 from tests.pool import pooled
 from tests.small import gpt2, llama
 
@@ -73,34 +71,7 @@ def test_what_is_saved_goes_on_on_any_mesh(tmp_path: Path) -> None:
         {"tp": 1},
     )
     for kind in ("galore", "Adafactor"):
-        make = MATRICES[kind]
-        plain = gpt2()
-        reference = make(list(plain.parameters()))
-        folder = None
-        for number, mesh in enumerate(meshes):
-            model = gpt2(seed=number)
-            model, optimizer = autopar.initialize(model, mesh, optimizer=make(list(model.parameters())))
-            if folder is not None:
-                model.from_parallelized(folder, optimizer=optimizer)
-            for step in (2 * number, 2 * number + 1):
-                for each, stepping in ((plain, reference), (model, optimizer)):
-                    set_gradients(each, step)
-                    stepping.step()
-            folder = tmp_path / f"{kind}-{number}"
-            model.save_parallelized(folder, optimizer=optimizer)
-            same_weights(model, plain, 0.0, when=f"{kind} on {mesh}")
-            autopar.deparallelize(model)
-
-
-class Lookahead(Optimizer):
-    """Around another optimizer, which steps by its own groups."""
-
-    def __init__(self, inner: Optimizer) -> None:
-        super().__init__([p for group in inner.param_groups for p in group["params"]], {"lr": 1.0})
-        self.inner = inner
-
-    def step(self, closure: Any = None) -> None:
-        self.inner.step()
+        goes_on(meshes, MATRICES[kind], tmp_path / kind)
 
 
 @pooled(world_size=2)

@@ -1,7 +1,5 @@
 """ZeRO-1, precision and clipping around a pipeline, against one process."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

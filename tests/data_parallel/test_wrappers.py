@@ -1,7 +1,5 @@
 """Wrappers over the wrong ranks are refused where they are made, before they send anything."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from typing import Any

@@ -1,9 +1,6 @@
 """Values that a user's code puts into DTensors, ZeRO's stages 2 and 3: into the weights, or an error, never lost."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,8 +13,6 @@ from tests.pool import pooled
 from tests.small import llama
 from tests.tiers import mainly
 from tests.worlds import raises_everywhere
-
-Change = Callable[[Any], Any]
 
 
 def perturbed(model: Any) -> None:

@@ -1,7 +1,5 @@
 """ZeRO-1: the user's own optimizer, its state sharded over the replicas, against one process."""
 
-from __future__ import annotations
-
 import copy
 import random
 

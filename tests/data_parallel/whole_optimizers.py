@@ -1,7 +1,5 @@
 """Optimizers that are not element by element, as papers and users write them: small, with state of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -10,8 +8,6 @@ import torch
 import transformers
 from torch import nn
 from torch.optim import Optimizer
-
-__all__ = ["ACROSS", "MATRICES", "MATRICES_ONLY", "Own", "orthogonal"]
 
 State = dict[str, Any]
 Update = Callable[[State, nn.Parameter, torch.Tensor], torch.Tensor]

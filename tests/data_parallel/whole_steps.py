@@ -1,11 +1,10 @@
 """Steps of whole parameters, sharded and on one process: from equal gradients, and in training."""
 
-from __future__ import annotations
-
 import copy
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,10 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 import autopar
+from tests.compare import same_weights
 from tests.data_parallel.whole_optimizers import MATRICES_ONLY
 from tests.small import gpt2, llama
-
-__all__ = ["MODELS", "equal_bits", "from_equal_gradients", "precise_muon", "set_gradients", "stepped", "train"]
 
 IDS = torch.randint(0, 131, (40, 9), generator=torch.Generator().manual_seed(3))
 MODELS: dict[str, Callable[[], Any]] = {
@@ -91,6 +89,25 @@ def train(
             each.step()
             each.zero_grad()
     return model, plain, optimizer
+
+
+def goes_on(meshes: Iterable[dict[str, Any]], make: Callable[[Any], Optimizer], folder: Path) -> None:
+    """Step twice on each mesh from what the one before has saved: the bits are those of one process."""
+    plain = gpt2()
+    reference, saved = make(list(plain.parameters())), None
+    for number, mesh in enumerate(meshes):
+        model = gpt2(seed=number)
+        model, optimizer = autopar.initialize(model, mesh, optimizer=make(list(model.parameters())))
+        if saved is not None:
+            model.from_parallelized(saved, optimizer=optimizer)
+        for step in (2 * number, 2 * number + 1):
+            for each, stepping in ((plain, reference), (model, optimizer)):
+                set_gradients(each, step)
+                stepping.step()
+        saved = folder / str(number)
+        model.save_parallelized(saved, optimizer=optimizer)
+        same_weights(model, plain, 0.0, when=str(mesh))
+        autopar.deparallelize(model)
 
 
 def _newton_schulz(direction: torch.Tensor, coefficients: Any, steps: int, eps: float) -> torch.Tensor:

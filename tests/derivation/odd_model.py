@@ -1,7 +1,5 @@
 """A model as nobody wrote one before: odd names, fused projections, a table beside the blocks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Policies derived from structure: the sharding of those by hand, and the numbers of the plain model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
 from autopar.tools.derivation.derive import check_units, derive
 from autopar.tools.derivation.families import decide
-from autopar.tools.derivation.feature_tracking import Components
 from autopar.tools.derivation.policy_tree import yaml_text
 from autopar.tools.derivation.trace import Decisions, traced
 from tests.derivation.odd_model import (
@@ -136,12 +133,6 @@ def test_tricky_blocks_on_ranks() -> None:
 
 
 @pooled(world_size=2)
-def test_derive_on_the_fly() -> None:
-    check(lambda: build(Case("llama", "LlamaForCausalLM"), 4, 2), language_batches(131), 2, policy="derive")
-    check(odd, language_batches(61), 2, policy="derive")
-
-
-@pooled(world_size=2)
 def test_losses_that_read_the_size_of_the_head() -> None:
     """Rows of the weight are this rank's: the head stays whole. Features of the layer are those of its output."""
     for kind, sharded in ((LossByRows, False), (LossByFeatures, True)):
@@ -170,12 +161,3 @@ def test_nothing_can_be_sharded() -> None:
 def test_a_forward_that_asks_for_values() -> None:
     with pytest.raises(UnsupportedModelError, match=r"does not run without data \(\w+: .*Write one by hand"):
         derive(Unpredictable(OddConfig()))
-
-
-def test_components() -> None:
-    parts = Components()
-    first = parts.new(6)
-    features = torch.arange(first, first + 6).reshape(2, 3)
-    assert parts.join_along(features, [1]).tolist() == [[first], [first + 3]]
-    parts.join(torch.tensor([first, 0]), torch.tensor([first + 4, first + 5]))
-    assert parts.of(features).unique().tolist() == [first]

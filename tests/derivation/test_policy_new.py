@@ -1,7 +1,5 @@
 """``autopar policy new``: what it writes, prints and refuses; models with code of their own from end to end."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -43,18 +41,6 @@ def test_new_check_verify(tmp_path: Path) -> None:
     assert checked.exit_code == 0 and json.loads(checked.stdout)["dry_run"] == "ok"
     proof = run("verify", model, "--tp", 2, "--policy", policy, "--checks", "forward", "--json")
     assert proof.exit_code == 0 and json.loads(proof.stdout)["ok"] is True
-
-
-@pytest.mark.tier("all")
-def test_short_names_of_a_class_of_ones_own() -> None:
-    """Small sizes do not fit each other there, and heads are not called heads: proven with the sizes of its config."""
-    made = run("policy", "new", f"{ODD.with_name('short_names.py')}:ShortNames", "--json")
-    assert made.exit_code == 0, made.stderr
-    policy = json.loads(made.stdout)["policy"]
-    assert policy["units"]["kv_heads"] == {"count": "n_kv", "replicate": True}
-    assert policy["units"]["heads"] == {"count": "n_q", "follows": "kv_heads"}
-    assert policy["blocks"]["modules"]["wqkv"] == {"column": ["heads", "kv_heads", "kv_heads"]}
-    assert policy["blocks"]["attributes"] == {"n_q": "heads", "n_kv": "kv_heads"}
 
 
 def test_new_as_json() -> None:

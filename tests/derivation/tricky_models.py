@@ -1,7 +1,5 @@
 """Blocks in which shards of the right shapes compute something else, or which only seem to be units."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

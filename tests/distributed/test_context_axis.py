@@ -1,7 +1,5 @@
 """The context-parallel axis: its ranks hold the same weights and read the same data."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Iterator
@@ -140,51 +138,6 @@ def test_a_step_is_that_of_one_process(cp: int, tp: int) -> None:
     all_close(whole(model, lambda parameter: parameter.data), dict(after.named_parameters()), "{} after a step")
     autopar.deparallelize(model)
     all_close(dict(model.named_parameters()), dict(after.named_parameters()), "{} taken back")
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-@pooled(world_size=4)
-def test_zero_shards_over_data_and_context(stage: int) -> None:
-    model = gpt2().train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    sections = {"zero": {"stage": stage}, "gradient_clipping": 1e9}
-    model, optimizer = autopar.initialize(model, _config(2, **sections), optimizer=optimizer)
-    batches = language_batches(131, count=2, seed=1)
-    _, gradients, after = _plain_step(batches)
-    model(**batches[model.mpu.get_data_parallel_rank()]).loss.backward()
-    if stage == 1:
-        autopar.average_gradients(model)
-        owners = {optimizer._autopar.owner(parameter) for parameter in model.parameters()}
-        assert owners == set(range(4))
-    else:
-        assert {parameter.device_mesh.mesh.tolist() == [0, 1, 2, 3] for parameter in model.parameters()} == {True}
-    norm = torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in gradients.values()]))
-    optimizer.step()
-    close(optimizer.gradient_norm, norm, "norm")
-    weights = {n: p.full_tensor() if stage == 3 else p.detach() for n, p in model.named_parameters()}
-    all_close(weights, dict(after.named_parameters()), "{} after a step")
-
-
-@pooled(world_size=4)
-def test_a_pipeline_averages_over_context_ranks() -> None:
-    """cp 2 x pp 2: each stage's gradients are those of one process, and replicas of a batch do not count twice."""
-    model = autopar.initialize(gpt2(), _config(2, pp=2)).train()
-    (batch,) = language_batches(131, count=1, seed=1)
-    expected, gradients, _ = _plain_step([batch])
-    out = model.execute_pipeline(batch, broadcast_loss=True)
-    close(out.loss, expected, "loss")
-    held = {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert 0 < len(held) < len(gradients)
-    all_close(held, {name: gradients[name] for name in held}, "gradient of {}")
-    close(
-        autopar.clip_grad_norm_(model, 1e9),
-        torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in gradients.values()])),
-        "norm",
-    )
-    with model.no_sync():
-        model.execute_pipeline(batch)
-    with raises_everywhere(ConsistencyError, "the gradients of the 2 ranks with the same weights (dp x cp) were not"):
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
 @pytest.mark.tier("test")

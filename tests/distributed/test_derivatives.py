@@ -1,7 +1,5 @@
 """Derivatives through sharded layers: exact in any order, or refused; none is left out without a word."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect
@@ -15,12 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from autopar.distributed.collectives import all_gather
-from autopar.errors import ConfigError
 from autopar.tensor_parallel import regions
 from tests.parity import close, language_batches
 from tests.pool import pooled
 from tests.small import gpt2, llama
-from tests.worlds import raises_everywhere
 
 # Autograd functions that communicate nothing.
 _LOCAL = {
@@ -29,7 +25,6 @@ _LOCAL = {
     "autopar.tools.compat.probes._Double",
     "autopar.features.experts.module_experts._Present",
 }
-_TWICE = "create_graph=True with context_parallel_size: its ranks exchange rows and states in the backward"
 
 
 def _functions() -> dict[str, Any]:
@@ -153,23 +148,6 @@ def test_an_inner_step_is_differentiated() -> None:
         results.append({name: _of_whole(each, name, p.grad) for name, p in named.items() if p.grad is not None})
     for name, gradient in results[0].items():
         close(results[1][name], gradient, name)
-
-
-@pooled(world_size=2)
-def test_a_second_derivative_through_rows_of_context_parallelism_is_refused_and_training_goes_on() -> None:
-    plain, batches = llama(), language_batches(131)
-    model = autopar.initialize(copy.deepcopy(plain), _sizes(context_parallel_size=2))
-    with raises_everywhere(ConfigError, _TWICE, "replicas of the whole model"):
-        torch.autograd.grad(model(**batches[0]).loss, model.model.norm.weight, create_graph=True)
-    model.zero_grad()
-    for each in (plain, model):
-        for batch in batches:
-            each(**batch).loss.backward()
-    autopar.average_gradients(model)
-    for name, parameter in model.named_parameters():
-        expected = plain.get_parameter(name).grad
-        assert expected is not None and parameter.grad is not None
-        close(parameter.grad, expected, name)
 
 
 @pooled(world_size=2)

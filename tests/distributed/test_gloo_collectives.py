@@ -1,7 +1,5 @@
 """Collectives over gloo against torch's own: values, bits, dtypes, shapes, groups, modes, graphs, errors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Traces of torch.profiler name collectives, stages and micro-batches; without a profiler nothing is made."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """``reduce_dtype: fp32``: tensors of half precision are summed over ranks in fp32, and rounded once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """All ranks of an attempt agree on a name that no earlier attempt has used, whatever it has left in the store."""
 
-from __future__ import annotations
-
 import threading
 from datetime import timedelta
 

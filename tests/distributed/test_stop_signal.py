@@ -1,7 +1,5 @@
 """A signal that one rank gets stops all of them at the same step."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Transforms of torch.func and dual tensors on a sharded model: one error in words, and the model works afterwards."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Waits of one rank for another that does something else: they end, and say what either of them waits in."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import time

@@ -1,7 +1,5 @@
 """The made-up model in docs/policies.md, with grouped queries, fused weights and experts, and its policy by hand."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The versions that the changelog names are those of the package, of its files and of the tests."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 

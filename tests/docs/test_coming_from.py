@@ -1,7 +1,5 @@
 """The tables of docs/coming-from.md: every name of autopar in them exists, and the printed policy is right."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

@@ -1,7 +1,5 @@
 """docs/configuration.md names every key of the config, with its default."""
 
-from __future__ import annotations
-
 import re
 
 import yaml

@@ -1,7 +1,5 @@
 """What docs/limitations.md says raises does, and names what to use instead."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -3,8 +3,6 @@
 UPDATE_DOCS=1 python -m pytest tests/docs/test_memory_page.py      writes them
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

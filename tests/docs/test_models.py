@@ -3,8 +3,6 @@
 UPDATE_DOCS=1 python -m pytest tests/docs/test_models.py      writes the table
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """No page leads nowhere: links, headings, files, commands."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 UPDATE_DOCS=1 python -m pytest tests/docs/test_planner.py      writes the output into the page
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

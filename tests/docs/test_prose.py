@@ -1,7 +1,5 @@
 """The words of docstrings and pages: functions begin with a verb, and sentences with their subject."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The Python of every page runs, on two ranks, page by page; and does what the comments in it say."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

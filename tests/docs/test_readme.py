@@ -1,7 +1,5 @@
 """README.md: the loop before and after trains alike, and its numbers are those of the results."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

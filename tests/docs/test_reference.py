@@ -1,7 +1,5 @@
 """The API reference has every public name, and `make docs` builds a site of it that needs no network."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

@@ -3,8 +3,6 @@
 UPDATE_DOCS=1 python -m pytest tests/docs/test_start.py      writes the rows of the table that are run
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 A quotation is a code span in the first column of a table; ``...`` in it stands for what an f-string fills in.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

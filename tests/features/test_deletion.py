@@ -1,7 +1,5 @@
 """Each folder of features, the integrations and the tools can be deleted: the rest trains, saves, loads and merges."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

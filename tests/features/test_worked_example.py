@@ -1,7 +1,5 @@
 """The feature in docs/design.md, in a distribution of its own: it scales, trains, is saved, merged and undone."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

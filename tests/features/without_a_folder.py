@@ -3,8 +3,6 @@
 A configuration is tried on a plain Llama, or on the kind of model in :data:`MODELS` that the last argument names.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Ranks whose process group serves the simulated device, see :mod:`tests.gpu.simulated`, or one GPU that they share."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

@@ -3,8 +3,6 @@
 With ``AUTOPAR_SIMULATED=1`` they run on the simulated device (:mod:`tests.gpu.simulated`) and nowhere else.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -12,8 +12,6 @@ Collectives go over gloo, on the same memory. Everything is done when it returns
 while :func:`~tests.gpu.stream_order.orders` looks, and ``torch.ops.sim.memory()`` counts bytes and allocations.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """One rank, whose process group ``initialize`` starts: what only a GPU does otherwise than the CPU."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.tensor_parallel import vocab_parallel_cross_entropy
 from tests.gpu.places import GPU, on_each
 from tests.parity import close
 from tests.small import gpt2, llama
@@ -54,18 +51,6 @@ def test_outputs_loss_and_gradients_are_the_plain_models(place: str) -> None:
 
 
 @on_each
-def test_dropout_draws_what_the_plain_model_draws(place: str) -> None:
-    plain = gpt2(resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3).train()
-    model = started(copy.deepcopy(plain), place).train()
-    plain, ids = plain.to(place), IDS.to(place)
-    torch.manual_seed(5)
-    expected = plain(ids).logits
-    torch.manual_seed(5)
-    assert torch.equal(model(ids).logits, expected)
-    assert not torch.equal(model(ids).logits, expected)
-
-
-@on_each
 @pytest.mark.parametrize("on_cpu", [False, True])
 def test_recomputed_activations_give_the_same_gradients(place: str, on_cpu: bool) -> None:
     plain = gpt2(resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3).train()
@@ -97,32 +82,6 @@ def test_half_precision_with_zero_1_learns(place: str, dtype: str) -> None:
     assert next(model.parameters()).dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     held = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     assert {value.device.type for value in held if value.dim()} == {place}
-
-
-@on_each
-def test_a_checkpoint_comes_back_on_the_device(place: str, tmp_path: Any) -> None:
-    model, ids = gpt2(), IDS.to(place)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer = autopar.initialize(model, TP1, optimizer=optimizer)
-    model(ids, labels=ids).loss.backward()
-    optimizer.step()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    moments = {name: optimizer.state[value]["exp_avg"].clone() for name, value in model.named_parameters()}
-    model.save_parallelized(tmp_path, timeout=60, optimizer=optimizer)
-    drawn = torch.rand(3, device=place)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            optimizer.state[parameter]["exp_avg"].zero_()
-            parameter.zero_()
-    model.from_parallelized(tmp_path, timeout=60, optimizer=optimizer)
-    for name, value in model.state_dict().items():
-        assert value.device.type == place
-        assert torch.equal(value, before[name]), name
-    for name, parameter in model.named_parameters():
-        moment = optimizer.state[parameter]["exp_avg"]
-        assert moment.device.type == place
-        assert torch.equal(moment, moments[name]), name
-    assert torch.equal(torch.rand(3, device=place), drawn)
 
 
 @on_each
@@ -167,21 +126,6 @@ def test_decoding_replays_a_graph(place: str) -> None:
     expected = plain.generate(ids, **settings)
     for _ in range(2):  # compiled and recorded in the first
         assert torch.equal(model.generate(ids, cache_implementation="static", **settings), expected)
-
-
-@on_each
-def test_cross_entropy_and_its_gradient_are_torchs(place: str) -> None:
-    model = started(llama(), place)
-    logits = torch.randn(4, 5, 131, device=place, requires_grad=True)
-    target = torch.randint(0, 131, (4, 5), device=place)
-    target[0, 0] = -100
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), label_smoothing=0.1)
-    (wanted,) = torch.autograd.grad(expected, logits)
-    settings: dict[str, Any] = {"label_smoothing": 0.1, "reduction": "mean", "vocab_size": 131}
-    found = vocab_parallel_cross_entropy(logits, target, group=model.mpu, **settings)
-    (gradient,) = torch.autograd.grad(found, logits)
-    close(found.detach(), expected.detach(), "loss")
-    close(gradient, wanted, "gradient")
 
 
 @on_each

@@ -1,7 +1,5 @@
 """QLoRA with the kernels of the device: loss, gradients of the adapters and tokens are those of one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

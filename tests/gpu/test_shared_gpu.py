@@ -3,8 +3,6 @@
 nccl runs as between machines, by sockets of the loopback device. Without a GPU the same bodies run over gloo.
 """
 
-from __future__ import annotations
-
 import copy
 import traceback
 from typing import Any

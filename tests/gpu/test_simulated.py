@@ -1,7 +1,5 @@
 """What a parallelized model does on an accelerator, as the simulated device shows it; the plain one is on the CPU."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import os
@@ -12,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import LlamaForCausalLM
 
 import autopar
@@ -30,28 +27,11 @@ pytestmark = needs_compiler
 
 IDS = torch.randint(0, 131, (4, 9), generator=torch.Generator().manual_seed(3))
 FAMILIES = {"gpt2": gpt2, "llama": llama}
-TP2: dict[str, Any] = {"model_parallelism": {"tensor_parallel_size": 2}}
 DEVICE = {simulated.NAME}
 
 
 def places(model: Any) -> set[str]:
     return {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
-
-
-@on_device(world_size=1)
-def test_the_device_is_one_as_torch_sees_it() -> None:
-    device = simulated.start()
-    x = torch.ones(3, 4, device=device)
-    assert type(x) is torch.Tensor and torch.accelerator.current_accelerator() == torch.device(device.type)
-    assert x.t().untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-        x + torch.ones(4)
-    assert torch.equal(x + torch.tensor(1.0), torch.full_like(x, 2.0))
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    drawn = torch.rand(3, device=device)
-    assert torch.equal(torch.get_rng_state(), before)  # it has a generator of its own
-    assert not torch.equal(torch.rand(3, device=device), drawn)
 
 
 @on_device(world_size=1)
@@ -141,19 +121,6 @@ def test_generation_is_the_plain_models() -> None:
             assert torch.equal(model.generate(ids, **settings).cpu(), plain.generate(IDS, **settings))
         sampled = model.generate(ids, max_new_tokens=6, do_sample=True, eos_token_id=None)
         assert torch.equal(*everyones(sampled.cpu(), model.mpu.tp.group))
-
-
-@on_device(world_size=2)
-def test_a_model_without_memory_is_loaded_onto_the_device(tmp_path: Any) -> None:
-    plain = llama()
-    if dist.get_rank() == 0:
-        plain.save_pretrained(tmp_path)
-    dist.barrier()
-    model = autopar.from_pretrained(LlamaForCausalLM, tmp_path, TP2)
-    assert places(model) == DEVICE
-    for name, value in whole(model, lambda parameter: parameter.data).items():
-        assert torch.equal(value, plain.get_parameter(name).data), name
-    close(model(IDS.to(model.mpu.device)).logits.cpu(), plain(IDS).logits, "logits")
 
 
 @pytest.mark.parametrize("tp", [1, 2])

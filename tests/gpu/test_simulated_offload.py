@@ -3,8 +3,6 @@
 On the simulated device, every number is that of a step there, bit for bit: its kernels are the CPU's.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,19 +4,15 @@ autopar itself begins collectives and messages that run beside what follows, and
 FSDP2 (ZeRO's stages 2 and 3) gathers and reduces on streams of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import autopar
 from autopar.checkpoint import save as snapshot
-from tests.gpu import simulated
 from tests.gpu.device_ranks import needs_compiler, on_device
 from tests.gpu.host_waits import waits
 from tests.gpu.stream_order import Orders, orders
@@ -132,95 +128,3 @@ def test_a_save_in_the_background_has_copied_when_it_returns(tmp_path: Any) -> N
     log = save("hasty")
     assert log.counted[COPIES] > 10
     assert "the host has not waited for a copy from sim to cpu in " in log.faults[-1]
-
-
-# -- what the log finds --------------------------------------------------------------------------------------------
-
-
-def _ones() -> torch.Tensor:
-    return torch.ones(100, device=simulated.start())
-
-
-def _beside(wait_before: bool, wait_behind: bool) -> None:
-    x, stream, now = _ones(), torch.sim.Stream(), torch.sim.current_stream()
-    if wait_before:
-        stream.wait_stream(now)
-    with torch.sim.stream(stream):
-        y = x * 2
-        done = stream.record_event()
-    if wait_behind:
-        done.wait()
-    y + 1
-
-
-def _freed(lend: bool) -> None:
-    x, stream = _ones(), torch.sim.Stream()
-    stream.wait_stream(torch.sim.current_stream())
-    with torch.sim.stream(stream):
-        y = x * 2
-    if lend:
-        x.record_stream(stream)
-    del x
-    _ones()  # may lie there
-    torch.sim.current_stream().wait_stream(stream)
-    y + 1
-
-
-def _to_host(wait: bool) -> None:
-    x = _ones().to("cpu", non_blocking=True)
-    if wait:
-        torch.sim.current_stream().synchronize()
-    x.sum()
-
-
-def _from_host(pinned: bool, wait: bool) -> None:
-    x = torch.ones(100).pin_memory() if pinned else torch.ones(100)
-    y = x.to(simulated.start(), non_blocking=True)
-    if wait:
-        y.sum().item()
-    x.zero_()
-
-
-def _collective(wait: bool) -> None:
-    x = _ones()
-    work = dist.all_reduce(x, async_op=True)
-    if wait:
-        work.wait()
-    x + 1
-    work.wait()
-
-
-def _not_read(wait: bool) -> None:
-    x = _ones()
-    work = dist.all_reduce(x, async_op=True)
-    if wait:
-        work.wait()
-
-
-PROGRAMS: list[tuple[Callable[..., None], tuple[bool, ...], str]] = [
-    (_beside, (True, True), ""),
-    (_beside, (False, True), "fill_ on stream 0 writes what mul on stream {} reads without a wait"),
-    (_beside, (True, False), "mul on stream {} writes what add on stream 0 reads without a wait"),
-    (_freed, (True,), ""),
-    (_freed, (False,), "memory that mul on stream {} uses was freed, and stream 0 may get it for 400 bytes"),
-    (_to_host, (True,), ""),
-    (_to_host, (False,), "copy from sim to cpu on stream 0 writes what aten.sum.default on the host reads"),
-    (_from_host, (True, True), ""),
-    (_from_host, (False, False), ""),  # torch has read it when the call returns
-    (_from_host, (True, False), "copy from cpu to sim on stream 0 reads what aten.zero_.default on the host writes"),
-    (_collective, (True,), ""),
-    (_collective, (False,), "all_reduce on nccl's stream of 0 writes what add on stream 0 reads without a wait"),
-    (_not_read, (True,), ""),
-    (_not_read, (False,), "nobody has waited for all_reduce"),
-]
-
-
-@on_device(world_size=1)
-def test_a_wait_that_a_program_forgets_is_found_where_it_is_missed() -> None:
-    for program, settings, text in PROGRAMS:
-        with orders() as log:
-            program(*settings)
-        expected = text.format(torch.sim.Stream().number - 1)
-        found = log.faults[:1] or [""]
-        assert found[0].startswith(expected) and bool(found[0]) == bool(expected), f"{program} {settings}: {log.faults}"
-        assert not expected or expected.startswith("nobody") or f"{program.__name__}'" in found[0], found

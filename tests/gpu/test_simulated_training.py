@@ -4,8 +4,6 @@ A step (forward, backward, average, clipping, ``optimizer.step``) waits nowhere.
 :data:`WAITS`: each entry is a file and function of autopar.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

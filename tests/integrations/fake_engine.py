@@ -4,8 +4,6 @@ It writes what it was called with into ``log.json``, and its weights into ``held
 update of that number is answered by an error.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import pickle

@@ -1,7 +1,5 @@
 """Runs of a trainer on a tiny Llama: what one process does, and what the ranks of a world do."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """accelerate around a parallelized model without its loaders and DDP: the recipe against one process."""
 
-from __future__ import annotations
-
 import copy
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """A script that was written for accelerate, around a parallelized model: what it counts is what one process counts."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any

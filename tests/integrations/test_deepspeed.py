@@ -1,7 +1,5 @@
 """DeepSpeed's engine over a parallelized model, on CPUs and without operations that it would have to compile."""
 
-from __future__ import annotations
-
 import copy
 import os
 import re
@@ -101,10 +99,7 @@ def refuse(deepspeed: Any) -> None:
     """What DeepSpeed would get wrong: half precision with clipping but without ZeRO, and its ZeRO 3."""
     batch = language_batches(131)[0]
     for changes, error in (
-        (
-            {"zero_optimization": {"stage": 1}},
-            r"heads of transformer\.h\.0\.attn\.c_attn\.weight several times",
-        ),
+        ({"zero_optimization": {"stage": 1}}, r"heads of transformer\.h\.0\.attn\.c_attn\.weight several times"),
         ({"bf16": {"enabled": True}}, r"FP16_UnfusedOptimizer \(half(.|\n)*first rank only(.|\n)*stage 1 or 2"),
         ({"zero_optimization": {"stage": 3}}, "has another shape than autopar.initialize gave it"),
         (

@@ -1,7 +1,5 @@
 """TRL's trainers that sample completions, with a parallelized model, against themselves on plain processes."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """torch's own clippers and loss scalers, and what calls them, on a parallelized model."""
 
-from __future__ import annotations
-
 import copy
 import math
 

@@ -1,7 +1,5 @@
 """``ParallelTrainer`` against transformers' own on one process: losses, norms, weights, evaluation."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from unittest import mock
@@ -222,11 +220,7 @@ def streamed(folder, tp):
     with launched():
         args = arguments(folder, 2 // tp, max_steps=4, activation_checkpointing=True)
         trainer = ParallelTrainer(
-            llama(),
-            args,
-            train_dataset=Stream(),
-            data_collator=collate,
-            parallel_config=config(tp),
+            llama(), args, train_dataset=Stream(), data_collator=collate, parallel_config=config(tp)
         )
         assert trainer.model.is_activation_checkpointing
         trainer.train()

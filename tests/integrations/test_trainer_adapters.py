@@ -1,7 +1,5 @@
 """``ParallelTrainer`` and TRL's trainers with adapters of PEFT, against the plain ones on one process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -19,10 +17,7 @@ from tests.small import llama
 
 pytest.importorskip("accelerate")
 
-MODES = {
-    "plain": {},
-    "smoothed": {"label_smoothing_factor": 0.1, "train_sampling_strategy": "group_by_length"},
-}
+MODES = {"plain": {}, "smoothed": {"label_smoothing_factor": 0.1, "train_sampling_strategy": "group_by_length"}}
 
 
 def adapted(seed=0, **changes):

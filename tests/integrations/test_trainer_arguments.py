@@ -1,7 +1,5 @@
 """What a parallel trainer takes and refuses: precision, sizes, models that are parallelized already, arguments."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -134,9 +132,7 @@ def test_sizes_of_accelerate(tmp_path):
         hybrid = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
         sharded = parse_parallel_config(hybrid, arguments(tmp_path, 2), 4)
         assert (sharded.zero_stage, sharded.zero_shard_size) == (3, 2)
-        refused = {
-            "= 2 is not the world of 4 processes": ParallelismConfig(tp_size=2),
-        }
+        refused = {"= 2 is not the world of 4 processes": ParallelismConfig(tp_size=2)}
         for text, sizes in refused.items():
             with raises_everywhere(ConfigError, text):
                 ParallelTrainer(llama(), arguments(tmp_path, 2), parallel_config=sizes)

@@ -1,7 +1,5 @@
 """Callbacks that do something on one rank: all ranks follow its flags, and a random number is harmless or an error."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Folders of a parallel trainer: transformers' own layout; training goes on bit for bit, and on another mesh."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

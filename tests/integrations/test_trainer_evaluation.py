@@ -1,7 +1,5 @@
 """``evaluate`` and ``predict`` of a parallel trainer: every sample once, in the order of the dataset."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

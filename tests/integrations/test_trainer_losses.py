@@ -1,7 +1,5 @@
 """``ParallelTrainer`` over replicas whose batches have different numbers of labels, against one process: every head."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """Trainers of TRL that learn from a data set, with a parallelized model, against themselves on one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

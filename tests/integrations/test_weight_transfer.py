@@ -1,7 +1,5 @@
 """Weights for a serving engine that runs in another process."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import subprocess

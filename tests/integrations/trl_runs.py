@@ -1,7 +1,5 @@
 """Runs of TRL's trainers on a tiny Llama: what plain processes log, and what the ranks of a world log."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

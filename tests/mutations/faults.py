@@ -1,7 +1,5 @@
 """The list of planted faults: what it holds, and what must be true of it."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
@@ -12,8 +10,6 @@ from pathlib import Path
 import yaml
 
 from tests.tiers import TIERS
-
-__all__ = ["MECHANISMS", "ROOT", "Fault", "problems", "read", "tiers_of"]
 
 ROOT = Path(__file__).parents[2]
 LIST = Path(__file__).with_name("faults.yaml")

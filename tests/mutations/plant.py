@@ -7,8 +7,6 @@
 It ends with code 1 if a fault is not caught.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """The list of planted faults fits the tree: what it changes is there, and so are the tests that notice."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Small random models with as many blocks as a test wants."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@
 the weights after an optimizer step.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What a stage does not hold never reaches its results unnoticed, not even through comparisons and whole numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

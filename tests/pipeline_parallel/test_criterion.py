@@ -1,7 +1,5 @@
 """The user's own loss through stages: a mean over something else than labels, penalties on weights, other results."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

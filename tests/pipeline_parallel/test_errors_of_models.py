@@ -1,7 +1,5 @@
 """Errors of a model's own code inside a pipeline: they stay what they are, and say more where that helps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Models that cannot be cut are listed with what ``initialize`` says of them.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -93,7 +91,7 @@ def _run(name: str) -> None:
 
 
 IN_EVERY_RUN = {  # make test has these; each is split in another way
-    *("deberta", "zamba", "mpnet", "whisper", "llava", "gemma2", "mamba2", "vit", "albert", "mllama", "blt"),
+    *("deberta", "zamba", "mpnet", "whisper", "llava", "gemma2", "mamba2", "vit", "albert", "mllama", "blt")
 }
 
 

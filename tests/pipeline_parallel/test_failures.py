@@ -1,7 +1,5 @@
 """A stage that dies or fails in the middle of a schedule: the others end with an error that names it, and soon."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time

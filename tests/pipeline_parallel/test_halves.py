@@ -1,7 +1,5 @@
 """The two halves of a backward pass add up to the whole one, whatever shares weights."""
 
-from __future__ import annotations
-
 import random
 import weakref
 from collections.abc import Callable

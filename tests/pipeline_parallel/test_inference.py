@@ -1,7 +1,5 @@
 """Plain calls, evaluation and ``generate`` of a model in stages."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

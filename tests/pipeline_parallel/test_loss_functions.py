@@ -1,7 +1,5 @@
 """Loss functions that user code sets on a model: combined by ``count``, or refused with micro-batches and replicas."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """Losses that are no mean over labels, replicas with unlike padding, gradients that stay the same on all holders."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from contextlib import nullcontext

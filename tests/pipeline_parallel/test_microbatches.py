@@ -1,7 +1,5 @@
 """Cutting batches, weighing losses, putting outputs together."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

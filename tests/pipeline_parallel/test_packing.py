@@ -1,7 +1,5 @@
 """Documents packed into one row, told apart by position_ids that start again, against each by itself."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Training in pipeline stages equals the plain model: losses, every gradient, weights after a step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

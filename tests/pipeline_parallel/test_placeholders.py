@@ -1,7 +1,5 @@
 """Placeholders of weights that other stages hold: what is written into them in front of the blocks, and behind."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

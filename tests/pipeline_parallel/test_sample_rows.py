@@ -1,7 +1,5 @@
 """Rows of samples that are not one each: channels of targets, and images wherever the text says that they are."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +19,7 @@ CONFIG = SimpleNamespace(image_token_id=5, video_token_id=6, audio_token_id=7)
 GRIDS = [[1, 2, 2], [1, 4, 2], [1, 2, 2], [1, 2, 4]]  # 4, 8, 4 and 8 patches
 # two images side by side in the third sample, one patch in four is a token
 IDS = torch.tensor([[5, 1, 1, 1, 1], [1, 1, 1, 1, 1], [5, 5, 5, 1, 1], [1, 5, 5, 1, 1]])
-BATCH = {
-    "input_ids": IDS,
-    "pixel_values": torch.arange(24.0).view(24, 1),
-    "image_grid_thw": torch.tensor(GRIDS),
-}
+BATCH = {"input_ids": IDS, "pixel_values": torch.arange(24.0).view(24, 1), "image_grid_thw": torch.tensor(GRIDS)}
 
 
 def test_patches_go_with_the_tokens_that_stand_for_them() -> None:

@@ -1,7 +1,5 @@
 """Schedules as lists: complete, in an order that can run, and within the memory they promise."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Which stage holds what: pure, on the meta device or in one process."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """Optimizers that hold weights of some stages only step as on one process; a stage that forgets its step raises."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterator

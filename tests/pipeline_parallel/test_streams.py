@@ -1,7 +1,5 @@
 """Random numbers of the stages: the default generators are equal on all of them, whatever was done in between."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Longer runs, other meshes, and what surrounds a step: ragged batches, ties, recomputation, taking back."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Loops of users that touch weights of another stage: written, drawn, loaded, frozen, tied, as on one process."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Micro-batches and replicas without a label that counts, or whose loss depends on no trained weight."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Schedules with times, against the formulas of the papers that they come from."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Sequence

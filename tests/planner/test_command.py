@@ -1,7 +1,5 @@
 """``autopar plan``: its tables, its JSON, the files that it writes, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Planned bytes of weights, gradients and optimizer state against real ranks, for policies of every structure."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole experts in the planner: the search over them, and what it counts against real ranks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

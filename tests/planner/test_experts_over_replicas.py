@@ -1,7 +1,5 @@
 """Experts that replicas share in the planner: bytes of real ranks, what is sent, and which sizes the search tries."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Sequence and context parallelism in the planner: what a block keeps and sends, what is searched, what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from tests.features.context_parallel.test_exactness import made
 from tests.small import llama
 
 BATCH, SEQUENCE, WIDTH, HEADS, KV_HEADS, HEAD = 3, 32, 64, 8, 4, 8
-ELEMENT = 4
 
 
 def model(**changes: Any) -> Any:

@@ -1,7 +1,5 @@
 """Planned memory against what ranks really hold: bytes of states exactly, and the peak."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``summary`` and ``metrics`` of a parallelized model."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

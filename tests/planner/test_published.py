@@ -1,7 +1,5 @@
 """The planner against what others have published."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

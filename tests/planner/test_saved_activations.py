@@ -1,7 +1,5 @@
 """What the planner counts on the meta device against what waits for backwards in real steps: equal, on every rank."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 

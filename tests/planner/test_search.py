@@ -1,7 +1,5 @@
 """The search: what it chooses beside the mesh."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import autopar

@@ -5,8 +5,6 @@ than before (a vocabulary left whole is right, too, only larger) or goes to two 
 A line of a fragment is tried with the first policy that uses it.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

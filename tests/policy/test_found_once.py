@@ -1,7 +1,5 @@
 """The policy of a model, and of each model inside it, is found once in an ``initialize``."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from types import FrameType

@@ -1,7 +1,5 @@
 """A fused kernel that goes around the layers is refused, transformers' own torch code is not."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 

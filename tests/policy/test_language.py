@@ -1,7 +1,5 @@
 """What the language reads: parts with widths, keys of each rule, towers, models inside, inputs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Reading: files, text and dicts, and what ``extends`` merges."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The kind of loss that policies say is that of the model, by numbers: for every head of every model type."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

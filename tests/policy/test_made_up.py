@@ -1,7 +1,5 @@
 """A made-up architecture takes one YAML file and no code: a layout that nobody stored before."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

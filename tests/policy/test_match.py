@@ -1,7 +1,5 @@
 """Which policy a model gets, and what a user reads if there is none or more than one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

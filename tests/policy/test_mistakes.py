@@ -4,8 +4,6 @@ The folder ``mistakes`` holds a right text and the mistakes that are made in it:
 right text, what stands there instead, how the message begins]. Where nothing stands, the mistake comes behind the text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

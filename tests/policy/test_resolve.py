@@ -1,7 +1,5 @@
 """Policies and models that fit each other, or do not: sizes, ties, types, optional modules."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

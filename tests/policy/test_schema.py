@@ -1,7 +1,5 @@
 """The form of a policy: what it holds when it is right, and which sections it must have."""
 
-from __future__ import annotations
-
 import pytest
 
 from autopar.policy.load import read_user_policy

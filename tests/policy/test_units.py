@@ -1,7 +1,5 @@
 """Counting units in a config and sharing them out; what does not fit says both numbers and what would."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,12 +54,7 @@ def test_the_width_of_a_unit_is_inferred() -> None:
 def test_widths_that_are_written_stand_and_the_others_share_what_is_left() -> None:
     parts = ["heads * 5", "kv * d", "kv * 2 * d", "plain"]
     found = layout(table(2, d=4), parts, 9 * 5 + 3 * 4 + 3 * 8 + 9 * 7)
-    assert [(block.unit, block.width) for block in found.blocks] == [
-        ("heads", 5),
-        ("kv", 4),
-        ("kv", 8),
-        ("plain", 7),
-    ]
+    assert [(block.unit, block.width) for block in found.blocks] == [("heads", 5), ("kv", 4), ("kv", 8), ("plain", 7)]
     assert found.ranges(0) == ((0, 30), (45, 53), (57, 73), (81, 116))
     assert found.ranges(1) == ((30, 45), (53, 57), (73, 81), (116, 144))
     found = layout(table(2), ["heads * 5", "ffn", "ffn"], 45 + 14)  # inferred units count what is left

@@ -1,7 +1,5 @@
 """Model types that no policy lists and that come with a ``tp_plan``: a policy is derived from what they compute."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from typing import Any

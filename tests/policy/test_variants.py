@@ -1,7 +1,5 @@
 """Several policies in one file, fragments mounted under a path, ranges of transformers by model type."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 

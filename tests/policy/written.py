@@ -1,7 +1,5 @@
 """Policies that tests write: whole folders, the right texts that mistakes are made in, and exact messages."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small programs of four ranks: every kind of mesh."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A rehearsal counts what the planner plans: bytes over each axis, states, the most that is held."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A rehearsed rank issues what a real one does, call for call."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

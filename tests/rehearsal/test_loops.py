@@ -1,7 +1,5 @@
 """Loops of users: what is right is matched, what real ranks would hang on or refuse is found."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +27,7 @@ def on_device(model: Any, *shape: int) -> torch.Tensor:
     return torch.ones(shape, device=model.mpu.device)
 
 
-def rehearsed(loop: Loop, config: dict[str, Any] | None = None, world: int = 4) -> autopar.Rehearsal:
+def rehearsed(loop: Loop, config: dict[str, Any] | None = None, world: int = 4) -> Any:
     return autopar.rehearse(on_meta(llama), config or {"cp": 2}, world, sequence=16, loop=loop)
 
 

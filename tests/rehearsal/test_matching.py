@@ -1,7 +1,5 @@
 """Planted faults in the traces of four ranks, two stages of two tensor-parallel ranks: all are found, ranks named."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

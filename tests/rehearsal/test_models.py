@@ -1,20 +1,12 @@
 """Models and configurations of users: what they rehearse, and what is counted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    BertModel,
-    ViTConfig,
-    ViTForImageClassification,
-)
+from transformers import BertConfig, BertForSequenceClassification, BertModel, ViTConfig, ViTForImageClassification
 
 import autopar
 from autopar.errors import ConfigError
@@ -23,12 +15,7 @@ from tests.rehearsal.programs import llama, mixtral
 from tests.rehearsal.test_rehearse import on_meta
 from tests.tiers import mainly
 
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-}
+SMALL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8}
 WITHOUT_LABELS: dict[str, Callable[[], Any]] = {
     "encoder": lambda: BertModel(BertConfig(**SMALL, vocab_size=256)),
     "classes of samples": lambda: BertForSequenceClassification(BertConfig(**SMALL, vocab_size=256)),

@@ -1,7 +1,5 @@
 """Processes that wait for each other, in memory that they share: here one process writes for all."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from autopar.tools.rehearsal.cast import Standstill

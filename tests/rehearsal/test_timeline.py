@@ -1,7 +1,5 @@
 """The timeline of a step: calls played under the planner's costs, written for Perfetto."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

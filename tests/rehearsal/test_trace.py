@@ -1,7 +1,5 @@
 """The trace of a real job: what AUTOPAR_TRACE writes, and what ``autopar trace`` says of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

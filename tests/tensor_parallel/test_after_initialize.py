@@ -1,7 +1,5 @@
 """What users do to a parallel model afterwards: ask for attention maps, switch kernels, checkpoint, add modules."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Experts whose width a grouped matmul refuses: shares are aligned where they can be, else go one by one."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

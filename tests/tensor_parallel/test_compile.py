@@ -1,7 +1,5 @@
 """torch.compile of a parallelized model, whole or block by block: as many graphs and breaks as the plain one's."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from collections.abc import Callable

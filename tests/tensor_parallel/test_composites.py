@@ -1,7 +1,5 @@
 """Composites that no case of the zoo can run: models without a forward, and one whose image encoder needs timm."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Convolutions by channel, batch norms of channels, outputs that count once, and one matrix that holds all experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

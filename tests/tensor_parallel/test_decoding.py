@@ -1,7 +1,5 @@
 """A token that is decoded costs few calls in Python beside those of the plain model, and is the same one."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable

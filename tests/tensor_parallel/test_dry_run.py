@@ -1,7 +1,5 @@
 """Policies that are complete and still wrong are found before the model is touched."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Each mistake that only a run can show, on the smallest model that makes it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A dry run computes one of several equal blocks, and finds what is wrong in any of them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace

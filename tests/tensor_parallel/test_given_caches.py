@@ -1,7 +1,5 @@
 """``past_key_values`` that the user gives: outputs and gradients are the plain model's, or an error says why not."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Layers that take a seed for each forward: the same one on all tensor-parallel ranks, and another one each time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

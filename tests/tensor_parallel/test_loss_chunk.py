@@ -1,7 +1,5 @@
 """``loss.chunk`` without tensor parallelism: the head's logits are made some tokens at a time on every mesh."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """Modules and parameters that come or change after initialize: refused where they would take a shard for the whole."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Norms whose mean runs over sharded features, in groups or over all, in each way that such norms are written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

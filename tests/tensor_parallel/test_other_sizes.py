@@ -1,7 +1,5 @@
 """Modules whose size is not the config's, and inputs of one sample: refused only where something is sharded by it."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

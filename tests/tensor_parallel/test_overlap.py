@@ -1,18 +1,13 @@
 """The input gradient of a region is summed while a weight gradient is computed: the same gradients, in that order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from autopar.distributed.axis import Axis
-from autopar.pipeline_parallel.engine import stage_backward_input, stage_backward_weight
-from autopar.tensor_parallel import regions, regions as overlap
+from autopar.tensor_parallel import regions
 from tests.compare import same_gradients
 from tests.parity import check, language_batches
 from tests.pool import pooled
@@ -26,7 +21,7 @@ IDS = torch.arange(16).view(2, 8)
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What happens in a backward pass: ``launch``, ``weight``, ``wait``."""
     seen: list[str] = []
-    start, weight = overlap.start_all_reduce, overlap.LateWeight.backward
+    start, weight = regions.start_all_reduce, regions.LateWeight.backward
 
     def started(x: torch.Tensor, axis: Axis) -> Callable[[], None]:
         seen.append("launch")
@@ -42,8 +37,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append("weight")
         return weight(*args)
 
-    monkeypatch.setattr(overlap, "start_all_reduce", started)
-    monkeypatch.setattr(overlap.LateWeight, "backward", staticmethod(computed))
+    monkeypatch.setattr(regions, "start_all_reduce", started)
+    monkeypatch.setattr(regions.LateWeight, "backward", staticmethod(computed))
     return seen
 
 
@@ -133,26 +128,3 @@ def test_nothing_is_overlapped_where_it_could_not_be_right_or_would_not_pay() ->
         shared = parallel(llama(), 2, model_parallelism={"tensor_parallel_size": 2, "cpu_transport": "shm"})
         shared(input_ids=IDS, labels=IDS).loss.backward()
         assert not seen
-
-
-@pooled(world_size=2)
-def test_halves_of_a_backward_pass() -> None:
-    """A zero-bubble schedule gets the gradient of the input first, and that of the weights later."""
-    model = parallel(llama(), 2, model_parallelism=GLOO)
-    block: nn.Module = model.model.layers[0].mlp
-    x = torch.randn(2, 3, 24)
-    dist.broadcast(x, 0)
-    results = []
-    for split in (False, True):
-        block.zero_grad()
-        leaf = x.clone().requires_grad_()
-        y = block(leaf * 1)
-        if split:
-            rest = stage_backward_input([y], [torch.ones_like(y)], [leaf])
-            assert all(parameter.grad is None for parameter in block.parameters())
-            stage_backward_weight(rest)
-        else:
-            y.sum().backward()
-        results.append([leaf.grad, *(parameter.grad for parameter in block.parameters())])
-    for halves, whole in zip(*results, strict=True):
-        torch.testing.assert_close(halves, whole)

@@ -1,7 +1,5 @@
 """A forward that is set on a layer's object would take the place of the sharded one: it is refused by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Region modules: outputs used inside a region, work on all heads at once, bare experts, arguments that are sharded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -11,7 +9,7 @@ from torch import nn
 from autopar.errors import PolicyError
 from tests.parity import check
 from tests.pool import pooled
-from tests.tensor_parallel.toys import Toy, ToyConfig, batches, checked_plan, filled, share, toy, toy_policy
+from tests.tensor_parallel.toys import Toy, ToyConfig, batches, checked_plan, filled, toy, toy_policy
 
 HEADS = {"heads": "heads"}
 
@@ -292,19 +290,6 @@ def test_an_argument_that_is_the_same_for_all_must_not_be_learned() -> None:
     assert checked_plan(filled(Biases(ToyConfig())), biased(INPUTS), 3)
     with pytest.raises(PolicyError, match=r"bias.bias works on sharded activations, but its rule leaves"):
         checked_plan(filled(OneBias(ToyConfig())), biased(INPUTS), 3)
-
-
-def test_an_argument_that_is_exact_repeated_or_the_same_for_all() -> None:
-    layer = share(filled(Biases(ToyConfig())), biased(INPUTS), 3, 1).layers[0]
-    (planned, *_) = layer.autopar.inputs
-    whole = torch.arange(4.0).view(4, 1)  # heads 0 1 | 2 | 3
-    assert layer._shard_input(whole, planned.layout).tolist() == [[2.0]]
-    assert layer._shard_input(torch.cat([whole, whole + 10]), planned.layout).tolist() == [[2.0], [12.0]]
-    for other in (whole[:1], torch.zeros(6)):
-        assert layer._shard_input(other, planned.layout) is other
-    for other in (None, "text", 3):
-        _, given = layer._with_inputs((planned,), (), {planned.name: other})
-        assert given == {planned.name: other}
 
 
 def test_an_input_that_forward_does_not_take_or_nobody_can_count() -> None:

@@ -1,7 +1,5 @@
 """Selective checkpointing, by transformers' own switch: what the policy saves is used again, and reduced once."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """Logits that stay sharded until somebody reads them: the plain model's values and gradients, whatever is done."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import sys
@@ -128,9 +126,10 @@ def test_whatever_is_computed_of_them(chunk: int) -> None:
         for build in (gpt2, llama) if chunk == 0 else (llama,):
             (batch,) = language_batches(VOCAB, count=1)
             ids, labels = batch["input_ids"], batch["input_ids"]
+            plain = build()
+            model = parallel(copy.deepcopy(plain), 2, loss={"chunk": chunk})
             for name, compute in {**FROM_SHARDS, **GATHERED}.items():
-                plain = build()
-                model = parallel(copy.deepcopy(plain), 2, loss={"chunk": chunk})
+                plain.zero_grad(), model.zero_grad()
                 for scale in (1.0, 0.3):  # two micro-batches
                     before = gathered.times
                     expected, logits = compute(plain(ids).logits, labels), model(ids).logits

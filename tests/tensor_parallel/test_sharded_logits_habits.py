@@ -1,7 +1,5 @@
 """What scripts do to logits beside computing a loss: they change them in place, keep them, look at their gradients."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -149,9 +147,10 @@ HABITS: dict[str, Callable[[Any, Any], Any]] = {
 def test_habits(chunk: int) -> None:
     (batch,) = language_batches(VOCAB, count=1)
     ids = labels = batch["input_ids"]
+    plain = llama()
+    model = parallel(copy.deepcopy(plain), 2, loss={"chunk": chunk})
     for name, compute in HABITS.items():
-        plain = llama()
-        model = parallel(copy.deepcopy(plain), 2, loss={"chunk": chunk})
+        plain.zero_grad(), model.zero_grad()
         for scale in (1.0, 0.3):
             results = [compute(each(ids).logits, labels) for each in (plain, model)]
             close(results[1], results[0], name)

@@ -1,16 +1,11 @@
 """Cuts of anything: fused projections, bare parameters, buffers, filters, embeddings; sizes that modules tell."""
 
-from __future__ import annotations
-
 import copy
 import re
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -23,8 +18,6 @@ from tests.parity import check
 from tests.pool import pooled
 from tests.small import llama
 from tests.tensor_parallel.toys import MLP, MLP_RULES, ToyConfig, batches, checked_plan, share, toy, toy_policy
-
-WORLD = {"model_parallelism": {"tensor_parallel_size": 2}}
 
 
 class Fused(nn.Module):
@@ -137,29 +130,6 @@ def test_bare_parameters_buffers_and_the_columns_of_an_embedding_on_three() -> N
     assert {name: p.shape for name, p in model.named_parameters()} == {
         name: p.shape for name, p in plain.named_parameters()
     }
-
-
-@pooled(world_size=2)
-def test_cut_parameters_and_buffers_are_whole_in_a_checkpoint() -> None:
-    plain, model = toy(Attention), autopar.initialize(toy(Attention), WORLD, policy=ATTENTION)
-    folder: list[Any] = [tempfile.mkdtemp(prefix="autopar-") if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
-    model.save_parallelized(folder[0])
-    plan = model._autopar.plan
-    for name, tensor in plain.state_dict().items():
-        assert plan.tensors[name].layout is not None or name.endswith("out.bias"), name
-        assert plan.tensors[name].shape == tuple(tensor.shape)
-    assert not any("slopes" in name for name in plan.tensors)
-    again = autopar.initialize(toy(Attention), WORLD, policy=ATTENTION)
-    with torch.no_grad():
-        for tensor in [*again.parameters(), *again.buffers()]:
-            tensor.zero_()
-    again.from_parallelized(folder[0])
-    autopar.deparallelize(again)
-    for name, tensor in plain.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor), name
-    dist.barrier()
-    assert Path(folder[0]).exists()
 
 
 @pytest.mark.parametrize(

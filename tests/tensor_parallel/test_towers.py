@@ -1,7 +1,5 @@
 """Several towers with units of their own, models inside models, attributes and inputs beside the blocks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

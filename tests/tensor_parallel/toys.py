@@ -1,7 +1,5 @@
 """Tiny models that isolate one rule each: two residual blocks of one kind, and nothing around them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -68,11 +66,7 @@ def batches(hidden: int = 6, count: int = 2) -> list[dict[str, Any]]:
 
 def toy_policy(units: dict[str, Any], modules: dict[str, Any], **blocks: Any) -> dict[str, Any]:
     """A policy for toys; ``blocks`` are further sections of ``blocks``."""
-    return {
-        "match": {"model_type": "toy"},
-        "units": units,
-        "blocks": {"path": "layers", "modules": modules, **blocks},
-    }
+    return {"match": {"model_type": "toy"}, "units": units, "blocks": {"path": "layers", "modules": modules, **blocks}}
 
 
 def checked_plan(model: Any, policy: Any, tp: int = 2, **options: Any) -> Plan:

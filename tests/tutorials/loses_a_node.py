@@ -3,8 +3,6 @@
 torchrun ... loses_a_node.py FOLDER
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import signal

@@ -5,8 +5,6 @@
 JOBS is a JSON file: ``{name: [script, argument, ...]}``. What rank 0 prints goes to NAME.out beside it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """tutorials/offline.py: the data that ships, files of a user, and what is said about names that do not exist."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

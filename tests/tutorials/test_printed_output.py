@@ -5,8 +5,6 @@ fork server, which have torch and transformers imported: torchrun's processes wo
 scripts run.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The recipes for several nodes: checked, and run as two nodes on this machine, one of which is lost."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """Every tutorial and the demo, small, under torchrun (2 processes) and as plain ``python``: the numbers they print."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 All of them hit both ranks alike, so that no rank waits for another.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

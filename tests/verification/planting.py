@@ -1,7 +1,5 @@
 """Ways to plant a fault: a forward, a function, an attribute or a number of one model that is parallelized."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """``autopar verify``: what it refuses, before a model is built or a process started; and models of a script."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -19,10 +17,7 @@ from tests.random_models import batches, build, cases
     ("arguments", "message"),
     [
         (["llama"], "one process is the plain model: say --tp 2, --pp 2, --dp 2, --cp 2 or several of them"),
-        (
-            ["llama", "--tp", "2", "--checks", "forwards"],
-            "no check 'forwards'. Did you mean 'forward'? Known: ",
-        ),
+        (["llama", "--tp", "2", "--checks", "forwards"], "no check 'forwards'. Did you mean 'forward'? Known: "),
         (["lama", "--tp", "2"], "'lama' is no folder with a config.json and no model type"),
         (["llama", "--tp", "2", "--dtype", "fp32"], "--dtype fp32 must be one of float64, float32, bfloat16, float16."),
         (["llama", "--tp", "2", "--task", "classify"], "'classify' is no task and no class of llama."),

@@ -1,7 +1,5 @@
 """Layers whose rules contradict those around them: the report names them, and their lines come first."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from autopar.config import ParallelConfig

@@ -1,7 +1,5 @@
 """Dropout over rows of sequences, heads and stages: drawn alike and apart as it must be; and what is found."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """verify with experts that replicas share: all of it holds, and what is wrong with them is found."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 

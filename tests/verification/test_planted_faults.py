@@ -1,7 +1,5 @@
 """Planted faults: all are caught, and all but a few attributed to the module that they were planted in."""
 
-from __future__ import annotations
-
 import functools
 from contextlib import ExitStack
 from typing import Any

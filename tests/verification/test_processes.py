@@ -1,7 +1,5 @@
 """The processes of verify: forks of one that may have had process groups of its own."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from pathlib import Path

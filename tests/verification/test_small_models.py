@@ -1,7 +1,5 @@
 """Small models and batches for them: one model type for each thing that their configs and forwards need."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Make a config of what the data says: a tree of fields, or a flat one of which the config takes what it knows."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any

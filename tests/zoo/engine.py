@@ -3,8 +3,6 @@
 Of a type only its own entry is worked out, at the first question; configs are made when a test asks for one.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any

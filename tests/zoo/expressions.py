@@ -3,8 +3,6 @@
 Nothing else of Python is known: no subscripts, no attributes but of ``config``, no names but those that are given.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import operator

@@ -1,7 +1,5 @@
 """How a small model type is described for the tests: :class:`Kind`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol

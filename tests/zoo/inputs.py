@@ -3,8 +3,6 @@
 Each gets the batch so far, and for whom it is (:class:`Scene`), and returns the batch; the data gives the rest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Put together mappings of the data: fragments that an entry names with ``with``, and changes of a variant."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Read the YAML files of this folder, each once and only when it is asked for."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from pathlib import Path

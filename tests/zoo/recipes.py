@@ -1,7 +1,5 @@
 """Make inputs of the steps that the data lists: each names what the batch gets, or a function of ``inputs``."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,6 @@ the weights after a step. Texts are 7, 16 or 33 tokens long, by model type: one 
 positions, the other padded on the left, without labels on the rows of one rank.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -35,8 +33,6 @@ from tests.once import by_rank_0
 from tests.parity import all_close, close, reseed, total_loss, whole
 from tests.pipeline_parallel.oracle import whole_tensors
 from tests.random_models import Case, batches, build, kind
-
-__all__ = ["LENGTHS", "MESHES", "Mesh", "Verdict", "compare", "plain_of"]
 
 LENGTHS = (7, 16, 33)
 _UNEVEN, _FOR_FOUR = (6, 3), (8, 2)  # heads and KV heads: more to one rank than to another; fewer KV heads than ranks

@@ -1,7 +1,5 @@
 """Context parallelism against the plain model: masks, lengths, methods, meshes. Logits, losses, every gradient."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from typing import Any
@@ -14,7 +12,7 @@ from transformers import PreTrainedModel
 
 import autopar
 from autopar.distributed import collectives
-from autopar.features.context_parallel import attention, lazy_rows
+from autopar.features.context_parallel import attention
 from autopar.layout import rows_layout
 from tests.parity import check, close, language_batches
 from tests.pipeline_parallel.oracle import check_pipeline
@@ -57,12 +55,7 @@ def labelled_on_one_rank(length: int) -> dict[str, Any]:
 
 def batches() -> list[dict[str, Any]]:
     """Lengths that do not divide, padding on both sides, documents, a rank without labels."""
-    return [
-        *language_batches(131, count=1, seq=7),
-        padded_left(16),
-        packed(7, 9),
-        labelled_on_one_rank(33),
-    ]
+    return [*language_batches(131, count=1, seq=7), padded_left(16), packed(7, 9), labelled_on_one_rank(33)]
 
 
 CAUSAL = {
@@ -171,12 +164,16 @@ def test_with_stages_and_sequence_parallelism() -> None:
         check_pipeline(build_one, language_batches(131, batch=4, seq=9), tp=2, **config).mpu.destroy()
 
 
-@pytest.mark.tier("test", only=("1",))
+@pytest.mark.every_case
+@pytest.mark.tier("test", only=("grouped keys-1",))
+@pytest.mark.tier("sweep", only=("grouped keys-3", "gated delta-1", "gated delta-3"))
 @pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("name", ["grouped keys", "gated delta"])
 @pooled(world_size=4)
-def test_steps_with_replicas_and_sharded_states(stage: int) -> None:
+def test_steps_with_replicas_and_sharded_states(name: str, stage: int) -> None:
     """Three steps of two micro-batches, clipped, with recomputed activations, on two replicas of two ranks each."""
-    plain, model = llama().train(), llama().train()
+    build_one = CAUSAL.get(name, functools.partial(made, "qwen3_next", "Qwen3NextForCausalLM"))
+    plain, model = build_one().train(), build_one().train()
     reference, optimizer = (torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (plain, model))
     more = {"zero": {"stage": stage}, "gradient_clipping": 0.5, "activation_checkpointing": {"enable": True}}
     model, optimizer = autopar.initialize(model, {**sizes(2), **more}, optimizer=optimizer)
@@ -186,9 +183,11 @@ def test_steps_with_replicas_and_sharded_states(stage: int) -> None:
         engine = DistributedDataParallel(model, process_group=group)
     for step in range(3):
         batches = language_batches(131, batch=4, seq=7 + step, seed=step)
+        with torch.no_grad():
+            close(engine(**batches[0]).loss, plain(**batches[0]).loss, f"in evaluation before step {step}")
         for number, batch in enumerate(batches):
             plain(**batch).loss.backward()
-            mine = {name: value.chunk(2)[mpu.dp.rank] for name, value in batch.items()}
+            mine = {key: value.chunk(2)[mpu.dp.rank] for key, value in batch.items()}
             valid = (batch["labels"][:, 1:] != -100).sum()
             with contextlib.nullcontext() if number or stage == 3 else engine.no_sync():
                 loss = engine(**mine, num_items_in_batch=valid).loss * mpu.dp.size  # averaged over the replicas
@@ -198,47 +197,9 @@ def test_steps_with_replicas_and_sharded_states(stage: int) -> None:
             each.step()
             each.zero_grad()
     weights = dict(model.named_parameters())
-    for name, parameter in plain.named_parameters():
-        held: Any = weights[name]
-        close(held.full_tensor() if stage == 3 else held.data, parameter.data, f"{name} after three steps")
-
-
-@pytest.mark.parametrize("planted", ["mask", "rows", "gradient", "mask of ulysses", "rows of ulysses"])
-@pooled(world_size=2)
-def test_what_is_planted_is_seen(planted: str) -> None:
-    """A dropped mask, rows in another order, a gradient that counts twice: each makes the comparison fail."""
-    before: list[tuple[Any, str, Any]] = []
-
-    def plant(owner: Any, name: str, value: Any) -> None:
-        before.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, value)
-
-    if planted == "mask":
-        of_rows = attention._of_rows
-        plant(attention, "_of_rows", lambda mask, *args: torch.ones_like(of_rows(mask, *args)))
-    elif planted == "rows":
-        plant(attention, "_pieces", _front)
-    elif planted == "mask of ulysses":
-        plant(attention, "_of_heads", lambda x, *_: torch.ones_like(x) if x.dtype == torch.bool else x)
-    elif planted == "rows of ulysses":
-        exchange, others = attention.exchange, rows_layout(16, 2, zigzag=True)
-        plant(attention, "exchange", lambda x, axis, heads, rows, **way: exchange(x, axis, heads, others, **way))
-    else:
-        plain = lazy_rows.join
-        plant(lazy_rows, "join", lambda x, *args: plain(x, *args) * 2 - plain(x, *args).detach())
-    listed = [packed(16)] if planted in ("rows", "gradient", "rows of ulysses") else [padded_left(16)]
-    method = "ulysses" if "ulysses" in planted else "gather"
-    try:
-        with pytest.raises(AssertionError, match="off by"):
-            check(llama, listed, 1, config=sizes(2, method), step=False)
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
-
-
-def _front(runs: tuple[tuple[int, int], ...]) -> list[tuple[int, int, int]]:
-    """The rows that a rank would have without zigzag, if it were the first."""
-    return [(0, 0, sum(stop - start for start, stop in runs))]
+    for key, parameter in plain.named_parameters():
+        held: Any = weights[key]
+        close(held.full_tensor() if stage == 3 else held.data, parameter.data, f"{key} after three steps")
 
 
 @pooled(world_size=2)

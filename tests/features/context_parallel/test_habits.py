@@ -1,8 +1,7 @@
 """What users do with a context-parallel model in their own loops: equal to the plain model."""
 
-from __future__ import annotations
-
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import autopar
 from autopar.errors import ConsistencyError
 from tests.compare import same_gradients
+from tests.features.context_parallel.test_exactness import made
 from tests.pool import pooled
 from tests.small import llama
 
@@ -51,12 +51,15 @@ def test_some_logits(method: str) -> None:
     _same(model, plain, lambda each: each(input_ids=_ids(2, 9), logits_to_keep=3).logits.square().mean())
 
 
+@pytest.mark.every_case
+@pytest.mark.tier("sweep", only=("ulysses-True", "gather-False", "states-False"))
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, "states"])
 @pooled(world_size=2)
 def test_recomputed_after_another_forward(method: str, reentrant: bool) -> None:
-    """The backward pass recomputes rows of its own forward, whatever ran since."""
-    plain, model = _pair(llama().train(), method)
+    """The backward pass recomputes rows of its own forward, whatever ran since; states that are handed on, too."""
+    states = functools.partial(made, "qwen3_next", "Qwen3NextForCausalLM")
+    plain, model = _pair(states().train()) if method == "states" else _pair(llama().train(), method)
     for each in (plain, model):
         each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
 
@@ -68,14 +71,6 @@ def test_recomputed_after_another_forward(method: str, reentrant: bool) -> None:
         return first + 2 * second
 
     _same(model, plain, loss)
-
-
-@pooled(world_size=2)
-def test_a_loss_that_is_divided_by_the_items_of_a_step() -> None:
-    """``num_items_in_batch``, as Trainer gives it, goes through the blocks; the user's loop may give a number."""
-    plain, model = _pair(llama())
-    for items in (50, torch.tensor(20)):
-        _same(model, plain, lambda each, n=items: each(_ids(2, 9), labels=_ids(2, 9), num_items_in_batch=n).loss)
 
 
 @pytest.mark.parametrize("seq", [5, 8])

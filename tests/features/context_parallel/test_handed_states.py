@@ -1,26 +1,22 @@
 """States handed on from rank to rank: recurrences and convolutions over own rows, equal to the plain model."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from autopar.compat.transformers import CACHES
 from autopar.features.context_parallel.plan import plan_rows
-from autopar.features.context_parallel.recurrent import state_passing
-from autopar.features.context_parallel.recurrent.state_passing import HandedStates, States, StatesOfRank, own_arguments
+from autopar.features.context_parallel.recurrent.state_passing import HandedStates, States, own_arguments
 from autopar.layout import rows_layout
 from autopar.policy.match import find_policy
 from tests.features.context_parallel.test_exactness import (
@@ -42,7 +38,6 @@ KINDS = {
     "state space": ("bamba", "BambaForCausalLM"),
     "rows that are read early": ("zaya", "ZayaForCausalLM"),
 }
-_SHORT = dict(list(KINDS.items())[:3])
 
 
 def one(name: str, **changes: Any) -> Callable[[], Any]:
@@ -106,37 +101,6 @@ def test_four_ranks_tensor_parallelism_and_stages(name: str) -> None:
     check_pipeline(one(name), language_batches(131, batch=4, seq=9), **config).mpu.destroy()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pooled(world_size=4)
-def test_steps_of_two_replicas(stage: int) -> None:
-    """Recomputed steps of two micro-batches, evaluated between, with DDP, ZeRO-1 and FSDP2."""
-    plain, model = (one("gated delta")().train() for _ in range(2))
-    reference, optimizer = (torch.optim.AdamW(m.parameters(), lr=1e-3, eps=1e-3) for m in (plain, model))
-    more = {"zero": {"stage": stage}, "activation_checkpointing": {"enable": True}}
-    model, optimizer = autopar.initialize(model, {**sizes(2), **more}, optimizer=optimizer)
-    mpu, engine = model.mpu, model
-    if stage < 3:
-        group = mpu.get_data_parallel_group(with_context_parallel=True)
-        engine = DistributedDataParallel(model, process_group=group)
-    for step in range(2):
-        with torch.no_grad():
-            close(engine(**nine()[0]).loss, plain(**nine()[0]).loss, f"in evaluation before step {step}")
-        listed = language_batches(131, batch=4, seq=9 + step, seed=step)
-        for number, batch in enumerate(listed):
-            plain(**batch).loss.backward()
-            mine = {name: value.chunk(2)[mpu.dp.rank] for name, value in batch.items()}
-            valid = (batch["labels"][:, 1:] != -100).sum()
-            with contextlib.nullcontext() if number or stage == 3 else engine.no_sync():
-                (engine(**mine, num_items_in_batch=valid).loss * mpu.dp.size).backward()
-        for each in (reference, optimizer):
-            each.step()
-            each.zero_grad()
-    weights = dict(model.named_parameters())
-    for name, parameter in plain.named_parameters():
-        held: Any = weights[name]
-        close(held.full_tensor() if stage == 3 else held.data, parameter.data, f"{name} after two steps")
-
-
 _RECURRENT = {
     "mamba2": "Mamba2ForCausalLM",
     "mamba": "MambaForCausalLM",
@@ -154,26 +118,6 @@ def test_a_recomputed_block_hands_on_its_states_before_it_waits_for_their_gradie
     config = {**sizes(2), "activation_checkpointing": {"enable": True}}
     build_one = functools.partial(made, name, _RECURRENT[name])
     check(build_one, language_batches(131, seq=12), 1, config=config).mpu.destroy()
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pooled(world_size=2)
-def test_forwards_between_forward_and_backward(reentrant: bool) -> None:
-    """Two batches in one backward, recomputed, with evaluation between."""
-    plain, model = one("gated delta")().train(), autopar.initialize(one("gated delta")(), sizes(2)).train()
-    losses = []
-    for each in (plain, model):
-        each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-        first = each(**padded_left(16)).loss
-        second = each(**packed(7, 9)).loss
-        with torch.no_grad():
-            each(**nine()[0])
-        losses.append(first + 2 * second)
-        losses[-1].backward()
-    close(losses[1], losses[0], "loss")
-    autopar.average_gradients(model)
-    for name, parameter in plain.named_parameters():
-        close(model.get_parameter(name).grad, parameter.grad, name)
 
 
 @pooled(world_size=2)
@@ -252,48 +196,6 @@ def test_documents_for_kernels_take_all_rows() -> None:
     assert kept is hidden and rest["attention_mask"].shape == (2, 4)
     documents = {"seq_idx": torch.zeros(2, 8, dtype=torch.int32)}
     assert own_arguments(module, ((hidden,), documents), how, inputs, rows, 1) is None
-
-
-@contextlib.contextmanager
-def planted(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-def _zero(of: str) -> Callable[..., torch.Tensor]:
-    plain = StatesOfRank.take
-    return lambda self, key: plain(self, key) * (0 if key[0] == of else 1)
-
-
-def _of_the_rank_before(self: StatesOfRank, key: Any, state: torch.Tensor, through: Any = None) -> Any:
-    """What this rank was handed goes on, in place of its own rows."""
-    return _give(self, key, self.before(key) if key[0] == "conv" and not self.first else state, through)
-
-
-def _dropped(of: int) -> Callable[..., Any]:
-    plain = state_passing._Taken.backward
-    return lambda ctx, grad: plain(ctx, grad * (0 if grad.ndim == of else 1))
-
-
-_give = StatesOfRank.give
-PLANTED = {
-    "a state that is not handed on": (StatesOfRank, "take", _zero("recurrent")),
-    "rows that are not handed on": (StatesOfRank, "take", _zero("conv")),
-    "rows of the rank before": (StatesOfRank, "give", _of_the_rank_before),
-    "a gradient of states": (state_passing._Taken, "backward", staticmethod(_dropped(4))),
-    "a gradient of rows": (state_passing._Taken, "backward", staticmethod(_dropped(3))),
-}
-
-
-@pytest.mark.parametrize("what", PLANTED)
-@pooled(world_size=4)
-def test_what_is_planted_is_seen(what: str) -> None:
-    with planted(*PLANTED[what]), pytest.raises(AssertionError, match="off by"):
-        check(one("gated delta"), [padded_left(16)], 1, config=sizes(4), step=False)
 
 
 def test_a_module_that_forgets_a_state_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:

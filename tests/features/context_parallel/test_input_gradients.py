@@ -1,7 +1,5 @@
 """Gradients of what the model is given (saliency, soft prompts, GCG): the whole ones, on every rank."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Embeddings of own rows, before the block boundary: what is done to them, and who reads them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Training loops as users write them, over rows of the sequence: losses, norms and weights of one process."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable

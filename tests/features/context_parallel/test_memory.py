@@ -1,7 +1,5 @@
 """What a rank holds of a longer sequence, when it always has as many rows of it: docs/long-sequences.md, "Memory"."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,15 +1,9 @@
 """Context parallelism beside each other axis, on four ranks; ``make verify-all`` has every model type."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import autopar
-from autopar.features.context_parallel import lazy_rows
 from benchmarks.context_parallel_policies import NOT_IN_STAGES, NOT_OVER_FOUR
 from tests.features.context_parallel.meshes import MESHES, compare
 from tests.pool import pooled
@@ -35,41 +29,6 @@ def test_it_equals_the_plain_model(mesh: str) -> None:
             continue
         assert verdict.verdict == "equal", f"{case}: {verdict.why}"
         assert (len(verdict.cut) > 0) == (MESHES[mesh].cp > 1)
-
-
-def _doubled(patch: pytest.MonkeyPatch) -> None:
-    join = lazy_rows.join
-    patch.setattr(lazy_rows, "join", lambda x, *args: join(x, *args) * 2 - join(x, *args).detach())
-
-
-def _summed(patch: pytest.MonkeyPatch) -> None:
-    average = autopar.average_gradients
-
-    def summed(model: Any) -> None:
-        average(model)
-        for parameter in model.parameters():
-            parameter.grad *= model.mpu.dp.size
-
-    patch.setattr(autopar, "average_gradients", summed)
-
-
-@pytest.mark.parametrize(
-    ("mesh", "plant"),
-    [
-        ("cp2xtp2", _doubled),
-        ("cp2xpp2", _doubled),
-        ("cp2xdp2-ddp", _doubled),
-        ("cp2xdp2-zero1", _summed),
-        ("cp4", _doubled),
-    ],
-)
-@pooled(world_size=4)
-def test_what_is_planted_is_seen(mesh: str, plant: Callable[[pytest.MonkeyPatch], None]) -> None:
-    """A gradient that counts twice; a sum over the replicas in the place of the average."""
-    with pytest.MonkeyPatch.context() as patch:
-        plant(patch)
-        verdict = compare(GPT2, MESHES[mesh], "gather")
-    assert verdict.verdict == "wrong" and "off by" in verdict.why, verdict
 
 
 # Model types whose policies are younger than the results of all meshes.

@@ -1,7 +1,5 @@
 """What does not go with context parallelism raises, with what to use instead: docs/long-sequences.md."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows and heads on ranks, and the tables of rows that follow: pure."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

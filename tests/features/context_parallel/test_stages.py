@@ -1,7 +1,5 @@
 """Rows of the sequence on pipeline stages: each stage computes own rows only, with the numbers of the plain model."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -10,14 +8,7 @@ import pytest
 import torch
 
 import autopar
-from tests.features.context_parallel.test_exactness import (
-    CAUSAL,
-    labelled_on_one_rank,
-    made,
-    packed,
-    padded_left,
-    sizes,
-)
+from tests.features.context_parallel.test_exactness import labelled_on_one_rank, made, packed, padded_left, sizes
 from tests.features.context_parallel.test_memory import Largest
 from tests.parity import language_batches
 from tests.pipeline_parallel.oracle import check_pipeline
@@ -88,13 +79,6 @@ def test_masks_and_lengths(schedule: str) -> None:
 @pooled(world_size=4)
 def test_other_models(model_type: str, head: str, listed: Callable[[], list[Batch]]) -> None:
     check_pipeline(functools.partial(made, model_type, head), listed(), **staged()).mpu.destroy()
-
-
-@pytest.mark.tier("all")
-@pooled(world_size=8)
-def test_with_tensor_parallelism() -> None:
-    for build in (CAUSAL["grouped keys"], functools.partial(gpt2, n_positions=64)):
-        check_pipeline(build, causal_batches(), tp=2, **staged(tensor_parallel_size=2)).mpu.destroy()
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])

@@ -3,8 +3,6 @@
 The whole step is recorded, so a collective too many, or one of more heads or rows than it needs, is another number.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -49,10 +47,7 @@ def of_the_loss(n: int) -> int:
 def counted(n: int, kv_heads: int, method: str, batch: dict[str, torch.Tensor]) -> int:
     """Bytes that this rank sends in the second step: checks that happen once are done."""
     model = llama(
-        hidden_size=HEADS * HEAD_DIM,
-        num_attention_heads=HEADS,
-        num_key_value_heads=kv_heads,
-        num_hidden_layers=LAYERS,
+        hidden_size=HEADS * HEAD_DIM, num_attention_heads=HEADS, num_key_value_heads=kv_heads, num_hidden_layers=LAYERS
     )
     parallelism = {"context_parallel_size": n, "context_parallel_method": method}
     model = autopar.initialize(model, {"model_parallelism": parallelism})

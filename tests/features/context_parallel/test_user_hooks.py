@@ -1,7 +1,5 @@
 """User hooks where ranks share sequences: refused, unless they are local."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

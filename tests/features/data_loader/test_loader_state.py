@@ -1,7 +1,5 @@
 """The place in the data, saved in the middle of an epoch and taken up on other numbers of replicas."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

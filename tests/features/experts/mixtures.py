@@ -1,7 +1,5 @@
 """Small mixtures of experts, ragged batches for their replicas, and one process that reads all of them."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small mixtures whose experts are modules in a list, of transformers and of a user's own; all in fp64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -17,8 +15,6 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutput
-
-__all__ = ["LISTED", "listed", "nllb", "switch"]
 
 
 def _precise(model: PreTrainedModel) -> PreTrainedModel:

@@ -1,7 +1,5 @@
 """expert_parallel_size: whole experts on ranks, tokens that travel; the plain model's numbers, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """ZeRO stage 3 with experts of several replicas: FSDP2 over two meshes; one process with the whole batch."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every model type whose experts ranks can hold whole, over replicas of one rank and of two, against one process."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

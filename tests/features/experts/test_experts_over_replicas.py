@@ -1,7 +1,5 @@
 """expert_parallel_size above tensor_parallel_size: experts of several replicas; one process with the whole batch."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

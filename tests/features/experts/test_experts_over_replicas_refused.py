@@ -1,7 +1,5 @@
 """What does not go with experts of several replicas and is refused, and what looks like that and is right."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

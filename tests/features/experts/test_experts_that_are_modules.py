@@ -1,7 +1,5 @@
 """expert_parallel_size of experts that are modules in a list: one process with the whole batch, in fp64."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

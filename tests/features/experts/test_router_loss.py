@@ -1,7 +1,5 @@
 """The auxiliary loss of a mixture's routers over replicas: that of the whole batch, where the model's is known."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Continuous batching over tensor-parallel ranks: transformers' ``generate_batch`` and its managers."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 import time
@@ -363,10 +361,7 @@ def test_other_models_of_ranks_are_refused() -> None:
     words = (
         r"(?s)continuous batching .* of \w*LlamaForCausalLM: {}.*Use model\.generate\(\*\*tokenizer.*It goes with ten"
     )
-    for config, reason in {
-        "pp": "its 2 pipeline stages",
-        "cp": "context_parallel_size=2",
-    }.items():
+    for config, reason in {"pp": "its 2 pipeline stages", "cp": "context_parallel_size=2"}.items():
         model = autopar.initialize(grouped(), {config: 2})
         for begin in (
             lambda model=model: model.generate_batch([[5, 6, 7]], max_new_tokens=3),

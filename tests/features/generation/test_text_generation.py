@@ -1,7 +1,5 @@
 """What users put around ``generate``: transformers' pipeline and streamers, on a parallelized model."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import time

@@ -1,7 +1,5 @@
 """When shared memory carries the collectives, and what says that it cannot."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

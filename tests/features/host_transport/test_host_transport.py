@@ -1,7 +1,5 @@
 """Collectives through shared memory against those of gloo: values, bits, dtypes, shapes, errors, and what remains."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ from autopar.features.host_transport import transport as host_transport
 from autopar.features.host_transport.transport import HostTransport
 from autopar.layout import Block, Layout
 from tests.compare import same_gradients
+from tests.distributed.test_gloo_collectives import same_on_all, values
 from tests.pool import pooled
 from tests.small import gpt2, llama
 from tests.tiers import in_tier, mainly
@@ -37,20 +36,6 @@ def _axes(size: int) -> tuple[Axis, Axis]:
     return MPU(size, cpu_transport="gloo").tp, MPU(size, cpu_transport="shm").tp
 
 
-def _values(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
-    values = torch.randn(shape, generator=generator)
-    return values.to(dtype) if dtype.is_floating_point else (values * 10).to(dtype)
-
-
-def _same_on_all(x: torch.Tensor) -> None:
-    """Assert that all ranks hold the same bits."""
-    bits = x.contiguous().view(-1).view(torch.uint8)
-    everyone = [torch.empty_like(bits) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, bits)
-    assert all(torch.equal(bits, other) for other in everyone)
-
-
 def _assert_sum(found: torch.Tensor, gloo: torch.Tensor, mine: torch.Tensor) -> None:
     """Assert that a sum has the bits of gloo's over two ranks, and over more is as near as one rounding to it."""
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -70,15 +55,15 @@ def _all_reduce_like_gloo() -> None:
     shapes: list[tuple[int, ...]] = [(), (1,), (1, 1, 512), (3, 5, 7), (0,), (2, 0, 3), (17_001,), (slot // 4 + 3,)]
     for dtype in SUMMED:
         for number, shape in enumerate(shapes):
-            mine = _values(shape, dtype, number)
+            mine = values(shape, dtype, number)
             wanted, found = collectives.reduce(mine, gloo), collectives.reduce(mine, shm)
             assert found.shape == wanted.shape and found.dtype == dtype
             _assert_sum(found, wanted, mine)
-            _same_on_all(found)
+            same_on_all(found)
             in_place = mine.clone()
             assert collectives.reduce_(in_place, shm) is in_place
             assert torch.equal(in_place, found)
-            assert torch.equal(mine, _values(shape, dtype, number)), "the input was mutated"
+            assert torch.equal(mine, values(shape, dtype, number)), "the input was mutated"
 
 
 @pytest.mark.tier("test")
@@ -92,7 +77,7 @@ def _others_like_gloo() -> None:
     size, slot = gloo.size, host_transport._SLOT
     for dtype in (*SUMMED, torch.bool, torch.complex64, torch.int16, torch.float8_e4m3fn):
         for width in (1, 3, 0, slot // dtype.itemsize + 5):
-            raw = _values((2, width * dtype.itemsize), torch.uint8, width)
+            raw = values((2, width * dtype.itemsize), torch.uint8, width)
             mine = raw > 3 if dtype is torch.bool else raw.view(dtype) if width else torch.empty(2, 0, dtype=dtype)
             layout = collectives.even_layout(2 * size, size)
             wanted = collectives.all_gather(mine.view(torch.uint8), gloo, layout, 0)  # gloo does not know all dtypes
@@ -103,14 +88,14 @@ def _others_like_gloo() -> None:
                     collectives.broadcast(x, axis, size - 1)
             assert (width > 10 and dtype not in SUMMED) or torch.equal(received[0], received[1].view(torch.uint8))
             if dtype in SUMMED and width < 10:
-                parts = _values((2 * size, 3 * width), dtype, width)
+                parts = values((2 * size, 3 * width), dtype, width)
                 wanted, found = (collectives.reduce_scatter(parts, axis) for axis in (gloo, shm))
                 assert found.shape == (2, 3 * width)
                 if size == 2 or not dtype.is_floating_point:
                     assert torch.equal(found, wanted)
                 else:  # what one all-reduce gives
                     assert torch.equal(found, collectives.reduce(parts, shm)[2 * shm.rank : 2 * shm.rank + 2])
-    long = _values((size * (slot // 8 + 5),), torch.float32)  # in parts
+    long = values((size * (slot // 8 + 5),), torch.float32)  # in parts
     summed = collectives.reduce(long, shm)
     assert torch.equal(collectives.reduce_scatter(long, shm), summed.view(size, -1)[shm.rank])
 
@@ -127,11 +112,11 @@ def test_shards_of_different_width_are_gathered() -> None:
     for elements in (7, 2, 1):  # with fewer than ranks some hold none
         layout = collectives.even_layout(elements, 3)
         width = layout.local_size(gloo.rank)
-        for mine in (_values((4, width), torch.float32), _values((width, 4), torch.float32).t()):
+        for mine in (values((4, width), torch.float32), values((width, 4), torch.float32).t()):
             wanted, found = (collectives.all_gather(mine, axis, layout, 1) for axis in (gloo, shm))
             assert torch.equal(found, wanted)
     layout = Layout.of(0, [Block("element", 3, 1, ((0, 2), (0, 2), (2, 3)))])  # two ranks hold the same units
-    mine = _values((layout.local_size(gloo.rank), 2), torch.float32)
+    mine = values((layout.local_size(gloo.rank), 2), torch.float32)
     wanted, found = (collectives.sum_shards(mine, axis, layout, 0) for axis in (gloo, shm))
     assert torch.equal(found, wanted)
 
@@ -141,7 +126,7 @@ def test_shards_of_different_width_are_gathered() -> None:
 def test_tensors_that_are_not_contiguous() -> None:
     gloo, shm = _axes(2)
     slot = host_transport._SLOT
-    for base in (_values((6, 4), torch.float32), _values((slot // 1024, 700), torch.float32)):
+    for base in (values((6, 4), torch.float32), values((slot // 1024, 700), torch.float32)):
         for mine in (base.t(), base[:, ::2], base[1:].t()[1:], base[:1].expand(5, -1)):
             before = mine.clone()
             assert torch.equal(collectives.reduce(mine, shm), collectives.reduce(mine, gloo))
@@ -150,29 +135,29 @@ def test_tensors_that_are_not_contiguous() -> None:
                 strided = mine.clone(memory_format=torch.preserve_format)
                 shm.transport.run("all_reduce", strided)
                 assert torch.equal(strided, collectives.reduce(mine, gloo))
-    rows = _values((4, 6), torch.float32)
+    rows = values((4, 6), torch.float32)
     shm.transport.run("all_reduce", rows[:, 1:3])
-    wanted = collectives.reduce(_values((4, 6), torch.float32), gloo)
+    wanted = collectives.reduce(values((4, 6), torch.float32), gloo)
     assert torch.equal(rows[:, 1:3], wanted[:, 1:3])
-    assert torch.equal(rows[:, 3:], _values((4, 6), torch.float32)[:, 3:])
+    assert torch.equal(rows[:, 3:], values((4, 6), torch.float32)[:, 3:])
 
 
 @pooled(world_size=2)
 def test_numbers_that_are_none_have_the_same_bits_on_all_ranks() -> None:
     _, shm = _axes(2)
     bits = torch.tensor([0x7FC00001 + dist.get_rank(), 0x7F800000, 0x00000001], dtype=torch.int32)  # nan, inf, denormal
-    _same_on_all(collectives.reduce(bits.view(torch.float32), shm))
+    same_on_all(collectives.reduce(bits.view(torch.float32), shm))
 
 
 @pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_modes_of_autograd() -> None:
     gloo, shm = _axes(2)
-    mine = _values((3, 4), torch.float32)
+    mine = values((3, 4), torch.float32)
     layout = collectives.even_layout(6, 2)
     for mode in (torch.inference_mode(), torch.no_grad(), torch.enable_grad(), torch.inference_mode()):
         with mode:  # views that are made in one mode are used in all
-            x = _values((5, 5), torch.float32)
+            x = values((5, 5), torch.float32)
             assert torch.equal(collectives.reduce(x, shm), collectives.reduce(x, gloo))
             assert torch.equal(
                 collectives.all_gather(mine, shm, layout, 0), collectives.all_gather(mine, gloo, layout, 0)
@@ -242,8 +227,5 @@ def test_a_model_gives_what_it_gives_over_gloo(family: str) -> None:
     assert torch.equal(loss, loss_2) and torch.equal(logits, logits_2) and torch.equal(tokens, tokens_2)
     for one, other in zip(gradients, gradients_2, strict=True):
         assert torch.equal(one, other)
-    _same_on_all(loss_2)
+    same_on_all(loss_2)
     autopar.deparallelize(shm)
-
-
-# -- what remains ------------------------------------------------------------------------------------------------------

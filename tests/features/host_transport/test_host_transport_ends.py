@@ -1,7 +1,5 @@
 """The end of shared memory between ranks: given back, refused to forks, and what ranks learn of those that are gone."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import re

@@ -1,7 +1,5 @@
 """Models built of ColumnParallelLinear, RowParallelLinear and VocabParallelEmbedding, against plain ones."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any
@@ -163,14 +161,8 @@ def test_what_cannot_be_built_says_why() -> None:
     mpu = MPU(tensor_parallel_size=2)
     for wrong, text in [
         (lambda: ColumnParallelLinear(4, 4), "ColumnParallelLinear needs group=, a torch ProcessGroup or an MPU"),
-        (
-            lambda: ColumnParallelLinear(4, 1, group=mpu),
-            "output_size=1 has 1 unit of 1 x 1 features, which cannot",
-        ),
-        (
-            lambda: RowParallelLinear(6, 4, unit=4, group=mpu),
-            "input_size=6 does not divide into 1 x units of 4",
-        ),
+        (lambda: ColumnParallelLinear(4, 1, group=mpu), "output_size=1 has 1 unit of 1 x 1 features, which cannot"),
+        (lambda: RowParallelLinear(6, 4, unit=4, group=mpu), "input_size=6 does not divide into 1 x units of 4"),
         (lambda: VocabParallelEmbedding(4, 4, padding_idx=4, group=mpu), "padding_idx=4 lies outside of num_embedd"),
     ]:
         with pytest.raises(ConfigError, match=text):

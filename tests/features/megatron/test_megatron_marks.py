@@ -1,7 +1,5 @@
 """Megatron-LM's and DeepSpeed's norms count each logical parameter once, by the attributes of the parameters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Megatron-LM's training loop gives the plain model's losses and gradients."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

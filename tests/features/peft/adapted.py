@@ -1,7 +1,5 @@
 """Plain models with adapters, and a parallelized one against the plain one: only adapters have gradients."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DoRA: magnitudes of whole outputs, over norms that no rank has alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Adapters under stages, ZeRO, activation checkpointing and replicas: weights after steps as on one process."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

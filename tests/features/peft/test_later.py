@@ -1,7 +1,5 @@
 """Adapters that come after ``initialize``: the initial values, and then the training, of one process."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Adapters on a model that has no memory yet: their values are those that PEFT draws."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from pathlib import Path

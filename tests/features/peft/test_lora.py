@@ -1,7 +1,5 @@
 """LoRA in front of, behind and around sharded layers: training equals one process with PEFT."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

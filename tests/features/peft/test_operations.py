@@ -1,7 +1,5 @@
 """What PEFT offers on a model with adapters, on a sharded one: switching, disabling, merging, loading, generating."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

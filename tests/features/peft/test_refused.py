@@ -1,7 +1,5 @@
 """What of PEFT is refused, by its name, before anything is changed. In one process: plans are made of any model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Adapters of a parallelized model in PEFT's own files, read by plain PEFT; checkpoints that hold them, on any mesh."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Adapters under sequence parallelism: gradients of those that run later, and rows around their layers."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

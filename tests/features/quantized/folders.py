@@ -1,7 +1,5 @@
 """Small checkpoints in forms that transformers dequantizes. Each function is called by all ranks; the first writes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,6 @@ from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from tests.features.quantized.models import FAMILIES, write
-
-__all__ = ["say", "write_fp8", "write_mxfp4"]
 
 BLOCK = 64
 

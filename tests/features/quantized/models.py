@@ -1,7 +1,5 @@
 """Small models with quantized weights and LoRA adapters, and the plain one beside a parallelized one."""
 
-from __future__ import annotations
-
 import tempfile
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A checkpoint leaves quantized weights out, and notices a model with other forms of them."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Checkpoints that transformers dequantizes while it loads them: plain models, also for autopar; others are refused."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path
@@ -12,13 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    AwqConfig,
-    FineGrainedFP8Config,
-    GPTQConfig,
-    Mxfp4Config,
-)
+from transformers import AutoModelForCausalLM, AwqConfig, FineGrainedFP8Config, GPTQConfig, Mxfp4Config
 
 import autopar
 from autopar.errors import ConfigError

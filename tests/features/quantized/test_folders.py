@@ -1,7 +1,5 @@
 """Folders that are quantized already: each rank reads its part of the packed bytes, as if the whole had been cut."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,10 +15,8 @@ import autopar
 from autopar.errors import CheckpointError
 from autopar.storage.files import RangeFile
 from autopar.stored import stored_weights
-from tests.features.peft.adapted import whole_of, with_lora
-from tests.features.quantized.models import FAMILIES, FORMS, batches, bitsandbytes, how, quantized
+from tests.features.quantized.models import FAMILIES, FORMS, batches, how, quantized
 from tests.features.quantized.test_loading import MESHES, same
-from tests.features.quantized.test_training import gradients, train
 from tests.parity import close
 from tests.pool import pooled
 from tests.worlds import raises_everywhere
@@ -60,39 +56,6 @@ def test_shards_are_those_of_the_whole(form: str, family: str, tmp_path: Path) -
         same_numbers(model, whole)
         same(model, autopar.initialize(whole, config))
         assert model.is_quantized and not any(parameter.is_meta for parameter in model.parameters())
-
-
-@pooled(world_size=4)
-@pytest.mark.parametrize("form", ["nf4 nested", "int8"])
-def test_adapters_over_stages_and_ranks(form: str, tmp_path: Path) -> None:
-    kind = saved(tmp_path, form)
-    plain = kind.from_pretrained(tmp_path)
-    for module in plain.modules():
-        if isinstance(module, bitsandbytes.nn.Linear4bit):
-            module.support_avx512bf16_for_cpu = False  # evaluation would compute in bf16 on some CPUs
-    plain = with_lora(plain, target_modules="all-linear").train()
-    start = {name: p.detach() for name, p in plain.named_parameters() if p.requires_grad}
-    with autopar.lazy_init():
-        model: Any = kind.from_pretrained(tmp_path)
-    assert all(parameter.is_meta for parameter in model.parameters())
-    settings = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM", "target_modules": "all-linear"}
-    model = peft.get_peft_model(model, peft.LoraConfig(**settings)).train()
-    model = autopar.initialize(model, {"tp": 2, "pp": 2, "pipeline": {"num_microbatches": 2}})
-    for name, parameter in model.named_parameters():
-        if name in start and not parameter.is_meta:  # on this stage
-            layout = model._autopar.plan.tensors[name].layout
-            parameter.data.copy_(start[name] if layout is None else layout.shard(start[name], model.mpu.tp.rank))
-    batch = batches(1)[0]
-    loss = model.execute_pipeline(batch, broadcast_loss=True).loss
-    (due,) = train(plain, [batch])
-    close(loss.detach(), due, "loss")
-    found = {name: gradient for name, gradient in whole_of(model, gradients(model)).items() if gradient is not None}
-    assert found
-    for name, gradient in found.items():
-        close(gradient, gradients(plain)[name], name)
-    plain.eval(), model.eval()
-    with torch.no_grad():
-        close(model(batch["input_ids"]).logits[:], plain(batch["input_ids"]).logits, "logits", 1e-6)
 
 
 @pooled(world_size=2)

@@ -1,7 +1,5 @@
 """Weights sharded first and quantized then: the same bytes as of the whole weight that is quantized first."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is planned of a quantized base with adapters against what ranks hold: equal, byte for byte."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

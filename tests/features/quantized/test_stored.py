@@ -1,7 +1,5 @@
 """Quantized weights cut and joined: the shard's numbers are the whole one's to the bit, its bytes a rank's part."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

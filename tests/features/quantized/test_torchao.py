@@ -1,7 +1,5 @@
 """Weights of torchao, int8 and float8: cut and joined, loaded, and trained over ranks with adapters."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

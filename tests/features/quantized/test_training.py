@@ -1,7 +1,5 @@
 """QLoRA over ranks: loss, every gradient, weights after steps and tokens are those of one process."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Iterator

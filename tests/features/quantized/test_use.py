@@ -1,7 +1,5 @@
 """What else is done with a quantized model: evaluated, merged, compiled, counted, printed, verified."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from pathlib import Path

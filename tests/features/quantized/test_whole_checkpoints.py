@@ -1,7 +1,5 @@
 """Checkpoints with their quantized weights: written by ranks and stages, merged, and read on any mesh."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,9 @@ from typer.testing import CliRunner
 import autopar
 from autopar.cli import app
 from tests.features.quantized.models import FORMS, batches, how, quantized
-from tests.features.quantized.test_loading import same, written
+from tests.features.quantized.test_loading import MESHES, same, written
 from tests.features.quantized.test_use import let_pack
 from tests.pool import pooled
-
-MESHES: dict[int, list[dict[str, Any]]] = {2: [{"tp": 2}, {"pp": 2}, {}], 4: [{"tp": 2, "pp": 2}, {"tp": 2}]}
 
 
 def equal_files(folder: Path, due: Path) -> None:
@@ -36,35 +32,31 @@ def equal_files(folder: Path, due: Path) -> None:
         ), name
 
 
-def check(form: str, family: str, folder: Path, world: int) -> None:
-    if dist.get_rank() == 0:
-        quantized(form, family).save_pretrained(folder / "due")
-    for number, config in enumerate(MESHES[world]):
-        model: Any = autopar.initialize(quantized(form, family), config)
-        model.save_parallelized(str(folder / f"merged {number}"), merge_checkpoints=True, max_shard_size="200KB")
-        model.save_parallelized(str(folder / f"{number}"))
-        dist.barrier()
-        equal_files(folder / f"merged {number}", folder / "due")
-        if dist.get_rank() == 0:
-            done = CliRunner().invoke(app, ["merge", str(folder / f"{number}"), str(folder / f"by hand {number}")])
-            assert done.exit_code == 0, done.output
-            equal_files(folder / f"by hand {number}", folder / "due")
-        dist.barrier()
-    for number in range(len(MESHES[world])):
-        for config in MESHES[world]:
-            other: Any = quantized(form, family)
-            for parameter in other.parameters():
-                parameter.data.zero_()
-            model = autopar.initialize(other, config)
-            model.from_parallelized(str(folder / f"{number}"))
-            same(model, autopar.initialize(quantized(form, family), config))
-
-
 @pytest.mark.tier("all")
 @pooled(world_size=2)
 @pytest.mark.parametrize("form", FORMS)
 def test_any_mesh(form: str, tmp_path: Path) -> None:
-    check(form, "llama", tmp_path, 2)
+    if dist.get_rank() == 0:
+        quantized(form).save_pretrained(tmp_path / "due")
+    for number, config in enumerate(MESHES):
+        model: Any = autopar.initialize(quantized(form), config)
+        model.save_parallelized(str(tmp_path / f"merged {number}"), merge_checkpoints=True, max_shard_size="200KB")
+        model.save_parallelized(str(tmp_path / f"{number}"))
+        dist.barrier()
+        equal_files(tmp_path / f"merged {number}", tmp_path / "due")
+        if dist.get_rank() == 0:
+            done = CliRunner().invoke(app, ["merge", str(tmp_path / f"{number}"), str(tmp_path / f"by hand {number}")])
+            assert done.exit_code == 0, done.output
+            equal_files(tmp_path / f"by hand {number}", tmp_path / "due")
+        dist.barrier()
+    for number in range(len(MESHES)):
+        for config in MESHES:
+            other: Any = quantized(form)
+            for parameter in other.parameters():
+                parameter.data.zero_()
+            model = autopar.initialize(other, config)
+            model.from_parallelized(str(tmp_path / f"{number}"))
+            same(model, autopar.initialize(quantized(form), config))
 
 
 @pooled(world_size=2)

@@ -1,9 +1,6 @@
 """Sequence parallelism: rows of the sequence between the regions of blocks, against the plain model."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +11,6 @@ from transformers.models.dinov2.modeling_dinov2 import Dinov2DropPath
 
 import autopar
 from autopar.distributed.collectives import even_layout
-from autopar.features.sequence_parallel import rows as sequence_rows, setup as sequence_parallel
 from tests.data_parallel.test_zero import OPTIMIZERS, train
 from tests.parity import check, close, language_batches, randomise, whole
 from tests.pipeline_parallel.oracle import check_pipeline
@@ -185,26 +181,6 @@ def test_a_copy_has_rows_of_its_own() -> None:
     found = [{id(each.rows_state) for each in one.modules() if hasattr(each, "rows_state")} for one in both]
     assert [len(each) for each in found] == [1, 1] and not found[0] & found[1]
     model.mpu.destroy()
-
-
-def _without(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, value: Callable[..., Any]) -> None:
-    monkeypatch.setattr(target, name, value)
-    with pytest.raises(AssertionError):
-        check(gpt2, language_batches(131), 2, config=sizes(2))
-    monkeypatch.undo()
-
-
-@pooled(world_size=2)
-def test_a_gradient_that_is_not_summed_and_rows_in_another_order_are_seen() -> None:
-    monkeypatch = pytest.MonkeyPatch()
-    _without(monkeypatch, sequence_rows, "sum_flat", lambda gradients, axis: list(gradients))
-    right = sequence_parallel.own_rows
-
-    def other_order(x: torch.Tensor, axis: Any, rows: Any) -> torch.Tensor:
-        return right(x.roll(1, 1), axis, rows)
-
-    _without(monkeypatch, sequence_parallel, "own_rows", other_order)
-    check(gpt2, language_batches(131), 2, config=sizes(2)).mpu.destroy()
 
 
 # -- random draws -------------------------------------------------------------------------------------------------

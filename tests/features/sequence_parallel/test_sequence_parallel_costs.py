@@ -1,7 +1,5 @@
 """What sequence parallelism saves and sends: counted, and equal to the formulas in docs/long-sequences.md."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Sequence parallelism: what the rehearsal makes whole, and what it refuses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Training techniques that read shards as if they were whole, as users write them."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """Hooks of the user's on a sharded model see, change and train what they do on the plain one."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Shards that users' code reads as if they were whole: each line of it is told once, and what is right says nothing."""
 
-from __future__ import annotations
-
 import copy
 import io
 import warnings

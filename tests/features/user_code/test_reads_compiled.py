@@ -1,7 +1,5 @@
 """Shards in what torch.compile compiles: as many graphs as of plain parameters, and nothing is told."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reads of shards while an optimizer steps: those of a class that cannot be tried are told."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Parameters that ZeRO 2 and 3 share between replicas, and ranks or stages besides: reads of a part are told, once."""
 
-from __future__ import annotations
-
 import copy
 import io
 import warnings

@@ -1,7 +1,5 @@
 """Whole parameters on every rank, for a while or differentiable: what a user does to them is as on one process."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
