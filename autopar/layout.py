@@ -182,6 +182,14 @@ class Layout:
         """Return the ``[start, stop)`` ranges of the stored dim that ``rank`` holds, in the order of its shard."""
         return self._ranges[rank]
 
+    @cached_property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """For each rank the ranks that hold the same ranges, itself among them."""
+        found: dict[tuple[Range, ...], list[int]] = {}
+        for rank, ranges in enumerate(self._ranges):
+            found.setdefault(ranges, []).append(rank)
+        return tuple(tuple(found[ranges]) for ranges in self._ranges)
+
     def local_size(self, rank: int) -> int:
         """Count the elements along ``dim`` on ``rank``."""
         return self._local_sizes[rank]

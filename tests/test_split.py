@@ -158,6 +158,6 @@ def test_command_line(tmp_path):
     result = run("inspect", tmp_path / "split", "--json")
     held = {entry["name"]: entry["held_by"] for entry in json.loads(result.stdout)["tensors"]}
     assert held["transformer.wte.weight"] == [
-        {"file": "model-tp0-pp0.safetensors", "tp": 0, "shape": [66, 32]},
-        {"file": "model-tp1-pp0.safetensors", "tp": 1, "shape": [65, 32]},
+        {"file": "model-tp0-pp0.safetensors", "tp": 0, "rows": None, "shape": [66, 32]},
+        {"file": "model-tp1-pp0.safetensors", "tp": 1, "rows": None, "shape": [65, 32]},
     ]

@@ -169,7 +169,7 @@ def check_replicas(
             f"({len(different)} tensors: {listed(list(different), 3)})\n"
             "  One of them skipped an optimizer step, or stepped with its own gradients or random numbers.\n"
             "  Nothing was written. Continue from the last checkpoint. With consistency_check: {enable: false}\n"
-            f"  the values of rank {one} are saved."
+            "  they are saved as they are, some values of each rank."
         )
 
 

@@ -1,17 +1,18 @@
 """The folder of a sharded checkpoint: file names and the manifest ``autopar.json``.
 
     config.json, generation_config.json     as Hugging Face writes them
-    model-tp{t}-pp{p}.safetensors           the shards of tensor-parallel rank t, stage p, under Hugging Face's names
+    model-tp{t}-pp{p}.safetensors           shards of tensor-parallel rank t, stage p, under Hugging Face's names
+    model-tp{t}-pp{p}-dp{d}.safetensors     the same, written by replica d > 0
     optimizer-tp{t}-pp{p}.safetensors       the state of the optimizer in the same form, if it was saved, and the fp32
                                             weights of half-precision parameters (``wte.weight::master``)
-    optimizer-tp{t}-pp{p}-dp{d}.safetensors with ZeRO-1, the state that replica d keeps
     base-tp{t}-pp{p}.safetensors            quantized weights: bytes and scales, unless a base model under adapters
     extra-tp{t}-pp{p}.safetensors           tensors of the user's data: those of rank 0, and shards
     autopar.json                            the manifest: mesh, layout of every tensor, sizes and checksums
 
-A replicated tensor lies in the file of tensor-parallel rank 0 only; tied tensors lie there once. The manifest
-says everything that merging, resharding and loading need, and ends with a checksum of itself; no file of a checkpoint
-is ever unpickled.
+A tensor is cut twice: by its layout over the tensor-parallel ranks, and each of these shards along its first dim over
+the ranks that hold it. A file holds the rows of a shard that its record names, or all of them, and every row lies in
+one file. Tied tensors are saved once. The manifest says everything that merging, resharding and loading need, and ends
+with a checksum of itself; no file of a checkpoint is ever unpickled.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from typing import Any
 from autopar.checkpoint.staging import MANIFEST, REMOVED, leftovers
 from autopar.distributed.axis import MeshSizes
 from autopar.errors import CheckpointError, nearest
-from autopar.layout import Layout
+from autopar.layout import Layout, Range
 from autopar.plan.plan import TensorPlan
 from autopar.storage.files import NAME, checksum, small_file
 from autopar.storage.safetensors_io import dtype_of
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 WEIGHTS = ("model", "base")
 PARTS = (*WEIGHTS, "optimizer", "extra")
 _END = re.compile(rf',\n "{NAME}": "([0-9a-f]{{16}})"\n}}\n'.encode())
@@ -82,10 +83,9 @@ def versions() -> dict[str, str]:
 # -- one part of a checkpoint: its tensors, its files, and which file holds which shard --------------------------------
 
 
-def shard_name(part: str, tp: int, pp: int, dp: int | None = None) -> str:
-    """Return the file of tensor-parallel rank ``tp``, stage ``pp``; ``dp`` if the replicas hold different tensors."""
-    replica = "" if dp is None else f"-dp{dp}"
-    return f"{part}-tp{tp}-pp{pp}{replica}.safetensors"
+def shard_name(part: str, tp: int, pp: int, dp: int = 0) -> str:
+    """Return the file of tensor-parallel rank ``tp``, stage ``pp`` and replica ``dp``."""
+    return f"{part}-tp{tp}-pp{pp}{f'-dp{dp}' if dp else ''}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -93,42 +93,48 @@ class FileRecord:
     """One shard file.
 
     Attributes:
-        tp, pp, dp: the rank that wrote it; ``dp`` is None where the replicas hold the same.
+        tp, pp, dp: the rank that wrote it.
         bytes: its size.
         header: checksum of its header.
         checksums: name -> checksum of each tensor in it.
+        rows: name -> the rows ``[start, stop)`` of the shard of rank ``tp`` that lie in it, unless these are all.
     """
 
     tp: int
     pp: int
-    dp: int | None
+    dp: int
     bytes: int
     header: str
     checksums: Mapping[str, str]
+    rows: Mapping[str, Range] = field(default_factory=dict)
+
+    def shape(self, tensor: TensorPlan) -> tuple[int, ...]:
+        """Return the shape of a tensor in this file."""
+        start, stop = self.rows.get(tensor.name, (0, 0))
+        local = tensor.local_shape(self.tp)
+        return (stop - start, *local[1:]) if tensor.name in self.rows else local
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
         place = {"tp": self.tp, "pp": self.pp, "dp": self.dp}
-        return {**place, "bytes": self.bytes, f"header_{NAME}": self.header, NAME: dict(self.checksums)}
+        sums = {f"header_{NAME}": self.header, NAME: dict(self.checksums)}
+        return {**place, "bytes": self.bytes, **sums, "rows": {name: list(rows) for name, rows in self.rows.items()}}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> FileRecord:
         """Inverse of :meth:`to_json`. Raises ``KeyError``, ``TypeError`` or ``ValueError`` on malformed data."""
         checksums = {str(name): str(value) for name, value in data[NAME].items()}
-        header, dp = str(data[f"header_{NAME}"]), data["dp"]
+        header, tp, pp, dp, size = str(data[f"header_{NAME}"]), *(int(data[key]) for key in ("tp", "pp", "dp", "bytes"))
         for value in (header, *checksums.values()):
             if not _HEX.fullmatch(value):
                 raise ValueError(f"{value!r} is no checksum")
-        place = int(data["tp"]), int(data["pp"]), None if dp is None else int(dp)
-        return cls(*place, int(data["bytes"]), header, checksums)
+        rows = {str(name): (int(start), int(stop)) for name, (start, stop) in data["rows"].items()}
+        return cls(tp, pp, dp, size, header, checksums, rows)
 
 
 @dataclass(frozen=True)
 class Part:
     """The tensors of one part and the files that they lie in.
-
-    A replicated tensor lies in one file; a sharded one lies in one file of each rank that holds shards, or of one of
-    those ranks that hold the same shard.
 
     Attributes:
         name: ``model``, ``optimizer`` or ``extra``; the beginning of its files' names.
@@ -141,19 +147,20 @@ class Part:
     files: Mapping[str, FileRecord]
 
     @cached_property
-    def holders(self) -> dict[str, dict[int, str]]:
-        """Tensor -> tensor-parallel rank -> the file with this rank's shard of it."""
-        found: dict[str, dict[int, str]] = {}
-        for name, record in self.files.items():
-            for tensor in record.checksums:
-                found.setdefault(tensor, {})[record.tp] = name
-        return found
+    def _pieces(self) -> dict[tuple[str, Any], list[tuple[int, int, str]]]:
+        """(Tensor, ranges of its layout) -> rows of this shard and their file: ``(start, stop, name)``, sorted."""
+        found: dict[tuple[str, Any], list[tuple[int, int, str]]] = {}
+        for file, record in self.files.items():
+            for name in record.checksums:
+                tensor = self.tensors[name]
+                rows = record.rows.get(name) or (0, (*tensor.local_shape(record.tp), 1)[0])
+                found.setdefault((name, tensor.layout and tensor.layout.ranges(record.tp)), []).append((*rows, file))
+        return {shard: sorted(pieces) for shard, pieces in found.items()}
 
-    def holder(self, name: str, tp: int) -> str:
-        """Return the file with the shard of rank ``tp``; of a replicated tensor, its only file."""
-        holders, layout = self.holders[name], self.tensors[name].layout
-        equal = (file for rank, file in holders.items() if layout is None or layout.ranges(rank) == layout.ranges(tp))
-        return holders.get(tp) or next(equal)
+    def pieces(self, name: str, tp: int) -> list[tuple[int, int, str]]:
+        """Return where the shard of rank ``tp`` lies, in order: the first row, the row after the last, and the file."""
+        layout = self.tensors[name].layout
+        return self._pieces.get((name, layout and layout.ranges(tp)), [])
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -170,29 +177,29 @@ class Part:
         return cls(name, tensors, files)
 
     def check(self, sizes: MeshSizes) -> None:
-        """Raise ``ValueError`` unless every element of every tensor lies in exactly one place, or in one a replica."""
-        count = dict.fromkeys(self.tensors, 0)
+        """Raise ``ValueError`` unless every row of every shard lies in exactly one place."""
         for name, record in self.files.items():
             if name != shard_name(self.name, record.tp, record.pp, record.dp):
                 raise ValueError(f"it names the file {name!r}, which is none of its shards")
             inside = 0 <= record.tp < sizes.tp and 0 <= record.pp < sizes.pp
-            if not inside or not 0 <= (record.dp or 0) < sizes.dp:
+            if not inside or not 0 <= record.dp < sizes.dp:
                 raise ValueError(f"{name} is no shard of the mesh {tuple(sizes[:3])}")
             for tensor in record.checksums:
                 if tensor not in self.tensors:
                     raise ValueError(f"{name} holds {tensor}, which is no tensor of the {self.name}")
-                count[tensor] += 1
-        for name, plan in self.tensors.items():
+        for plan in self.tensors.values():
             dtype_of(plan.dtype)
-            held, layout = self.holders.get(name, {}), plan.layout
-            due, found = 1 if layout is None else sizes.tp, len(held)
-            if layout is not None and layout.axis_size == sizes.tp:  # one of those that hold the same has it
-                none = {()} if layout.size else set[tuple[()]]()  # who holds nothing of it may leave it out
-                due, found = (len({layout.ranges(rank) for rank in ranks} - none) for ranks in (range(sizes.tp), held))
-            if found != due or len(held) != count[name]:
-                raise ValueError(f"{name} should lie in {due} files and lies in {count[name]}")
-            if layout is not None:
-                _check_layout(layout, sizes.tp)
+            if plan.layout is not None:
+                _check_layout(plan.layout, sizes.tp)
+        for name, plan in self.tensors.items():
+            for tp in (0,) if plan.layout is None else {ranks[0] for ranks in plan.layout.holders}:
+                shape, reached = plan.local_shape(tp), 0
+                count = shape[0] if shape else 1
+                for start, stop, _ in (*self.pieces(name, tp), (count, count, "")) if math.prod(shape) else ():
+                    if start != reached:
+                        many = "several files hold" if start < reached else "no file holds"
+                        raise ValueError(f"{many} row {min(start, reached)} of {name} on tensor-parallel rank {tp}")
+                    reached = stop
 
 
 @lru_cache(maxsize=4096)

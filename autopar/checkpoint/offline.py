@@ -10,17 +10,15 @@ import itertools
 import json
 import os
 import re
-import resource
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from autopar.checkpoint.format import PARTS, WEIGHTS, Manifest, Part, parse_size, versions
+from autopar.checkpoint.format import PARTS, WEIGHTS, FileRecord, Manifest, Part, parse_size, versions
 from autopar.checkpoint.shards import Shards, record_of, shard_writer
 from autopar.checkpoint.staging import MERGED, Staging, output_folder, parse_dtype, progress_bar
 from autopar.distributed.axis import MeshSizes
@@ -28,7 +26,7 @@ from autopar.errors import CheckpointError
 from autopar.layout import Layout
 from autopar.plan.plan import Piece, TensorPlan
 from autopar.storage.files import file_checksum
-from autopar.storage.lazy_tensor import LazyTensor, open_piece
+from autopar.storage.lazy_tensor import LazyTensor, lazy_shard, open_piece
 from autopar.storage.safetensors_io import SafetensorsWriter, dtype_of, nbytes
 
 # File names of the weights, as transformers knows them.
@@ -332,39 +330,28 @@ def write_part(
     stages: Mapping[str, int],
     bar: Any,
 ) -> Part:
-    """Write all shard files of a part for the mesh ``(tp, pp)``; each tensor is read once, one at a time.
+    """Write all shard files of a part for the mesh ``(tp, pp)``, one shard of one tensor at a time.
 
     Args:
         plans: The dtypes and layouts for the new mesh; tensors are converted to these dtypes.
         stages: The stage of each tensor.
     """
-    tp, pp = mesh
-    needed = tp * pp + 256
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY != soft < needed:
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard)
-        )
-    with ExitStack() as stack:
-        writers: dict[tuple[int, int], SafetensorsWriter] = {}
-        for t, p in ((t, p) for p in range(pp) for t in range(tp)):
-            specs = {
-                key: (dtype_of(plan.dtype), plan.local_shape(t))
-                for key, plan in plans.items()
-                if stages[key] == p and (t == 0 or plan.layout is not None)
-            }
-            if specs or part != "extra":  # most have one file
-                writer = shard_writer(staging.temp, staging.id, part, (t, p, None), specs)
-                writers[t, p] = stack.enter_context(writer)
-        for key in SafetensorsWriter.sorted_names({k: dtype_of(plan.dtype) for k, plan in plans.items()}):
-            plan = plans[key]
-            full = lazy(key).read().to(dtype_of(plan.dtype))
-            bar.update(full.nbytes)
-            for t in range(tp):
-                if (t, stages[key]) in writers and (t == 0 or plan.layout is not None):
-                    shard = full if plan.layout is None else plan.layout.shard(full, t)
-                    writers[t, stages[key]].write(key, shard)
-    return Part(part, plans, {writer.path.name: record_of(writer, (t, p, None)) for (t, p), writer in writers.items()})
+    files: dict[str, FileRecord] = {}
+    for place in ((t, p, 0) for p in range(mesh[1]) for t in range(mesh[0])):
+        # of the ranks that hold the same, the first one's file gets it
+        held = {
+            key: plan for key, plan in plans.items() if stages[key] == place[1] and place[0] == plan.first(place[0])
+        }
+        if not held and part == "extra":  # most have one file
+            continue
+        specs = {key: (dtype_of(plan.dtype), plan.local_shape(place[0])) for key, plan in held.items()}
+        with shard_writer(staging.temp, staging.id, part, place, specs) as writer:
+            for key in writer.order:
+                shard = lazy_shard(lazy(key), held[key].layout, place[0]).read().to(specs[key][0])
+                writer.write(key, shard)
+                bar.update(shard.nbytes)
+        files[writer.path.name] = record_of(writer, place)
+    return Part(part, plans, files)
 
 
 def write_manifest(
@@ -385,6 +372,6 @@ def write_manifest(
 
 
 def check_sizes(tp: int, pp: int) -> None:
-    """Raise CheckpointError unless both sizes can be made: all files are open at once."""
+    """Raise CheckpointError unless both sizes can be made."""
     if min(tp, pp) < 1 or tp * pp > 4096:
         raise CheckpointError(f"--tp {tp} and --pp {pp} must be at least 1, and make at most 4096 files")

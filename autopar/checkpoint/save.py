@@ -1,16 +1,19 @@
-"""Save a parallelized model: every rank writes its shards, rank 0 the rest; the folder appears whole or not at all.
+"""Save a parallelized model: every rank writes its own bytes; the folder appears whole or not at all.
 
-One rank writes a weight that several ranks hold. So all of them are compared first: the same, or no save.
+Nothing is gathered: with ZeRO-2 and ZeRO-3 a rank writes its rows of the weights and of the optimizer's state. Ranks
+that hold the same tensors share the writing, in rows, so that all write equally many bytes. So they are compared first:
+the same, or no save. Rank 0 shares the bytes out (:func:`shares`) in the exchange in which it compares.
 """
 
 from __future__ import annotations
 
+import math
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -20,7 +23,7 @@ from autopar import registry
 from autopar.checkpoint import random_states
 from autopar.checkpoint.arguments import SaveRequest, check_same_call, seconds
 from autopar.checkpoint.extra import Extra, check_extra, check_replicas
-from autopar.checkpoint.format import FileRecord, Manifest, Part, QuantizedBase, shard_name, versions
+from autopar.checkpoint.format import PARTS, FileRecord, Manifest, Part, QuantizedBase, shard_name, versions
 from autopar.checkpoint.offline import write_merged
 from autopar.checkpoint.optimizer_state import OptimizerMetadata, OptimizerState, merge_metadata, take
 from autopar.checkpoint.optimizer_weights import LOSS_SCALE, parameters_by_name, step_of
@@ -30,17 +33,19 @@ from autopar.checkpoint.staging import Staging, fsync_files
 from autopar.checkpoint.state import State, config_writer, local_tensors, state_of
 from autopar.compat.c10d import in_fake_world
 from autopar.compat.tensors import local_part
-from autopar.distributed.agree import Ranks, all_ranks, barrier, rank_zero
+from autopar.distributed.agree import Ranks, all_ranks, barrier, deal, rank_zero
 from autopar.distributed.digest import sum_of_bits
 from autopar.errors import CheckpointError
+from autopar.layout import Range, replica_rows
 from autopar.plan.plan import TensorPlan
-from autopar.storage.files import file_checksum
+from autopar.storage.files import checksum, file_checksum
 from autopar.storage.json_values import encode
 from autopar.storage.safetensors_io import dtype_name
 
 Made = TypeVar("Made")
 
 _SHARDS = ".shards"  # inside the temporary folder, while merging
+LEAST = 64 << 20  # bytes for each rank; of less, fewer ranks write
 
 
 def save(
@@ -76,20 +81,14 @@ def save(
         call = {"model": model_id, "saved with": given, **asdict(request)}
         return call, Writer(model, state, request, tokenizer), local
 
-    def on_all(make: Callable[[], Snapshot]) -> Snapshot:
-        made: list[Snapshot] = []
-        all_ranks(mpu, lambda: made.append(make()))  # a rank whose memory does not suffice stops all of them
-        return made[0]
-
     writer, local = prepare_alike(model, timeout, prepare)
-    if local.fsdp:
-        local = on_all(partial(local.gathered, state))
     if not writer.request.async_save or in_fake_world():
         writer.run(mpu, local)
         return
-    copied = on_all(local.copied)
+    copied: list[Snapshot] = []
+    all_ranks(mpu, lambda: copied.append(local.copied()))  # a rank whose memory does not suffice stops all of them
     writer.stage(mpu)  # a folder that cannot be written is reported now, by this call
-    state.background.start(mpu, copied, writer.run)
+    state.background.start(mpu, copied[0], writer.run)
 
 
 def prepare_alike(
@@ -118,17 +117,55 @@ def prepare_alike(
                 shard = local_part(parameter.detach())
                 digests[state.plan.names[name]] = str(shard.dtype), int(sum_of_bits(shard))
         own = None if local.extra is None else local.extra.digests(state.plan, checked)
-        return {"call": {"function": "save_parallelized", **call}, "digests": digests, "extra": own}
+        compared = {"call": {"function": "save_parallelized", **call}, "digests": digests, "extra": own}
+        return {**compared, "held": local.sizes()}
 
-    def compare(ranks: list[dict[str, Any]]) -> None:
+    def compare(ranks: list[dict[str, Any]]) -> list[dict[str, Range]]:
         check_same_call([rank.get("call", rank) for rank in ranks])  # one of them may load
         ((_, local),) = prepared
         check_replicas([rank["digests"] for rank in ranks], state.plan, state.mpu.places(), local.fsdp)
         if local.extra is not None:
             check_extra([rank["extra"] for rank in ranks], state, local.fsdp)
+        return shares([rank["held"] for rank in ranks])
 
-    all_ranks(state.mpu, check, check=compare)
-    return prepared[0]
+    mine = deal(state.mpu, check, compare)
+    ((made, local),) = prepared
+    return made, local.cut(mine)
+
+
+def shares(held: Sequence[Mapping[str, list[Any]]]) -> list[dict[str, Range]]:
+    """Share out the bytes to write, so that each rank writes equally many, as far as it holds them.
+
+    Args:
+        held: Of each rank, its sets of tensors (:attr:`Snapshot.sets`): the bytes and a digest of each.
+
+    Returns:
+        For each rank, the bytes ``[start, stop)`` of sets that it writes.
+    """
+    first: dict[str, list[Any]] = {}
+    ranks: dict[str, list[int]] = {}
+    for rank, theirs in enumerate(held):
+        for key, described in theirs.items():
+            if first.setdefault(key, described) == described:  # else it holds less of them than the first one
+                ranks.setdefault(key, []).append(rank)
+    used = min(1.0, sum(size for size, _ in first.values()) / (LEAST * len(held)))
+    loads, result = [0] * len(held), [dict[str, Range]() for _ in held]
+    for key in sorted(ranks, key=lambda key: len(ranks[key])):  # who has no choice comes first
+        writers, size = ranks[key][: max(1, math.ceil(used * len(ranks[key])))], first[key][0]
+        lowest, total, level = sorted(writers, key=loads.__getitem__), size, 0
+        for count, rank in enumerate(lowest, 1):  # fill the lowest ones up to the same level
+            if count > 1 and level <= loads[rank]:
+                break
+            total += loads[rank]
+            level = -(-total // count)
+        start = 0
+        for rank in writers:
+            stop = min(size, start + max(0, level - loads[rank]))
+            if start < stop:
+                result[rank][key] = start, stop
+            loads[rank] += stop - start
+            start = stop
+    return result
 
 
 class Writer:
@@ -177,16 +214,15 @@ class Writer:
         """Write this rank's files; return its report for the manifest."""
         mpu, written = self.state.mpu, {}
         for part, tensors in local.tensors.items():
-            if not tensors and (mpu.dp_cp.rank != 0 or part in ("base", "extra")):
+            if not tensors and (mpu.rank != 0 or part in ("base", "extra")):
                 continue
             if not folder.is_dir():
                 raise CheckpointError(
                     f"{folder} was removed by another program, or rank {mpu.rank} does not see rank 0's files\n"
                     "  Save to a file system that all nodes share."
                 )
-            dp = mpu.copies.rank if part == "optimizer" and local.by_replica else None
-            record = write_shard(folder, save_id, part, (mpu.shards.rank, mpu.pp.rank, dp), tensors)
-            written[part] = record.to_json()
+            place = (mpu.shards.rank, mpu.pp.rank, mpu.copies.rank)
+            written[part] = write_shard(folder, save_id, part, place, tensors, local.rows[part]).to_json()
         return {**local.report, "files": written}
 
     def finish(self, folder: Path, save_id: str, reports: list[dict[str, Any]]) -> None:
@@ -217,7 +253,12 @@ class Writer:
 
 
 def write_shard(
-    folder: Path, save_id: str, part: str, place: tuple[int, int, int | None], tensors: Mapping[str, torch.Tensor]
+    folder: Path,
+    save_id: str,
+    part: str,
+    place: tuple[int, int, int],
+    tensors: Mapping[str, torch.Tensor],
+    rows: Mapping[str, Range],
 ) -> FileRecord:
     """Write one shard file of rank ``(tp, pp, dp)``. Raises CheckpointError if that is not possible."""
     specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
@@ -225,7 +266,7 @@ def write_shard(
         with shard_writer(folder, save_id, part, place, specs) as writer:
             for name in writer.order:
                 writer.write(name, tensors[name])
-        return record_of(writer, place)
+        return record_of(writer, place, rows)
     except OSError as error:
         name, why = shard_name(part, *place), error.strerror or error
         raise CheckpointError(f"cannot write {name} into {folder}: {why}") from error
@@ -253,7 +294,7 @@ def _manifest(state: State, save_id: str, reports: list[dict[str, Any]], along: 
                 raise CheckpointError(f"the {part}'s {name} differs between ranks in shape or dtype")
         if part not in files:
             continue
-        parts[part] = Part(part, plans, files[part])
+        parts[part] = Part(part, dict(sorted(plans.items())), files[part])
         if part == "optimizer":
             training[part] = merge_metadata([report["optimizer"] for report in reports])
             OptimizerMetadata.parse(training[part]).check_names(plans)  # nothing is saved that could not be loaded
@@ -283,38 +324,72 @@ def _manifest(state: State, save_id: str, reports: list[dict[str, Any]], along: 
 # -- one rank's part, collected and checked before anything is written -------------------------------------------------
 
 
+class Held(NamedTuple):
+    """A tensor that this rank holds, or rows of one.
+
+    Attributes:
+        part: The part of the checkpoint.
+        plan: The plan of the full tensor.
+        tensor: The live one, of FSDP2 this rank's rows.
+        first: The first of these rows in the shard.
+        rows: The number of rows of the shard; 1 of a single number.
+    """
+
+    part: str
+    plan: TensorPlan
+    tensor: torch.Tensor
+    first: int
+    rows: int
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """One rank's contribution to a checkpoint.
 
     Attributes:
-        tensors: part -> name -> what this rank writes.
+        sets: What this rank holds, in sets of tensors that the same ranks hold. The name of a set says which.
         report: what the manifest says of this rank, as JSON: of all the model's tensors that it holds, also those that
             others write, the dtypes, and which are parameters; plans of the other tensors; the optimizer's metadata,
             the scheduler, the user's data; the random state.
         extra: the user's data on this rank, to be compared.
-        by_replica: the replicas hold different parts of the optimizer's state (ZeRO-1).
         fsdp: the model's tensors are sharded over the replicas; the same on every rank.
+        tensors: part -> name -> what this rank writes, after :meth:`cut`.
+        rows: part -> name -> which rows of the shard these are, unless they are all.
     """
 
-    tensors: Mapping[str, Mapping[str, torch.Tensor]]
+    sets: Mapping[str, Sequence[Held]]
     report: Mapping[str, Any]
     extra: Extra | None
-    by_replica: bool
     fsdp: bool
+    tensors: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    rows: Mapping[str, Mapping[str, Range]] = field(default_factory=dict)
 
-    @torch.no_grad()
-    def gathered(self, state: State) -> Snapshot:
-        """Gather FSDP shards: the first rank that holds parts gets a full one on the CPU, others none.
+    def sizes(self) -> dict[str, list[Any]]:
+        """Return the bytes of each set, and a digest of what is in it, for :func:`shares`."""
+        kinds = {key: str([(h.part, h.plan.name, *h.tensor.shape, h.tensor.dtype) for h in held])
+                 for key, held in self.sets.items()}  # fmt: skip
+        return {key: [sum(h.tensor.nbytes for h in self.sets[key]), checksum(kinds[key].encode())] for key in kinds}
 
-        Collective: all ranks have the same DTensors in the same order.
-        """
-        result: dict[str, dict[str, torch.Tensor]] = {part: {} for part in self.tensors}
-        for part, name, tensor in ((p, n, tensor) for p, held in self.tensors.items() for n, tensor in held.items()):
-            full = state.gather_rows(name.partition("::")[0], tensor) if isinstance(tensor, DTensor) else tensor
-            if full is tensor or state.holders_of(name.partition("::")[0]).rank == 0:
-                result[part][name] = full if full is tensor or full.is_meta else full.cpu()
-        return replace(self, tensors=result)
+    def cut(self, spans: Mapping[str, Range]) -> Snapshot:
+        """Return the contribution with those rows that begin in these bytes of the sets."""
+        tensors: dict[str, dict[str, torch.Tensor]] = {"model": {}, "base": {}, "extra": {}}
+        tensors |= {"optimizer": {}} if self.report["optimizer"] is not None else {}
+        plans = {part: dict(empty) for part, empty in self.report["plans"].items()}
+        rows: dict[str, dict[str, Range]] = {part: {} for part in PARTS}
+        for key, span in spans.items():
+            at = 0
+            for part, plan, tensor, first, count in self.sets[key]:
+                here = tensor.shape[0] if tensor.ndim else 1
+                low, high = (min(max(-((at - edge) * here // tensor.nbytes), 0), here) for edge in span)
+                at += tensor.nbytes
+                if low == high:
+                    continue
+                tensors[part][plan.name] = tensor if high - low == here else tensor[low:high]
+                if high - low < count:
+                    rows[part][plan.name] = first + low, first + high
+                if part != "model" and first + low == 0:
+                    plans[part][plan.name] = plan.to_json()
+        return replace(self, sets={}, tensors=tensors, rows=rows, report={**self.report, "plans": plans})
 
     def copied(self) -> Snapshot:
         """Copy the tensors to host memory, so that training can go on while they are written."""
@@ -331,9 +406,7 @@ def snapshot(
     lr_scheduler: Any = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Snapshot:
-    """Collect what this rank writes; tensors are the live ones, not copies. No communication.
-
-    FSDP shards are in the snapshot of each replica, for :meth:`Snapshot.gathered`.
+    """Collect what this rank holds; tensors are the live ones, not copies. No communication.
 
     Raises:
         CheckpointError: the model is not the one that was parallelized, or something cannot be saved; names it.
@@ -341,33 +414,48 @@ def snapshot(
     state = state_of(model)
     plan, mpu = state.plan, state.mpu
     local = local_tensors(model, fsdp=True)
-    tensors: dict[str, dict[str, torch.Tensor]] = {
-        "model": {
-            name: tensor
-            for name, tensor in local.items()
-            if state.first(name, tensor)
-            and (mpu.tp.rank == 0 or plan.tensors[name].layout is not None)
-            and state.writes(name)
-        }
-    }
-    tensors["base"], base_plans, base_notes = {}, {}, {}
+    sets: dict[str, list[Held]] = {}
+    plans: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
+
+    def hold(part: str, due: TensorPlan, tensor: torch.Tensor, of: str, shards: Any = None, only: Any = None) -> None:
+        """Add a tensor of the weight ``of`` to the set of the ranks that hold it, unless it is empty.
+
+        ``shards``: ranks of ``mpu.shards``, if the layout does not say which. ``only``: the replicas, if not all.
+        """
+        count, first = tensor.shape[0] if tensor.ndim else 1, 0
+        if isinstance(tensor, DTensor):
+            axis = state.rows_of(of)
+            first, _ = replica_rows(count, axis.rank, axis.size)
+            only = axis.rank, axis.size
+        if shards is None:
+            shards = None if due.layout is None else due.layout.holders[mpu.shards.rank]
+        tensor = local_part(tensor.detach())
+        if tensor.numel():
+            key = str((shards, only, tuple(state.holders.get(of, (mpu.pp.rank,)))))
+            sets.setdefault(key, []).append(Held(part, due, tensor, first, count))
+        elif not math.prod(due.shape):
+            plans[part][due.name] = due.to_json()  # it lies in no file
+
+    for name, tensor in local.items():
+        hold("model", plan.tensors[name], tensor, name)
+    base_notes: dict[str, str] = {}
     if state.quantized and not state.adapted:
-        tensors["base"], base_plans, base_notes = registry.entry("parts", "base").collect(model, state)
-    plans: dict[str, TensorPlan] = {}
+        base, base_notes = registry.entry("parts", "base").collect(model, state)
+        for of, due, tensor in base:
+            hold("base", due, tensor, of)
     metadata = None
-    by_replica = False
     training: dict[str, Any] = {}
     loose: dict[str, torch.Tensor] = {}
     if optimizer is not None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise CheckpointError(f"optimizer={optimizer!r} must be a torch.optim.Optimizer")
         step = step_of(optimizer)
-        by_replica = step is not None and step.sharded  # ZeRO-1
         if step is not None and step.scale is not None:
             training[LOSS_SCALE] = dict(step.scale.state_dict())
         taken = take(optimizer, model, plan, mpu.shards.rank)
-        tensors["optimizer"], metadata = _written(optimizer, model, state, taken, by_replica), taken.metadata
-        plans = {name: taken.plans[name] for name in tensors["optimizer"]}
+        metadata = taken.metadata
+        for of, due, tensor, shards, only in _of_optimizer(optimizer, model, state, taken):
+            hold("optimizer", due, tensor, of, shards, only)
     if lr_scheduler is not None:
         if not hasattr(lr_scheduler, "state_dict"):
             raise CheckpointError(f"lr_scheduler={lr_scheduler!r} has no state_dict")
@@ -376,49 +464,42 @@ def snapshot(
     own = None if extra is None else Extra.of(extra, plan, local)
     if own is not None:
         training["extra"], loose = own.value, {**loose, **own.loose}
-    tensors["extra"] = loose = loose if mpu.rank == 0 else {}
-    extra_plans = {name: TensorPlan(name, tuple(one.shape), dtype_name(one.dtype)) for name, one in loose.items()}
+    for name, tensor in loose.items() if mpu.rank == 0 else ():
+        hold("extra", TensorPlan(name, tuple(tensor.shape), dtype_name(tensor.dtype)), tensor, "", only="rank 0")
     for name, tensor, due in own.tensors(plan) if own is not None else ():
-        if (due.layout is not None or mpu.tp.rank == 0) and state.writes(name) and state.first(name, tensor):
-            tensors["extra"][due.name], extra_plans[due.name] = tensor, due
+        hold("extra", due, tensor, name)
     resumable = optimizer is not None or lr_scheduler is not None
     place = {"tp": mpu.tp.rank, "pp": mpu.pp.rank, "dp": mpu.dp.rank, "cp": mpu.cp.rank}
     report = {
         "dtypes": {name: dtype_name(tensor.dtype) for name, tensor in local.items()},
         "parameters": [name for name, tensor in local.items() if isinstance(tensor, nn.Parameter)],
-        "plans": {
-            part: {name: due.to_json() for name, due in of.items()}
-            for part, of in (("base", base_plans), ("optimizer", plans), ("extra", extra_plans))
-        },
+        "plans": plans,
         "base notes": base_notes,
         "optimizer": metadata,
         "training": training if mpu.rank == 0 else {},
         "random": {**place, "state": random_states.take(mpu.random_tracker)} if resumable else None,
     }
-    fsdp = any(isinstance(tensor, DTensor) for tensor in local.values())
-    return Snapshot(tensors, report, own, by_replica, fsdp)
+    return Snapshot(sets, report, own, any(isinstance(tensor, DTensor) for tensor in local.values()))
 
 
-def _written(
-    optimizer: torch.optim.Optimizer, model: nn.Module, state: State, taken: OptimizerState, by_replica: bool
-) -> dict[str, torch.Tensor]:
-    """Return those of the optimizer's tensors that this rank writes."""
+def _of_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, state: State, taken: OptimizerState
+) -> Iterator[tuple[str, TensorPlan, torch.Tensor, Any, Any]]:
+    """Yield weight, plan and tensor of the optimizer's state that this rank keeps, and which ranks keep the same."""
     plan, mpu = state.plan, state.mpu
     parameters, step = parameters_by_name(model, plan), step_of(optimizer)
-    result = {}
     for name, tensor in taken.tensors.items():
-        parameter = name.partition("::")[0]
-        weight, layout = parameters[parameter], plan.tensors[parameter].layout
-        if layout is None or (step is not None and weight in step.whole):
-            writer = 0 if step is None else step.whole.writer(weight)
-        else:  # what is no shard lies with the first rank that holds some of the parameter
-            writer = next((rank for rank in range(layout.axis_size) if layout.local_size(rank)), 0)
-        place = mpu.shards.rank if parameter in plan.experts else mpu.tp.rank
-        here = taken.plans[name].layout is not None or place == writer
-        if by_replica and not isinstance(tensor, DTensor):
-            here = here and step is not None and step.owns(weight)
-        elif not state.first(parameter, tensor):
-            here = False
-        if here and state.writes(parameter):
-            result[name] = tensor
-    return result
+        of, due = name.partition("::")[0], taken.plans[name]
+        weight, layout, shards = parameters[of], plan.tensors[of].layout, None
+        only: Any = None if step is None else step.owner(weight)
+        if step is not None and not step.owns(weight):
+            continue
+        if due.layout is None and step is not None and weight in step.whole:
+            only = only, step.whole.writer(weight)
+            if only[1] != (mpu.shards if of in plan.experts else mpu.tp).rank:
+                continue
+        elif due.layout is None and layout is not None:  # a number: with the ranks that hold some of the parameter
+            shards = tuple(rank for rank in range(layout.axis_size) if layout.local_size(rank))
+            if mpu.shards.rank not in shards:
+                continue
+        yield of, due, tensor, shards, only

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,10 +14,11 @@ import torch
 from autopar.checkpoint.format import PARTS, WEIGHTS, FileRecord, Manifest, Part, shard_name
 from autopar.checkpoint.staging import MANIFEST, progress_bar
 from autopar.errors import CheckpointError
-from autopar.layout import Layout, replica_rows
-from autopar.storage.files import Closing, file_checksum
-from autopar.storage.lazy_tensor import Joined, LazyTensor, lazy_shard, narrowed, whole_box
-from autopar.storage.safetensors_io import SafetensorsReader, SafetensorsWriter, Spec, dtype_name, nbytes
+from autopar.layout import Layout, Range, replica_rows
+from autopar.plan.plan import TensorPlan
+from autopar.storage.files import Closing, RangeFile, file_checksum
+from autopar.storage.lazy_tensor import Box, InMemory, Joined, LazyTensor, lazy_shard, narrowed, whole_box
+from autopar.storage.safetensors_io import SafetensorsReader, SafetensorsWriter, Spec, dtype_name, dtype_of, nbytes
 
 if TYPE_CHECKING:
     from autopar.distributed.mesh import MPU
@@ -91,7 +94,7 @@ class Shards(Closing):
         elif odd:
             wrong = f"{path} does not hold what {MANIFEST} says; they differ in {odd[0]}"
         for key, entry in reader.entries.items() if not wrong else ():
-            plan, due = part.tensors[key], part.tensors[key].local_shape(record.tp)
+            plan, due = part.tensors[key], record.shape(part.tensors[key])
             if entry.shape != due or dtype_name(entry.dtype) != plan.dtype:
                 wrong = f"{path} holds {key} as {dtype_name(entry.dtype)} {list(entry.shape)}, "
                 wrong += f"{MANIFEST} says {plan.dtype} {list(due)}"
@@ -106,7 +109,7 @@ class Shards(Closing):
             for file, record in part.files.items():
                 for name in record.checksums:
                     plan = part.tensors[name]
-                    size = nbytes(getattr(torch, plan.dtype), plan.local_shape(record.tp))
+                    size = nbytes(getattr(torch, plan.dtype), record.shape(plan))
                     yield StoredShard(part.name, name, file, size)
 
     def verify(self, shard: StoredShard) -> None:
@@ -132,20 +135,27 @@ class Shards(Closing):
                 )
 
     def lazy(self, name: str, part: str = "model") -> LazyTensor:
-        """Return the full tensor, to be read in ranges from the shards that hold it. Nothing is verified.
+        """Return the full tensor, to be read in ranges from the files that hold them. Nothing is verified.
 
-        Raises:
-            CheckpointError: a file is not what the manifest says.
+        Reading raises CheckpointError for a file that is not what the manifest says.
         """
         there = self.manifest.parts[part]
-        layout = there.tensors[name].layout
-        if layout is None or not layout.size:
-            return self._open(there, there.holder(name, 0)).lazy(name)
+        plan, layout = there.tensors[name], there.tensors[name].layout
+        if not math.prod(plan.shape):
+            return InMemory(torch.empty(plan.shape, dtype=dtype_of(plan.dtype)))
+
+        def shard(tp: int) -> LazyTensor:
+            files = [file for _, _, file in there.pieces(name, tp)]
+            rows = [_Rows(there.files[file].shape(plan), plan, partial(self._open, there, file)) for file in files]
+            return rows[0] if len(rows) == 1 else Joined(rows, 0)
+
+        if layout is None:
+            return shard(0)
         pieces: list[tuple[int, LazyTensor]] = []
         for tp in filter(layout.owned, range(self.manifest.sizes.tp)):
-            shard = self._open(there, there.holder(name, tp)).lazy(name)
+            held = shard(tp)
             for (start, _), (low, high) in zip(layout.owned(tp), layout.owned_local(tp), strict=True):
-                pieces.append((start, narrowed(shard, layout.dim, low, high)))
+                pieces.append((start, narrowed(held, layout.dim, low, high)))
         ordered = [piece for _, piece in sorted(pieces, key=lambda pair: pair[0])]
         return ordered[0] if len(ordered) == 1 else Joined(ordered, layout.dim)
 
@@ -169,8 +179,22 @@ class Shards(Closing):
             reader.close()
 
 
+class _Rows(LazyTensor):
+    """Rows of a shard in one file, which is opened when they are read: most ranks need few of all files."""
+
+    def __init__(self, shape: tuple[int, ...], plan: TensorPlan, open_file: Callable[[], SafetensorsReader]) -> None:
+        super().__init__(shape, dtype_of(plan.dtype))
+        self._stored = lambda: open_file().lazy(plan.name)
+
+    def files(self) -> Iterator[RangeFile]:
+        yield from self._stored().files()
+
+    def read_into(self, out: torch.Tensor, box: Box) -> None:
+        self._stored().read_into(out, box)
+
+
 def shard_writer(
-    folder: Path, save_id: str, part: str, place: tuple[int, int, int | None], specs: Mapping[str, Spec]
+    folder: Path, save_id: str, part: str, place: tuple[int, int, int], specs: Mapping[str, Spec]
 ) -> SafetensorsWriter:
     """Make the shard file of rank ``(tp, pp, dp)``, to be filled."""
     path = folder / shard_name(part, *place)
@@ -178,16 +202,17 @@ def shard_writer(
     return SafetensorsWriter(path, specs, metadata)
 
 
-def record_of(writer: SafetensorsWriter, place: tuple[int, int, int | None]) -> FileRecord:
+def record_of(
+    writer: SafetensorsWriter, place: tuple[int, int, int], rows: Mapping[str, Range] | None = None
+) -> FileRecord:
     """Return what the manifest says of a file that was written."""
-    return FileRecord(*place, writer.path.stat().st_size, writer.header, writer.checksums)
+    return FileRecord(*place, writer.path.stat().st_size, writer.header, writer.checksums, rows or {})
 
 
 def check_checkpoint(directory: str | os.PathLike[str], *, progress: bool | None = None) -> dict[str, Any]:
     """Check that every file is there, that every byte is the one that was saved, and that nothing lies there besides.
 
-    Reading the manifest already checks that the shards cover every element of every tensor exactly once (or once a
-    replica).
+    Reading the manifest already checks that the shards cover every row of every shard exactly once.
 
     Args:
         directory: folder that ``save_parallelized``, ``split`` or ``reshard`` wrote.

@@ -138,17 +138,9 @@ class State:
         """Prefix of the Hugging Face model's names in the root model's state dict."""
         return f"{self.hf_path}." if self.hf_path else ""
 
-    def holders_of(self, name: str) -> Axis:
-        """Return the ranks that hold the same shard of a tensor, or with FSDP2 parts of it; the first one writes it."""
-        return self.mpu.copies if name in self.plan.experts else self.mpu.dp_cp
-
     def rows_of(self, name: str) -> Axis:
         """Return the ranks over which FSDP2 shards a tensor: all its holders, or neighbours among them."""
         return self.mpu.copies if name in self.plan.experts else self.mpu.fsdp
-
-    def first(self, name: str, tensor: torch.Tensor) -> bool:
-        """Tell whether this rank is the first that holds a tensor; with FSDP2, all that hold parts of it are."""
-        return isinstance(tensor, DTensor) or self.holders_of(name).rank == 0
 
     def gather_rows(self, name: str, held: DTensor) -> torch.Tensor:
         """Gather what replicas have: not by the tensor's mesh, as torch may know an equal one of a model before."""
@@ -180,10 +172,6 @@ class State:
                 "is not quantized,\n  for from_parallelized into the same base model. Without adapters, "
                 "merge_checkpoints=True writes all."
             )
-
-    def writes(self, name: str) -> bool:
-        """Tell whether this stage writes a tensor that it holds; the first of those that hold it does."""
-        return min(self.holders.get(name, (self.mpu.pp.rank,))) == self.mpu.pp.rank
 
 
 def state_of(model: nn.Module) -> State:

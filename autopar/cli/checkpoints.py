@@ -186,8 +186,9 @@ def _summary(manifest: Manifest, files: list[dict[str, Any]]) -> dict[str, Any]:
                 "pieces": manifest.pieces_with[name] if part.name == "model" else [],
                 "aliases": list(tensor.aliases),
                 "held_by": [
-                    {"file": file, "tp": rank, "shape": list(tensor.local_shape(rank))}
-                    for rank, file in sorted(part.holders[name].items())
+                    {"file": file, "tp": record.tp, "rows": record.rows.get(name), "shape": list(record.shape(tensor))}
+                    for file, record in part.files.items()
+                    if name in record.checksums
                 ],
             }
             for part in manifest.parts.values()
@@ -237,14 +238,16 @@ def _tensors(manifest: Manifest) -> Iterator[list[str]]:
     """Yield a row for each tensor, one for those that differ in numbers of blocks alone."""
     from autopar.plan.plan import rows
 
-    holders = manifest.parts["model"].holders
+    held = manifest.parts["model"].files
     found = []
     for name, tensor in manifest.tensors.items():
         merged = {None: "not saved", name: ""}.get(tensor.saved_as, tensor.saved_as)
         if tensor.saved_as is None and (pieces := manifest.pieces_with[name]):
             merged = f"in {pieces[0]}" if len(pieces) == 1 else f"{len(pieces)} parts, {pieces[0]} ..."
-        files = [file.removeprefix("model-").removesuffix(".safetensors") for file in holders[name].values()]
-        saved = files[0] if len(files) == 1 else "all tp ranks"
+        files = [file for file, record in held.items() if name in record.checksums]
+        saved = (
+            files[0].removeprefix("model-").removesuffix(".safetensors") if len(files) == 1 else f"{len(files)} files"
+        )
         cells = (shape(tensor.shape), tensor.dtype, in_words(tensor.layout), saved, merged)
         found.append({"name": name, "cells": list(map(str, cells))})
     for name, row in rows(found):

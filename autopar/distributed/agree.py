@@ -276,7 +276,7 @@ def all_ranks(
     peers: Ranks,
     work: Callable[[], Any],
     note: Callable[[], str] = str,
-    check: Callable[[list[Any]], None] | None = None,
+    check: Callable[[list[Any]], object] | None = None,
 ) -> list[Any]:
     """Every rank does ``work``, whose result must be JSON; then all go on or all raise the same error.
 
@@ -294,6 +294,14 @@ def all_ranks(
     return _round(peers, work, note, check)[1]
 
 
+def deal(peers: Ranks, work: Callable[[], Any], share: Callable[[list[Any]], list[Any]]) -> Any:
+    """Every rank does ``work``, and gets its entry of the list that ``share`` makes of all results on rank 0.
+
+    Results and entries must be JSON. ``share`` may raise CheckpointError, which all ranks raise then.
+    """
+    return _round(peers, work, str, share)[0]
+
+
 def rank_zero(peers: Ranks, work: Callable[[], T], note: Callable[[], str] = str) -> T:
     """Rank 0 does ``work``; every rank returns its result, which must be JSON, or raises the same error."""
     result: T = _round(peers, work if peers.rank == 0 else lambda: None, note, None, share=True)[0]
@@ -304,7 +312,7 @@ def _round(
     peers: Ranks,
     work: Callable[[], Any],
     note: Callable[[], str],
-    check: Callable[[list[Any]], None] | None,
+    check: Callable[[list[Any]], Any] | None,
     share: bool = False,
 ) -> tuple[Any, list[Any]]:
     value, cause = None, None
@@ -319,9 +327,11 @@ def _round(
         if peers.rank == 0:
             reports = star.reports(report)
             values = [other and other["value"] for other in reports]
-            text = _verdict(reports, note, check)
-            answer = {"error": text, "value": value if share and text is None else None}
-            star.tell(answer)
+            text, dealt = _verdict(reports, note, check)
+            same = [value if share and text is None else None] * len(reports)
+            answers = [{"error": text, "value": each} for each in dealt or same]
+            star.tell(answers)
+            answer = answers[0]
         else:
             lost = {"error": _lost([0], peers.world_size, note), "value": None, "lost": True}
             answer = star.ask(report) or lost
@@ -334,21 +344,21 @@ def _round(
     return answer["value"], values
 
 
-def _verdict(reports: list[Any], note: Callable[[], str], check: Callable[[list[Any]], None] | None) -> str | None:
-    """Return on rank 0 why all ranks fail; None if they do not. A rank that died has sent no report."""
+def _verdict(
+    reports: list[Any], note: Callable[[], str], check: Callable[[list[Any]], Any] | None
+) -> tuple[str | None, Any]:
+    """Return on rank 0 why all ranks fail, None if they do not, and what ``check`` returns. A dead rank's is None."""
     lost = [rank for rank, report in enumerate(reports) if report is None]
     failed = [rank for rank, report in enumerate(reports) if report and report["error"]]
     if lost:
-        return _lost(lost, len(reports), note)
+        return _lost(lost, len(reports), note), None
     if failed:
         many = f"\n  Reported by {names_of(failed)} of {len(reports)}." if len(reports) > 1 else ""
-        return f"{reports[failed[0]]['error']}{many}"
+        return f"{reports[failed[0]]['error']}{many}", None
     try:
-        if check is not None:
-            check([report["value"] for report in reports])
+        return None, None if check is None else check([report["value"] for report in reports])
     except CheckpointError as error:
-        return str(error)
-    return None
+        return str(error), None
 
 
 class _Star:
@@ -364,10 +374,10 @@ class _Star:
         self._alive = [rank for rank, report in enumerate(found) if rank and report is not None]
         return found
 
-    def tell(self, answer: Any) -> None:
-        """Answer all ranks that have reported."""
+    def tell(self, answers: list[Any]) -> None:
+        """Answer all ranks that have reported, each with its entry."""
         for rank in self._alive:
-            _send(self._peers, rank, answer)
+            _send(self._peers, rank, answers[rank])
 
     def ask(self, report: Any) -> Any:
         """Report to rank 0; return its answer."""

@@ -127,6 +127,10 @@ def unheld(data):
         record["xxh3"].pop("gate", None)
 
 
+def rows(name, *ends):
+    return edited(lambda data: files(data)["model-tp0-pp0.safetensors"]["rows"].update({name: ends}))
+
+
 def stranger(data):
     files(data)["model-tp0-pp0.safetensors"]["xxh3"]["stranger"] = "0" * 16
 
@@ -145,7 +149,7 @@ def held_twice(data):
         (lambda data: None, "autopar.json is no manifest"),
         (
             edited(lambda d: d.update(format_version=1)),
-            r"format_version 1; this .* reads 8\n  Load it with the version",
+            r"format_version 1; this .* reads 9\n  Load it with the version",
         ),
         (drop("format_version"), "'format_version' is missing"),
         (drop("parts"), "damaged: 'parts' is missing"),
@@ -155,7 +159,7 @@ def held_twice(data):
         (edited(lambda d: d.update(mesh=3)), "damaged"),
         (edited(lambda d: d["mesh"].update(tensor_parallel_size=0)), "damaged: the mesh"),
         (edited(lambda d: d["mesh"].update(data_parallel_size=10**9)), "damaged: the mesh"),
-        (edited(lambda d: d["mesh"].update(dict.fromkeys(TP, 3))), "should lie in 3 files and lies in 2"),
+        (edited(lambda d: d["mesh"].update(dict.fromkeys(TP, 3))), "a layout is for 2 ranks in a mesh of 3"),
         (edited(lambda d: d["mesh"].update(dict.fromkeys(TP, 1))), "is no shard of the mesh"),
         (edited(lambda d: d["parts"]["model"].update(tensors=[])), "damaged"),
         (edited(lambda d: tensors(d)["gate"].update(dtype="object")), "damaged: 'object' is no dtype"),
@@ -169,9 +173,14 @@ def held_twice(data):
         (edited(replica), r"model-tp1-pp0-dp3\.safetensors is no shard of the mesh"),
         (edited(uncovered), "no rank holds unit 3 of 7 ffn"),
         (edited(three_ranks), "a layout is for 3 ranks in a mesh of 2"),
-        (edited(unheld), "gate should lie in 2 files and lies in 0"),
-        (edited(lambda d: files(d)["model-tp0-pp0.safetensors"]["xxh3"].pop("gate")), "gate should lie in 2 files and"),
-        (edited(held_twice), "step should lie in 1 files and lies in 2"),
+        (edited(unheld), "no file holds row 0 of gate on tensor-parallel rank 0"),
+        (edited(lambda d: files(d)["model-tp0-pp0.safetensors"]["xxh3"].pop("gate")), "no file holds row 0 of gate on"),
+        (edited(held_twice), "several files hold row 0 of step on tensor-parallel rank 0"),
+        (rows("gate", 0, 3), "no file holds row 3 of gate on tensor-parallel rank 0"),
+        (rows("gate", 1, 4), "no file holds row 0 of gate on tensor-parallel rank 0"),
+        (rows("gate", 0, 5), "several files hold row 4 of gate on tensor-parallel rank 0"),
+        (rows("gate", -1, 4), "several files hold row -1 of gate"),
+        (rows("gate", 0), "damaged: not enough values"),
         (edited(stranger), "holds stranger, which is no tensor of the model"),
     ],
 )

@@ -22,7 +22,7 @@ def sharded(folder: Path, order: int = 0) -> Path:
     folder.mkdir(parents=True)
     for name in OURS[1:]:
         (folder / name).write_text(name)
-    record = FileRecord(0, 0, None, len(OURS[2]), "0" * 16, {"weight": "0" * 16})
+    record = FileRecord(0, 0, 0, len(OURS[2]), "0" * 16, {"weight": "0" * 16})
     part = Part("model", {"weight": TensorPlan("weight", (1,), "float32", saved_as="weight")}, {OURS[2]: record})
     Manifest("0" * 16, MeshSizes(1, 1, 1), "gpt2", "gpt2.yaml", "", {"model": part}, frozenset(["weight"]), 1,
              {"config.json": "0" * 16}, order=order).write(folder)  # fmt: skip

@@ -130,10 +130,14 @@ def with_moments(model: Any, seed: int = 0) -> torch.optim.AdamW:
 STAGES = [("embed", "qkv", "step"), ("proj", "norm", "gate", "head", "mask", "scratch")]
 
 
-def written(model: nn.Module, mine: save.Snapshot, folder: Path, save_id: str = "0123456789abcdef") -> dict[str, Any]:
-    """Write the files of the rank that has ``model``; returns its report."""
-    writer: Any = SimpleNamespace(state=state_of(model))
-    return save.Writer.write_shards(writer, mine, folder, save_id)
+def written(
+    ranks: list[tuple[nn.Module, save.Snapshot]], folder: Path, save_id: str = "0123456789abcdef"
+) -> list[dict[str, Any]]:
+    """Write the files of ranks that have these models, in order; returns their reports."""
+    writers: Any = [SimpleNamespace(state=state_of(model)) for model, _ in ranks]
+    spans = save.shares([mine.sizes() for _, mine in ranks])
+    cut = [mine.cut(span) for (_, mine), span in zip(ranks, spans, strict=True)]
+    return [save.Writer.write_shards(writer, mine, folder, save_id) for writer, mine in zip(writers, cut, strict=True)]
 
 
 def save_alone(
@@ -150,7 +154,7 @@ def save_alone(
     ``training``: ``lr_scheduler`` and ``extra``.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    reports = []
+    ranks = []
     for p in range(pp):
         for t in range(tp):
             model = tiny(fake_mpu(tp, t, pp, p), seed)
@@ -158,7 +162,8 @@ def save_alone(
                 for name in [name for s, names in enumerate(STAGES) if s != p for name in names]:
                     delattr(model, name)
             mine = snapshot(model, with_moments(model, seed) if optimizer else None, **training)
-            reports.append(written(model, mine, folder, save_id))
+            ranks.append((model, mine))
+    reports = written(ranks, folder, save_id)
     plain = tiny(fake_mpu(), seed)
     config_writer(plain)(folder)
     along = {"config.json": file_checksum(folder / "config.json")}

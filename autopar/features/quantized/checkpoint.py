@@ -24,19 +24,15 @@ class Base:
     """The part ``base`` of a checkpoint."""
 
     @staticmethod
-    def collect(
-        model: nn.Module, state: State
-    ) -> tuple[dict[str, torch.Tensor], dict[str, TensorPlan], dict[str, str]]:
-        """Return the tensors that this rank writes, plans of all that it holds, and notes for the heads of files."""
-        tensors: dict[str, torch.Tensor] = {}
-        plans: dict[str, TensorPlan] = {}
+    def collect(model: nn.Module, state: State) -> tuple[list[tuple[str, TensorPlan, torch.Tensor]], dict[str, str]]:
+        """Return what this rank holds: weight, plan and tensor of each; and notes for the heads of files."""
+        tensors: list[tuple[str, TensorPlan, torch.Tensor]] = []
         notes: dict[str, str] = {}
         found: dict[str, Any] = {**stored_weights(model)}
         for path, stored in found.items():
             weight = state.quantized[f"{path}.weight"]
             form = (weight.shape[0], weight.shape[1])
             layout = weight.layout if state.plan.shards > 1 else None
-            first = state.writes(weight.name) and state.holders_of(weight.name).rank == 0
             saved = (weight.saved_as or weight.name).removesuffix("weight")
             if note := stored.note(form):
                 notes[weight.name] = note
@@ -51,10 +47,9 @@ class Base:
                 steps = tuple(torch.empty(sizes, device="meta").stride())
                 pieces = (Piece(f"{saved}{name}", sizes, steps, 0),)
                 full = f"{path}.{name}"
-                plans[full] = TensorPlan(full, tuple(whole), dtype_name(tensor.dtype), cut, pieces=pieces)
-                if first and (cut is not None or state.mpu.tp.rank == 0):
-                    tensors[full] = tensor
-        return tensors, plans, notes
+                plan = TensorPlan(full, tuple(whole), dtype_name(tensor.dtype), cut, pieces=pieces)
+                tensors.append((weight.name, plan, tensor))
+        return tensors, notes
 
     @staticmethod
     def restore(model: nn.Module, state: State, shards: Shards, *, check: bool = False) -> None:

@@ -288,12 +288,12 @@ class Answers:
         said = {rank: own if rank == self._rank else self._links.receive(rank, "report") for rank in self._cast}
         return [said[self._who(rank)] for rank in range(len(self._coordinates))]
 
-    def tell(self, answer: Any) -> None:
+    def tell(self, answers: list[Any]) -> None:
         """Answer on rank 0."""
-        self.told.verdicts.append(answer)
+        self.told.verdicts.append(answers)
         for rank in self._cast:
             if rank != self._rank:
-                self._links.send(rank, "answer", answer)
+                self._links.send(rank, "answer", answers[rank])
 
     def ask(self, report: Any) -> Any:
         """Report to rank 0; return its answer, which it gave before if it is not here."""
@@ -304,7 +304,7 @@ class Answers:
         verdicts = self._earlier[0].verdicts
         if self._rounds > len(verdicts):
             raise LeftAloneError
-        return verdicts[self._rounds - 1]
+        return verdicts[self._rounds - 1][self._rank]
 
     def as_issued(self, call: Call) -> Call:
         """Return a call as the rank would issue it that has all others beside it."""

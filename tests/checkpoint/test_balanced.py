@@ -1,0 +1,144 @@
+"""Every rank writes equally many bytes, and none gathers what it does not hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autopar.checkpoint import Manifest, save
+from autopar.checkpoint.save import shares
+from autopar.checkpoint.shards import check_checkpoint
+from autopar.storage.safetensors_io import dtype_of, nbytes
+from tests.checkpoint.hybrid import Mesh, Run, assert_same
+from tests.features.experts.mixtures import compare, mixtral
+from tests.pool import pooled
+from tests.worlds import raises_everywhere
+
+OF_FOUR = [
+    *(Mesh(1, 1, zero) for zero in range(4)),
+    Mesh(2, 1, 2),
+    Mesh(2, 1, 3),
+    Mesh(1, 2),
+    Mesh(1, 2, 1),
+    Mesh(2, 2),
+]
+
+
+@contextmanager
+def shared_out() -> Iterator[None]:
+    """Share out tensors of models of any size."""
+    before, save.LEAST = save.LEAST, 1
+    try:
+        yield
+    finally:
+        save.LEAST = before
+
+
+def loads(folder: Path, world: int) -> list[int]:
+    """The bytes of the tensors that each rank has written."""
+    found: dict[tuple[int, int, int], int] = {}
+    for part in Manifest.read(folder).parts.values():
+        for record in part.files.values():
+            held = [part.tensors[name] for name in record.checksums]
+            size = sum(nbytes(dtype_of(tensor.dtype), record.shape(tensor)) for tensor in held)
+            place = (record.tp, record.pp, record.dp)
+            found[place] = found.get(place, 0) + size
+    return [*found.values(), *[0] * (world - len(found))]
+
+
+def assert_balanced(folder: Path, where: Any) -> None:
+    each = loads(folder, dist.get_world_size())
+    assert max(each) <= 1.15 * sum(each) / len(each), f"{where}: {each}"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pooled(world_size=4)
+def test_every_rank_writes_its_share_and_any_mesh_reads_it(tmp_path, precision):
+    saved = {}
+    with shared_out():
+        for number, mesh in enumerate(OF_FOUR):
+            run = Run("llama", mesh, precision)
+            run.steps(0, 2)
+            run.save(tmp_path / str(number), async_save=number % 2 == 1)
+            saved[number] = run.whole()
+            run.model.wait_for_save()
+            assert_balanced(tmp_path / str(number), mesh)
+            run.close()
+    for number in range(dist.get_rank(), len(OF_FOUR), dist.get_world_size()):
+        assert check_checkpoint(tmp_path / str(number))["problems"] == []
+    for number, target in enumerate(OF_FOUR):
+        run = Run("llama", target, precision, other=True)
+        for source in {number, (number + 3) % len(OF_FOUR)}:
+            run.load(tmp_path / str(source))
+            due = {
+                name: t for name, t in saved[source].items() if precision == "fp32" or not name.endswith("::stepped")
+            }
+            assert_same(
+                {name: t for name, t in run.whole().items() if name in due}, due, f"{OF_FOUR[source]} to {target}"
+            )
+        run.close()
+
+
+@pooled(world_size=4)
+def test_experts_over_replicas(tmp_path):
+    for config in ({"ep": 4}, {"tp": 2, "ep": 4, "zero": {"stage": 1}}, {"ep": 2}, {"ep": 2, "zero": {"stage": 3}}):
+        model, optimizer, _ = compare(partial(mixtral, 4), config)
+        with shared_out():
+            model.save_parallelized(tmp_path / "ckpt", optimizer=optimizer)
+        assert_balanced(tmp_path / "ckpt", config)
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *(state["exp_avg"] for state in optimizer.state.values())):
+                tensor.zero_()
+        model.from_parallelized(tmp_path / "ckpt", optimizer=optimizer)
+        assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters()), config
+        now = [state["exp_avg"] for state in optimizer.state.values()]
+        assert all(map(torch.equal, now, moments)), config
+        model.mpu.destroy()
+
+
+@pooled(world_size=4)
+def test_small_models_have_few_files_and_an_error_of_a_rank_is_everyones(tmp_path):
+    run = Run("gpt2", Mesh(1, 1, 1))
+    run.steps(0, 1)
+    run.save(tmp_path / "ckpt")
+    files = Manifest.read(tmp_path / "ckpt").parts["model"].files
+    assert list(files) == ["model-tp0-pp0.safetensors"]
+    if dist.get_rank() == 2:
+        run.model.transformer.h[0].ln_1.weight.data.add_(1.0)
+    with shared_out(), raises_everywhere(save.CheckpointError, "ln_1.weight differs between rank 0 and rank 2"):
+        run.save(tmp_path / "ckpt")
+    run.close()
+
+
+def described(**sizes: int) -> dict[str, list[Any]]:
+    return {key: [size, key] for key, size in sizes.items()}
+
+
+def test_shares_fill_up_what_ranks_hold_alone(monkeypatch):
+    monkeypatch.setattr(save, "LEAST", 1)
+    held = [described(a=70, all=130), described(b=10, all=130), described(all=130), described(c=50, all=130)]
+    spans = shares(held)
+    sizes = [sum(stop - start for start, stop in mine.values()) for mine in spans]
+    assert sum(sizes) == 260 and sizes == [70, 64, 64, 62] and spans[0] == {"a": (0, 70)}
+    pieces = sorted(mine["all"] for mine in spans if "all" in mine)
+    assert [start for start, _ in pieces] == [0, *(stop for _, stop in pieces[:-1])] and pieces[-1][1] == 130
+
+
+def test_of_a_small_model_few_ranks_write_and_a_rank_with_another_set_writes_none_of_it(monkeypatch):
+    assert shares([described(all=1 << 20)] * 4) == [{"all": (0, 1 << 20)}, {}, {}, {}]
+    monkeypatch.setattr(save, "LEAST", 100)
+    assert [len(mine) for mine in shares([described(all=200)] * 4)] == [1, 1, 0, 0]
+    assert [len(mine) for mine in shares([described(all=400)] * 4)] == [1, 1, 1, 1]
+    other = {"all": [399, "less"]}
+    assert shares([described(all=400), other])[1] == {}
+    assert math.prod(len(mine) for mine in shares([described(a=1, all=0), described(b=1, all=0)])) == 1
