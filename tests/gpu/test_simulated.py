@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 
 import autopar
+from autopar.compat.c10d import in_parts
 from autopar.distributed.rng import seeded
 from autopar.distributed.rng_tracker import manual_seed
 from autopar.errors import ConfigError
@@ -153,6 +155,43 @@ def test_a_model_without_memory_is_loaded_onto_the_device(tmp_path: Any) -> None
     assert places(model) == DEVICE
     for name, value in whole(model, lambda parameter: parameter.data).items():
         assert torch.equal(value, plain.get_parameter(name).data), name
+    close(model(IDS.to(model.mpu.device)).logits.cpu(), plain(IDS).logits, "logits")
+
+
+class _Live(TorchDispatchMode):
+    """The most bytes of the device that were live when an operation had run."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if in_parts(types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        self.most = max(self.most, torch.ops.sim.memory()[0])
+        return result
+
+
+@pytest.mark.parametrize("lazily", [True, False])
+@on_device(world_size=2)
+def test_zero_3_never_has_all_weights_on_the_device(lazily: bool, tmp_path: Any) -> None:
+    plain = llama(num_hidden_layers=8)
+    if dist.get_rank() == 0:
+        plain.save_pretrained(tmp_path)
+    dist.barrier()
+    before, config = torch.ops.sim.memory()[0], {"zero": {"stage": 3}}
+    with _Live() as live:
+        if lazily:
+            model = autopar.from_pretrained(LlamaForCausalLM, tmp_path, config)
+        else:
+            model = autopar.initialize(copy.deepcopy(plain), config)
+    assert places(model) == DEVICE
+    share = sum(parameter.to_local().nbytes for parameter in model.parameters())
+    total, block = (sum(x.nbytes for x in each.parameters()) for each in (plain, plain.model.layers[0]))
+    outside = total - 8 * block + sum(buffer.nbytes for buffer in plain.buffers())  # one group, too
+    assert share < 0.6 * total
+    assert live.most - before <= share + (outside if lazily else max(block, outside)) + 4096
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.full_tensor().cpu(), plain.get_parameter(name).data), name
     close(model(IDS.to(model.mpu.device)).logits.cpu(), plain(IDS).logits, "logits")
 
 
