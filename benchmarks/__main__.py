@@ -37,7 +37,7 @@ SHORT: dict[str, list[str]] = {
     "planning": ["--rounds", "1", "--models", "405b"],
     "pipeline": ["--rounds", "2"],
     "checks": ["--rounds", "20", "--rows", "small"],
-    "loading": ["--rounds", "1", "--layers", "4"],
+    "loading": ["--rounds", "1", "--layers", "4", "--meshes", "dp 4, ZeRO 3"],
     "merging": ["--rounds", "2", "--gigabytes", "0.3"],
     "curves": ["--steps", "40"],
     "optimizers": ["--rows", "small", "--rounds", "3", "--ranks", "2"],

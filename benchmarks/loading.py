@@ -1,7 +1,8 @@
-"""Memory, bytes read and time of loading a checkpoint with tensor parallelism, against its rivals, interleaved.
+"""Memory, bytes read and time of loading a checkpoint with tensor parallelism, against its rivals; and by mesh.
 
     python -m benchmarks loading                               # 2 processes, a Llama of 1 GB in one file
     python -m benchmarks loading --rounds 5 --shard-size 200MB
+    python -m benchmarks loading --rounds 0 --meshes           # meshes of 4 processes alone, a Llama of 380 MB
 
 Variants, each in fresh processes, which touch every parameter after loading (``s``), and run a short forward then
 (``with a forward``):
@@ -15,23 +16,42 @@ Variants, each in fresh processes, which touch every parameter after loading (``
 Peak is that of the resident memory (VmHWM) above what the process had before it loaded; pages of a mapped file count,
 as they do for a container's limit on resident memory. Bytes read are those of all read calls (``rchar``); what a map
 brings in does not appear there. The checkpoint was written just before: it is read from the page cache.
+
+By mesh, on 4 processes: the peak of anonymous memory above what the process had before, in even shares (a quarter of
+the model), while ``autopar.from_pretrained`` reads the Hugging Face folder (``files``) or shards that another mesh has
+saved (``shards``), while ``initialize`` draws a model of ``lazy_init`` (``drawn``), and while ``from_parallelized``
+reads shards into that (``parallelized``).
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.process_memory import bytes_read, high_water, status
+from benchmarks.process_memory import anonymous_peak, bytes_read, high_water, status
 from benchmarks.ranks import run_ranks
 from benchmarks.variants import first_line
 
 VARIANTS = ("autopar", "shards", "parallelized", "initialize", "transformers")
 MIB = 1 << 20
+TP2, PP2 = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+MESHES: dict[str, dict[str, Any]] = {
+    "tp 4": {"model_parallelism": {"tensor_parallel_size": 4}},
+    "pp 4": {"model_parallelism": {"pipeline_parallel_size": 4}},
+    "dp 4, ZeRO 2": {"zero": {"stage": 2}},
+    "dp 4, ZeRO 3": {"zero": {"stage": 3}},
+    "tp 2 x dp 2, ZeRO 2": {"model_parallelism": TP2, "zero": {"stage": 2}},
+    "tp 2 x dp 2, ZeRO 3": {"model_parallelism": TP2, "zero": {"stage": 3}},
+    "pp 2 x dp 2, ZeRO 3": {"model_parallelism": PP2, "zero": {"stage": 3}},
+}
+_OF_MESHES = {"intermediate_size": 1024, "vocab_size": 4000, "num_key_value_heads": 4}  # blocks of a quarter of a share
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,22 +60,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--layers", type=int, default=16, help="48 MB each")
     parser.add_argument("--shard-size", default="50GB", help="of the checkpoint's files")
+    parser.add_argument("--meshes", nargs="*", choices=MESHES, default=list(MESHES), help="none: no loads by mesh")
     parser.add_argument("--disk", help="where to write the checkpoint (default: a temporary folder)")
 
 
-def make(folder: str, layers: int, shard_size: str) -> None:
+def make(folder: str, layers: int, shard_size: str, **sizes: int) -> None:
     """Write a Llama with random weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=1024,
-        num_hidden_layers=layers,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        intermediate_size=2816,
-        vocab_size=32000,
-    )
+    sizes = {"num_key_value_heads": 8, "intermediate_size": 2816, "vocab_size": 32000} | sizes
+    config = LlamaConfig(hidden_size=1024, num_hidden_layers=layers, num_attention_heads=16, **sizes)
     with torch.no_grad():
         LlamaForCausalLM(config).save_pretrained(folder, max_shard_size=shard_size)
 
@@ -123,7 +138,70 @@ def rank_main(options: dict[str, Any]) -> dict[str, Any]:
     return measured | {"used": time.perf_counter() - start, "peak used": high_water() - memory}
 
 
+def mesh_main(options: dict[str, Any]) -> dict[str, list[float]]:
+    """On every rank: load in each way, and return the peak in even shares, and the seconds."""
+    import torch
+    import torch.distributed as dist
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import autopar
+
+    folder, mesh = options["source"], options["mesh"]
+
+    def loaded(path: str) -> Any:
+        return autopar.from_pretrained(AutoModelForCausalLM, path, mesh, dtype=torch.float32)
+
+    def drawn(_: Any) -> Any:
+        with autopar.lazy_init():
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+        return autopar.initialize(model, mesh)
+
+    ways: dict[str, Callable[[Any], Any]] = {
+        "files": lambda _: loaded(folder),
+        "shards": lambda _: loaded(f"{folder}/parallelized"),
+        "drawn": drawn,
+        "parallelized": lambda model: model.from_parallelized(f"{folder}/parallelized", timeout=600),
+    }
+    loaded(options["warm"]).mpu.destroy()  # imports, and what is made once
+    model, found = None, {}
+    for name, way in ways.items():
+        model = model if name == "parallelized" else None
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # gives back what a way before has freed
+        dist.barrier()
+        start = time.perf_counter()
+        with anonymous_peak() as peak:
+            model = way(model)
+        found[name] = [peak[0] / options["share"], time.perf_counter() - start]
+    return found
+
+
+def measure_meshes(options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Load on every mesh, in fresh processes."""
+    rows = []
+    with tempfile.TemporaryDirectory(dir=options["disk"]) as folder:
+        make(folder, options["layers"], options["shard_size"], **_OF_MESHES)
+        make(f"{folder}/warm", 4, "50GB", **_OF_MESHES | {"intermediate_size": 32, "vocab_size": 100})
+        run_ranks("benchmarks.loading:save_parallelized", {"source": folder}, 2)
+        share = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")) / 4
+        for mesh in options["meshes"]:
+            given = {"source": folder, "warm": f"{folder}/warm", "mesh": MESHES[mesh], "share": share}
+            ranks = run_ranks("benchmarks.loading:mesh_main", given, 4)
+            row: dict[str, Any] = {"mesh": mesh, "share, MiB": round(share / MIB)}
+            for name in ranks[0]:
+                row[f"{name}, peak / share"] = round(max(rank[name][0] for rank in ranks), 2)
+                row[f"{name}, s"] = round(max(rank[name][1] for rank in ranks), 2)
+            rows.append(row)
+    return rows
+
+
 def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Load by every variant in turn, each time in fresh processes, read the bytes alone as a limit; then by mesh."""
+    rows = measure_variants(options) if options["rounds"] else []
+    return rows + (measure_meshes(options) if options["meshes"] else [])
+
+
+def measure_variants(options: dict[str, Any]) -> list[dict[str, Any]]:
     """Load by every variant in turn, each time in fresh processes; and read the bytes alone, as a limit."""
     world = options["processes"]
     rounds: dict[str, list[list[dict[str, Any]]]] = {variant: [] for variant in VARIANTS}

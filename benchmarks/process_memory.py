@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -27,3 +30,23 @@ def forget_high_water() -> int:
 def bytes_read() -> int:
     """Return the bytes of all read calls; pages of a mapped file are not among them."""
     return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
+
+
+@contextmanager
+def anonymous_peak() -> Iterator[list[int]]:
+    """Yield a list that has one number at the end: how far the memory of no file rose inside of ``with``, in bytes."""
+    before, over, most = status("RssAnon"), threading.Event(), 0
+
+    def sample() -> None:
+        nonlocal most
+        while not over.wait(0.001):
+            most = max(most, status("RssAnon") - before)
+
+    found, thread = list[int](), threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        thread.join()
+        found.append(max(most, status("RssAnon") - before))

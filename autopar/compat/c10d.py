@@ -101,6 +101,17 @@ def gathered_parameters(root: FSDPModule) -> set[int]:
     return {id(held._unsharded_param) for held in every if hasattr(held, "_unsharded_param")}
 
 
+def take_new_shards(model: nn.Module) -> None:
+    """Let FSDP2 pad and gather the local shards that its parameters have now; it did so with those that they had.
+
+    Source: ``torch.distributed.fsdp.FSDPModule._apply``.
+    """
+    for module in model.modules():
+        for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ():
+            for held in group.fsdp_params:
+                held.reset_sharded_param()
+
+
 def drop_gradients(root: FSDPModule) -> None:
     """Drop the gradients that FSDP2 has accumulated and not reduced."""
     for each in root._get_fsdp_state()._state_ctx.all_states:

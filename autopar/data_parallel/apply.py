@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -59,12 +59,13 @@ class DataParallel:
         self.step: ParallelStep | None = None
         self.fully_sharded: FullySharded | None = None
 
-    def attach(self, optimizer: Any, blocks: Sequence[nn.Module] = ()) -> None:
+    def attach(self, optimizer: Any, blocks: Sequence[nn.Module], fill: Callable[[], None]) -> None:
         """Set up ZeRO, precision and clipping. The last step of ``initialize``: the parameters are final. Collective.
 
         Args:
             optimizer: checked already (:func:`~autopar.data_parallel.optimizer_state.check_optimizer`); or None.
             blocks: of the model.
+            fill: Gives memory to the shards that FSDP2 makes of parameters without memory.
         """
         model, inner, plan, mpu, config = self.model, self.inner, self.plan, self.mpu, self.config
         if optimizer is not None:
@@ -73,6 +74,7 @@ class DataParallel:
         if config.fully_sharded:
             blocks = [] if isinstance(inner, PreTrainedModel) else blocks
             self.fully_sharded = FullySharded(model, inner, mpu, config, self.failures, blocks, plan.experts)
+            fill()
             if optimizer is not None:
                 rebind(optimizer, self.names, model)
         if optimizer is not None:

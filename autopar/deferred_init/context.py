@@ -39,8 +39,8 @@ def lazy_init() -> Iterator[None]:
     """Build models, or load them with transformers' ``from_pretrained``, without memory for their weights.
 
     The models are for :func:`autopar.initialize`, which gives each rank its shards: read from the checkpoint's files,
-    or drawn as the constructor would have drawn them. Full weights are the same for any tensor-parallel size, given
-    ``torch.manual_seed`` before ``initialize``; they are not those that the constructor would have drawn.
+    or drawn as the constructor would have drawn them. Full weights are equal on any mesh, given ``torch.manual_seed``
+    before ``initialize``; they are not those that the constructor would have drawn.
 
     A module around the Hugging Face model that has parameters of its own fills them with ``torch.nn.init``, has a
     ``reset_parameters``, or computes them (``nn.Parameter(torch.zeros(3))``).

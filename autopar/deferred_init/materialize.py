@@ -16,11 +16,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, initialization as hf_init
 
+from autopar.compat.c10d import take_new_shards
 from autopar.compat.peft import Init, adapter_inits, adapter_parameters
-from autopar.compat.tensors import own_parameters, version_of
+from autopar.compat.tensors import local_part, own_parameters, version_of
 from autopar.compat.transformers import has_own_adapters, initialize_weights, is_initialized
+from autopar.config import ParallelConfig
 from autopar.deferred_init.context import adapter_first, on_cpu
 from autopar.deferred_init.files import by_parameter, clear_sources, sources_of
 from autopar.distributed.digest import sync_parameters
@@ -28,9 +31,9 @@ from autopar.distributed.mesh import MPU
 from autopar.distributed.process import cores_of_a_rank
 from autopar.distributed.rng import kept, same_draws
 from autopar.errors import ConfigError, listed
-from autopar.layout import Layout
+from autopar.layout import Layout, replica_rows
 from autopar.plan.plan import Plan
-from autopar.storage.lazy_tensor import InMemory, LazyTensor, read_shard
+from autopar.storage.lazy_tensor import Converted, InMemory, LazyTensor, lazy_shard, narrowed, whole_box
 from autopar.stored import stored_weights
 from autopar.swap import replace_storage
 from autopar.tensor_tracking import TensorTracking, storage_key, tensors_in
@@ -54,17 +57,18 @@ class Materializer:
         model: the root model; full shapes, partly or all on the meta device.
         inner: the Hugging Face model in it, or a plain module.
         plan: of the model.
+        config: of the model; with ZeRO's stages 2 and 3 a rank holds some rows of each shard.
 
     Raises:
         ConfigError: nothing gives a parameter its values, or it was written into while it had no memory.
     """
 
-    def __init__(self, model: nn.Module, inner: nn.Module, plan: Plan) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, inner: nn.Module, plan: Plan, config: ParallelConfig) -> None:
+        self._model, self._plan, self._config = model, plan, config
         self._pending = _pending(model, plan)
         self._steps = InitSteps(model, inner, {key: p for key, p in self._pending.items() if p.drawn})
-        touched = set[int]().union(*self._steps.first)
-        lacking = [p.name for key, p in self._pending.items() if p.source is None and key not in touched]
+        self._touched = set[int]().union(*self._steps.first)
+        lacking = [p.name for key, p in self._pending.items() if p.source is None and key not in self._touched]
         if lacking:
             raise ConfigError(_uninitialised(model, lacking))
 
@@ -75,6 +79,17 @@ class Materializer:
             if isinstance(pending.source, InMemory):
                 holder.register_buffer(str(number), pending.source.tensor)
         sync_parameters(holder, mpu)
+
+    def _held(self, pending: DeferredParameter, full: LazyTensor, mpu: MPU) -> LazyTensor:
+        """Return what this rank holds of a full tensor: its shard, or the rows of it that FSDP2 leaves here."""
+        shard = lazy_shard(full, pending.layout, mpu.shards.rank)
+        if not self._config.fully_sharded or not shard.shape:
+            return shard
+        axis = mpu.copies if self._plan.canonical(pending.name) in self._plan.experts else mpu.fsdp
+        return narrowed(shard, 0, *replica_rows(shard.shape[0], axis.rank, axis.size))
+
+    def _empty(self, held: LazyTensor, dtype: torch.dtype, mpu: MPU) -> torch.Tensor:
+        return torch.empty(held.shape, dtype=dtype, device="cpu" if self._config.zero_cpu_offload else mpu.device)
 
     def draw(self, mpu: MPU, held_here: Callable[[str], bool]) -> None:
         """Run the random initialization; every rank draws rank 0's numbers and keeps its shards.
@@ -88,23 +103,30 @@ class Materializer:
         if not self._steps.last:
             return
         unfilled: list[str] = []
+        sizes = {key: pending.parameter.nbytes for key, pending in self._pending.items()}
+        memory = _Memory(sizes, self._steps)
+        for pending in map(self._pending.__getitem__, self._touched):
+            if held_here(pending.name):
+                held = self._held(pending, InMemory(pending.parameter), mpu)
+                pending.shard = self._empty(held, pending.dtype, mpu)
 
         def materialize(key: int) -> None:
             pending = self._pending[key]
-            full = torch.full(pending.shape, float("nan"), dtype=pending.parameter.dtype, device="cpu")
+            full = memory.take(sizes[key]).view(pending.dtype).view(pending.shape).fill_(float("nan"))
             if pending.source is not None:
-                pending.source.read_into(full, tuple((0, size) for size in pending.shape))
+                pending.source.read_into(full, whole_box(pending.shape))
             replace_storage(pending.parameter, full)
 
         def shard(key: int) -> None:
             pending = self._pending[key]
             full = pending.parameter.data
-            if full.is_floating_point() and full.isnan().any():
+            if full.is_floating_point() and full.numel() and full.amax().isnan():
                 unfilled.append(pending.name)
-            if held_here(pending.name):
-                kept = full if pending.layout is None else pending.layout.shard(full, mpu.shards.rank)
-                pending.shard = kept.to(mpu.device)
+            if pending.shard is not None:
+                held = self._held(pending, InMemory(full), mpu)
+                held.read_into(pending.shard, whole_box(held.shape))
             replace_storage(pending.parameter, torch.empty(pending.shape, dtype=full.dtype, device="meta"))
+            memory.give()
 
         with same_draws():
             self._steps.run(materialize, shard)
@@ -117,35 +139,80 @@ class Materializer:
         Raises:
             CheckpointError: a file cannot be read, or was written to meanwhile.
         """
-        here = {id(parameter) for parameter in self._model.parameters()}  # on this stage
+        names = self._plan.names
+        here = {names.get(name): parameter for name, parameter in self._model.named_parameters()}  # on this stage
         stored = stored_weights(self._model).items()
         others = {f"{path}.weight": weight for path, weight in stored if weight.pending}
-        every = [pending for pending in self._pending.values() if id(pending.parameter) in here]
-        left = [pending for pending in every if pending.name not in others]
+        of_here = ((p, here.get(self._plan.canonical(p.name))) for p in self._pending.values())
+        every = [(pending, parameter) for pending, parameter in of_here if parameter is not None]
+        left = [pair for pair in every if pair[0].name not in others]
 
-        def shard_of(pending: DeferredParameter) -> torch.Tensor:
+        def shard_of(pending: DeferredParameter, parameter: nn.Parameter) -> torch.Tensor:
             if pending.shard is not None:
                 return pending.shard
             assert pending.source is not None
-            shard = torch.empty(pending.parameter.shape, dtype=pending.parameter.dtype, device=mpu.device)
-            with on_cpu():  # for temporary tensors
-                read_shard(pending.source, pending.layout, mpu.shards.rank, shard)
+            same = pending.source.dtype == pending.dtype
+            held = self._held(pending, pending.source if same else Converted(pending.source, pending.dtype), mpu)
+            if (local := local_part(parameter)).numel():  # FSDP2 leaves no rows where there are no columns
+                held.check_shape(local)
+            shard = self._empty(held, parameter.dtype, mpu)
+            with torch.no_grad(), on_cpu():  # for temporary tensors
+                held.read_into(shard, whole_box(held.shape))
             return shard
 
-        files = {file: None for pending in every if pending.source is not None for file in pending.source.files()}
+        files = {file: None for pending, _ in every if pending.source is not None for file in pending.source.files()}
         # The kernel copies, and hands out fresh memory, without Python's lock.
         with ThreadPoolExecutor(reading_threads(mpu.world_size), "autopar-read") as pool:
-            for pending, shard in zip(left, pool.map(shard_of, left), strict=True):
-                vars(pending.parameter).pop("_is_hf_initialized", None)
-                replace_storage(pending.parameter, shard)
+            for (pending, parameter), shard in zip(left, pool.map(lambda pair: shard_of(*pair), left), strict=True):
+                vars(parameter).pop("_is_hf_initialized", None)
+                # of drawn values precision may keep float32
+                data = shard.to(parameter.dtype).view(local_part(parameter).shape)
+                if isinstance(parameter, DTensor):
+                    place = parameter.device_mesh, parameter.placements
+                    size = {"shape": parameter.shape, "stride": parameter.stride()}
+                    data = DTensor.from_local(data, *place, run_check=False, **size)
+                replace_storage(parameter, data)
                 pending.shard = pending.source = None
-        for pending in every:  # one after the other: few plain ones are in memory at a time
+        for pending, parameter in every:  # one after the other: few plain ones are in memory at a time
             if (weight := others.get(pending.name)) is not None:
-                weight.materialize(pending.source, pending.layout, mpu, partial(shard_of, pending))
+                weight.materialize(pending.source, pending.layout, mpu, partial(shard_of, pending, parameter))
+        if self._config.fully_sharded:
+            take_new_shards(self._model)
         for module in self._model.modules():
             clear_sources(module)
         for file in files:
             file.check_unchanged()
+
+
+class _Memory:
+    """Memory that full parameters take in turn: malloc would leave holes, in sum as large as the model.
+
+    Args:
+        sizes: bytes of each parameter.
+    """
+
+    def __init__(self, sizes: Mapping[int, int], steps: InitSteps) -> None:
+        most, at, taken = 0, 0, set[int]()
+        for first, last in zip(steps.first, steps.last, strict=True):
+            at += sum(self._rounded(sizes[key]) for key in first)
+            most, taken = max(most, at), (taken | first) - last
+            at = at if taken else 0
+        self._bytes = torch.empty(most, dtype=torch.uint8, device="cpu")
+        self._at = self._taken = 0
+
+    @staticmethod
+    def _rounded(size: int) -> int:
+        return -(-size // 64) * 64
+
+    def take(self, size: int) -> torch.Tensor:
+        """Return ``size`` bytes."""
+        self._at, self._taken, start = self._at + self._rounded(size), self._taken + 1, self._at
+        return self._bytes[start : start + size]
+
+    def give(self) -> None:
+        """Take back what one call of :meth:`take` returned; memory is used again when all of them are back."""
+        self._taken -= 1
+        self._at = self._at if self._taken else 0
 
 
 def _pending(model: nn.Module, plan: Plan) -> dict[int, DeferredParameter]:
@@ -177,7 +244,7 @@ def _pending(model: nn.Module, plan: Plan) -> dict[int, DeferredParameter]:
                     "or resize parameters between lazy_init and initialize"
                 )
             layout = plan.tensors[plan.canonical(full)].layout
-            found[id(parameter)] = DeferredParameter(full, parameter, source, shape, layout)
+            found[id(parameter)] = DeferredParameter(full, parameter, source, shape, parameter.dtype, layout)
     if written:
         raise ConfigError(
             f"{len(written)} weights of {type(model).__name__} were written into before initialize: {listed(written)}\n"
@@ -218,6 +285,7 @@ class DeferredParameter:
     parameter: nn.Parameter
     source: LazyTensor | None
     shape: tuple[int, ...]
+    dtype: torch.dtype
     layout: Layout | None
     shard: torch.Tensor | None = None
 

@@ -148,7 +148,7 @@ def make_plans(model: nn.Module, call: Call, mpu: MPU, optimizer: Any) -> tuple[
             plans = plan_model(plans_of(model, call.inner, call.prefix, call.policy), call.config, check)
         if not plans.tried and call.own_policy and plans.tensors.tp > 1:
             warn_no_dry_run(call.inner)
-        return plans, Materializer(model, call.inner, plans.tensors)
+        return plans, Materializer(model, call.inner, plans.tensors, call.config)
 
     def fingerprint(made: tuple[Plans, Materializer]) -> dict[str, Any]:
         return made[0].fingerprint(model) | {"lazy": deferred_fingerprint(model)}

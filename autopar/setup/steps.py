@@ -201,15 +201,24 @@ def release_other_stages(model: nn.Module, state: Parallelized, given: Given) ->
 
 
 def fill_weights(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """When it is known what this rank holds: shards of a model from ``lazy_init`` get memory, and then a device."""
-    same_on_every_rank(lambda: given.weights.fill(state.mpu), lambda _: None)
+    """When it is known what this rank holds: shards of a model from ``lazy_init`` get memory, and then a device.
+
+    Not with FSDP2: it shards parameters without memory, or moves a block to the device before it shards that.
+    """
+    if state.config.fully_sharded:
+        return
+    _fill(state, given)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     if state.mpu.device.type != "cpu" and not on_meta:
         model.to(state.mpu.device)
 
 
+def _fill(state: Parallelized, given: Given) -> None:
+    same_on_every_rank(lambda: given.weights.fill(state.mpu), lambda _: None)
+
+
 def hook_forwards(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """When weights have memory: what ranks compare at a forward is found out by their contents."""
+    """When weights have memory: what ranks compare at a forward is found out by their contents (not with FSDP2)."""
     inner = state.inner_of(model)
     tensor_parallel.attach(inner, state.plan, state.mpu, state.config, state.region, state.failures, state.dp.steps)
     if given.first_forward is not None:
@@ -232,7 +241,7 @@ def add_savers(model: nn.Module, state: Parallelized, given: Given) -> None:
 
 def prepare_optimizer(model: nn.Module, state: Parallelized, given: Given) -> None:
     """Last: parameters are the final ones, so fp32 copies, shares of ZeRO and FSDP are made of these."""
-    state.dp.attach(given.optimizer, state.blocks_of(model))
+    state.dp.attach(given.optimizer, state.blocks_of(model), lambda: _fill(state, given))
     state.undo.append(lambda model, own: own.dp.undo())
     if state.pp is not None:
         if state.config.fully_sharded:

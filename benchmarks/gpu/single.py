@@ -261,6 +261,7 @@ def loading(options: dict[str, Any], device: Device, notes: Notes) -> None:
     from transformers import AutoModelForCausalLM
 
     import autopar
+    from autopar.compat.tensors import local_part
 
     size = _sized(options, ONE_B)
     kind = AutoModelForCausalLM
@@ -280,6 +281,9 @@ def loading(options: dict[str, Any], device: Device, notes: Notes) -> None:
             "autopar.from_pretrained, shards": lambda: autopar.from_pretrained(
                 kind, f"{folder}/shards", TP1, dtype=dtype
             ),
+            "autopar.from_pretrained, ZeRO 3": lambda: autopar.from_pretrained(
+                kind, folder, {**TP1, "zero": {"stage": 3}}, dtype=dtype
+            ),
         }
         for name, way in ways.items():
             with notes.part(name):
@@ -292,7 +296,7 @@ def loading(options: dict[str, Any], device: Device, notes: Notes) -> None:
                 peak = device.peak_mib(lambda way=way, loaded=loaded: loaded.append(way()))  # type: ignore[misc]
                 again: list[Any] = []
                 loaded_one = loaded.pop()
-                parameters = {key: value.cpu() for key, value in loaded_one.state_dict().items()}
+                parameters = {key: local_part(value).cpu() for key, value in loaded_one.state_dict().items()}
                 same = all(torch.equal(parameters[key], value) for key, value in written.state_dict().items())
                 where = sorted({str(parameter.device) for parameter in loaded_one.parameters()})
                 loaded_one = None

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 
 import autopar
 from autopar.distributed.rng import seeded
 from autopar.errors import ConfigError
 from autopar.features.megatron.random import manual_seed
+from autopar.tools.compat.operators import in_parts
 from tests.exchange import everyones
 from tests.gpu import simulated, test_one_rank
 from tests.gpu.device_ranks import needs_compiler, on_device
@@ -121,6 +124,43 @@ def test_generation_is_the_plain_models() -> None:
             assert torch.equal(model.generate(ids, **settings).cpu(), plain.generate(IDS, **settings))
         sampled = model.generate(ids, max_new_tokens=6, do_sample=True, eos_token_id=None)
         assert torch.equal(*everyones(sampled.cpu(), model.mpu.tp.group))
+
+
+class _Live(TorchDispatchMode):
+    """The most bytes of the device that were live when an operation had run."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if in_parts(types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        self.most = max(self.most, torch.ops.sim.memory()[0])
+        return result
+
+
+@pytest.mark.parametrize("lazily", [True, False])
+@on_device(world_size=2)
+def test_zero_3_never_has_all_weights_on_the_device(lazily: bool, tmp_path: Any) -> None:
+    plain = llama(num_hidden_layers=8)
+    if dist.get_rank() == 0:
+        plain.save_pretrained(tmp_path)
+    dist.barrier()
+    before, config = torch.ops.sim.memory()[0], {"zero": {"stage": 3}}
+    with _Live() as live:
+        if lazily:
+            model = autopar.from_pretrained(LlamaForCausalLM, tmp_path, config)
+        else:
+            model = autopar.initialize(copy.deepcopy(plain), config)
+    assert places(model) == DEVICE
+    share = sum(parameter.to_local().nbytes for parameter in model.parameters())
+    total, block = (sum(x.nbytes for x in each.parameters()) for each in (plain, plain.model.layers[0]))
+    outside = total - 8 * block + sum(buffer.nbytes for buffer in plain.buffers())  # one group, too
+    assert share < 0.6 * total
+    assert live.most - before <= share + (outside if lazily else max(block, outside)) + 4096
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.full_tensor().cpu(), plain.get_parameter(name).data), name
+    close(model(IDS.to(model.mpu.device)).logits.cpu(), plain(IDS).logits, "logits")
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -137,7 +137,7 @@ _OF_MODELS = (
 )
 _OF_FSDP = (
     *("unsharded_accumulated_grad", "_unsharded_param", "all_states", "_root_post_backward_final_callback"),
-    *("alloc_storage(", "free_storage("),
+    *("alloc_storage(", "free_storage(", "def reset_sharded_param("),
 )
 
 PROBES: dict[str, Probe] = {

@@ -62,6 +62,21 @@ def test_adapters_begin_as_peft_begins(tmp_path: Path, inside: bool):
 
 
 @pooled(world_size=2)
+def test_zero_3_keeps_rows_of_the_same_adapters(tmp_path: Path):
+    if dist.get_rank() == 0:
+        llama().save_pretrained(tmp_path)
+    dist.barrier()
+    models = []
+    for config in ({"model_parallelism": {"tensor_parallel_size": 1}}, {"zero": {"stage": 3}}):
+        torch.manual_seed(4)
+        models.append(autopar.initialize(_lazy(tmp_path, inside=True, modules_to_save=["lm_head"]), config))
+    for (name, mine), whole in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
+        assert mine.requires_grad == whole.requires_grad, name
+        assert torch.equal(mine.full_tensor(), whole), name
+    close(models[1](**batch()).logits, llama()(**batch()).logits, "logits")
+
+
+@pooled(world_size=2)
 def test_files_of_an_adapter_are_for_a_parallelized_model(tmp_path: Path):
     base, folder, size = tmp_path / "base", tmp_path / "adapter", {"model_parallelism": {"tensor_parallel_size": 2}}
     if dist.get_rank() == 0:
