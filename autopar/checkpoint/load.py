@@ -127,8 +127,12 @@ class Loader:
         loose = [name for name in extra.tensors if name not in self.sharded] if extra and chosen else []
         tensors = {name: self.shards.lazy(name, "extra").read() for name in loose}
         plain = {name: decode(saved[name], tensors, name) for name in chosen}  # the scheduler's with its class
+        if not all(isinstance(value, dict) for value in plain.values()):
+            raise CheckpointError(f"{self.shards.folder}: the state of {' or '.join(plain)} is damaged: it is no dict")
         if "extra" in plain:
             fill_shards(plain["extra"], self.shards, self.model, self.state, self.tensors)
+        if "lr_scheduler" in training:
+            training["lr_scheduler"].load_state_dict(plain["lr_scheduler"]["state"])
         plan, optimizer = self.state.plan, training.get("optimizer")
         masters = {} if optimizer is None else master_weights(optimizer, plan)
         for name, tensor in (*self.tensors.items(), *masters.items()):
@@ -138,8 +142,6 @@ class Loader:
             self.shards.read_shard(name, "optimizer", layout, mpu, tensor)
         self.finish()
         self.weights.finish()
-        if "lr_scheduler" in training:
-            training["lr_scheduler"].load_state_dict(plain["lr_scheduler"]["state"])
         if "extra" in training:
             training["extra"].update(plain["extra"])
         states = saved.get("random_states")

@@ -168,7 +168,14 @@ def make_linear(
     return make_layer(layer, axis, plan, functools.partial(nn.Linear, shape[1], shape[0], bias), how)
 
 
-class VocabParallelEmbedding(layers.VocabParallelEmbedding):
+class _Swapped(type):
+    """Makes layers that ``initialize`` swapped instances of Megatron-LM's classes, too."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return super().__instancecheck__(instance) or isinstance(instance, vars(cls).get("swapped", ()))
+
+
+class VocabParallelEmbedding(layers.VocabParallelEmbedding, metaclass=_Swapped):
     """An embedding with its rows sharded: mask, look up, sum. ``[...] -> [..., hidden]``, weight Shard(0).
 
     Args:
@@ -179,6 +186,8 @@ class VocabParallelEmbedding(layers.VocabParallelEmbedding):
     Raises:
         IndexError: an id outside the full table, on every rank (on CUDA a device-side assertion, as in torch).
     """
+
+    swapped = layers.VocabParallelEmbedding
 
     def __init__(
         self,
@@ -204,7 +213,7 @@ class VocabParallelEmbedding(layers.VocabParallelEmbedding):
         make_layer(self, axis, plan, plain, FullWeight(init_method, device=device, dtype=dtype))
 
 
-class ColumnParallelLinear(layers.ColumnParallelLinear):
+class ColumnParallelLinear(layers.ColumnParallelLinear, metaclass=_Swapped):
     """``nn.Linear`` with its output features sharded: ``[..., in] -> [..., out/tp]``.
 
     ``weight`` is ``[out/tp, in]``, this rank's shard of the full one that every rank draws.
@@ -226,6 +235,8 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):
         ConfigError: no group, or more ranks than units.
         ConsistencyError: the ranks would draw different weights.
     """
+
+    swapped = layers.ColumnParallelLinear
 
     def __init__(
         self,
@@ -250,7 +261,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):
         self.output_size_per_partition, self.gather_output = len(self.weight), gather_output
 
 
-class RowParallelLinear(layers.RowParallelLinear):
+class RowParallelLinear(layers.RowParallelLinear, metaclass=_Swapped):
     """``nn.Linear`` with its input features sharded: ``[..., in/tp] -> [..., out]``, the sum over the ranks.
 
     ``weight`` is ``[out, in/tp]``, this rank's shard of the full one. The bias is replicated and added once.
@@ -266,6 +277,8 @@ class RowParallelLinear(layers.RowParallelLinear):
         ConfigError: no group, or more ranks than units.
         ConsistencyError: the ranks would draw different weights.
     """
+
+    swapped = layers.RowParallelLinear
 
     def __init__(
         self,

@@ -23,6 +23,7 @@ from autopar.tensor_parallel import (
 )
 from tests.parity import close
 from tests.pool import pooled
+from tests.small import llama
 
 WIDTH, HEADS, FFN, VOCAB = 20, 5, 13, 31  # none of them divides by 2 or 4
 
@@ -175,3 +176,13 @@ def test_what_cannot_be_built_says_why() -> None:
     torch.manual_seed(dist.get_rank())
     with pytest.raises(ConsistencyError, match=r"random states of the ranks \[0, 1\] differ: they would draw"):
         ColumnParallelLinear(4, 4, group=mpu)
+
+
+@pooled(world_size=2)
+def test_layers_that_initialize_swapped_are_instances() -> None:
+    model = autopar.initialize(llama(), {"tp": 2})
+    block = model.model.layers[0]
+    assert isinstance(block.mlp.gate_proj, ColumnParallelLinear)
+    assert isinstance(block.mlp.down_proj, RowParallelLinear)
+    assert not isinstance(block.mlp.down_proj, ColumnParallelLinear)
+    assert isinstance(model.get_input_embeddings(), VocabParallelEmbedding)
