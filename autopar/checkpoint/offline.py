@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autopar.checkpoint.format import PARTS, WEIGHTS, FileRecord, Manifest, Part, parse_size, versions
-from autopar.checkpoint.shards import Shards, record_of, shard_writer
+from autopar.checkpoint.format import PARTS, WEIGHTS, FileRecord, Manifest, Part, parse_size, shard_name, versions
+from autopar.checkpoint.shards import Shards, write_shard
 from autopar.checkpoint.staging import MERGED, Staging, output_folder, parse_dtype, progress_bar
 from autopar.distributed.axis import MeshSizes
 from autopar.errors import CheckpointError
@@ -337,20 +337,20 @@ def write_part(
         stages: The stage of each tensor.
     """
     files: dict[str, FileRecord] = {}
-    for place in ((t, p, 0) for p in range(mesh[1]) for t in range(mesh[0])):
-        # of the ranks that hold the same, the first one's file gets it
-        held = {
-            key: plan for key, plan in plans.items() if stages[key] == place[1] and place[0] == plan.first(place[0])
+
+    def shard(key: str) -> torch.Tensor:
+        bar.update(nbytes(*specs[key]))
+        return lazy_shard(lazy(key), plans[key].layout, t).read().to(specs[key][0])
+
+    for t, p in ((t, p) for p in range(mesh[1]) for t in range(mesh[0])):
+        specs = {
+            key: (dtype_of(plan.dtype), plan.local_shape(t))
+            for key, plan in plans.items()  # of the ranks that hold the same, the first one's file gets it
+            if stages[key] == p and t == (0 if plan.layout is None else plan.layout.holders[t][0])
         }
-        if not held and part == "extra":  # most have one file
-            continue
-        specs = {key: (dtype_of(plan.dtype), plan.local_shape(place[0])) for key, plan in held.items()}
-        with shard_writer(staging.temp, staging.id, part, place, specs) as writer:
-            for key in writer.order:
-                shard = lazy_shard(lazy(key), held[key].layout, place[0]).read().to(specs[key][0])
-                writer.write(key, shard)
-                bar.update(shard.nbytes)
-        files[writer.path.name] = record_of(writer, place)
+        if specs or part != "extra":  # most have one file
+            record = write_shard(staging.temp, staging.id, part, (t, p, 0), specs, shard)
+            files[shard_name(part, t, p)] = record
     return Part(part, plans, files)
 
 

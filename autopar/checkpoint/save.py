@@ -28,7 +28,7 @@ from autopar.checkpoint.offline import write_merged
 from autopar.checkpoint.optimizer_state import OptimizerMetadata, OptimizerState, merge_metadata, take
 from autopar.checkpoint.optimizer_weights import LOSS_SCALE, parameters_by_name, step_of
 from autopar.checkpoint.rotation import next_order, rotate
-from autopar.checkpoint.shards import Shards, record_of, shard_writer
+from autopar.checkpoint.shards import Shards, write_shard
 from autopar.checkpoint.staging import Staging, fsync_files
 from autopar.checkpoint.state import State, config_writer, local_tensors, state_of
 from autopar.compat.c10d import in_fake_world
@@ -117,8 +117,8 @@ def prepare_alike(
                 shard = local_part(parameter.detach())
                 digests[state.plan.names[name]] = str(shard.dtype), int(sum_of_bits(shard))
         own = None if local.extra is None else local.extra.digests(state.plan, checked)
-        compared = {"call": {"function": "save_parallelized", **call}, "digests": digests, "extra": own}
-        return {**compared, "held": local.sizes()}
+        call = {"function": "save_parallelized", **call}
+        return {"call": call, "digests": digests, "extra": own, "held": local.sizes()}
 
     def compare(ranks: list[dict[str, Any]]) -> list[dict[str, Range]]:
         check_same_call([rank.get("call", rank) for rank in ranks])  # one of them may load
@@ -137,7 +137,7 @@ def shares(held: Sequence[Mapping[str, list[Any]]]) -> list[dict[str, Range]]:
     """Share out the bytes to write, so that each rank writes equally many, as far as it holds them.
 
     Args:
-        held: Of each rank, its sets of tensors (:attr:`Snapshot.sets`): the bytes and a digest of each.
+        held: The sets of tensors of each rank (:attr:`Snapshot.sets`): the bytes and a digest of each.
 
     Returns:
         For each rank, the bytes ``[start, stop)`` of sets that it writes.
@@ -222,7 +222,9 @@ class Writer:
                     "  Save to a file system that all nodes share."
                 )
             place = (mpu.shards.rank, mpu.pp.rank, mpu.copies.rank)
-            written[part] = write_shard(folder, save_id, part, place, tensors, local.rows[part]).to_json()
+            specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+            record = write_shard(folder, save_id, part, place, specs, tensors.__getitem__, local.rows[part])
+            written[part] = record.to_json()
         return {**local.report, "files": written}
 
     def finish(self, folder: Path, save_id: str, reports: list[dict[str, Any]]) -> None:
@@ -250,26 +252,6 @@ class Writer:
         self.staging.commit()
         if self.request.keep_last is not None:
             rotate(self.staging.target, self.request.keep_last)
-
-
-def write_shard(
-    folder: Path,
-    save_id: str,
-    part: str,
-    place: tuple[int, int, int],
-    tensors: Mapping[str, torch.Tensor],
-    rows: Mapping[str, Range],
-) -> FileRecord:
-    """Write one shard file of rank ``(tp, pp, dp)``. Raises CheckpointError if that is not possible."""
-    specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    try:
-        with shard_writer(folder, save_id, part, place, specs) as writer:
-            for name in writer.order:
-                writer.write(name, tensors[name])
-        return record_of(writer, place, rows)
-    except OSError as error:
-        name, why = shard_name(part, *place), error.strerror or error
-        raise CheckpointError(f"cannot write {name} into {folder}: {why}") from error
 
 
 def _manifest(state: State, save_id: str, reports: list[dict[str, Any]], along: Mapping[str, str]) -> Manifest:
@@ -347,7 +329,7 @@ class Snapshot:
     """One rank's contribution to a checkpoint.
 
     Attributes:
-        sets: What this rank holds, in sets of tensors that the same ranks hold. The name of a set says which.
+        sets: The tensors of this rank, by the ranks that hold the same.
         report: what the manifest says of this rank, as JSON: of all the model's tensors that it holds, also those that
             others write, the dtypes, and which are parameters; plans of the other tensors; the optimizer's metadata,
             the scheduler, the user's data; the random state.
@@ -366,9 +348,11 @@ class Snapshot:
 
     def sizes(self) -> dict[str, list[Any]]:
         """Return the bytes of each set, and a digest of what is in it, for :func:`shares`."""
-        kinds = {key: str([(h.part, h.plan.name, *h.tensor.shape, h.tensor.dtype) for h in held])
-                 for key, held in self.sets.items()}  # fmt: skip
-        return {key: [sum(h.tensor.nbytes for h in self.sets[key]), checksum(kinds[key].encode())] for key in kinds}
+        facts = {
+            key: [(h.part, h.plan.name, h.tensor.shape, h.tensor.dtype) for h in self.sets[key]] for key in self.sets
+        }
+        digests = {key: checksum(str(each).encode()) for key, each in facts.items()}
+        return {key: [sum(h.tensor.nbytes for h in held), digests[key]] for key, held in self.sets.items()}
 
     def cut(self, spans: Mapping[str, Range]) -> Snapshot:
         """Return the contribution with those rows that begin in these bytes of the sets."""
@@ -492,12 +476,10 @@ def _of_optimizer(
         of, due = name.partition("::")[0], taken.plans[name]
         weight, layout, shards = parameters[of], plan.tensors[of].layout, None
         only: Any = None if step is None else step.owner(weight)
-        if step is not None and not step.owns(weight):
+        if step is not None and not (step.owns if due.layout is not None else step.keeps_state)(weight):
             continue
         if due.layout is None and step is not None and weight in step.whole:
             only = only, step.whole.writer(weight)
-            if only[1] != (mpu.shards if of in plan.experts else mpu.tp).rank:
-                continue
         elif due.layout is None and layout is not None:  # a number: with the ranks that hold some of the parameter
             shards = tuple(rank for rank in range(layout.axis_size) if layout.local_size(rank))
             if mpu.shards.rank not in shards:

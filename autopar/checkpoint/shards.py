@@ -7,7 +7,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,15 +23,6 @@ from autopar.storage.safetensors_io import SafetensorsReader, SafetensorsWriter,
 
 if TYPE_CHECKING:
     from autopar.distributed.mesh import MPU
-
-
-class StoredShard(NamedTuple):
-    """One tensor's shard in one file."""
-
-    part: str
-    name: str
-    file: str
-    bytes: int
 
 
 class Shards(Closing):
@@ -103,24 +95,21 @@ class Shards(Closing):
         self._readers[name] = reader
         return reader
 
-    def stored(self, parts: Iterable[str]) -> Iterator[StoredShard]:
-        """Iterate over the shards of some parts, file by file."""
+    def stored(self, parts: Iterable[str]) -> Iterator[tuple[int, str, str, Part]]:
+        """Iterate over what the files of some parts hold: bytes, file, tensor, part."""
         for part in (self.manifest.parts[name] for name in parts if name in self.manifest.parts):
             for file, record in part.files.items():
                 for name in record.checksums:
-                    plan = part.tensors[name]
-                    size = nbytes(getattr(torch, plan.dtype), record.shape(plan))
-                    yield StoredShard(part.name, name, file, size)
+                    yield nbytes(dtype_of(part.tensors[name].dtype), record.shape(part.tensors[name])), file, name, part
 
-    def verify(self, shard: StoredShard) -> None:
-        """Raise CheckpointError if the bytes of that shard are not those that were saved."""
-        part = self.manifest.parts[shard.part]
-        self._open(part, shard.file).verify(shard.name, part.files[shard.file].checksums[shard.name])
+    def verify(self, part: Part, file: str, name: str) -> None:
+        """Raise CheckpointError if the bytes of a tensor in a file are not those that were saved."""
+        self._open(part, file).verify(name, part.files[file].checksums[name])
 
     def verify_share(self, parts: Iterable[str], rank: int = 0, world: int = 1) -> None:
         """Verify what ``rank`` of ``world`` has to: ranks take turns, the largest shards first."""
-        for shard in sorted(self.stored(parts), key=lambda one: (-one.bytes, one.file, one.name))[rank::world]:
-            self.verify(shard)
+        for _, file, name, part in sorted(self.stored(parts), key=lambda one: (-one[0], *one[1:3]))[rank::world]:
+            self.verify(part, file, name)
 
     def verify_along(self, names: Iterable[str] | None = None) -> None:
         """Raise CheckpointError if a small file of the save is missing or is not the one that was saved."""
@@ -193,20 +182,28 @@ class _Rows(LazyTensor):
         self._stored().read_into(out, box)
 
 
-def shard_writer(
-    folder: Path, save_id: str, part: str, place: tuple[int, int, int], specs: Mapping[str, Spec]
-) -> SafetensorsWriter:
-    """Make the shard file of rank ``(tp, pp, dp)``, to be filled."""
+def write_shard(
+    folder: Path,
+    save_id: str,
+    part: str,
+    place: tuple[int, int, int],
+    specs: Mapping[str, Spec],
+    tensor: Callable[[str], torch.Tensor],
+    rows: Mapping[str, Range] = MappingProxyType({}),
+) -> FileRecord:
+    """Write the shard file of rank ``(tp, pp, dp)``; ``tensor`` returns each of its tensors when its turn has come.
+
+    Raises CheckpointError if the file cannot be written.
+    """
     path = folder / shard_name(part, *place)
     metadata = {"format": "pt", "autopar_save_id": save_id, "autopar_file": path.name}
-    return SafetensorsWriter(path, specs, metadata)
-
-
-def record_of(
-    writer: SafetensorsWriter, place: tuple[int, int, int], rows: Mapping[str, Range] | None = None
-) -> FileRecord:
-    """Return what the manifest says of a file that was written."""
-    return FileRecord(*place, writer.path.stat().st_size, writer.header, writer.checksums, rows or {})
+    try:
+        with SafetensorsWriter(path, specs, metadata) as writer:
+            for name in writer.order:
+                writer.write(name, tensor(name))
+        return FileRecord(*place, path.stat().st_size, writer.header, writer.checksums, rows)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path.name} into {folder}: {error.strerror or error}") from error
 
 
 def check_checkpoint(directory: str | os.PathLike[str], *, progress: bool | None = None) -> dict[str, Any]:
@@ -243,13 +240,13 @@ def check_checkpoint(directory: str | os.PathLike[str], *, progress: bool | None
             passes(shards.verify_along, [name])
         parts = {name: part for part in manifest.parts.values() for name in part.files}
         intact = {name for name in present if passes(lambda file: shards._open(parts[file], file), name)}
-        stored = [shard for shard in shards.stored(PARTS) if shard.file in present]
-        total = sum(shard.bytes for shard in stored)
+        stored = [shard for shard in shards.stored(PARTS) if shard[1] in present]
+        total = sum(size for size, *_ in stored)
         with progress_bar("checking", total, progress) as bar:
-            for shard in stored:
-                if shard.file in intact:
-                    passes(shards.verify, shard)
-                bar.update(shard.bytes)
+            for size, file, name, part in stored:
+                if file in intact:
+                    passes(partial(shards.verify, part, file), name)
+                bar.update(size)
     for path in sorted(folder.glob("*-tp*-pp*.safetensors")):
         if path.name not in manifest.files:
             problems.append(f"{path} does not belong to this checkpoint")

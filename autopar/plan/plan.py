@@ -149,10 +149,6 @@ class TensorPlan:
         """Return the shape on rank ``rank`` of those that hold the shards."""
         return self.shape if self.layout is None else self.layout.local_shape(self.shape, rank)
 
-    def first(self, rank: int) -> int:
-        """Return the first rank that holds the same shard as rank ``rank``."""
-        return 0 if self.layout is None else self.layout.holders[rank][0]
-
     def saved_names(self) -> tuple[str, ...]:
         """Return all names under which ``save_pretrained`` writes it or its parts."""
         return tuple(p.name for p in self.pieces) if self.saved_as is None else (self.saved_as,)
