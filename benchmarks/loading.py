@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--disk", help="where to write the checkpoint (default: a temporary folder)")
 
 
-def make(folder: str, layers: int, shard_size: str, **sizes: int) -> None:
+def make(folder: str, layers: int, shard_size: str, **sizes: Any) -> None:
     """Write a Llama with random weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -53,8 +53,7 @@ SECTIONS = {
     "loading": (
         "Loading shards",
         "`autopar` is `autopar.from_pretrained` on 2 ranks, `initialize` is transformers' `from_pretrained` with "
-        "`autopar.initialize` behind it. By mesh, on 4 ranks: peaks of anonymous memory in even shares, "
-        "a quarter of the model each, with blocks of about a quarter of a share.",
+        "`autopar.initialize` behind it.",
     ),
     "merging": (
         "Merging a checkpoint",

@@ -168,9 +168,9 @@ class Materializer:
                 # of drawn values precision may keep float32
                 data = shard.to(parameter.dtype).view(local_part(parameter).shape)
                 if isinstance(parameter, DTensor):
-                    place = parameter.device_mesh, parameter.placements
-                    size = {"shape": parameter.shape, "stride": parameter.stride()}
-                    data = DTensor.from_local(data, *place, run_check=False, **size)
+                    mesh, places, shape = parameter.device_mesh, parameter.placements, parameter.shape
+                    stride = parameter.stride()
+                    data = DTensor.from_local(data, mesh, places, run_check=False, shape=shape, stride=stride)
                 replace_storage(parameter, data)
                 pending.shard = pending.source = None
         for pending, parameter in every:  # one after the other: few plain ones are in memory at a time
