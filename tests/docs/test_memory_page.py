@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import autopar
 from autopar.tools.planner.candidate import Candidate, Estimate, RankMemory
 from autopar.tools.planner.estimate import Estimator
-from autopar.tools.planner.hardware import GPUS
+from autopar.tools.planner.hardware import find_node
 from autopar.tools.planner.planned_model import PlannedModel
 from autopar.tools.planner.search import gigabytes, on_host
 from tests.docs.pages import DOCS
@@ -62,7 +62,7 @@ def _rows() -> Iterator[str]:
         model = AutoModelForCausalLM.from_config(LlamaConfig())
     facts = {"sequence": 2048, "precision": "bf16", "dry_run": False}
     plain, chunked, halved = (
-        Estimator(PlannedModel(model, **facts, **more), GPUS["h100"])  # type: ignore[arg-type]
+        Estimator(PlannedModel(model, **facts, **more), find_node("dgx-h100"))  # type: ignore[arg-type]
         for more in ({}, {"loss_chunk": 2048}, {"every": 2})
     )
 

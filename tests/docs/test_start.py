@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import autopar
 from autopar.tools.planner.estimate import Estimator
-from autopar.tools.planner.hardware import find_gpu
+from autopar.tools.planner.hardware import find_node
 from autopar.tools.planner.planned_model import PlannedModel
 from autopar.tools.planner.search import Space, rehearsed, search
 from tests.docs.pages import DOCS
@@ -50,7 +50,7 @@ def cells(row: str) -> Iterator[str]:
     plain = llama(row, lora=False)
     planned = PlannedModel(plain, None, sequence=2048, precision="bf16", optimizer="adamw", dry_run=False)
     for gpu, count in CARDS:
-        estimator = Estimator(planned, find_gpu(gpu), 8)
+        estimator = Estimator(planned, find_node(gpu))
         found = search(estimator, Space(count, 8, 16), 1)
         rehearsed(estimator, found)
         if not found.best:

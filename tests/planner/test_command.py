@@ -42,7 +42,7 @@ def test_tables_and_files(folder: Path, tmp_path: Path) -> None:
     assert {"tp", "schedule", "seconds a step", "MFU", "bubble", "GB of memory"} <= titles
     assert any(line.startswith("   activations ") for line in rest)
     assert any(line.startswith("the others, of ") for line in rest)
-    assert any("products at 50% of 989 TFLOP/s" in line for line in rest)
+    assert any("products at 720 of 989 TFLOP/s" in line for line in rest)
     read = autopar.ParallelConfig.parse(config, 4)
     assert read.precision == "bf16" and 4 % (read.tensor_parallel_size * read.pipeline_parallel_size) == 0
 
@@ -82,6 +82,33 @@ def test_json_has_all_of_it_and_the_best_comes_first(folder: Path, tmp_path: Pat
     assert yaml.safe_load(config.read_text()) == found["best"][0]["config"]
 
 
+def test_machines_by_name_and_number(folder: Path) -> None:
+    slow, fast = (
+        json.loads(run(folder, *SIZES, *node, "--zero", 0, "--storage-bandwidth", speed, "--json").stdout)
+        for node, speed in ((("--node", "2xt4", "--latency", 50), 1), (("--inter-node-bandwidth", 100), 10))
+    )
+    assert (slow["node"], slow["gpus_per_node"], slow["gpu"]) == ("2xt4", 2, "t4")
+    assert (fast["node"], fast["gpus_per_node"]) == ("dgx-h100", 8)
+    first, second = slow["best"][0], fast["best"][0]
+    assert first["checkpoint_bytes"] == second["checkpoint_bytes"] > 0
+    assert first["save_time"] == pytest.approx(first["checkpoint_bytes"] / 2 / 1e9), "two nodes"
+    assert second["save_time"] == pytest.approx(second["checkpoint_bytes"] / 1e10)
+    for each in (first, second):
+        low, high = each["step_time_range"]
+        assert low < each["step_time"] < high
+        assert each["step_time_without_overlap"] == pytest.approx(
+            each["step_time"] + sum(each["step_time_hidden"].values())
+        )
+
+
+def test_meshes_that_cross_nodes_are_named(folder: Path) -> None:
+    sizes = ("--gpus", 30, "--sequence", 64, "--global-batch", 30)
+    result = run(folder, *sizes, "--zero", 0, "--no-checkpointing", "--json")
+    found = json.loads(result.stdout)
+    assert {best["tp"] for best in found["best"]} <= {1, 2}
+    assert any(line.endswith("tensor-parallel groups would cross nodes, of 8 GPUs each") for line in found["rejected"])
+
+
 def test_what_is_asked_for_is_all_that_is_tried(folder: Path) -> None:
     found = json.loads(run(folder, *SIZES, "--zero", 1, "--checkpointing", "--json").stdout)
     assert found["best"] and all(best["zero"] == 1 and best["checkpointing"] for best in found["best"])
@@ -102,7 +129,9 @@ def test_nothing_fits(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--gpu", "h10"), "gpu='h10' is not known. Did you mean 'h100'? Known: a100, h100, h200, h20, b200, mi300x"),
+        (("--gpu", "h10"), "node='h10' is not known. Did you mean 'h100'? Known: dgx-a100, dgx-h100"),
+        (("--node", "9xh10"), "gpu='h10' is not known. Did you mean 'h100'? Known: a100, h100, h200, h20, b200, gb200"),
+        (("--inter-node-bandwidth", "0"), "inter-node-bandwidth must be above 0, not 0"),
         (("--gpu-memory", "0"), "gpu-memory must be above 0, not 0"),
         (("--tflops", "-1"), "tflops must be above 0, not -1"),
         (("--gpus", "0"), "gpus must be at least 1, not 0"),

@@ -10,9 +10,10 @@ import autopar
 from autopar.compat.tensors import local_part
 from autopar.errors import ConfigError
 from autopar.tools.planner.candidate import Rows
-from autopar.tools.planner.hardware import GPUS
+from autopar.tools.planner.hardware import find_node
+from autopar.tools.planner.network import Group
 from autopar.tools.planner.search import Space
-from autopar.tools.planner.stage_costs import Collective, _Network
+from autopar.tools.planner.stage_costs import Axes, Collective
 from tests.planner.saved_bytes import SavedBytes, states_are_as_planned
 from tests.planner.test_experts import SEQUENCE, mixtral
 from tests.pool import pooled
@@ -85,16 +86,15 @@ def test_the_search_tries_sizes_that_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "node", "share"),
-    [(Rows(1, ep=8), 8, 0), (Rows(2, ep=8), 8, 0), (Rows(1, ep=16), 8, 8 / 15), (Rows(1, 2, ep=8), 8, 4 / 7)],
+    ("rows", "group"),
+    [(Rows(1, ep=8), (8, 1)), (Rows(2, ep=8), (8, 1)), (Rows(1, ep=16), (16, 2)), (Rows(1, 2, ep=8), (8, 2))],
 )
-def test_a_group_that_leaves_the_node_sends_slower(rows: Rows, node: int, share: float) -> None:
-    gpu = GPUS["h100"]
-    travel = _Network(rows, gpu, node).travel("ep", [Collective("all_to_all", 10**9, False, "ep")], [])
-    sent = 10**9 * (rows.ep - 1) // rows.ep
-    assert travel.bytes == sent
-    slowest = sent * max(share / gpu.between, (0 if share else 1) / gpu.within)
-    assert travel.forward == pytest.approx(slowest / gpu.network + gpu.latency)
+def test_a_group_that_leaves_the_node_sends_slower(rows: Rows, group: tuple[int, int]) -> None:
+    node = find_node("dgx-h100")
+    travel = Axes(rows, node).travel("ep", [Collective("all_to_all", 10**9, False, "ep")], [])
+    assert travel.bytes == 10**9 * (rows.ep - 1) // rows.ep
+    assert travel.forward == node.network.seconds("all_to_all", 10**9, Group(*group))
+    assert (travel.forward > 5e-3) is (group[1] > 1)
 
 
 def test_what_excludes_each_other_is_refused() -> None:

@@ -8,7 +8,7 @@ from transformers import OPTConfig, OPTForCausalLM
 from autopar.errors import ConfigError
 from autopar.tools.planner.candidate import Rows
 from autopar.tools.planner.estimate import Estimator
-from autopar.tools.planner.hardware import find_gpu
+from autopar.tools.planner.hardware import find_node
 from autopar.tools.planner.planned_model import PlannedModel
 from autopar.tools.planner.search import Space, search
 from autopar.tools.planner.stage_costs import volume
@@ -46,7 +46,7 @@ def test_the_search_tries_both() -> None:
     listed = [c for mesh in space.meshes(16384) for each in space.candidates(mesh) for c in each]
     assert {(c.tp > 1, c.cp > 1) for c in listed if c.sequence_parallel} == {(True, False)}
     assert {c.sequence_parallel for c in listed if c.tp == 2 and c.cp == 1} == {True, False}
-    estimator = Estimator(PlannedModel(model(max_position_embeddings=65536), sequence=16384), find_gpu("h100"))
+    estimator = Estimator(PlannedModel(model(max_position_embeddings=65536), sequence=16384), find_node("dgx-h100"))
     only = search(estimator, Space(4, 4, 4, cp=2))
     assert {e.candidate.cp for e in only.best} == {2}
     candidate = only.best[0].candidate
@@ -58,7 +58,7 @@ def test_the_search_tries_both() -> None:
 def test_what_the_rehearsal_refuses_is_not_searched() -> None:
     sizes = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 131}
     config = OPTConfig(**sizes, word_embed_proj_dim=32, max_position_embeddings=64, layerdrop=0.1)
-    estimator = Estimator(PlannedModel(OPTForCausalLM(config), sequence=16), find_gpu("h100"))
+    estimator = Estimator(PlannedModel(OPTForCausalLM(config), sequence=16), find_node("dgx-h100"))
     with pytest.raises(ConfigError, match="no mesh of 2 GPUs fits: context_parallel_size=2 does not fit OPT"):
         search(estimator, Space(2, 2, 2, cp=2))
     with pytest.raises(ConfigError, match="the sequences or the experts that were asked for do not fit"):

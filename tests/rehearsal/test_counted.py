@@ -8,9 +8,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 import autopar
 from autopar.config import ParallelConfig
-from autopar.tools.planner.candidate import Candidate
+from autopar.tools.planner.candidate import Candidate, Estimate
 from autopar.tools.planner.estimate import Estimator
-from autopar.tools.planner.hardware import GPUS
+from autopar.tools.planner.hardware import find_node
 from autopar.tools.planner.planned_model import PlannedModel
 from autopar.tools.rehearsal.run import Rehearsal
 
@@ -78,7 +78,7 @@ def estimator_of(head: type, parsed: ParallelConfig) -> Estimator:
         method=parsed.context_parallel_method,
         dispatch=parsed.expert_dispatch,
     )
-    return Estimator(planned, GPUS["h100"], given=parsed)
+    return Estimator(planned, find_node("dgx-h100"), given=parsed)
 
 
 def candidate_of(parsed: ParallelConfig, world: int) -> Candidate:
@@ -119,6 +119,19 @@ def test_bytes_and_states_are_the_planners(name: str) -> None:
         later = planned.gradients + planned.buffers  # that the peak of activations may not meet
         assert 0.93 * (total - later) < held.peak < 1.04 * total
     assert found.timeline is not None and set(found.timeline.slots) == set(found.traces)
+    times_are_the_planners(found, estimate, exact=head is LlamaForCausalLM)
+
+
+def times_are_the_planners(found: Rehearsal, estimate: Estimate, *, exact: bool) -> None:
+    """Compare the seconds of tp and cp, of what overlap hides, and of the step, which is one of small operations."""
+    assert found.timeline is not None
+    last = min(found.timeline.slots, key=lambda rank: found.timeline.spent(rank)["wait"])
+    spent, parts = found.timeline.spent(last), dict(estimate.parts)
+    for axis in ("tp", "cp"):
+        assert spent.get(axis, 0.0) == pytest.approx(parts[axis], rel=0.01 if exact else 0.3)
+    assert 1 <= found.timeline.time / estimate.time_without_overlap < 1.6
+    hidden = dict(estimate.hidden)["dp"]
+    assert found.hidden == hidden == 0 or 0.5 < found.hidden / hidden < 2
 
 
 @pytest.mark.tier("test")

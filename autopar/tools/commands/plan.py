@@ -33,11 +33,24 @@ def plan(
     gpus: Annotated[int, typer.Option(help="GPUs in all.")],
     sequence: Annotated[int, typer.Option(help="Tokens of each sample.")],
     global_batch: Annotated[int, typer.Option(help="Samples of a step, of all replicas.")],
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs of a node; tp stays within one.")] = 8,
-    gpu: Annotated[str, typer.Option(help="h100, a100, l40s, mi300x ...; an unknown one lists all.")] = "h100",
-    gpu_memory: Annotated[float | None, typer.Option(help="GB of a GPU, where it has another memory.")] = None,
-    tflops: Annotated[float | None, typer.Option(help="TFLOP/s of its products, where the GPU is another.")] = None,
-    bandwidth: Annotated[float | None, typer.Option(help="GB/s of its memory, where the GPU is another.")] = None,
+    node: Annotated[
+        str, typer.Option(help="dgx-h100, dgx-a100, hgx-pcie, 4xl40s, 2x4090 ...; an unknown one lists all.")
+    ] = "dgx-h100",
+    gpu: Annotated[str | None, typer.Option(help="h100, a100, l40s, mi300x ...: a node of eight.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(help="GPUs of a node, if not those of --node.")] = None,
+    gpu_memory: Annotated[float | None, typer.Option(help="GB of a GPU, if not those of --node.")] = None,
+    tflops: Annotated[float | None, typer.Option(help="TFLOP/s of a GPU's products.")] = None,
+    memory_bandwidth: Annotated[float | None, typer.Option(help="GB/s of a GPU's memory.")] = None,
+    intra_node_bandwidth: Annotated[
+        float | None, typer.Option(help="GB/s from a GPU to the others of its node, one way.")
+    ] = None,
+    inter_node_bandwidth: Annotated[
+        float | None, typer.Option(help="GB/s from a GPU to other nodes, one way: its share of the network cards.")
+    ] = None,
+    latency: Annotated[
+        float | None, typer.Option(help="Microseconds of a hop between nodes beyond RDMA's; about 20 with TCP.")
+    ] = None,
+    storage_bandwidth: Annotated[float | None, typer.Option(help="GB/s of a node's storage.")] = None,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
     optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd or sgd-momentum.")] = "adamw",
     lora: Annotated[int | None, typer.Option("--lora", min=1, help="Rank of LoRA; the base is frozen.")] = None,
@@ -61,22 +74,23 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Say which mesh to take: the five fastest that fit, with memory and time, and why others do not."""
+    given = dict(locals())
     with errors(as_json):
         from autopar.config import ParallelConfig
         from autopar.errors import ConfigError
         from autopar.tools.planner.estimate import Estimator
-        from autopar.tools.planner.hardware import find_gpu
+        from autopar.tools.planner.hardware import FIGURES, find_node
         from autopar.tools.planner.planned_model import PlannedModel
         from autopar.tools.planner.search import Space, rehearsed, search
 
-        machine = find_gpu(gpu, gpu_memory, tflops, bandwidth)
+        machine = find_node(gpu or node, gpus_per_node, **{name: given[name] for name in FIGURES})
         built = _model(model, lora, quantization, trust)
         if sequence < 1:
             raise ConfigError(f"sequence must be at least 1, not {sequence}")
         ParallelConfig(precision=precision, zero_stage=zero or 0)
         options: dict[str, Any] = {"sequence": sequence, "precision": precision, "optimizer": optimizer}
-        estimator = Estimator(PlannedModel(built, policy, dry_run=False, **options), machine, gpus_per_node)
-        sizes = (gpus, gpus_per_node, global_batch, zero, checkpointing)
+        estimator = Estimator(PlannedModel(built, policy, dry_run=False, **options), machine)
+        sizes = (gpus, machine.gpus, global_batch, zero, checkpointing)
         space = Space(*sizes, cp=cp, sequence_parallel=sequence_parallel, ep=ep)
         found = search(estimator, space)
         rehearsed(estimator, found)
@@ -85,8 +99,8 @@ def plan(
         if found.best and not as_json:
             # A rehearsal reads precision and recomputation from a config alone, and has no adapters.
             counts = output is not None and lora is None and quantization is None
-            more = f" --optimizer {optimizer}" * (optimizer != "adamw") + f" --gpu {gpu}"
-            more += f" --gpus-per-node {gpus_per_node}" * (gpus_per_node != 8)
+            more = f" --optimizer {optimizer}" * (optimizer != "adamw") + f" --gpu {gpu or node}"
+            more += f" --gpus-per-node {gpus_per_node}" * (gpus_per_node is not None)
             print("count its memory, and match what its ranks send:" if counts else "match what its ranks send:")
             found_first = _rehearsal(model, found.best[0].candidate, sequence, output, policy, trust)
             print(f"  {found_first}{more * counts}")
@@ -198,26 +212,33 @@ def _table(found: Found, space: Space) -> Table:
     for name, title in axes.items():
         if name in ("tp", "pp", "dp") or any(getattr(c, name) is True or getattr(c, name) > 1 for c in chosen):
             row(title, (getattr(c, name) for c in chosen))
-    row("schedule", (c.schedule if c.pp > 1 else "-" for c in chosen))
+    row("schedule", (f"{c.schedule} {c.chunks or ''}".rstrip() if c.pp > 1 else "-" for c in chosen))
     row("micro-batches", (f"{c.microbatches} x {c.microbatch}" for c in chosen))
     row("ZeRO", (c.zero or "-" for c in chosen))
-    row("recompute", ("blocks" if c.checkpointing else "-" for c in chosen))
+    row("recompute", (("blocks" if c.every == 1 else f"1 of {c.every}") if c.checkpointing else "-" for c in chosen))
     if any(c.saves for c in chosen):
         row("  but", ("\n".join(c.saves) or "-" for c in chosen))
     shown.add_section()
     row("seconds a step", (f"{e.time:.2f}" for e in best))
+    row("  likely from", (f"{e.time_range[0]:.2f}" for e in best))
+    row("  likely to", (f"{e.time_range[1]:.2f}" for e in best))
     for name, _ in best[0].parts:
-        seconds = [max(0.0, dict(e.parts).get(name, 0.0)) for e in best]
-        if any(seconds):
-            row(f"  {name}", (f"{spent:.2f}" for spent in seconds))
+        for title, kind in ((name, "parts"), (f"{name}, hidden", "hidden")):
+            seconds = [max(0.0, dict(getattr(e, kind)).get(name, 0.0)) for e in best]
+            if any(seconds):
+                row(f"  {title}", (f"{spent:.2f}" for spent in seconds))
     row("tokens/s/GPU", (f"{e.tokens_per_second / space.gpus:,.0f}" for e in best))
     row("MFU", (f"{e.mfu:.1%}" for e in best))
+    row("  likely", (f"{e.mfu * e.time / e.time_range[1]:.0%}-{e.mfu * e.time / e.time_range[0]:.0%}" for e in best))
     row("bubble", (f"{e.bubble:.1%}" for e in best))
     shown.add_section()
     row("GB of memory", (gigabytes(e.peak.total) for e in best))
+    row("  at most", (gigabytes(e.memory_range[1]) for e in best))
     for name in best[0].peak.parts():
         row(f"  {name}", (gigabytes(e.peak.parts()[name]) for e in best))
     shown.add_section()
+    row("seconds to save", (f"{e.save:.1f}" for e in best))
+    row("seconds to load", (f"{e.load:.1f}" for e in best))
     for axis, _ in best[0].bytes:
         if any(dict(e.bytes)[axis] for e in best):
             row(f"GB sent over {axis}", (gigabytes(dict(e.bytes)[axis]) for e in best))

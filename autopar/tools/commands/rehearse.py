@@ -41,8 +41,10 @@ def rehearse(
     zero: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage.")] = None,
     batch: Annotated[int, typer.Option(min=0, help="Samples of a replica in a step; 0: one for each stage.")] = 0,
     sequence: Annotated[int, typer.Option(min=1, help="Tokens of each sample.")] = 128,
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
-    gpu: Annotated[str | None, typer.Option(help="h100, a100 ...: count memory, and give the step times.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs of a node, if not those of --gpu.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="h100, dgx-a100, 2x4090 ...: count memory, and give the step times.")
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write the step's timeline here, for Perfetto; --gpu h100 by default.")
     ] = None,
@@ -119,6 +121,8 @@ def _counted(found: Rehearsal) -> Iterator[str]:
         time, waits = found.timeline.time, [found.timeline.spent(rank)["wait"] for rank in found.timeline.slots]
         shares = f"{min(waits) / time:.1%} to {max(waits) / time:.1%}" if time else "none"
         yield f"{digits(time)} s a step, of which ranks wait {shares}, if nothing overlaps"
+        if found.hidden:
+            yield f"{digits(time - found.hidden)} s with the {digits(found.hidden)} s that FSDP2 hides behind work"
 
 
 def _to_json(found: Rehearsal) -> dict[str, Any]:
@@ -129,7 +133,8 @@ def _to_json(found: Rehearsal) -> dict[str, Any]:
         "calls": {part: found.calls(part) for part in ("initialize", *_PARTS)},
         "traffic": {name: traffic._asdict() for name, traffic in found.traffic.items()},
         "held": {rank: held._asdict() for rank, held in found.held.items()},
-        "step_time": None if found.timeline is None else found.timeline.time,
+        "step_time": None if found.timeline is None else found.timeline.time - found.hidden,
+        "step_time_without_overlap": None if found.timeline is None else found.timeline.time,
         "problems": found.problems,
         "seconds": round(found.seconds, 2),
         "mebibytes": round(found.mebibytes),

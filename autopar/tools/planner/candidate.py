@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from autopar.config import ParallelConfig
+from autopar.tools.planner.network import DATA
 
 
 class Rows(NamedTuple):
@@ -44,6 +45,8 @@ class Candidate:
         cp: context-parallel size; ``sequence_parallel``: whether tp ranks hold rows between the regions.
         ep: ranks that hold whole experts, to which tokens travel: tp, or more, of several replicas; 1: tp ranks hold a
             part of each expert.
+        every: With ``checkpointing``, one block out of this many is recomputed.
+        chunks: The number of stages on each rank; 0: the default of the schedule.
     """
 
     tp: int
@@ -58,6 +61,8 @@ class Candidate:
     sequence_parallel: bool = False
     ep: int = 1
     saves: tuple[str, ...] = ()
+    every: int = 1
+    chunks: int = 0
 
     @property
     def gpus(self) -> int:
@@ -114,26 +119,29 @@ class Candidate:
             sizes["sequence_parallel"] = True
         if self.ep > 1:
             sizes["expert_parallel_size"] = self.ep
-        found: dict[str, Any] = {
-            "model_parallelism": sizes,
-            "pipeline": {"schedule": self.schedule, "microbatch_size": self.microbatch},
-        }
+        pipeline: dict[str, Any] = {"schedule": self.schedule, "microbatch_size": self.microbatch}
+        if self.chunks:
+            pipeline["chunks"] = self.chunks
+        found: dict[str, Any] = {"model_parallelism": sizes, "pipeline": pipeline}
         if self.zero:
             found["zero"] = {"stage": self.zero}
         if precision != "fp32":
             found["precision"] = {"dtype": precision}
         if self.checkpointing:
-            found["activation_checkpointing"] = {"enable": True, **({"save": [*self.saves]} if self.saves else {})}
+            found["activation_checkpointing"] = {"enable": True}
+            found["activation_checkpointing"] |= {"every": self.every} if self.every > 1 else {}
+            found["activation_checkpointing"] |= {"save": [*self.saves]} if self.saves else {}
         return found
 
     def __str__(self) -> str:
         parts = [mesh_words(self.tp, self.cp, self.pp, self.dp)]
         parts += ["sequence parallel"] if self.sequence_parallel else []
         parts += [f"ep {self.ep}"] if self.ep > 1 else []
-        parts += [self.schedule] if self.pp > 1 else []
+        parts += [self.schedule + (f" of {self.chunks}" if self.chunks else "")] if self.pp > 1 else []
         parts += [f"{self.microbatches} x {self.microbatch}"]
         parts += [f"ZeRO-{self.zero}"] if self.zero else []
-        parts += ["checkpointing" + (f" but {' and '.join(self.saves)}" if self.saves else "")] * self.checkpointing
+        some = "checkpointing" + (f" 1 of {self.every}" if self.every > 1 else "")
+        parts += [some + (f" but {' and '.join(self.saves)}" if self.saves else "")] * self.checkpointing
         return ", ".join(parts)
 
 
@@ -182,22 +190,44 @@ class Estimate:
     Attributes:
         memory: of each rank of the pipeline.
         time: seconds of a step; ``parts`` of it by what they are spent on.
+        hidden: seconds of communication that take no time, by axis: other work runs beside it.
         bubble: part of the pipeline's time that its ranks wait, 0 to 1.
         bytes: that a rank sends in a step, by axis; the most of any rank.
         flops: of the model in a step, without what is computed again.
         mfu: part of the GPUs' peak, 0 to 1.
         tokens_per_second: of all GPUs.
+        stored: The bytes of a checkpoint with the optimizer's state; ``save`` and ``load``: the seconds that it takes.
     """
 
     candidate: Candidate
     memory: tuple[RankMemory, ...]
     time: float = 0.0
     parts: tuple[tuple[str, float], ...] = ()
+    hidden: tuple[tuple[str, float], ...] = ()
     bubble: float = 0.0
     bytes: tuple[tuple[str, int], ...] = ()
     flops: int = 0
     mfu: float = 0.0
     tokens_per_second: float = 0.0
+    stored: int = 0
+    save: float = 0.0
+    load: float = 0.0
+
+    @property
+    def time_range(self) -> tuple[float, float]:
+        """Seconds of a step between which published runs are, for such an estimate."""
+        spread = 1 + DATA["assumed"]["spread"]["time"]
+        return self.time / spread, self.time * spread
+
+    @property
+    def memory_range(self) -> tuple[float, float]:
+        """Bytes on the rank that holds most: what is counted, and what fragmentation may add."""
+        return float(self.peak.total), self.peak.total * (1 + DATA["assumed"]["spread"]["memory"])
+
+    @property
+    def time_without_overlap(self) -> float:
+        """Seconds of a step if no communication were hidden."""
+        return self.time + sum(seconds for _, seconds in self.hidden)
 
     @property
     def peak(self) -> RankMemory:
@@ -209,11 +239,18 @@ class Estimate:
         return {
             **asdict(self.candidate),
             "memory": [{**memory.parts(), "total": memory.total} for memory in self.memory],
+            "memory_range": self.memory_range,
             "step_time": self.time,
+            "step_time_range": self.time_range,
+            "step_time_without_overlap": self.time_without_overlap,
             "step_time_parts": dict(self.parts),
+            "step_time_hidden": dict(self.hidden),
             "bubble": self.bubble,
             "bytes_sent": dict(self.bytes),
             "model_flops": self.flops,
             "mfu": self.mfu,
             "tokens_per_second": self.tokens_per_second,
+            "checkpoint_bytes": self.stored,
+            "save_time": self.save,
+            "load_time": self.load,
         }

@@ -11,8 +11,9 @@ from autopar.config import ParallelConfig
 from autopar.pipeline_parallel.schedule import Action, make_schedule
 from autopar.plan.stages import StagePlan
 from autopar.tools.planner.candidate import Candidate, Estimate, RankMemory, Rows
-from autopar.tools.planner.hardware import Gpu
+from autopar.tools.planner.hardware import Gpu, Node
 from autopar.tools.planner.model_states import RankBytes
+from autopar.tools.planner.network import DATA, Group, exposed
 from autopar.tools.planner.planned_model import PlannedModel
 from autopar.tools.planner.stage_costs import StageCost, stage_costs, volume
 
@@ -20,6 +21,7 @@ T = TypeVar("T")
 
 _RESERVE = 1_500_000_000  # bytes of a CUDA context, its kernels and NCCL's buffers
 _BUCKET = 32 * 1024 * 1024  # in which gradients are averaged
+_STREAM = DATA["assumed"]["stream"]
 _STEP_BYTES = 32  # that AdamW moves for each element: gradient, both moments and weight, read and written
 
 
@@ -28,6 +30,29 @@ def _enough(candidate: Candidate) -> int:
     if candidate.schedule == "gpipe":
         return candidate.microbatches
     return min(candidate.microbatches, 3 * candidate.pp + candidate.microbatches % candidate.pp)
+
+
+def _in_one_stage(candidate: Candidate) -> Candidate:
+    return replace(candidate, pp=1, schedule="1f1b", chunks=0)
+
+
+class Exchange(NamedTuple):
+    """Calls of one kind between ranks that hold the same shards.
+
+    Attributes:
+        size: The bytes of the full tensors of all calls.
+        calls: The number of calls.
+    """
+
+    kind: str
+    size: int
+    calls: int
+    group: Group
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a rank sends."""
+        return volume(self.kind, self.size, self.group.ranks)
 
 
 @dataclass
@@ -40,11 +65,15 @@ class Estimator:
     """
 
     model: PlannedModel
-    gpu: Gpu
-    gpus_per_node: int = 8
+    node: Node
     device: str = "cuda"
     given: ParallelConfig | None = None
     _known: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def gpu(self) -> Gpu:
+        """The GPU of the machine."""
+        return self.node.gpu
 
     def _once(self, key: Any, make: Callable[[], T]) -> T:
         if key not in self._known:
@@ -61,7 +90,7 @@ class Estimator:
             AutoparError: the sizes do not fit the model, or it does not run on the meta device.
         """
         costs = self._costs(candidate)
-        key = ("peaks", id(costs), candidate.pp, candidate.schedule, _enough(candidate))
+        key = ("peaks", id(costs), candidate.pp, candidate.schedule, candidate.chunks, _enough(candidate))
         peaks = self._once(key, lambda: [peak_of(states, costs) for states in self._moments(candidate, costs)])
         pairs = zip(self._states(candidate), peaks, strict=True)
         return tuple(self._memory(candidate, rank, held, peak) for rank, (held, peak) in enumerate(pairs))
@@ -119,20 +148,22 @@ class Estimator:
         key = ("gathered", candidate.tp, candidate.ep, candidate.replicas, rank, stages.bounds, stages.rank_of)
         return self._once(key, lambda: states.unsharded(stages, rank, 0, candidate.replicas))
 
-    def _config(self, pp: int, schedule: str, zero: int = 0, cp: int = 1) -> ParallelConfig:
+    def _config(self, pp: int, schedule: str, zero: int = 0, cp: int = 1, chunks: int = 0) -> ParallelConfig:
         if self.given is not None:
             return self.given
-        return Candidate(1, pp, 1, schedule, 1, 2 * pp, zero, False, cp).config(self.model.precision)
+        alone = Candidate(1, pp, 1, schedule, 1, 2 * pp, zero, False, cp, chunks=chunks)
+        return alone.config(self.model.precision)
 
     def _stages(self, candidate: Candidate) -> StagePlan:
-        pp, schedule = candidate.pp, candidate.schedule
-        return self._once(("stages", pp, schedule), lambda: self.model.stages(self._config(pp, schedule)))
+        pp, schedule, chunks = candidate.pp, candidate.schedule, candidate.chunks
+        key = ("stages", pp, schedule, chunks)
+        return self._once(key, lambda: self.model.stages(self._config(pp, schedule, chunks=chunks)))
 
     def _states(self, candidate: Candidate) -> list[RankBytes]:
         c, stages, cp = candidate, self._stages(candidate), candidate.cp if candidate.sharers > 1 else 1
 
         def make() -> list[RankBytes]:
-            states, config = self.model.states(c.tp, c.ep), self._config(c.pp, c.schedule, c.zero, cp)
+            states, config = self.model.states(c.tp, c.ep), self._config(c.pp, c.schedule, c.zero, cp, c.chunks)
             return [states.of_rank(stages, config, 0, rank, None, c.replicas) for rank in range(c.pp)]
 
         # Several schedules have the same stages.
@@ -144,20 +175,19 @@ class Estimator:
 
         def make() -> list[StageCost]:
             return stage_costs(
-                self.model.count(rows, c.microbatch, c.saves),
+                self.model.count(rows, c.microbatch, c.saves).with_every(c.every),
                 stages,
-                self.gpu,
+                self.node,
                 precision=self.model.precision,
                 rows=rows,
-                gpus_per_node=self.gpus_per_node,
                 checkpointing=c.checkpointing,
             )
 
-        return self._once(("costs", rows, c.microbatch, c.checkpointing, c.saves, stages.bounds), make)
+        return self._once(("costs", rows, c.microbatch, c.checkpointing, c.saves, c.every, stages.bounds), make)
 
     def _moments(self, candidate: Candidate, costs: Sequence[StageCost]) -> list[list[State]]:
         recomputed, enough = tuple(cost.recomputed for cost in costs), _enough(candidate)
-        key = ("moments", candidate.pp, candidate.schedule, enough, recomputed)
+        key = ("moments", candidate.pp, candidate.schedule, candidate.chunks, enough, recomputed)
         rank_of = self._stages(candidate).rank_of
         lists = functools.partial(make_schedule, candidate.schedule, rank_of, enough)
         return self._once(key, lambda: [states_of(row, recomputed) for row in lists()])
@@ -166,22 +196,26 @@ class Estimator:
 
     def least_time(self, candidate: Candidate) -> float:
         """Return the seconds of a step without bubbles: of the rank that works most, and what comes behind it."""
-        busy = self._busy(candidate)
-        return candidate.microbatches * max(busy) + sum(self._behind(candidate).values())
+        _, after = self._after(candidate)
+        return candidate.microbatches * max(self._busy(candidate)) + sum(after.values())
 
-    def _busy(self, candidate: Candidate) -> list[float]:
-        """Seconds that each rank works on a micro-batch."""
+    def _busy(self, candidate: Candidate, *, alone: bool = False) -> list[float]:
+        """Return the seconds that each rank works on a micro-batch.
+
+        Args:
+            alone: Without the time of collectives.
+        """
         busy = [0.0] * candidate.pp
         for cost, rank in zip(self._costs(candidate), self._stages(candidate).rank_of, strict=True):
-            busy[rank] += sum(cost.time_of(Action(k, 0, 0)) for k in "FB")
+            busy[rank] += cost.alone if alone else sum(cost.time_of(Action(kind, 0, 0)) for kind in "FB")
         return busy
 
     def _played(self, candidate: Candidate, microbatches: int) -> float:
         """Return the seconds of the candidate's schedule with so many micro-batches."""
         costs = self._costs(candidate)
         output = max((cost.output for cost in costs), default=0)
-        speed = self.gpu.within if candidate.gpus <= self.gpus_per_node else self.gpu.between
-        message = output / (speed * self.gpu.network) + self.gpu.latency if output else 0.0
+        ends = Group(2, 1 if candidate.gpus <= self.node.gpus else 2)
+        message = self.node.network.seconds("send", output, ends) if output else 0.0
 
         def make() -> float:
             lists = make_schedule(candidate.schedule, self._stages(candidate).rank_of, microbatches)
@@ -193,7 +227,7 @@ class Estimator:
         """Estimate a candidate. Raises as :meth:`memory`."""
         memory = self.memory(candidate)
         run = step_time(lambda m: self._played(candidate, m), candidate.microbatches, candidate.pp)
-        behind = self._behind(candidate)
+        hidden, after = self._after(candidate)
         busy = max(self._busy(candidate)) * candidate.microbatches
         costs = self._costs(candidate)
         times = candidate.microbatches * (len(costs) // candidate.pp)
@@ -201,74 +235,91 @@ class Estimator:
             axis: max(cost.travel[axis].forward + cost.travel[axis].backward for cost in costs) * times
             for axis in ("tp", "cp", "ep")
         }
-        time = run + sum(behind.values())
+        time = run + sum(after.values())
         ranks = candidate.tp * candidate.cp * candidate.dp
         flops = sum(cost.flops for cost in costs) * ranks * candidate.microbatches
         samples = candidate.microbatch * candidate.microbatches * candidate.dp
-        parts = {"compute": busy - sum(travel.values()), **travel, "bubble": run - busy, **behind}
+        parts = {"compute": busy - sum(travel.values()), **travel, "bubble": run - busy, **after}
         return Estimate(
             candidate,
             memory,
             time,
             tuple(parts.items()),
+            tuple(hidden.items()),
             max(0.0, 1 - busy / run) if run else 0.0,
             self._bytes_sent(candidate, costs),
             flops,
             flops / (time * candidate.gpus * self.gpu.peak(self.model.precision)) if time else 0.0,
             samples * self.model.sequence / time if time else 0.0,
+            *self._stored(candidate),
         )
 
-    def _behind(self, candidate: Candidate) -> dict[str, float]:
-        """Seconds of what comes behind the last backward: averaging over replicas, the optimizer."""
+    def _stored(self, candidate: Candidate) -> tuple[int, float, float]:
+        """Return the bytes of a checkpoint, and the seconds to save and to load it.
+
+        All ranks write equal parts. Each reads what it holds.
+        """
+        c, bounds = candidate, self._stages(_in_one_stage(candidate))
+        zero = 1 if c.zero < 2 else c.zero  # whose master weights are those of the run
+        config = self._config(1, "1f1b", zero)
+        one = self._once(("stored", zero), lambda: self.model.states(1).of_rank(bounds, config, 0, 0, 0, 1))
+        total = one.weights + one.optimizer + one.host
+        held = max(state.weights + state.optimizer + state.host for state in self._states(candidate))
+        nodes = -(-c.gpus // self.node.gpus)
+        return total, total / nodes / self.node.storage, held * min(c.gpus, self.node.gpus) / self.node.storage
+
+    def _after(self, candidate: Candidate) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the seconds of the exchange between replicas that are hidden, and those of what follows the backward.
+
+        FSDP2 hides a part behind the work. Averaging over replicas, and the optimizer, overlap with nothing.
+        """
         states = self._states(candidate)
-        optimizer = max(s.stepped for s in states) * _STEP_BYTES / (self.gpu.bandwidth * self.gpu.stream)
-        travel = sum(
-            size / (self._between_replicas(candidate, sharers) * self.gpu.network)
-            for sharers, size in self._replica_bytes(candidate).items()
+        optimizer = max(s.stepped for s in states) * _STEP_BYTES / (self.gpu.bandwidth * _STREAM)
+        total = sum(
+            each.calls * self.node.network.seconds(each.kind, each.size // each.calls, each.group)
+            for each in self._exchanges(candidate)
+            if each.calls
         )
-        if candidate.fully_sharded and candidate.replicas > 1:
-            elements = self._stages(replace(candidate, pp=1, schedule="1f1b")).elements
-            calls = sum(candidate.exchanges) * len(elements) // candidate.pp
-            hops = candidate.replicas - 1 + (candidate.copies - 1 if candidate.sharers > 1 else 0)
-            travel += calls * hops * self.gpu.hop
-            if candidate.pp == 1 or candidate.zero == 3:  # else weights come before all work, and gradients behind it
-                travel = max(0.0, travel - max(self._busy(candidate)) * candidate.microbatches)
-        return {"dp": travel, "optimizer": optimizer}
+        shown = total
+        if candidate.fully_sharded and (candidate.pp == 1 or candidate.zero == 3):
+            # Otherwise weights come before all work, and gradients after it.
+            shown = exposed(total, max(self._busy(candidate, alone=True)) * candidate.microbatches)
+        return {"dp": total - shown}, {"dp": shown, "optimizer": optimizer}
 
-    def _replica_bytes(self, candidate: Candidate) -> dict[int, int]:
-        """Return the bytes that a rank sends to other replicas in a step, the most of any rank.
+    def _exchanges(self, candidate: Candidate) -> list[Exchange]:
+        """Return the calls of a step between ranks that hold the same shards, on the rank that sends most.
 
         FSDP2 sends weights and gradients as often as :attr:`Candidate.exchanges` says, but weights outside of blocks
         only once for forward and backward.
-
-        Returns:
-            Replicas that share what is sent -> bytes: 1, what all replicas hold; more: experts, to their copies.
         """
-        states, replicas = self._states(candidate), candidate.replicas
-        if candidate.fully_sharded:
+        c, states, per_node = candidate, self._states(candidate), self.node.gpus
+        everyone = Group.of(c.replicas, c.tp, per_node)
+        copies = Group.of(c.copies, c.tp * c.sharers, per_node)  # of the experts that replicas share
+        if c.fully_sharded:
             width, held = 4 if self.model.precision == "fp32" else 2, max(states, key=lambda each: each.parameters)
-            gathers, reduces = candidate.exchanges
-            experts = held.parameters * held.expert_weights // max(held.weights, 1)
-            parts = {1: (held.parameters - experts, replicas)}
-            parts |= {candidate.sharers: (experts, candidate.copies)} if candidate.sharers > 1 else {}
-            once = (
-                0 if candidate.zero == 2 else self._unsharded(candidate, states.index(held))[2] * candidate.microbatches
-            )
-            return {
-                of: volume("all_gather", n * ranks * (gathers * width + reduces * 4) - (of == 1) * once * width, ranks)
-                for of, (n, ranks) in parts.items()
-            }
+            gathers, reduces = c.exchanges
+            experts = held.parameters * held.expert_weights // max(held.weights, 1) if c.sharers > 1 else 0
+            outside = self._unsharded(c, states.index(held))[2]
+            once = 0 if c.zero == 2 else outside * c.microbatches * width
+            blocks = max(1, len(self._stages(_in_one_stage(c)).elements) // c.pp)
+            found = []
+            for elements, group, less in ((held.parameters - experts, everyone, once), (experts, copies, 0)):
+                full = elements * group.ranks
+                found.append(Exchange("all_gather", full * gathers * width - less, gathers * blocks, group))
+                found.append(Exchange("reduce_scatter", full * reduces * 4, reduces * blocks, group))
+            return found
 
-        def sent(gradients: int, weights: int, ranks: int) -> int:
-            gathered = weights if candidate.zero == 1 else 0
-            return volume("all_reduce", gradients, ranks) + volume("all_gather", gathered, ranks)
+        def calls(state: RankBytes, gradients: int, weights: int, group: Group) -> list[Exchange]:
+            number = -(-gradients // max(_BUCKET, state.largest))
+            gathered = weights if c.zero == 1 else 0
+            return [Exchange("all_reduce", gradients, number, group), Exchange("all_gather", gathered, number, group)]
 
-        found = []
+        every = []
         for s in states:
-            shared = {candidate.sharers: sent(s.expert_gradients, s.expert_weights, candidate.copies)}
-            rest = sent(s.gradients - s.expert_gradients, s.weights - s.expert_weights, replicas)
-            found.append({**shared, 1: rest} if candidate.sharers > 1 else {1: rest})
-        return max(found, key=lambda each: sum(each.values()))
+            own = (s.expert_gradients, s.expert_weights) if c.sharers > 1 else (0, 0)
+            rest = calls(s, s.gradients - own[0], s.weights - own[1], everyone)
+            every.append([*rest, *calls(s, *own, copies)])
+        return max(every, key=lambda row: sum(each.sent for each in row))
 
     def _bytes_sent(self, candidate: Candidate, costs: Sequence[StageCost]) -> tuple[tuple[str, int], ...]:
         rank_of = self._stages(candidate).rank_of
@@ -280,19 +331,8 @@ class Estimator:
             if stage + 1 < len(costs) and rank_of[stage + 1] != rank:
                 pp[rank] += cost.output * candidate.microbatches
                 pp[rank_of[stage + 1]] += cost.output * candidate.microbatches  # the gradient
-        dp = sum(self._replica_bytes(candidate).values())
+        dp = sum(each.sent for each in self._exchanges(candidate))
         return (("tp", max(tp)), ("cp", max(cp)), ("ep", max(ep)), ("pp", max(pp)), ("dp", dp))
-
-    def _between_replicas(self, candidate: Candidate, sharers: int = 1) -> float:
-        """Bytes a second of a rank to those that hold the same shard: ranks count tp first, then dp.
-
-        Args:
-            sharers: of the replicas next to each other so many share it.
-        """
-        if candidate.tp * candidate.replicas <= self.gpus_per_node:
-            return self.gpu.within
-        beside = max(1, self.gpus_per_node // (candidate.tp * sharers))  # in a node, with a network card each
-        return min(self.gpu.within, self.gpu.between * beside)
 
 
 # -- schedules, played with the stages' own times: when actions run, how long ranks and micro-batches wait -------------

@@ -1,28 +1,24 @@
-"""GPUs by name: their memory and speeds (``gpus.yaml``), and how much of these is reached."""
+"""Machines by name: GPUs with their memory and speeds, in nodes with a network (``hardware.yaml``)."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from autopar.errors import ConfigError, nearest
+from autopar.tools.planner.network import DATA, Network
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU and its network; bytes, bytes a second and operations a second.
+    """A GPU; bytes, bytes a second and operations a second.
 
     Attributes:
-        flops: of dense half-precision products; ``flops_fp32`` of products in fp32 (TF32 is off by default).
-        within, between: one way, between GPUs of a node, and to another node (a network card each).
-        products, stream, network: parts of these speeds that large operations reach: the estimate's assumptions.
-        launch: least time of an operation; ``latency``: of a collective or a message; ``hop``: from rank to rank of a
-            ring.
+        flops: The speed of dense half-precision products; ``flops_fp32``: of products in fp32 (TF32 is off by default).
+        bandwidth: The speed of the memory.
+        products: The part of these operations that the best product reaches.
     """
 
     name: str
@@ -30,55 +26,108 @@ class Gpu:
     flops: float
     flops_fp32: float
     bandwidth: float
-    within: float
-    between: float
-    products: float = 0.5
-    stream: float = 0.6
-    network: float = 0.7
-    launch: float = 5e-6
-    latency: float = 20e-6
-    hop: float = 3e-6
+    products: float
 
     def peak(self, precision: str) -> float:
         """Return the operations a second of products in a precision."""
         return self.flops_fp32 if precision == "fp32" else self.flops
 
 
-_FILE = Path(__file__).with_name("gpus.yaml")
-_UNITS = {"memory": 1e9, "tflops": 1e12, "tflops_fp32": 1e12, "bandwidth": 1e9, "within": 1e9, "between": 1e9}
-GPUS = {
-    name: Gpu(name, *(row[key] * unit for key, unit in _UNITS.items()))
-    for name, row in yaml.safe_load(_FILE.read_text("utf-8")).items()
-}
+@dataclass(frozen=True)
+class Node:
+    """A machine with GPUs, connected to others like it.
+
+    Attributes:
+        gpus: The number of GPUs.
+        network: The links between the GPUs of a node, and between nodes.
+        storage: The bytes a second that a node writes to its storage, and reads from there.
+    """
+
+    name: str
+    gpu: Gpu
+    gpus: int
+    network: Network
+    storage: float
+
+
+_UNITS = {"memory": 1e9, "tflops": 1e12, "tflops_fp32": 1e12, "bandwidth": 1e9, "products": 1}
+GPUS = {name: Gpu(name, *(row[key] * unit for key, unit in _UNITS.items())) for name, row in DATA["gpus"].items()}
+_PER_NODE = 8
 
 
 def gpu_of(device: str) -> Gpu | None:
     """Return the GPU that a device's name names, as ``NVIDIA A100-SXM4-80GB`` does; None if none is known."""
     words = re.split(r"[\s-]+", device.lower())
     named = {*words, *(first + second for first, second in pairwise(words))}
-    return next((gpu for name, gpu in GPUS.items() if name in named), None)
+    return next((GPUS[name] for name in sorted(GPUS, key=len, reverse=True) if name in named), None)
 
 
-def find_gpu(
-    name: str, gigabytes: float | None = None, tflops: float | None = None, bandwidth: float | None = None
-) -> Gpu:
-    """Return a GPU by its name, with other figures where they are given.
-
-    Args:
-        gigabytes, bandwidth: of the memory, GB and GB/s; ``tflops``: TFLOP/s of products in half precision.
+def find_gpu(name: str) -> Gpu:
+    """Return a GPU by its name.
 
     Raises:
-        ConfigError: the name is not known, or a figure is none.
+        ConfigError: the name is not known.
     """
     if name not in GPUS:
         raise ConfigError(
-            f"gpu={name!r} is not known.{nearest(name, GPUS)} Known: {', '.join(GPUS)}. For another one take "
-            "the nearest, with --gpu-memory, --tflops and --bandwidth of its data sheet"
+            f"gpu={name!r} is not known.{nearest(name, GPUS)} Known: {', '.join(GPUS)}. For another GPU take the "
+            "nearest, with --gpu-memory, --tflops and --memory-bandwidth of its data sheet"
         )
-    known = GPUS[name]
-    own = {"memory": (gigabytes, 1e9), "flops": (tflops, 1e12), "bandwidth": (bandwidth, 1e9)}
-    for option, (value, _) in zip(("gpu-memory", "tflops", "bandwidth"), own.values(), strict=True):
-        if value is not None and value <= 0:
-            raise ConfigError(f"{option} must be above 0, not {value:g}")
-    figures: dict[str, Any] = {key: value * unit for key, (value, unit) in own.items() if value is not None}
-    return replace(known, **figures)
+    return GPUS[name]
+
+
+FIGURES = {
+    "gpu_memory": ("memory", 1e9),
+    "tflops": ("flops", 1e12),
+    "memory_bandwidth": ("bandwidth", 1e9),
+    "intra_node_bandwidth": ("intra", 1e9),
+    "inter_node_bandwidth": ("inter", 1e9),
+    "latency": ("latency", 1e-6),
+    "storage_bandwidth": ("storage", 1e9),
+}
+"""Options that replace a figure of a machine -> its field and unit."""
+
+_OF_GPU, _OF_NETWORK = ("memory", "flops", "bandwidth"), ("intra", "inter", "latency")
+
+
+def find_node(name: str = "dgx-h100", gpus_per_node: int | None = None, **figures: float | None) -> Node:
+    """Return a machine by its name, with other figures where they are given.
+
+    Args:
+        name: The name of a machine (``dgx-h100``), a number of GPUs of one kind (``4xl40s``), or a GPU, of which a
+            machine has eight.
+        gpus_per_node: The number of GPUs.
+        figures: ``gpu_memory`` in GB, ``tflops``, ``memory_bandwidth``, ``intra_node_bandwidth``,
+            ``inter_node_bandwidth`` and ``storage_bandwidth`` in GB/s, ``latency`` in microseconds.
+
+    Raises:
+        ConfigError: the name is not known, or a figure is not above 0.
+    """
+    nodes: dict[str, str] = DATA["nodes"]
+    form = re.fullmatch(r"(\d+)x(\w+)", nodes.get(name, name))
+    count, kind = (int(form[1]), form[2]) if form else (_PER_NODE, name)
+    kind = f"rtx{kind}" if f"rtx{kind}" in GPUS else kind
+    if kind not in GPUS and not form and name not in nodes:
+        raise ConfigError(
+            f"node={name!r} is not known.{nearest(name, [*nodes, *GPUS])} Known: {', '.join(nodes)}; or COUNTxGPU, as "
+            f"4xl40s, with one of {', '.join(GPUS)}. For another machine take the nearest, with the figures of its "
+            "data sheets: --gpu-memory, --tflops, --memory-bandwidth, --intra-node-bandwidth, --inter-node-bandwidth"
+        )
+    if count < 1 or (gpus_per_node is not None and gpus_per_node < 1):
+        raise ConfigError(f"gpus-per-node must be at least 1, not {count if count < 1 else gpus_per_node}")
+    gpu, links = find_gpu(kind), DATA["gpus"][kind]
+    network = Network(links["intra"] * 1e9, links["inter"] * 1e9, links["link"] == "nvlink")
+    node = Node(name, gpu, gpus_per_node or count, network, DATA["storage"] * 1e9)
+    given: dict[str, Any] = {}
+    for option, value in figures.items():
+        field, unit = FIGURES[option]
+        if value is not None:
+            if value < 0 or (value == 0 and field != "latency"):
+                raise ConfigError(f"{option.replace('_', '-')} must be above 0, not {value:g}")
+            given[field] = value * unit
+    return replace(
+        node,
+        gpu=replace(gpu, **{field: value for field, value in given.items() if field in _OF_GPU}),
+        network=replace(network, **{field: value for field, value in given.items() if field in _OF_NETWORK}),
+        storage=given.get("storage", node.storage),
+    )

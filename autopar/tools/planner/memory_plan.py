@@ -16,7 +16,7 @@ from autopar.policy.schema import Policy
 from autopar.stored import as_plain
 from autopar.tools.planner.candidate import Candidate, RankMemory
 from autopar.tools.planner.estimate import Estimator
-from autopar.tools.planner.hardware import GPUS
+from autopar.tools.planner.hardware import find_node
 from autopar.tools.planner.model_states import RankBytes
 from autopar.tools.planner.planned_model import PlannedModel
 
@@ -113,7 +113,7 @@ def plan_memory(
             ep=parsed.expert_parallel_size,
             saves=parsed.checkpoint_saves,
         )
-        estimator = Estimator(planned, GPUS["h100"], device=device, given=parsed)
+        estimator = Estimator(planned, find_node(), device=device, given=parsed)
         stages, states, places = planned.stages(parsed), planned.states(tp, candidate.ep), cp * candidate.sharers
         ranks = {
             (p, d, t): states.of_rank(stages, parsed, t, p, d, candidate.replicas)

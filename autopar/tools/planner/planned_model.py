@@ -156,9 +156,9 @@ class PlannedModel:
         self._counts[rows, batch, saves] = found
         return found
 
-    def check_checkpointing(self) -> None:
-        """Raise ConfigError if the blocks cannot be recomputed."""
-        check_checkpointing(self.inner, (), self.policy.where)
+    def check_checkpointing(self, every: int = 1) -> None:
+        """Raise ConfigError if the blocks, or one of ``every`` blocks, cannot be recomputed."""
+        check_checkpointing(self.inner, (), self.policy.where, every)
 
     def rehearse(self, config: ParallelConfig) -> None:
         """Try the shards and the stages, as ``initialize`` does. Raises what is wrong with them."""

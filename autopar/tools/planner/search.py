@@ -13,9 +13,12 @@ from autopar.dry_run.plan_model import uncollected
 from autopar.errors import AutoparError, ConfigError, first_line, listed
 from autopar.tools.planner.candidate import Candidate, Estimate, RankMemory, mesh_words
 from autopar.tools.planner.estimate import Estimator
+from autopar.tools.planner.network import DATA
 
 _SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")  # gpipe waits as long as 1f1b and holds more
 _MICROBATCHES = (1, 2, 4, 8, 16)
+_CHUNKS = {"interleaved": (2, 4, 7)}  # stages on each rank, where a schedule leaves them open
+_EVERY = (2, 1)  # of how many blocks one is recomputed
 _SAVES = (("attention",), ("collectives",), ("attention", "collectives"), SAVED)  # what recomputed blocks may keep
 _FEWEST_ROWS = 4096  # of a sequence on each rank, where the search chooses the size of cp
 _MOST_CP = 64
@@ -30,7 +33,7 @@ class Space:
     """The space to search.
 
     Attributes:
-        gpus: of the run; ``gpus_per_node``: tp stays within a node.
+        gpus: of the run; ``gpus_per_node``: tp stays within a node, so nodes have whole groups.
         global_batch: samples of a step, of all replicas.
         zero, checkpointing, schedules: what may be chosen; None: any.
         cp: context-parallel size; None: powers of two, so that each rank has 4,096 rows of a sequence or more.
@@ -55,10 +58,14 @@ class Space:
             if size is not None and size < 1:
                 raise ConfigError(f"{name.replace('_', '-')} must be at least 1, not {size}")
 
+    def crosses(self, tp: int) -> bool:
+        """Return whether tensor-parallel groups of this size would lie on several nodes."""
+        return min(self.gpus, self.gpus_per_node) % tp != 0
+
     def meshes(self, sequence: int) -> Iterator[Mesh]:
-        """Yield all meshes with as many ranks as there are GPUs, for sequences of so many tokens."""
+        """Yield all meshes with as many ranks as there are GPUs, for sequences of so many tokens; tp within a node."""
         for tp in _divisors(self.gpus):
-            if tp <= self.gpus_per_node:
+            if not self.crosses(tp):
                 for cp in self._cp_sizes(sequence, self.gpus // tp):
                     for pp in _divisors(self.gpus // tp // cp):
                         yield tp, cp, pp, self.gpus // tp // cp // pp
@@ -87,8 +94,11 @@ class Space:
             fitting = [0] if cp * dp == 1 else [0, 1, 2] if pp > 1 and schedule in SPLIT_BACKWARD else [0, 1, 2, 3]
             for zero in fitting if self.zero is None else [stage for stage in fitting if stage == self.zero]:
                 for checkpointing in (False, True) if self.checkpointing is None else (self.checkpointing,):
-                    for rows, ep in itertools.product(self._rows(tp, cp), self.experts(tp, dp)):
-                        yield Candidate(tp, pp, dp, schedule, batch, count, zero, checkpointing, cp, rows, ep)
+                    chunked = _CHUNKS.get(schedule, (0,)) if pp > 1 else (0,)
+                    kinds = (self._rows(tp, cp), self.experts(tp, dp), _EVERY if checkpointing else (1,), chunked)
+                    for rows, ep, every, chunks in itertools.product(*kinds):
+                        known = (schedule, batch, count, zero, checkpointing, cp, rows, ep)
+                        yield Candidate(tp, pp, dp, *known, every=every, chunks=chunks)
 
     def _rows(self, tp: int, cp: int) -> Sequence[bool]:
         """Return whether sequence parallelism is used; it shards the sequences that cp does, over tp."""
@@ -141,6 +151,9 @@ def search(estimator: Estimator, space: Space, count: int = 5) -> Found:
         _try_mesh(estimator, space, mesh, found, fitting)
     if not fitting and not found.too_large and found.refused:
         raise ConfigError(f"no mesh of {space.gpus} GPUs fits: {found.refused[0][1]}")
+    across = [tp for tp in _divisors(space.gpus) if tp <= space.gpus_per_node and space.crosses(tp)]
+    reason = f"tensor-parallel groups would cross nodes, of {space.gpus_per_node} GPUs each"
+    found.refused += [((tp, 1, 1, space.gpus // tp), reason) for tp in across]
     heapq.heapify(fitting)
     kinds: dict[tuple[int, int, int, bool], Estimate] = {}
     while fitting:
@@ -209,7 +222,7 @@ def _try_mesh(
         for candidate in candidates:
             try:
                 if candidate.checkpointing:
-                    estimator.model.check_checkpointing()
+                    estimator.model.check_checkpointing(candidate.every)
                 memory = max(estimator.memory(candidate), key=lambda rank: rank.total)
             except AutoparError as error:
                 reason = reason or first_line(error)
@@ -296,14 +309,18 @@ def _mesh(candidate: Candidate) -> tuple[int, int, int]:
 
 def assumptions(estimator: Estimator) -> list[str]:
     """Return what the estimate of the time rests on, and what is left out of the memory."""
-    gpu, model = estimator.gpu, estimator.model
+    gpu, model, network, held = estimator.gpu, estimator.model, estimator.node.network, DATA["assumed"]
+    fast = gpu.peak(model.precision) * gpu.products * held["products"] / 1e12
+    extra = f", and {network.latency * 1e6:g} us more a hop" if network.latency else ""
     return [
-        f"{gpu.name}: products at {gpu.products:.0%} of {gpu.peak(model.precision) / 1e12:.0f} TFLOP/s, other "
-        f"operations at {gpu.stream:.0%} of {gpu.bandwidth / 1e12:.2f} TB/s, none below {gpu.launch * 1e6:.0f} us; "
-        "not compiled",
-        f"network: {gpu.network:.0%} of {gpu.within / 1e9:.0f} GB/s within a node and {gpu.between / 1e9:.0f} GB/s a "
-        "GPU between nodes, one way; tp, cp, ep, averaging and the optimizer overlap with nothing, ZeRO-3 with all "
-        "products",
+        f"{gpu.name}: products at {fast:.0f} of {gpu.peak(model.precision) / 1e12:.0f} TFLOP/s and less if they are "
+        f"small, their operands and other operations at {held['stream']:.0%} of {gpu.bandwidth / 1e12:.2f} TB/s, none "
+        f"below {held['launch']} us",
+        f"network: NCCL's own model with {network.intra / 1e9:g} GB/s of {'NVLink' if network.nvlink else 'PCIe'} "
+        f"within a node and {network.inter / 1e9:g} GB/s a GPU between nodes, one way{extra}; each doubling of the "
+        f"nodes costs {held['fabric_loss']:.0%}",
+        f"overlap: {held['overlap']:.0%} of what FSDP2 sends is hidden behind work, through stages in ZeRO-3 only; tp, "
+        "cp, ep, averaging and the optimizer overlap with nothing",
         "backward: products twice, attention 2.5 times, the rest 1.5 times as long as forward",
         f"memory: {model.optimizer} given to initialize, steps through execute_pipeline; "
         "work is the largest of any block; no fragmentation",
@@ -319,6 +336,7 @@ def to_json(estimator: Estimator, space: Space, found: Found) -> dict[str, Any]:
         "parameters": sum(parameter.numel() for parameter in model.model.parameters()),
         "policy": model.policy.name,
         "gpus": space.gpus,
+        "node": estimator.node.name,
         "gpus_per_node": space.gpus_per_node,
         "gpu": estimator.gpu.name,
         "gpu_memory": estimator.gpu.memory,

@@ -17,7 +17,8 @@ from autopar.layout import Layout
 from autopar.pipeline_parallel.schedule import Action
 from autopar.plan.stages import StagePlan
 from autopar.tools.planner.candidate import Rows
-from autopar.tools.planner.hardware import Gpu
+from autopar.tools.planner.hardware import Gpu, Node
+from autopar.tools.planner.network import DATA, Group
 from autopar.tools.planner.storages import Operation
 
 
@@ -214,6 +215,12 @@ class ForwardCount:
     fronts: dict[int, Unit] = field(default_factory=dict)
     encoder: int | None = None
 
+    def with_every(self, every: int) -> ForwardCount:
+        """Return the same, with one of ``every`` blocks recomputed."""
+        again = [place for place, unit in sorted(self.elements.items()) if unit.recomputed]
+        kept = {place: replace(self.elements[place], recomputed=False) for place in {*again} - {*again[::every]}}
+        return self if every == 1 else replace(self, elements=self.elements | kept)
+
     def units(self) -> list[Unit]:
         """Return all units in the order of the forward."""
         return self.of_stage(range(max(self.elements, default=-1) + 1), first=True, last=True)
@@ -239,7 +246,12 @@ _ELEMENTWISE_BACKWARD = 1.5  # the gradient and what was saved are read
 
 
 class Travel(NamedTuple):
-    """Collectives over one axis: seconds of those of the forward and of the backward, and bytes that one rank sends."""
+    """Collectives over one axis in one micro-batch.
+
+    Attributes:
+        forward, backward: The seconds of the collectives of the forward, and of the backward.
+        bytes: The bytes that one rank sends.
+    """
 
     forward: float
     backward: float
@@ -289,26 +301,26 @@ class StageCost:
             return whole_input
         return whole_input + self.backward_weight
 
+    @property
+    def alone(self) -> float:
+        """Seconds of forward and backward without collectives."""
+        return self.forward + self.backward_input + self.backward_weight
+
 
 def stage_costs(
     count: ForwardCount,
     stages: StagePlan,
-    gpu: Gpu,
+    node: Node,
     *,
     precision: str,
     rows: Rows,
-    gpus_per_node: int,
     checkpointing: bool,
 ) -> list[StageCost]:
-    """Return the costs of each stage.
-
-    Args:
-        gpus_per_node: tp stays within a node, and cp, then replicas that share experts, do where there is room.
-    """
-    network = _Network(rows, gpu, gpus_per_node)
+    """Return the costs of each stage."""
+    axes = Axes(rows, node)
     # Equal blocks have the same lists.
     lists = {id(made): made for unit in count.units() for made in (unit.operations, unit.again)}
-    works = {key: _work(operations, gpu, precision) for key, operations in lists.items()}
+    works = {key: _work(operations, node.gpu, precision) for key, operations in lists.items()}
     costs = []
     for stage in range(stages.stages):
         places = range(stages.bounds[stage], stages.bounds[stage + 1])
@@ -336,7 +348,7 @@ def stage_costs(
                 backward_input=sum(work.of_input for work in own)
                 + sum(works[id(unit.again)].forward for unit in again),
                 backward_weight=sum(work.of_weight for work in own),
-                travel={axis: network.travel(axis, calls, repeated) for axis in ("tp", "cp", "ep")},
+                travel={axis: axes.travel(axis, calls, repeated) for axis in ("tp", "cp", "ep")},
                 flops=sum(work.flops for work in own),
                 recomputed=bool(again),
             )
@@ -344,29 +356,29 @@ def stage_costs(
     return costs
 
 
-class _Network:
-    """The network under tp, cp and ep: seconds and bytes of collectives."""
+class Axes:
+    """The axes tp, cp and ep on a network: seconds and bytes of collectives.
 
-    def __init__(self, rows: Rows, gpu: Gpu, gpus_per_node: int) -> None:
-        self._sizes = {"tp": rows.tp, "cp": rows.cp, "ep": rows.ep}
-        within = rows.tp * rows.cp <= gpus_per_node
-        cp = gpu.within if within else min(gpu.within, gpu.between * max(1, gpus_per_node // rows.tp))
-        beside = min(rows.ep, rows.tp * max(1, gpus_per_node // (rows.tp * rows.cp)))  # of the ranks of a node
-        ep = gpu.within
-        if rows.ep > beside:  # what goes to other nodes leaves by a card for each GPU
-            ep = min(gpu.within, gpu.between * (rows.ep - 1) / (rows.ep - beside))
-        speeds = {"tp": gpu.within, "cp": cp, "ep": ep}
-        self._speed = {axis: speed * gpu.network for axis, speed in speeds.items()}
-        self._latency = gpu.latency
+    Ranks count tp first, then cp, then replicas: tp stays within a node, and the others do where there is room.
+    """
+
+    def __init__(self, rows: Rows, node: Node) -> None:
+        self._network = node.network
+        beside = min(rows.ep, rows.tp * max(1, node.gpus // (rows.tp * rows.cp)))  # of ep, on a node
+        self.groups = {
+            "tp": Group.of(rows.tp, 1, node.gpus),
+            "cp": Group.of(rows.cp, rows.tp, node.gpus),
+            "ep": Group(rows.ep, -(-rows.ep // beside)),
+        }
 
     def travel(self, axis: str, calls: Sequence[Collective], repeated: Sequence[Collective]) -> Travel:
-        """Return what ``calls``, and in the backward those that are ``repeated``, come to along an axis."""
+        """Return what ``calls``, and in the backward the ``repeated`` ones, come to along an axis."""
+        group = self.groups[axis]
         seconds, sent = {False: 0.0, True: 0.0}, 0
         for call, backward in [*((call, call.backward) for call in calls), *((call, True) for call in repeated)]:
-            if call.axis == axis and self._sizes[axis] > 1:
-                size = volume(call.kind, call.bytes, self._sizes[axis])
-                seconds[backward] += size / self._speed[axis] + self._latency
-                sent += size
+            if call.axis == axis and group.ranks > 1:
+                seconds[backward] += self._network.seconds(call.kind, call.bytes, group)
+                sent += volume(call.kind, call.bytes, group.ranks)
         return Travel(seconds[False], seconds[True], sent)
 
 
@@ -449,10 +461,18 @@ def _work(operations: Sequence[Operation], gpu: Gpu, precision: str) -> _Work:
     return _Work(forward, of_input, of_weight, sum(operation.in_all for operation in operations))
 
 
+_ASSUMED = DATA["assumed"]
+
+
 def seconds_of(operation: Operation, gpu: Gpu, precision: str) -> float:
-    """Return how long an operation takes: its products, or what it reads and writes, or its launch."""
-    products = operation.flops / (gpu.peak(precision) * gpu.products)
-    return max(products, operation.moved / (gpu.bandwidth * gpu.stream), gpu.launch)
+    """Return how long an operation takes: its products, and what it reads and writes; at least its launch.
+
+    Large products reach the speed of the best one, small ones less: their bytes take a larger part of the time.
+    """
+    fast = gpu.peak(precision) * gpu.products * _ASSUMED["products"]
+    products = operation.flops / (fast * (_ASSUMED["attention"] if operation.attention else 1.0))
+    seconds: float = max(products + operation.moved / (gpu.bandwidth * _ASSUMED["stream"]), _ASSUMED["launch"] * 1e-6)
+    return seconds
 
 
 def volume(kind: str, size: int, ranks: int) -> int:

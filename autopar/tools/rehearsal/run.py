@@ -21,7 +21,8 @@ from autopar.distributed.axis import MeshSizes
 from autopar.dry_run.plan_model import ModelPlans, plan_model, prepared
 from autopar.errors import ConfigError
 from autopar.tools.planner.candidate import mesh_words
-from autopar.tools.planner.hardware import Gpu, find_gpu
+from autopar.tools.planner.hardware import Node, find_node
+from autopar.tools.planner.network import exposed
 from autopar.tools.rehearsal.cast import axes_of, casts, coordinates_of, standing_in
 from autopar.tools.rehearsal.matching import differences, standing, stuck, where_awaited
 from autopar.tools.rehearsal.one_rank import (
@@ -51,7 +52,8 @@ class Rehearsal:
             to an end.
         traffic: by axis, in the training step.
         held: bytes of each rank that was rehearsed, in the training step; only with ``gpu``, and without ``loop``.
-        timeline: of the training step; None without ``gpu``.
+        timeline: of the training step, without overlap; None without ``gpu``.
+        hidden: The seconds of the step that overlap hides, as the planner counts them.
         coordinates: of every rank of the world.
         seconds, mebibytes: that the rehearsal took, and the most memory of one of its processes.
     """
@@ -63,6 +65,7 @@ class Rehearsal:
     traffic: dict[str, Traffic]
     held: Mapping[int, Held]
     timeline: Timeline | None
+    hidden: float
     coordinates: Sequence[tuple[int, ...]]
     seconds: float
     mebibytes: float
@@ -91,8 +94,8 @@ def rehearse(
     *,
     batch: int = 0,
     sequence: int = 128,
-    gpus_per_node: int = 8,
-    gpu: str | Gpu | None = None,
+    gpus_per_node: int | None = None,
+    gpu: str | Node | None = None,
     optimizer: str | MakeOptimizer = "adamw",
     loop: Callable[[Any, Any, dict[str, Any]], None] | None = None,
 ) -> Rehearsal:
@@ -109,8 +112,8 @@ def rehearse(
         world: ranks.
         batch: samples of a replica in a step; 0: one for each stage or micro-batch, at least 2.
         sequence: tokens of a sample.
-        gpus_per_node: ranks of a machine.
-        gpu: name of a GPU that ``autopar plan`` knows, or its figures: memory is counted, and the step gets times.
+        gpus_per_node: ranks of a machine; by default the GPUs of ``gpu``, or 8.
+        gpu: name of a GPU or machine that ``autopar plan`` knows, or its figures: counts memory, and times the step.
         optimizer: ``adamw``, ``adam``, ``sgd``, ``sgd-momentum``, ``muon`` of all matrices, or what makes yours of a
             list of parameters.
         loop: a loop of your own, called with model, optimizer and batch instead of what follows ``initialize``.
@@ -123,10 +126,11 @@ def rehearse(
         raise ConfigError("rehearse runs in one process, before torch.distributed is started: outside of the job")
     least = {"world": (world, 1), "batch": (batch, 0), "sequence": (sequence, 1), "gpus_per_node": (gpus_per_node, 1)}
     for name, (size, fits) in least.items():
-        if size < fits:
+        if size is not None and size < fits:
             raise ConfigError(f"rehearse: {name}={size}, and at least {fits} fits")
     start = time.perf_counter()
-    card = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    node = find_node(gpu or "dgx-h100", gpus_per_node) if gpu is None or isinstance(gpu, str) else gpu
+    card = None if gpu is None else node.gpu
     built: Any = model
     if not isinstance(model, nn.Module):
         with lazy_init():
@@ -139,7 +143,7 @@ def rehearse(
     if not isinstance(plans.inner, PreTrainedModel):
         raise ConfigError(f"rehearse: {type(whole).__name__} is no Hugging Face model: its inputs are not known")
     inputs = inputs_of(plans.inner, batch or max(2, sizes.pp, parsed.pipeline.num_microbatches or 1), sequence)
-    job = Job(whole, parsed, world, inputs, loop, card, gpus_per_node=gpus_per_node, optimizer=optimizer)
+    job = Job(whole, parsed, world, inputs, loop, card, gpus_per_node=node.gpus, optimizer=optimizer)
     found, problems = _run(job, plans, sizes)
     axes = axes_of(sizes, parsed.expert_parallel_size, parsed.zero_shard_size)
     timeline = None
@@ -148,20 +152,31 @@ def rehearse(
         for rank, one in found.items():
             ordered = where_awaited([call for _, call in one.parts], one.waited)
             pairs[rank] = [(one.parts[at][1], one.work[at]) for at in ordered if one.parts[at][0] == "step"]
-        timeline = play(pairs, {rank: one.after for rank, one in found.items()}, card, gpus_per_node)
+        timeline = play(pairs, {rank: one.after for rank, one in found.items()}, node, axes)
     in_step = {rank: [call for part, call in one.parts if part == "step"] for rank, one in found.items()}
     return Rehearsal(
         world,
         mesh_words(sizes.tp, sizes.cp, sizes.pp, sizes.dp),
         {rank: one.parts for rank, one in found.items()},
         problems,
-        traffic_of(in_step, axes, gpus_per_node),
+        traffic_of(in_step, axes, node.gpus),
         {rank: one.held for rank, one in found.items() if card is not None and loop is None},
         timeline,
+        _hidden(parsed, timeline),
         coordinates_of(sizes, parsed.expert_parallel_size),
         time.perf_counter() - start,
         max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / 1024,
     )
+
+
+def _hidden(config: ParallelConfig, timeline: Timeline | None) -> float:
+    """Return the seconds that FSDP2 hides behind the work of the rank that ends last."""
+    if timeline is None or not config.fully_sharded or (config.pipeline_parallel_size > 1 and config.zero_stage < 3):
+        return 0.0
+    rank = min(timeline.slots, key=lambda rank: timeline.spent(rank)["wait"])
+    spent = timeline.spent(rank)
+    between_replicas = sum(seconds for lane, seconds in spent.items() if "dp" in lane)
+    return between_replicas - exposed(between_replicas, spent.get("compute", 0.0))
 
 
 def _run(job: Job, plans: ModelPlans, sizes: MeshSizes) -> tuple[dict[int, Rehearsed], list[str]]:

@@ -17,7 +17,8 @@ import torch
 from autopar.compat.tensors import local_part
 from autopar.distributed.autograd_functions import listening
 from autopar.tensor_tracking import storage_key
-from autopar.tools.planner.hardware import Gpu
+from autopar.tools.planner.hardware import Gpu, Node
+from autopar.tools.planner.network import Group
 from autopar.tools.planner.stage_costs import seconds_of, volume
 from autopar.tools.planner.storages import FusedKernels, Storages
 from autopar.tools.rehearsal.matching import Play
@@ -160,10 +161,12 @@ def traffic_of(
 
 def sent(call: Call) -> int:
     """Return the bytes that a rank sends for a collective over a ring, or a message."""
-    ranks = len(call.group.ranks)
-    if call.kind == "send":
-        return call.bytes
-    return volume(call.kind, call.bytes * (ranks if call.kind in ("all_gather", "gather") else 1), ranks)
+    return call.bytes if call.kind == "send" else volume(call.kind, full_bytes(call), len(call.group.ranks))
+
+
+def full_bytes(call: Call) -> int:
+    """Return the bytes of the full tensor of a collective, or of a message."""
+    return call.bytes * (len(call.group.ranks) if call.kind in ("all_gather", "gather") else 1)
 
 
 def _to_others(call: Call, rank: int, gpus_per_node: int) -> float:
@@ -175,26 +178,11 @@ def _to_others(call: Call, rank: int, gpus_per_node: int) -> float:
     return float(ranks[peer] // gpus_per_node != node)
 
 
-def speed_of(kind: str, ranks: Sequence[int], within: float, between: float, gpus_per_node: int) -> float:
-    """Return the bytes a second of a rank in a collective over a group; each rank has a network card of its own.
-
-    Args:
-        within, between: bytes a second of a rank to one of its node, to another node.
-    """
-    nodes = Counter(rank // gpus_per_node for rank in ranks)
-    if len(nodes) == 1:
-        return within
-    beside = max(nodes.values())
-    if kind == "all_to_all":
-        return min(within, between * (len(ranks) - 1) / (len(ranks) - beside))
-    return min(within, between * beside)
-
-
 class Slot(NamedTuple):
     """A time of a rank that it works, waits or communicates; seconds.
 
     Attributes:
-        lane: ``compute``, the name of the group that communicates, or ``wait``: for others of the group, or a message.
+        lane: ``compute``, the axis or group that communicates, or ``wait``: for others of the group, or a message.
         name: of the pipeline's action, or of the call.
         where: the line that issues the call.
     """
@@ -227,14 +215,16 @@ class Timeline:
 
 
 class _Player(Play):
-    """A play under a GPU's costs, each time of a rank noted as a slot."""
+    """A play under a machine's costs, each time of a rank noted as a slot."""
 
-    def __init__(self, pairs: Mapping[int, Sequence[tuple[Call, Work]]], gpu: Gpu, gpus_per_node: int) -> None:
+    def __init__(
+        self, pairs: Mapping[int, Sequence[tuple[Call, Work]]], node: Node, axes: Mapping[tuple[int, ...], str]
+    ) -> None:
         super().__init__({rank: [call for call, _ in own] for rank, own in pairs.items()})
         self.slots: dict[int, list[Slot]] = defaultdict(list)
         self._works = {r: deque(work for call, work in own if call.kind != "new_group") for r, own in pairs.items()}
         self._begun: set[int] = set()  # ranks whose work before their next call is done
-        self._gpu, self._gpus_per_node = gpu, gpus_per_node
+        self._node, self._axes = node, axes
 
     def reach(self, rank: int) -> None:
         if rank not in self._begun:
@@ -248,17 +238,16 @@ class _Player(Play):
     def through(self, rank: int, start: float, end: float) -> None:
         call = self.left[rank][0]
         self._add(rank, start, "wait", str(call), call.where)
-        self._add(rank, end, call.group.name, str(call), call.where)
+        self._add(rank, end, self._axes.get(call.group.ranks, call.group.name), str(call), call.where)
         self._begun.discard(rank)
         super().through(rank, start, end)
 
     def seconds(self, rank: int, call: Call) -> float:
         if call.control:  # numbers of the host
             return 0.0
-        gpu = self._gpu
         ranks = (rank, call.group.ranks[call.peer]) if call.kind == "send" else call.group.ranks
-        speed = speed_of(call.kind, ranks, gpu.within, gpu.between, self._gpus_per_node)
-        return sent(call) / (speed * gpu.network) + gpu.latency
+        nodes = len({each // self._node.gpus for each in ranks})
+        return self._node.network.seconds(call.kind, full_bytes(call), Group(len(ranks), nodes))
 
     def _add(self, rank: int, end: float, lane: str, name: str, where: str = "") -> None:
         if end > self.clocks[rank]:
@@ -269,8 +258,8 @@ class _Player(Play):
 def play(
     traces: Mapping[int, Iterable[tuple[Call, Work]]],
     after: Mapping[int, Work],
-    gpu: Gpu,
-    gpus_per_node: int,
+    node: Node,
+    axes: Mapping[tuple[int, ...], str] | None = None,
 ) -> Timeline:
     """Play the calls of the step, each waited for where it is issued; a sender does not wait.
 
@@ -279,9 +268,10 @@ def play(
     Args:
         traces: of each rank its calls, and its work before each.
         after: its work behind the last one.
-        gpu: of the planner.
+        node: of the planner.
+        axes: The names of groups, by their ranks.
     """
-    player = _Player({rank: [*pairs] for rank, pairs in traces.items()}, gpu, gpus_per_node)
+    player = _Player({rank: [*pairs] for rank, pairs in traces.items()}, node, axes or {})
     player.run()
     for rank, work in after.items():
         player.work(rank, work)

@@ -1,0 +1,191 @@
+"""Time of a collective or message over a network of nodes, by NCCL's own model. Pure.
+
+NCCL estimates each algorithm (ring, tree) with each protocol (LL, LL128, Simple) as a latency plus bytes over a
+bandwidth, and takes the fastest. ``hardware.yaml`` has its figures. Small messages cost the hops of the algorithm,
+large ones the slowest link that they pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import log2
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+DATA: Any = yaml.safe_load(Path(__file__).with_name("hardware.yaml").read_text("utf-8"))
+"""The contents of ``hardware.yaml``."""
+
+_NCCL, _ASSUMED = DATA["nccl"], DATA["assumed"]
+_PROTOCOLS = ("LL", "LL128", "Simple")
+_CHANNELS = 16
+
+
+class Group(NamedTuple):
+    """Ranks that communicate.
+
+    Attributes:
+        ranks: The number of ranks.
+        nodes: The number of nodes, with equally many of the ranks each.
+    """
+
+    ranks: int
+    nodes: int = 1
+
+    @classmethod
+    def of(cls, size: int, stride: int, gpus_per_node: int) -> Group:
+        """Return the group of ``size`` ranks that are ``stride`` ranks apart."""
+        return cls(size, -(-size // -(-gpus_per_node // stride)))
+
+
+@dataclass(frozen=True)
+class Network:
+    """The links of a machine with several nodes; bytes a second and seconds.
+
+    Attributes:
+        intra: The bandwidth from a GPU to the others of its node, one way.
+        inter: The bandwidth from a GPU to other nodes, one way: its share of the node's network cards.
+        nvlink: Whether NVLink rather than PCIe connects the GPUs of a node.
+        latency: The latency of a hop between nodes, in addition to NCCL's own figure, which is that of RDMA.
+    """
+
+    intra: float
+    inter: float
+    nvlink: bool = True
+    latency: float = 0.0
+
+    def seconds(self, kind: str, size: int, group: Group) -> float:
+        """Return the time of a collective, or of a message (``send``).
+
+        Args:
+            kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``send``.
+            size: The bytes of the full tensor, of the message with ``send``.
+            group: The ranks of the collective; the two ends of the message.
+        """
+        return _seconds(self, kind, size, group) if group.ranks > 1 else 0.0
+
+    def ring_bandwidth(self, group: Group) -> float:
+        """Return the bytes a second that a rank of a ring sends, large messages.
+
+        On each node the ranks of the group use their own network cards side by side. Efficiency falls with the number
+        of nodes.
+        """
+        inside = self.intra * _NCCL["usable"]["nvlink" if self.nvlink else "pcie"]
+        return inside if group.nodes == 1 else min(inside, self.usable_inter(group.nodes) * group.ranks / group.nodes)
+
+    def usable_inter(self, nodes: int) -> float:
+        """Return the bytes a second that a GPU reaches to other nodes, in a group on so many nodes."""
+        return self.inter * _NCCL["usable"]["net"] / (1 + _ASSUMED["fabric_loss"] * log2(nodes))
+
+
+def exposed(total: float, beside: float) -> float:
+    """Return the seconds of communication that are not hidden behind work.
+
+    Args:
+        total: The seconds of communication.
+        beside: The seconds of the work that runs at the same time. Other collectives do not count: they use the same
+            links.
+    """
+    return total - _ASSUMED["overlap"] * min(total, beside)
+
+
+@functools.cache
+def _seconds(network: Network, kind: str, size: int, group: Group) -> float:
+    if kind == "send":
+        return min(
+            _ring(network, size, group, protocol, steps=1, between=min(group.nodes - 1, 1))
+            for protocol in _protocols(network)
+        )
+    if kind == "all_to_all":
+        return _all_to_all(network, size, group)
+    rounds = 2 if kind == "all_reduce" else 1
+    steps = rounds * (group.ranks - 1)
+    between = 0 if group.nodes == 1 else 2 * group.nodes if kind == "all_reduce" else group.nodes - 1
+    large = kind == "all_reduce" and group.nodes > 1 and size >= 64 * _CHANNELS * group.ranks
+    times = [
+        _ring(
+            network,
+            size * steps // group.ranks,
+            group,
+            protocol,
+            steps,
+            between,
+            plateau=large and protocol == "Simple",
+        )
+        for protocol in _protocols(network)
+    ]
+    return min([*times, *(_trees(network, size, group) if kind == "all_reduce" else ())])
+
+
+def _protocols(network: Network) -> tuple[str, ...]:
+    return _PROTOCOLS if network.nvlink else ("LL", "Simple")
+
+
+def _hop(network: Network, algorithm: str, protocol: str, *, between: bool) -> float:
+    """Return the seconds of a hop within a node, or between nodes."""
+    link = "net" if between else "nvlink" if network.nvlink else "pcie"
+    own = _NCCL["hop"][link][algorithm][_PROTOCOLS.index(protocol)] * 1e-6
+    return own + (network.latency * (2 if protocol == "Simple" else 1) if between else 0.0)
+
+
+def _ring(
+    network: Network, sent: int, group: Group, protocol: str, steps: int, between: int, *, plateau: bool = False
+) -> float:
+    """Return the time of a ring in which each rank sends ``sent`` bytes in ``steps`` hops.
+
+    Args:
+        between: The number of hops between nodes.
+        plateau: Whether the latency is that of a large all-reduce.
+    """
+    bandwidth = network.ring_bandwidth(group)
+    if protocol == "LL":
+        bandwidth = min(bandwidth / 4, _low_latency(group.nodes))
+    elif protocol == "LL128":
+        bandwidth *= 0.92 if group.ranks >= 2 * group.nodes or group.nodes == 1 else 0.7
+    posting = _NCCL["posting"] * 1e-6 * (3 if protocol == "Simple" else 1) if between else 0.0
+    inside = max(_hop(network, "ring", protocol, between=False), posting) * max(steps - between, 0)
+    latency = _base("ring", protocol) + inside + between * _hop(network, "ring", protocol, between=True)
+    return latency * (_NCCL["plateau"] if plateau else 1) + sent / bandwidth
+
+
+def _trees(network: Network, size: int, group: Group) -> Iterator[float]:
+    """Yield the times of an all-reduce up and down a tree of nodes, on each of which the ranks are a chain."""
+    for number, protocol in enumerate(_PROTOCOLS):
+        if protocol not in _protocols(network):
+            continue
+        bandwidth = 0.92 * network.ring_bandwidth(group)
+        if protocol == "LL":
+            bandwidth = min(bandwidth / 3.8, _low_latency(group.nodes))
+        elif protocol == "LL128":
+            bandwidth *= 7 / 9 if group.nodes == 1 else 120 / 128
+        place = max(size // 64, 1).bit_length() - 1
+        corrections = _NCCL["tree_correction"][number]
+        bandwidth *= 0.5 * (corrections[place] if place < len(corrections) else 1.0)
+        inside = (group.ranks / group.nodes - 1) * _hop(network, "tree", protocol, between=False)
+        outside = int(log2(group.nodes)) * _hop(network, "tree", protocol, between=True)
+        yield _base("tree", protocol) + 2 * (inside + outside) + size / bandwidth
+
+
+def _all_to_all(network: Network, size: int, group: Group) -> float:
+    """Return the time in which each rank sends every other one its part, the two kinds of links at the same time."""
+    beside = group.ranks / group.nodes
+    part = size / group.ranks
+    inside = part * (beside - 1) / network.ring_bandwidth(Group(group.ranks))
+    outside = part * (group.ranks - beside) / network.usable_inter(group.nodes)
+    latency = _base("ring", "LL") + (beside - 1) * _hop(network, "ring", "LL", between=False)
+    if group.nodes > 1:
+        latency += _hop(network, "ring", "LL", between=True) + (group.ranks - beside) * _NCCL["posting"] * 1e-6
+    return latency + max(inside, outside)
+
+
+def _base(algorithm: str, protocol: str) -> float:
+    seconds: float = _NCCL["base"][algorithm][_PROTOCOLS.index(protocol)] * 1e-6
+    return seconds
+
+
+def _low_latency(nodes: int) -> float:
+    bandwidth: float = _NCCL["low_latency"][min(nodes, 3) - 1] * 1e9
+    return bandwidth
