@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaForCausalLM
 
 import autopar
-from autopar.compat.c10d import in_parts
 from autopar.deferred_init import materialize
 from autopar.storage.hugging_face import Sketch
+from autopar.tools.compat.operators import in_parts
 from tests.checkpoint.loading import shared
 from tests.features.experts.mixtures import mixtral
 from tests.parity import close, language_batches
