@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -28,6 +29,9 @@ is_tuner = partial(_is, "peft.tuners.tuners_utils", "BaseTuner")  # around a mod
 is_adapted = partial(_is, "peft.tuners.tuners_utils", "BaseTunerLayer")  # around a layer (LoraLayer)
 is_wrapper = partial(_is, "peft.utils.other", "AuxiliaryTrainingWrapper")  # a layer trained as a whole, or some rows
 _is_saved = partial(_is, "peft.utils.other", "ModulesToSaveWrapper")  # a layer trained as a whole
+
+
+swaps_features = attrgetter("_did_swap_in_out_features")  # of an adapted embedding: its features are exchanged
 
 
 def seen_through(module: Any) -> list[tuple[str, Any]]:
@@ -96,11 +100,6 @@ def plain_name(model: nn.Module, name: str) -> str | None:
             kept.append(step)
         module = own_modules(module).get(step) if isinstance(module, nn.Module) else None
     return ".".join(kept)
-
-
-def swaps_features(layer: Any) -> bool:
-    """Return whether a PEFT layer of an embedding has its input and output features exchanged."""
-    return bool(layer._did_swap_in_out_features)
 
 
 # -- values of adapters ------------------------------------------------------------------------------------------------

@@ -86,8 +86,7 @@ storage_id = attrgetter("_cdata")  # a number that identifies a storage as long 
 
 def operators_of_dtensors() -> dict[Any, Any]:
     """Return the table of operators that DTensors leave to a function: ``(operator, args, kwargs) -> result``."""
-    found: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    return found
+    return DTensor._op_dispatcher._custom_op_handlers
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

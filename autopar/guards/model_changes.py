@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from autopar.compat.c10d import meshes_of_fsdp
 from autopar.compat.peft import is_adapted, is_peft_model, tuner_layers
 from autopar.compat.tensors import no_overrides, own_modules, own_parameters
-from autopar.compat.transformers import forget_own_adapters
+from autopar.compat.transformers import OWN_ADAPTERS
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.guards.step import ClassHook, forget, group_call, listen
@@ -274,7 +274,7 @@ class WrapperCheck:
     def _refuse_adapters(self) -> None:
         model = self._model()
         if model is not None and not hasattr(model, "peft_config"):
-            forget_own_adapters(model)  # transformers' add_adapter begins with it
+            vars(model).pop(OWN_ADAPTERS, None)  # transformers' add_adapter begins with it
         raise ConfigError(
             f"PEFT would make adapters by the sizes of this rank's shards of {type(model).__name__}, which is "
             "parallelized.\n  Use autopar.integrations.get_peft_model(model, peft_config), and "
