@@ -418,13 +418,6 @@ def summarise(model: nn.Module, whole: int, sizes: tuple[int, ...], device: Any,
     )
 
 
-def whole_share(model: nn.Module, plan: Plan) -> float:
-    """Return which part of a model's parameters every tp rank holds whole, 0 to 1; ``model`` is not sharded yet."""
-    names = {plan.canonical(name) for name, _ in model.named_parameters()}
-    sizes = [(prod(plan.tensors[name].shape), plan.tensors[name].layout is None) for name in names]
-    return sum(size for size, whole in sizes if whole) / max(sum(size for size, _ in sizes), 1)
-
-
 def derived_notice(model: nn.Module, plan: Plan, policy: Policy) -> str | None:
     """Return one line on a policy that was derived unasked; None for any other. ``model`` is not sharded yet."""
     if policy.name != DERIVED:
@@ -435,6 +428,8 @@ def derived_notice(model: nn.Module, plan: Plan, policy: Policy) -> str | None:
     )
     if plan.tp == 1:
         return line
-    share = whole_share(model, plan)
+    names = {plan.canonical(name) for name, _ in model.named_parameters()}
+    sizes = [(prod(plan.tensors[name].shape), plan.tensors[name].layout is None) for name in names]
+    share = sum(size for size, whole in sizes if whole) / max(sum(size for size, _ in sizes), 1)
     near = " and is near-empty" if share >= _NEAR_EMPTY else ""
     return f"{line}{near}; it leaves {share:.0%} of the parameters whole on each of {plan.tp} ranks"
