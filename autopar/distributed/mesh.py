@@ -109,8 +109,7 @@ def rank_groups(sizes: MeshSizes, experts: int = 1, zero: int = 0) -> dict[str, 
         dims = [_DIMS.index(dim) for name in varied for dim in joined.get(name, (name,))]
         fixed = [dim for dim in range(ranks.ndim) if dim not in dims]
         size = math.prod(ranks.shape[dim] for dim in dims)
-        groups: list[list[int]] = ranks.transpose(*fixed, *dims).reshape(-1, size).tolist()
-        return groups
+        return ranks.transpose(*fixed, *dims).reshape(-1, size).tolist()
 
     groups = {name: groups_of(name) for name in ("tp", "dp", "pp")}
     groups["model"] = groups_of("pp", "cp", "tp")
