@@ -34,6 +34,7 @@ from autopar.compat.transformers import OWN_ADAPTERS
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.guards.step import ClassHook, forget, group_call, listen
+from autopar.swap import NotCopied
 
 _WHEN = (
     "  Add or replace modules (adapters, heads, parametrizations) before autopar.initialize, or take the model back\n"
@@ -184,7 +185,7 @@ def _refuse(model: nn.Module, seen: _Seen, what: str) -> None:
 _MESH = 'mesh=model.mpu.mesh["dp"]'
 
 
-class WrapperCheck:
+class WrapperCheck(NotCopied):
     """Check wrappers of ``model`` as long as it lives and is parallel, where ranks hold different shards.
 
     Args:
@@ -205,9 +206,6 @@ class WrapperCheck:
         if mpu.model.size > 1 or shares_experts or fully_sharded:
             listen(self)
             self._handle = model.register_forward_pre_hook(ClassHook(model, self._check_fully_sharded))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> WrapperCheck:
-        return self
 
     def remove(self) -> None:
         """Remove the hooks."""

@@ -27,6 +27,7 @@ from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.policy.schema import DERIVED, Policy
 from autopar.stored import stored_weights
+from autopar.swap import NotCopied
 
 
 @dataclass(frozen=True)
@@ -266,7 +267,7 @@ class AttributePlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(NotCopied):
     """The shards of one model on every rank of a tensor-parallel group.
 
     Attributes:
@@ -294,9 +295,6 @@ class Plan:
         object.__setattr__(self, "shards", self.shards or self.tp)
         object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
         object.__setattr__(self, "modules", MappingProxyType(dict(self.modules)))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
-        return self
 
     def fingerprint(self, model: nn.Module) -> dict[str, Any]:
         """Return all of the plan and of the model that must be the same on every rank, as plain data."""

@@ -48,6 +48,7 @@ from autopar.distributed.axis import Axis, device_of
 from autopar.distributed.process import Process
 from autopar.errors import ConfigError
 from autopar.registry import TRACE
+from autopar.swap import NotCopied
 
 _SLOT = 1 << 20  # bytes
 _ONE_STEP = 1 << 16  # bytes up to which three ranks and more add up everything themselves
@@ -94,7 +95,7 @@ class _Views(NamedTuple):
     slots: list[list[torch.Tensor]]
 
 
-class HostTransport:
+class HostTransport(NotCopied):
     """Collectives of one axis through shared memory; one at a time, whichever thread calls them.
 
     Args:
@@ -120,9 +121,6 @@ class HostTransport:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._failed = ""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> HostTransport:
-        return self
 
     def run(self, collective: str, *args: Any) -> bool:
         """Run a collective of torch's name, all ranks with the same sizes; False if it is none for shared memory.
