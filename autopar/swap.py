@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from types import MethodType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -29,6 +29,15 @@ from torch import nn
 from autopar.compat.tensors import swap_implementation
 
 _OWNERS = "_autopar_methods"
+
+
+class NotCopied:
+    """An object that copies of a model share: ``copy.deepcopy`` gives the object itself."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
 
 
 @functools.cache

@@ -16,7 +16,6 @@ from transformers import LlamaForCausalLM
 
 import autopar
 from autopar.config import ParallelConfig
-from autopar.distributed import gloo_collectives
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.features.activation_checkpointing import setup as activation_checkpoint
 from autopar.features.activation_checkpointing.tape import Tape
@@ -38,21 +37,20 @@ KINDS: dict[str, list[str]] = {
 def sent() -> Iterator[collections.Counter[str]]:
     """Count the collectives that gloo gets."""
     found = collections.Counter[str]()
-    places = [(dist, "all_reduce"), (dist, "all_to_all_single")]
-    places += [(gloo_collectives, "_torch_all_gather"), (gloo_collectives, "_torch_reduce_scatter")]
-    plain = {name: getattr(home, name) for home, name in places}
+    names = ("all_reduce", "all_to_all_single", "all_gather_single", "reduce_scatter_single")
+    plain = {name: getattr(dist, name) for name in names}
 
     def counted(name: str, *args: Any, **kwargs: Any) -> Any:
         found[name] += 1
         return plain[name](*args, **kwargs)
 
-    for home, name in places:
-        setattr(home, name, functools.partial(counted, name))
+    for name in names:
+        setattr(dist, name, functools.partial(counted, name))
     try:
         yield found
     finally:
-        for home, name in places:
-            setattr(home, name, plain[name])
+        for name in names:
+            setattr(dist, name, plain[name])
 
 
 class Operators(TorchDispatchMode):

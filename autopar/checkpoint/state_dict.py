@@ -29,6 +29,7 @@ from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError, ConfigError, listed
 from autopar.layout import replica_rows
 from autopar.plan.plan import Plan, TensorPlan
+from autopar.swap import NotCopied
 
 MODEL_SHARD = "_autopar_shard"
 _MARK = "autopar"
@@ -53,13 +54,10 @@ _OF_DCP = (
 _READERS = ("safetensors", "accelerate", "huggingface_hub", "torch.distributed.checkpoint")
 
 
-class _Shared:
+class _Shared(NotCopied):
     """An object that copies of a model, or of its state dict, have together."""
 
     def __copy__(self) -> Any:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self
 
 

@@ -94,10 +94,15 @@ def meshes_of_fsdp(module: nn.Module) -> set[Any]:
     return {group.mesh_info.mesh for group in getattr(state, "_fsdp_param_groups", ())}
 
 
+def _groups(root: FSDPModule) -> Iterator[Any]:
+    """Yield FSDP2's groups of parameters below the root."""
+    for each in root._get_fsdp_state()._state_ctx.all_states:
+        yield from each._fsdp_param_groups
+
+
 def gathered_parameters(root: FSDPModule) -> set[int]:
     """Return the ids of the whole parameters that FSDP2 puts in the place of its shards while it has them gathered."""
-    states = root._get_fsdp_state()._state_ctx.all_states
-    every = (held for each in states for group in each._fsdp_param_groups for held in group.fsdp_params)
+    every = (held for group in _groups(root) for held in group.fsdp_params)
     return {id(held._unsharded_param) for held in every if hasattr(held, "_unsharded_param")}
 
 
@@ -114,12 +119,10 @@ def take_new_shards(model: nn.Module) -> None:
 
 def drop_gradients(root: FSDPModule) -> None:
     """Drop the gradients that FSDP2 has accumulated and not reduced."""
-    for each in root._get_fsdp_state()._state_ctx.all_states:
-        for group in each._fsdp_param_groups:
-            for held in group.fsdp_params:
-                held.unsharded_accumulated_grad = None
-                if hasattr(held, "_unsharded_param"):
-                    held._unsharded_param.grad = None
+    for held in (held for group in _groups(root) for held in group.fsdp_params):
+        held.unsharded_accumulated_grad = None
+        if hasattr(held, "_unsharded_param"):
+            held._unsharded_param.grad = None
 
 
 def running(root: FSDPModule) -> str:
@@ -127,19 +130,17 @@ def running(root: FSDPModule) -> str:
     return str(root._get_fsdp_state()._training_state.name)
 
 
-def begin_forward(root: FSDPModule, args: Any, kwargs: Any) -> Any:
+def begin_forward(root: Any, args: Any, kwargs: Any) -> Any:
     """Gather the root's own weights, as a call of the root does; return the inputs for the module that runs instead.
 
     Source: ``torch.distributed.fsdp.register_fsdp_forward_method``.
     """
-    state: Any = root._get_fsdp_state()
-    return state._pre_forward(root, args, kwargs)
+    return root._get_fsdp_state()._pre_forward(root, args, kwargs)
 
 
-def end_forward(root: FSDPModule, output: Any) -> Any:
+def end_forward(root: Any, output: Any) -> Any:
     """Return the output that the caller gets after :func:`begin_forward`."""
-    state: Any = root._get_fsdp_state()
-    return state._post_forward(root, None, output)
+    return root._get_fsdp_state()._post_forward(root, None, output)
 
 
 def forward_order(root: FSDPModule) -> list[str]:
@@ -162,8 +163,6 @@ def reduce_gradients(root: FSDPModule) -> None:
     root.set_is_last_backward(True)
     root.set_reshard_after_backward(True)
     root.set_requires_gradient_sync(True)
-    state = root._get_fsdp_state()
-    for each in state._state_ctx.all_states:
-        for group in each._fsdp_param_groups:
-            group.post_backward()
-    state._root_post_backward_final_callback()
+    for group in _groups(root):
+        group.post_backward()
+    root._get_fsdp_state()._root_post_backward_final_callback()

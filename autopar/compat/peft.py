@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -18,13 +19,28 @@ from autopar.errors import ConfigError
 Init = tuple[nn.Module, Callable[[], Any]]  # a module, and what draws values of it
 
 
+def _is(home: str, kind: str, module: Any) -> bool:
+    known = getattr(sys.modules.get(home), kind, None)
+    return known is not None and isinstance(module, known)
+
+
+is_peft_model = partial(_is, "peft.peft_model", "PeftModel")  # which can save its adapters
+is_tuner = partial(_is, "peft.tuners.tuners_utils", "BaseTuner")  # around a model with adapters (LoraModel)
+is_adapted = partial(_is, "peft.tuners.tuners_utils", "BaseTunerLayer")  # around a layer (LoraLayer)
+is_wrapper = partial(_is, "peft.utils.other", "AuxiliaryTrainingWrapper")  # a layer trained as a whole, or some rows
+_is_saved = partial(_is, "peft.utils.other", "ModulesToSaveWrapper")  # a layer trained as a whole
+
+
+swaps_features = attrgetter("_did_swap_in_out_features")  # of an adapted embedding: its features are exchanged
+
+
 def seen_through(module: Any) -> list[tuple[str, Any]]:
     """Return what a policy describes in place of ``module``, each with its path from there.
 
     A layer with adapters gives its base layer. A module that is trained as a whole (``modules_to_save``) gives the
     original and every copy. Anything else gives the module itself, at ``""``.
     """
-    found = [("base_layer", module.base_layer)] if _is(module, _TUNERS) else saved_copies(module)
+    found = [("base_layer", module.base_layer)] if is_adapted(module) else saved_copies(module)
     if not found:
         return [("", module)]
     return [
@@ -36,27 +52,12 @@ def seen_through(module: Any) -> list[tuple[str, Any]]:
 
 def saved_copies(module: Any) -> list[tuple[str, Any]]:
     """Return the original in a wrapper of PEFT (``modules_to_save``) and its copies, with paths; else nothing."""
-    if not _is(module, _WRAPPERS):
+    if not is_wrapper(module):
         return []
-    if not _is(module, _SAVED):  # trainable tokens, around a layer of their own
+    if not _is_saved(module):  # trainable tokens, around a layer of their own
         return [("token_adapter.base_layer", module.original_module)]
     copies = [(f"modules_to_save.{name}", copy) for name, copy in module.modules_to_save.items()]
     return [("original_module", module.original_module), *copies]
-
-
-def is_tuner(module: nn.Module) -> bool:
-    """Return whether ``module`` is what PEFT puts around a model with adapters (``LoraModel``)."""
-    return _is(module, ("peft.tuners.tuners_utils", "BaseTuner"))
-
-
-def is_adapted(module: nn.Module) -> bool:
-    """Return whether ``module`` is what PEFT puts around a layer (``LoraLayer``)."""
-    return _is(module, _TUNERS)
-
-
-def is_wrapper(module: nn.Module) -> bool:
-    """Return whether ``module`` is what PEFT puts around a layer that is trained as a whole, or has trained rows."""
-    return _is(module, _WRAPPERS)
 
 
 def uses_peft(root: nn.Module) -> bool:
@@ -67,21 +68,21 @@ def uses_peft(root: nn.Module) -> bool:
 
 def tuner_layers(root: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield every layer of ``root`` that holds adapters, and its path."""
-    if _TUNERS[0] not in sys.modules:
+    if "peft.tuners.tuners_utils" not in sys.modules:
         return
     for path, module in root.named_modules():
-        if _is(module, _TUNERS) and isinstance(getattr(module, "base_layer", None), nn.Module):
+        if is_adapted(module) and isinstance(getattr(module, "base_layer", None), nn.Module):
             yield path, module
 
 
 def enable_all(root: nn.Module) -> None:
     """Let all adapters of ``root`` run in its forward: none is disabled, inactive or merged. ``root`` is a copy."""
     for module in root.modules():
-        if _is(module, _TUNERS) and isinstance(getattr(module, "base_layer", None), nn.Module):
+        if is_adapted(module) and isinstance(getattr(module, "base_layer", None), nn.Module):
             layer: Any = module
             names = {name for kind in layer.adapter_layer_names for name in getattr(layer, kind)}
             layer._disable_adapters, layer._active_adapter, layer.merged_adapters = False, sorted(names), []
-        elif _is(module, _SAVED):
+        elif _is_saved(module):
             wrapper: Any = module
             wrapper._disable_adapters, wrapper._active_adapter = False, list(wrapper.modules_to_save)[:1]
 
@@ -91,34 +92,14 @@ def plain_name(model: nn.Module, name: str) -> str | None:
     kept: list[str] = []
     module: Any = model
     for step in name.split("."):
-        if _is(module, _TUNERS) and step != "base_layer":
+        if is_adapted(module) and step != "base_layer":
             return None
-        if _is(module, _WRAPPERS) and step not in ("original_module", "token_adapter"):
+        if is_wrapper(module) and step not in ("original_module", "token_adapter"):
             return None
-        if not _is(module, _TUNERS) and not _is(module, _WRAPPERS):
+        if not is_adapted(module) and not is_wrapper(module):
             kept.append(step)
         module = own_modules(module).get(step) if isinstance(module, nn.Module) else None
     return ".".join(kept)
-
-
-def is_peft_model(module: nn.Module) -> bool:
-    """Return whether ``module`` is a ``PeftModel``, which can save its adapters."""
-    return _is(module, ("peft.peft_model", "PeftModel"))
-
-
-_WRAPPERS = ("peft.utils.other", "AuxiliaryTrainingWrapper")
-_SAVED = ("peft.utils.other", "ModulesToSaveWrapper")
-_TUNERS = ("peft.tuners.tuners_utils", "BaseTunerLayer")
-
-
-def _is(module: Any, kind: tuple[str, str]) -> bool:
-    known = getattr(sys.modules.get(kind[0]), kind[1], None)
-    return known is not None and isinstance(module, known)
-
-
-def swaps_features(layer: Any) -> bool:
-    """Return whether a PEFT layer of an embedding has its input and output features exchanged."""
-    return bool(layer._did_swap_in_out_features)
 
 
 # -- values of adapters ------------------------------------------------------------------------------------------------

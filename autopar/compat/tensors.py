@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter, methodcaller
 from typing import Any, TypeVar, cast
 
 import torch
@@ -75,26 +76,17 @@ RANDOM = (_aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float,
 TO_COPY = torch.ops.aten._to_copy
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
+schema_of = attrgetter("_schema")  # of an operator: name, arguments, returns, is_mutable
+operator_of = attrgetter("_overloadpacket")  # the operator of which a function is one overload
+name_of_operator = attrgetter("_overloadpacket.__name__")  # normal_
 
-def schema_of(func: Any) -> Any:
-    """Return an operator's schema: ``name``, ``arguments``, ``returns``, ``is_mutable``."""
-    return func._schema
-
-
-def name_of_operator(func: Any) -> str:
-    """Return the name of an operator: ``normal_``."""
-    return str(operator_of(func).__name__)
+base_of = attrgetter("_base")  # what a tensor is a view of; None if it is not a view
+storage_id = attrgetter("_cdata")  # a number that identifies a storage as long as it lives
 
 
 def operators_of_dtensors() -> dict[Any, Any]:
     """Return the table of operators that DTensors leave to a function: ``(operator, args, kwargs) -> result``."""
-    found: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    return found
-
-
-def operator_of(func: Any) -> Any:
-    """Return the operator of which ``func`` is one overload."""
-    return func._overloadpacket
+    return DTensor._op_dispatcher._custom_op_handlers
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -127,19 +119,14 @@ def let_foreach_take(kinds: Iterable[type]) -> None:
         known.extend(kind for kind in kinds if kind not in known)
 
 
-def base_of(tensor: Any) -> Any:
-    """Return what a tensor is a view of; None if it is not a view."""
-    return tensor._base
-
-
-def storage_id(storage: Any) -> int:
-    """Return a number that tells storages apart as long as they live."""
-    return cast("int", storage._cdata)
-
-
 PROFILER_RUNS = "_is_profiler_enabled"  # attribute of torch.autograd.profiler: whether one runs
 
 
+forward_class = attrgetter("_forward_cls")  # the torch.autograd.Function of a node
+input_metadata = attrgetter("_input_metadata")  # shape, dtype and device of the gradients of a node
+sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")  # the place of a node among all nodes
+next_sequence_number = torch._C._autograd._get_sequence_nr  # () -> number of the next node of the graph
+after_backward = torch.autograd.Variable._execution_engine.queue_callback  # calls a function at the end of the pass
 current_backward = torch._C._current_graph_task_id  # () -> number of the pass that runs in this thread, or -1
 compiling = torch._guards.CompileContext.try_get  # () -> None unless dynamo compiles in this thread
 
@@ -147,11 +134,6 @@ compiling = torch._guards.CompileContext.try_get  # () -> None unless dynamo com
 def in_backward() -> bool:
     """Return whether a backward pass runs in this thread."""
     return torch._C._current_graph_task_id() != -1
-
-
-def after_backward(action: Callable[[], None]) -> None:
-    """Call ``action`` when the backward pass that runs is through."""
-    torch.autograd.Variable._execution_engine.queue_callback(action)
 
 
 def run_backward(
@@ -171,26 +153,6 @@ def run_backward(
     torch.autograd.graph._engine_run_backward(
         tensors, given, keep, create_graph, wanted, allow_unreachable=True, accumulate_grad=True
     )
-
-
-def next_sequence_number() -> int:
-    """Return the number that the next node of the graph gets."""
-    return torch._C._autograd._get_sequence_nr()
-
-
-def sequence_number(node: Any) -> int:
-    """Return in which place among all nodes one was made."""
-    return int(node._sequence_nr())
-
-
-def input_metadata(node: Any) -> Any:
-    """Return shape, dtype and device of the gradients that come to a node."""
-    return node._input_metadata
-
-
-def forward_class(node: Any) -> type:
-    """Return the ``torch.autograd.Function`` that a node is of."""
-    return node._forward_cls
 
 
 is_functorch_active = torch._C._are_functorch_transforms_active  # () -> whether a transform of torch.func runs
@@ -215,25 +177,12 @@ def muon_rates(group: Mapping[str, Any], shape: Sequence[int]) -> tuple[Any, Any
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
-def own_parameters(module: Any) -> dict[str, Any]:
-    """Return a module's own parameters by name, None for one that was left out: the dict itself, to change."""
-    return module._parameters
-
-
-def own_buffers(module: Any) -> dict[str, Any]:
-    """Return a module's own buffers likewise."""
-    return module._buffers
-
-
-def own_modules(module: Any) -> dict[str, nn.Module | None]:
-    """Return a module's children likewise."""
-    return cast("dict[str, nn.Module | None]", module._modules)
-
-
-def unsaved_buffers(module: nn.Module) -> set[str]:
-    """Return the names of buffers that a state dict leaves out."""
-    return module._non_persistent_buffers_set
-
+# Of a module, by name: the dict or the set itself, to change. A parameter that was left out is None.
+own_parameters = attrgetter("_parameters")
+own_buffers = attrgetter("_buffers")
+own_modules = attrgetter("_modules")
+unsaved_buffers = attrgetter("_non_persistent_buffers_set")  # names that a state dict leaves out
+steps_of = attrgetter("_step_count")  # of a learning-rate scheduler
 
 HOOKS = ("forward", "forward_pre", "backward", "backward_pre")  # kinds of hooks on a module
 
@@ -278,11 +227,6 @@ def add_state_dict_hook(module: nn.Module, hook: _Hook) -> None:
 def state_dict_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     """Return the hooks that save a module's state, and those before it is loaded."""
     return module._state_dict_hooks, module._load_state_dict_pre_hooks
-
-
-def steps_of(scheduler: Any) -> int:
-    """Return how many steps a learning-rate scheduler has made."""
-    return int(scheduler._step_count)
 
 
 def convolve(module: Any, x: Any, weight: Any, bias: Any) -> Any:

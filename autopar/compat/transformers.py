@@ -16,7 +16,9 @@ from transformers import Cache, EncoderDecoderCache
 ATTENTION = "_attn_implementation"  # of a config: the name of the function that attends
 ROUTER_LOSS = "load_balancing_loss_func"  # of a module of transformers: the auxiliary loss of a mixture's routers
 EXPERTS = "_experts_implementation"  # of a config: how the experts of a mixture are multiplied
-RECOMPUTE = "_gradient_checkpointing_func"  # of a module: what runs its forward again
+RECOMPUTE = "_gradient_checkpointing_func"  # of a module: what runs its forward again, where it is recomputed
+OWN_ADAPTERS = "_hf_peft_config_loaded"  # of a model: add_adapter of transformers has put PEFT's layers into it
+ACCELERATE_HOOK = "_hf_hook"  # of a module: accelerate has put a hook into its forward
 SET_LOSS = "_loss_function"  # of a model: the loss that a user has set; there is none if it is that of its class
 _CONVERSIONS = "_weight_conversions"  # of a loaded model: what was done to the tensors of the files
 # Arguments and outputs that hold keys, values and states of earlier tokens: since 5.24 by the first name.
@@ -69,16 +71,6 @@ def attention_of(config: Any) -> str | None:
     return getattr(config, ATTENTION, None)
 
 
-def recompute_function(module: Any) -> Any:
-    """Return what a module calls to run its forward again in the backward; None without activation checkpointing."""
-    return vars(module).get(RECOMPUTE)
-
-
-def set_recompute_function(module: nn.Module, function: Any) -> None:
-    """Let a module run its forward by ``function`` while it is trained with activation checkpointing."""
-    setattr(module, RECOMPUTE, function)
-
-
 def unsplit_modules(model: nn.Module) -> set[str]:
     """Return the class names of modules that stay on one device: blocks."""
     return set(getattr(model, "_no_split_modules", None) or ())
@@ -89,24 +81,9 @@ def tensor_plan(model: nn.Module) -> dict[str, str]:
     return dict(getattr(model, "_tp_plan", None) or {})
 
 
-def has_own_adapters(model: nn.Module) -> bool:
-    """Return whether ``add_adapter`` of transformers has put PEFT's layers into a model."""
-    return bool(getattr(model, "_hf_peft_config_loaded", False))
-
-
-def forget_own_adapters(model: nn.Module) -> None:
-    """Let a model say that it has no adapters of transformers' own."""
-    vars(model).pop("_hf_peft_config_loaded", None)
-
-
 def is_initialized(module: nn.Module) -> bool:
     """Return whether the weights of a module were loaded, so that they are not drawn."""
     return bool(getattr(module, INITIALIZED, False))
-
-
-def has_accelerate_hook(module: nn.Module) -> bool:
-    """Return whether accelerate has put a hook into a module's forward."""
-    return hasattr(module, "_hf_hook")
 
 
 def router_loss_module(model: nn.Module) -> ModuleType | None:

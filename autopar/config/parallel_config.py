@@ -270,13 +270,10 @@ def read_config(path: Path) -> object:
     except ValueError as error:
         problem, line = getattr(error, "msg", error), getattr(error, "lineno", 1)
         raise fail(f"cannot be parsed as JSON: {problem}", line) from error
-    except (KeyError, RecursionError) as error:
-        problem = (
-            f"has the key '{error.args[0]}' twice in one section"
-            if isinstance(error, KeyError)
-            else "is nested too deeply"
-        )
-        raise fail(problem, None) from error
+    except KeyError as error:
+        raise fail(f"has the key '{error.args[0]}' twice in one section", None) from error
+    except RecursionError as error:
+        raise fail("is nested too deeply", None) from error
 
 
 def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -413,15 +410,11 @@ def _does_not_divide(tp: int, cp: int, pp: int, world_size: int) -> str:
     """Say that these sizes do not divide a world, and which would."""
     others = f"context_parallel_size={cp} x pipeline_parallel_size={pp}" if cp > 1 else f"pipeline_parallel_size={pp}"
     product = tp * cp * pp
-    fitting = [size for size in range(1, world_size + 1) if world_size % (size * cp * pp) == 0]
+    fitting = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % (size * cp * pp) == 0)
+    sizes = f"tensor_parallel_size can be {fitting}" if fitting else f"no tensor_parallel_size fits {others}"
     return (
-        f"tensor_parallel_size={tp} x {others} = {product} does not divide "
-        f"the world of {world_size} processes.\n"
+        f"tensor_parallel_size={tp} x {others} = {product} does not divide the world of {world_size} processes.\n"
         f"  {world_size} / {product} must be whole: it is the data-parallel size.\n"
-        + (
-            f"  With {world_size} processes tensor_parallel_size can be {', '.join(map(str, fitting))}"
-            if fitting
-            else f"  With {world_size} processes no tensor_parallel_size fits {others}"
-        )
-        + f"; or start a multiple of {product} processes (torchrun --nproc-per-node {product})."
+        f"  With {world_size} processes {sizes}; or start a multiple of {product} processes "
+        f"(torchrun --nproc-per-node {product})."
     )

@@ -81,6 +81,7 @@ _FORMS = {  # pattern, and what it is in words
 }
 # The key that a section's name alone stands for, as other libraries write it: precision: fp16, pipeline: 2
 _CHIEF = {"precision": "precision.dtype", "zero": "zero.stage", "pipeline": "model_parallelism.pipeline_parallel_size"}
+_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a word", list: "a list"}
 FULLY_SHARDED = (2, 3)  # stages of ZeRO that torch's FSDP2 is
 SAVED = ("attention", "collectives", "matmuls")  # what recomputed blocks may keep
 
@@ -132,7 +133,7 @@ def check_value(name: str, value: Any, kind: type) -> str | None:
     if name == "policy" and type(value) is not str:
         return f"policy must be 'derive' or the path of a policy, not {describe(value)}"
     if type(value) is not kind and not (kind is float and type(value) is int):  # True is no int
-        return f"{name} must be {_name(kind)}, not {describe(value)}"
+        return f"{name} must be {_NAMES.get(kind, kind.__name__)}, not {describe(value)}"
     section, _, key = name.rpartition(".")
     field = FIELDS.get((section, key), key)
     if field in _CHOICES:
@@ -186,12 +187,6 @@ def explain_section(section: str, content: object) -> str:
     return f": write {written}" if fits else ""
 
 
-def _name(kind: type) -> str:
-    return {bool: "true or false", int: "an integer", float: "a number", str: "a word", list: "a list"}.get(
-        kind, kind.__name__
-    )
-
-
 def describe(value: object) -> str:
     """Return a value and its type, for messages."""
     return f"{clip(repr(value))} ({type(value).__name__})"
@@ -230,11 +225,8 @@ class PipelineConfig:
 
     def given(self) -> dict[str, Any]:
         """Return the keys of the section that are not the defaults."""
-        found: dict[str, Any] = {}
-        for field in dataclasses.fields(self):
-            value, default = getattr(self, field.name), field.default
-            if value != default or type(value) is not type(default):
-                found[field.name] = value
+        fields = [(field.name, getattr(self, field.name), field.default) for field in dataclasses.fields(self)]
+        found = {name: value for name, value, usual in fields if value != usual or type(value) is not type(usual)}
         if isinstance(self.layers_per_stage, tuple) and self.layers_per_stage:
             found["layers_per_stage"] = list(self.layers_per_stage)
         return found

@@ -272,7 +272,7 @@ def average_gradients(model: nn.Module) -> None:
         ConfigError: the model is not parallelized.
     """
     root, state = _parallelized(model)
-    with state.steps.failures.wait("averaging the gradients over the data-parallel replicas", state.mpu.dp_cp.ranks):
+    with state.failures.wait("averaging the gradients over the data-parallel replicas", state.mpu.dp_cp.ranks):
         average_over_replicas(root, state.plan, state.stages, state.mpu)
     if state.pp is not None:
         state.pp.unaveraged = False

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, initialization as hf_init
 from autopar.compat.c10d import take_new_shards
 from autopar.compat.peft import Init, adapter_inits, adapter_parameters
 from autopar.compat.tensors import local_part, own_parameters, version_of
-from autopar.compat.transformers import has_own_adapters, initialize_weights, is_initialized
+from autopar.compat.transformers import OWN_ADAPTERS, initialize_weights, is_initialized
 from autopar.config import ParallelConfig
 from autopar.deferred_init.context import adapter_first, on_cpu
 from autopar.deferred_init.files import by_parameter, clear_sources, sources_of
@@ -260,7 +260,7 @@ def _pending(model: nn.Module, plan: Plan) -> dict[int, DeferredParameter]:
 
 
 def _uninitialised(model: nn.Module, names: list[str]) -> str:
-    if has_own_adapters(model):
+    if getattr(model, OWN_ADAPTERS, False):
         return adapter_first(type(model).__name__)
     return (
         f"nothing gives {len(names)} parameters of {type(model).__name__} their values: {listed(names)}\n"

@@ -304,8 +304,7 @@ def deal(peers: Ranks, work: Callable[[], Any], share: Callable[[list[Any]], lis
 
 def rank_zero(peers: Ranks, work: Callable[[], T], note: Callable[[], str] = str) -> T:
     """Rank 0 does ``work``; every rank returns its result, which must be JSON, or raises the same error."""
-    result: T = _round(peers, work if peers.rank == 0 else lambda: None, note, None, share=True)[0]
-    return result
+    return _round(peers, work if peers.rank == 0 else lambda: None, note, None, share=True)[0]
 
 
 def _round(

@@ -12,6 +12,7 @@ from autopar.compat.c10d import in_fake_world
 from autopar.distributed.process import accelerator
 from autopar.errors import ConfigError
 from autopar.layout import Block, Layout, even_shards
+from autopar.swap import NotCopied
 
 
 class MeshSizes(NamedTuple):
@@ -28,7 +29,7 @@ class MeshSizes(NamedTuple):
         return f"tensor_parallel_size={self.tp}, {cp}pipeline_parallel_size={self.pp}, data-parallel size {self.dp}"
 
 
-class Axis:
+class Axis(NotCopied):
     """One axis of the mesh as this rank sees it: the process group, this rank's place in it, and its size.
 
     Copying an axis (``copy.deepcopy`` of a parallelized model) gives the same axis: process groups cannot be copied.
@@ -80,9 +81,6 @@ class Axis:
     def of(cls, group: dist.ProcessGroup, name: str = "tp") -> Axis:
         """Make the axis of a bare process group."""
         return cls(name, group, dist.get_process_group_ranks(group), dist.get_rank(group))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
-        return self
 
     def __repr__(self) -> str:
         return f"Axis({self.name}, rank {self.rank} of {self.size}, global ranks {list(self.ranks)})"

@@ -37,6 +37,7 @@ from autopar.compat.c10d import PrefixStore, backends_of, default_group, default
 from autopar.distributed.mesh import MPU, destroy_dropped, dropped
 from autopar.distributed.process import Process, end_after_gloo
 from autopar.errors import AutoparError, PipelineError, first_line
+from autopar.swap import NotCopied
 
 GRACE = 3.0  # seconds that a rank is given to publish why it failed
 _GRACE_AFTER_DEATH = 1.0  # seconds for the others, once some process is known to have ended; and for the store
@@ -62,7 +63,7 @@ class Report(NamedTuple):
     age: int
 
 
-class FailureLog:
+class FailureLog(NotCopied):
     """Failure reports of all ranks of one model. Collective: one object exchange over the world.
 
     Args:
@@ -86,9 +87,6 @@ class FailureLog:
         self._in_deadline = False
         self._found: tuple[int, list[Any]] = (-1, [])  # backends of so many groups
         self._store_lost = False  # it no longer answers
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> FailureLog:
-        return self
 
     # -- reports ---------------------------------------------------------------------------------------------------
 

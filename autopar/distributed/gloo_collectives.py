@@ -21,9 +21,6 @@ from autopar.compat.c10d import default_group, in_fake_world
 _CROWDED = int(os.environ.get("LOCAL_WORLD_SIZE") or 1) > (os.cpu_count() or 1)
 _POLL = 0.0 if _CROWDED else 1e-3  # seconds; who waits longer sleeps, and leaves the core to another rank
 
-# torch 2.13 renamed the two and warns about the old names.
-_torch_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_torch_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _yield: Callable[[], Any] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
@@ -36,13 +33,13 @@ def all_reduce(x: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: dist.Process
 def all_gather_into_tensor(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Gather ``x``, ``[n]``, of all ranks in their order into ``out``, ``[ranks * n]``; both contiguous."""
     if x.numel():
-        finish(_torch_all_gather(out.detach(), x.detach(), group=group, async_op=_is_gloo(x, group)))
+        finish(dist.all_gather_single(out.detach(), x.detach(), group=group, async_op=_is_gloo(x, group)))
 
 
 def reduce_scatter_tensor(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Sum ``x``, ``[ranks * n]``, over the group; ``out``, ``[n]``, gets this rank's part of it. Both contiguous."""
     if out.numel():
-        finish(_torch_reduce_scatter(out.detach(), x.detach(), group=group, async_op=_is_gloo(x, group)))
+        finish(dist.reduce_scatter_single(out.detach(), x.detach(), group=group, async_op=_is_gloo(x, group)))
 
 
 def all_to_all_single(

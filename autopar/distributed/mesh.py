@@ -47,6 +47,7 @@ from autopar.distributed.axis import Axis, MeshSizes, device_of_group
 from autopar.distributed.digest import number_groups_alike
 from autopar.distributed.process import TIMEOUT, start_process_group
 from autopar.errors import ConfigError, nearest
+from autopar.swap import NotCopied
 
 
 class _Owned(NamedTuple):
@@ -109,8 +110,7 @@ def rank_groups(sizes: MeshSizes, experts: int = 1, zero: int = 0) -> dict[str, 
         dims = [_DIMS.index(dim) for name in varied for dim in joined.get(name, (name,))]
         fixed = [dim for dim in range(ranks.ndim) if dim not in dims]
         size = math.prod(ranks.shape[dim] for dim in dims)
-        groups: list[list[int]] = ranks.transpose(*fixed, *dims).reshape(-1, size).tolist()
-        return groups
+        return ranks.transpose(*fixed, *dims).reshape(-1, size).tolist()
 
     groups = {name: groups_of(name) for name in ("tp", "dp", "pp")}
     groups["model"] = groups_of("pp", "cp", "tp")
@@ -126,7 +126,7 @@ def rank_groups(sizes: MeshSizes, experts: int = 1, zero: int = 0) -> dict[str, 
     return groups
 
 
-class MPU:
+class MPU(NotCopied):
     """This process's place in the (pp, dp, cp, tp) mesh, and the process groups around it.
 
     Every process of the world makes it, at the same point of the program, with the same sizes.
@@ -252,9 +252,6 @@ class MPU:
             if self.rank in ranks:
                 mine = Axis(name, made[key], ranks, ranks.index(self.rank))
         return mine
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> MPU:
-        return self
 
     def __repr__(self) -> str:
         tp, pp, dp, cp = self.sizes

@@ -22,7 +22,7 @@ from autopar.distributed.axis import Axis
 from autopar.distributed.process import accelerator, device_of_numbers
 
 _TO_LIST = operator.methodcaller("tolist")  # of arrays and scalars of numpy
-_followers: list[Callable[[], None]] = []  # called when another stream begins
+followers: list[Callable[[], None]] = []  # called after each :func:`switch_stream`
 _begun: list[TorchGenerators] = []  # the states with which the last stream began
 
 
@@ -119,7 +119,7 @@ def seed_torch(seed: int) -> None:
 def switch_stream(seed: int) -> None:
     """Begin another stream: :func:`seed_torch`, and whoever has seeded the generators by rank does it again."""
     seed_torch(seed)
-    for follow in list(_followers):
+    for follow in list(followers):
         follow()
     _begun[:] = [TorchGenerators.now()]
 
@@ -127,17 +127,6 @@ def switch_stream(seed: int) -> None:
 def begun_stream() -> dict[str, str]:
     """Hash the states with which the last stream began, by their names in messages: a switch does not draw."""
     return _begun[0].digests() if _begun else {}
-
-
-def follow_streams(follow: Callable[[], None]) -> None:
-    """Let ``follow`` be called after each :func:`switch_stream`, until :func:`unfollow_streams`."""
-    _followers.append(follow)
-
-
-def unfollow_streams(follow: Callable[[], None]) -> None:
-    """Undo :func:`follow_streams`."""
-    if follow in _followers:
-        _followers.remove(follow)
 
 
 @contextmanager

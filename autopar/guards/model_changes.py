@@ -30,10 +30,11 @@ from torch.nn.parallel import DistributedDataParallel
 from autopar.compat.c10d import meshes_of_fsdp
 from autopar.compat.peft import is_adapted, is_peft_model, tuner_layers
 from autopar.compat.tensors import no_overrides, own_modules, own_parameters
-from autopar.compat.transformers import forget_own_adapters
+from autopar.compat.transformers import OWN_ADAPTERS
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.guards.step import ClassHook, forget, group_call, listen
+from autopar.swap import NotCopied
 
 _WHEN = (
     "  Add or replace modules (adapters, heads, parametrizations) before autopar.initialize, or take the model back\n"
@@ -184,7 +185,7 @@ def _refuse(model: nn.Module, seen: _Seen, what: str) -> None:
 _MESH = 'mesh=model.mpu.mesh["dp"]'
 
 
-class WrapperCheck:
+class WrapperCheck(NotCopied):
     """Check wrappers of ``model`` as long as it lives and is parallel, where ranks hold different shards.
 
     Args:
@@ -205,9 +206,6 @@ class WrapperCheck:
         if mpu.model.size > 1 or shares_experts or fully_sharded:
             listen(self)
             self._handle = model.register_forward_pre_hook(ClassHook(model, self._check_fully_sharded))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> WrapperCheck:
-        return self
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -274,7 +272,7 @@ class WrapperCheck:
     def _refuse_adapters(self) -> None:
         model = self._model()
         if model is not None and not hasattr(model, "peft_config"):
-            forget_own_adapters(model)  # transformers' add_adapter begins with it
+            vars(model).pop(OWN_ADAPTERS, None)  # transformers' add_adapter begins with it
         raise ConfigError(
             f"PEFT would make adapters by the sizes of this rank's shards of {type(model).__name__}, which is "
             "parallelized.\n  Use autopar.integrations.get_peft_model(model, peft_config), and "

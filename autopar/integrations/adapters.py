@@ -89,7 +89,7 @@ def _state_of(model: nn.Module, name: str) -> Parallelized | None:
     if state is None:
         return None
     stage = f"zero.stage {state.config.zero_stage}"
-    held = stage if state.config.fully_sharded else "an optimizer" if state.step is not None else None
+    held = stage if state.config.fully_sharded else "an optimizer" if state.dp.step is not None else None
     if held is not None:
         raise ConfigError(
             f"{name}: the model was initialized with {held}, which knows the parameters that it had then.\n"

@@ -29,6 +29,7 @@ from autopar.distributed.failures import GRACE, FailureLog
 from autopar.distributed.mesh import MPU, new_pipeline_group
 from autopar.distributed.process import accelerator
 from autopar.errors import PipelineError, first_line
+from autopar.swap import NotCopied
 
 _LENGTH = 8  # bytes of a header's length
 _HEADER = 2048  # bytes of a message's header, which is one message where that is enough: each costs a round trip
@@ -120,7 +121,7 @@ class _Unpickler(pickle.Unpickler):
         return self._cache if meta == "cache" else self._tensor_of(meta)
 
 
-class P2P:
+class P2P(NotCopied):
     """Sends and receives over the pipeline axis, in groups of its own.
 
     A step that failed leaves messages behind that nothing later may meet: those of an earlier pass are dropped. On gloo
@@ -153,9 +154,6 @@ class P2P:
         self._early: dict[int, list[tuple[int, int, Any]]] = {}  # headers by sender: pass, tag, pickled value
         self._pass, self._all_know = 0, False
         self._farewell: list[Any] = []
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> P2P:
-        return self
 
     # -- passes and failures ---------------------------------------------------------------------------------------
 

@@ -133,9 +133,9 @@ def make_plan(root: nn.Module, policy: Policy | Described, tp: int, *, experts: 
     for addition in additions:
         addition.check(tp, 1)
     scopes = list(all_scopes(policy, prefix, model, tp, described.policy_of))
-    names = _Names(root)
+    names = _names(root)
     found = [match for scope in scopes for met in matches_of(scope) for match in _replicated_if_too_few(met)]
-    matches = names.distinct(found)
+    matches = _distinct_matches(found, names)
     check_overlap(matches)
     modules: dict[str, ModulePlan] = {}
     layouts = _Layouts()
@@ -211,34 +211,30 @@ def _replicated_if_too_few(match: RuleMatch) -> list[RuleMatch]:
                                       enter_output=False, inside=False, dim=None, by_expert=None))]  # fmt: skip
 
 
-class _Names:
-    """Paths of modules; one that several blocks share (Zamba's, ALBERT's) goes by its first path."""
+def _names(root: nn.Module) -> dict[str, str]:
+    """Return each module's path -> its first path: several blocks may share a module (Zamba's, ALBERT's)."""
+    first = {id(module): path for path, module in root.named_modules()}
+    return {path: first[id(module)] for path, module in root.named_modules(remove_duplicate=False)}
 
-    def __init__(self, root: nn.Module) -> None:
-        first = {id(module): path for path, module in root.named_modules()}
-        self._path = {path: first[id(module)] for path, module in root.named_modules(remove_duplicate=False)}
 
-    def __getitem__(self, path: str) -> str:
-        return self._path[path]
-
-    def distinct(self, matches: list[RuleMatch]) -> list[RuleMatch]:
-        """Drop the matches of further paths to the same module."""
-        found: dict[int, RuleMatch] = {}
-        result = []
-        for match in matches:
-            if isinstance(match.module, nn.Module):
-                path = self[match.path]
-            else:
-                holder, _, name = match.path.rpartition(".")
-                path = join(self[holder], name)
-            if path != match.path:
-                known = found.get(id(match.module))
-                if known is not None and replace(known.rule, where=match.rule.where) == match.rule:
-                    continue
-            first = replace(match, path=path)
-            found[id(match.module)] = first
-            result.append(first)
-        return result
+def _distinct_matches(matches: list[RuleMatch], names: Mapping[str, str]) -> list[RuleMatch]:
+    """Drop the matches of further paths to the same module."""
+    found: dict[int, RuleMatch] = {}
+    result = []
+    for match in matches:
+        if isinstance(match.module, nn.Module):
+            path = names[match.path]
+        else:
+            holder, _, name = match.path.rpartition(".")
+            path = join(names[holder], name)
+        if path != match.path:
+            known = found.get(id(match.module))
+            if known is not None and replace(known.rule, where=match.rule.where) == match.rule:
+                continue
+        first = replace(match, path=path)
+        found[id(match.module)] = first
+        result.append(first)
+    return result
 
 
 class _Layouts:

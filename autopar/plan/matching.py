@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from autopar.compat.peft import seen_through
 from autopar.compat.tensors import own_buffers, own_modules, own_parameters
-from autopar.compat.transformers import has_accelerate_hook
+from autopar.compat.transformers import ACCELERATE_HOOK
 from autopar.errors import ConfigError, PolicyError, UnsupportedModelError, nearest
 from autopar.layout import Layout
 from autopar.plan.plan import ModulePlan, Plan
@@ -323,7 +323,7 @@ def check_forwards(model: nn.Module, plan: Plan) -> None:
     if not found:
         return
     first, more = model.get_submodule(found[0]), f", and {len(found) - 1} more" if len(found) > 1 else ""
-    if has_accelerate_hook(first):
+    if hasattr(first, ACCELERATE_HOOK):
         cause = (
             "  accelerate's hooks do that (device_map=..., cpu_offload). Take them off before initialize:\n"
             "  accelerate.hooks.remove_hook_from_module(model, recurse=True)"

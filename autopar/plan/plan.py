@@ -27,6 +27,7 @@ from autopar.errors import ConfigError
 from autopar.layout import Layout
 from autopar.policy.schema import DERIVED, Policy
 from autopar.stored import stored_weights
+from autopar.swap import NotCopied
 
 
 @dataclass(frozen=True)
@@ -267,7 +268,7 @@ class AttributePlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(NotCopied):
     """The shards of one model on every rank of a tensor-parallel group.
 
     Attributes:
@@ -295,9 +296,6 @@ class Plan:
         object.__setattr__(self, "shards", self.shards or self.tp)
         object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
         object.__setattr__(self, "modules", MappingProxyType(dict(self.modules)))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
-        return self
 
     def fingerprint(self, model: nn.Module) -> dict[str, Any]:
         """Return all of the plan and of the model that must be the same on every rank, as plain data."""
@@ -419,13 +417,6 @@ def summarise(model: nn.Module, whole: int, sizes: tuple[int, ...], device: Any,
     )
 
 
-def whole_share(model: nn.Module, plan: Plan) -> float:
-    """Return which part of a model's parameters every tp rank holds whole, 0 to 1; ``model`` is not sharded yet."""
-    names = {plan.canonical(name) for name, _ in model.named_parameters()}
-    sizes = [(prod(plan.tensors[name].shape), plan.tensors[name].layout is None) for name in names]
-    return sum(size for size, whole in sizes if whole) / max(sum(size for size, _ in sizes), 1)
-
-
 def derived_notice(model: nn.Module, plan: Plan, policy: Policy) -> str | None:
     """Return one line on a policy that was derived unasked; None for any other. ``model`` is not sharded yet."""
     if policy.name != DERIVED:
@@ -436,6 +427,8 @@ def derived_notice(model: nn.Module, plan: Plan, policy: Policy) -> str | None:
     )
     if plan.tp == 1:
         return line
-    share = whole_share(model, plan)
+    names = {plan.canonical(name) for name, _ in model.named_parameters()}
+    sizes = [(prod(plan.tensors[name].shape), plan.tensors[name].layout is None) for name in names]
+    share = sum(size for size, whole in sizes if whole) / max(sum(size for size, _ in sizes), 1)
     near = " and is near-empty" if share >= _NEAR_EMPTY else ""
     return f"{line}{near}; it leaves {share:.0%} of the parameters whole on each of {plan.tp} ranks"

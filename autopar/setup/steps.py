@@ -28,7 +28,6 @@ from autopar.distributed.mesh import MPU
 from autopar.distributed.rng import sync_generators
 from autopar.dry_run.plan_model import Plans
 from autopar.errors import AutoparError, tell
-from autopar.guards.step import StepCheck
 from autopar.pipeline_parallel import pipeline as pipeline_methods
 from autopar.plan.plan import Plan, derived_notice, held, summarise
 from autopar.plan.stages import StagePlan
@@ -39,7 +38,6 @@ from autopar.tensor_parallel import apply as tensor_parallel
 from autopar.tensor_parallel.regions import Region
 
 if TYPE_CHECKING:
-    from autopar.data_parallel.optimizer import ParallelStep
     from autopar.dry_run.tensor_parallel import FirstForward
     from autopar.pipeline_parallel.microbatch import OwnLoss
 
@@ -81,15 +79,6 @@ class Parallelized:
         _alive.add(copied)
         return copied
 
-    @property
-    def shares_its_mesh(self) -> bool:
-        """Whether a copy of the model lives that is parallelized, too: it goes on with the same process groups."""
-        return any(other is not self and other.mpu is self.mpu for other in _alive)
-
-    def forget(self) -> None:
-        """Be the state of no model any more."""
-        _alive.discard(self)
-
     def pipeline(self, model: Any) -> pipeline_methods.Pipeline:
         """Return the stages of ``model`` on this rank. Those of a model in one piece are made when they are needed."""
         if self.pp is None:
@@ -105,16 +94,6 @@ class Parallelized:
         from autopar.pipeline_parallel.microbatch import OwnLoss
 
         return OwnLoss.of(inner, self.policy if self.policy.name == DERIVED else self.own_policy)
-
-    @property
-    def steps(self) -> StepCheck:
-        """The check of the steps of the model's optimizers."""
-        return self.dp.steps
-
-    @property
-    def step(self) -> ParallelStep | None:
-        """The wrapper of the step of the optimizer that ``initialize`` was given."""
-        return self.dp.step
 
     def inner_of(self, model: nn.Module) -> nn.Module:
         """Return the Hugging Face model in ``model``, or the plain module."""
@@ -281,12 +260,13 @@ def apply(model: nn.Module, state: Parallelized, given: Given) -> None:
 
 def undo(model: nn.Module, state: Parallelized) -> None:
     """Take back all steps, the last one first, and destroy the process groups, unless a copy goes on with them."""
+    copied = any(other is not state and other.mpu is state.mpu for other in _alive)
     with state.failures.wait("deparallelize", range(state.mpu.world_size)):
-        (kept,), _ = extremes([int(state.shares_its_mesh)], None)  # some ranks alone may hold a copy
+        (kept,), _ = extremes([int(copied)], None)  # some ranks alone may hold a copy
     while state.undo:
         state.undo.pop()(model, state)
     del model._autopar, model.mpu
-    state.forget()
+    _alive.discard(state)
     if not kept:
         state.mpu.destroy()
 

@@ -45,7 +45,7 @@ from autopar.compat.tensors import version_of
 from autopar.distributed.autograd_functions import any_order, is_watched, keep_none, named_collective, record
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import copy, reduce, start_all_reduce
-from autopar.distributed.rng import TorchGenerators, follow_streams, seed_torch, unfollow_streams
+from autopar.distributed.rng import TorchGenerators, followers, seed_torch
 
 _DRAWS = {
     *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
@@ -288,18 +288,19 @@ class Region:
         seed = int(torch.randint(2**62, ()).item()) + _OFFSET + self.axis.rank
         self._outside = TorchGenerators.now()
         seed_torch(seed)
-        follow_streams(self._follow)
+        followers.append(self._follow)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _restore(self) -> None:
-        unfollow_streams(self._follow)
+        if self._follow in followers:
+            followers.remove(self._follow)
         outside, self._outside = self._outside, None
         if outside is not None:
             outside.restore()
 
     def _follow(self) -> None:
         """Go on by rank where a stage's own stream has begun inside, which is what is outside from here on."""
-        unfollow_streams(self._follow)
+        followers.remove(self._follow)
         self._seed()
 
 

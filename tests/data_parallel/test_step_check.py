@@ -143,7 +143,7 @@ def test_loops_that_are_right_raise_nothing(wrapped: bool) -> None:
             optimizer.zero_grad()
         if dist.get_rank() == step % 7:
             time.sleep(0.01)
-    assert model._autopar.steps.made == 60
+    assert model._autopar.dp.steps.made == 60
 
 
 @pooled(world_size=2)

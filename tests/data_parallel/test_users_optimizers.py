@@ -255,5 +255,5 @@ def test_a_compiled_step_is_checked_too(sizes: dict[str, int]) -> None:
             step()
             optimizer.zero_grad()
     same_weights(model, plain, 2e-5)
-    assert model._autopar.steps.made == 2
+    assert model._autopar.dp.steps.made == 2
     model.mpu.destroy()

@@ -72,7 +72,7 @@ def averages(case: str) -> bool:
 
 def sample(model: Any) -> list[torch.Tensor]:
     """Return what the check of the ranks keeps of the last step; of a weight without a state here one part less."""
-    return [x for x in model._autopar.steps.last_shard or () if isinstance(x, torch.Tensor)]
+    return [x for x in model._autopar.dp.steps.last_shard or () if isinstance(x, torch.Tensor)]
 
 
 def live(model: Any, least: int, patience: float = 5.0) -> int:

@@ -92,7 +92,7 @@ def test_recomputed_blocks_draw_again_what_they_drew() -> None:
 
 @pooled(world_size=4)
 def test_stages_whose_own_stream_is_the_same_for_all_rows_are_found() -> None:
-    with patch("autopar.tensor_parallel.regions.follow_streams", lambda follow: None):
+    with patch("autopar.tensor_parallel.regions.followers", []):
         report = _verified(_gpt2, {**CP, **PP})
     assert report.culprit is not None and report.culprit.module.startswith("transformer.h.1."), str(report)
     assert "draws alike on ranks that hold different parts" in report.culprit.found

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from autopar.compat.tensors import schema_of
-from autopar.compat.transformers import RECOMPUTE, recompute_function, set_recompute_function
+from autopar.compat.transformers import RECOMPUTE
 from autopar.distributed.process import accelerator
 from autopar.errors import ConfigError
 from autopar.features.activation_checkpointing.tape import Tape
@@ -88,9 +88,9 @@ def apply(
         for block in [*blocks][::every]:
             swap(block, _Recomputed, **{RECOMPUTE: functools.partial(checkpoint, **how)})
     for module in model.modules() if on_cpu else ():
-        function = recompute_function(module)
+        function = vars(module).get(RECOMPUTE)
         if function is not None:
-            set_recompute_function(module, Offloaded(function))
+            setattr(module, RECOMPUTE, Offloaded(function))
 
 
 def undo(model: nn.Module) -> None:

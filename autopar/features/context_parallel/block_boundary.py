@@ -20,7 +20,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from autopar.compat.tensors import keystr, tree_flatten_with_path, tree_map_with_path, tree_unflatten
-from autopar.compat.transformers import recompute_function
+from autopar.compat.transformers import RECOMPUTE
 from autopar.distributed.collectives import all_gather
 from autopar.errors import ConfigError
 from autopar.features.context_parallel.lazy_rows import LazyRows, lazy_rows, whole_tensors
@@ -98,10 +98,10 @@ class BlockBoundary:
         if layout is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         state.region.draw_per_rank(self.training)
-        recompute = recompute_function(self)
+        recompute = vars(self).get(RECOMPUTE)
         if recompute is not None and not isinstance(recompute, Recomputed):
             for module in self.modules():  # type: ignore[attr-defined]  # also layers that are recomputed by themselves
-                plain = recompute_function(module)
+                plain = vars(module).get(RECOMPUTE)
                 if plain is not None and not isinstance(plain, Recomputed):
                     module._gradient_checkpointing_func = Recomputed(plain, state)
         whole = first or state.plan.between

@@ -12,11 +12,10 @@ from transformers.cache_utils import Cache
 from autopar.compat.tensors import remove_forward_hooks
 from autopar.compat.transformers import (
     ATTENTION,
+    RECOMPUTE,
     attention_of,
     caches_in,
     holds_tokens,
-    recompute_function,
-    set_recompute_function,
 )
 from autopar.distributed.axis import Axis
 from autopar.errors import ConfigError
@@ -101,9 +100,9 @@ def undo(model: nn.Module) -> None:
         unswap(module, OwnRows, "_autopar_own")
         if "_autopar_list" in vars(module):
             drop_value(module, ATTENTION)
-        recompute = recompute_function(module)
+        recompute = vars(module).get(RECOMPUTE)
         if isinstance(recompute, Recomputed):
-            set_recompute_function(module, recompute.plain)
+            setattr(module, RECOMPUTE, recompute.plain)
         for name in ("_autopar_rows", "_autopar_list", "_autopar_path"):
             vars(module).pop(name, None)
         remove_forward_hooks(module, (_RowHook,))

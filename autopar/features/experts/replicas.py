@@ -25,6 +25,7 @@ from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError, ConsistencyError
 from autopar.features.experts.layers import choose_dispatch
 from autopar.setup.steps import Given, Parallelized
+from autopar.swap import NotCopied
 
 
 def share_experts(model: nn.Module, state: Parallelized, given: Given) -> None:
@@ -56,7 +57,7 @@ def _leave_to_us(mpu: MPU, wrapper: nn.Module, inside: nn.Module) -> None:
         experts.inside(wrapper)
 
 
-class SharedExperts:
+class SharedExperts(NotCopied):
     """Compare, when the model is called, whether all ranks with other experts of its layers do the same.
 
     A replica that has no batch left, or evaluates while others train, would otherwise let them wait inside a layer.
@@ -64,9 +65,6 @@ class SharedExperts:
 
     def __init__(self, mpu: MPU, failures: FailureLog) -> None:
         self.mpu, self.failures = mpu, failures
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedExperts:
-        return self
 
     def __call__(self, model: nn.Module, _: Any) -> None:
         refuse_transforms(lambda: list(model.parameters()))

@@ -26,6 +26,7 @@ from autopar.distributed.failures import FailureLog
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.setup.steps import Given, Parallelized
+from autopar.swap import NotCopied
 
 _balancing: contextvars.ContextVar[RouterLoss | None] = contextvars.ContextVar("balancing", default=None)
 
@@ -40,7 +41,7 @@ def balance_routers(model: nn.Module, state: Parallelized, given: Given) -> None
         state.undo.append(lambda model, own: own.features.pop("router_loss").remove())
 
 
-class RouterLoss:
+class RouterLoss(NotCopied):
     """The auxiliary loss of one model over the ranks that hold the same weights. Every rank makes it.
 
     Args:
@@ -58,9 +59,6 @@ class RouterLoss:
             model.register_forward_pre_hook(self._enter),
             model.register_forward_hook(self._leave, always_call=True),
         ]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RouterLoss:
-        return self
 
     def _enter(self, model: nn.Module, _: Any) -> None:
         trains = model.training and torch.is_grad_enabled()

@@ -48,6 +48,7 @@ from autopar.distributed.axis import Axis, device_of
 from autopar.distributed.process import Process
 from autopar.errors import ConfigError
 from autopar.registry import TRACE
+from autopar.swap import NotCopied
 
 _SLOT = 1 << 20  # bytes
 _ONE_STEP = 1 << 16  # bytes up to which three ranks and more add up everything themselves
@@ -60,11 +61,9 @@ _SPIN_ON_OWN_CORE = 3e-3  # one that sleeps has to be woken (measured: 3 to 7 % 
 _SLEEPS = (2e-5, 1e-3)  # seconds: shortest and longest
 _LOOK_AFTER = 0.1  # seconds between two looks at the other processes
 _CACHED = 256  # shapes of which views are kept
-_METHODS = {  # torch's name of a collective -> ours
+_METHODS = {  # collective of autopar.distributed.gloo_collectives -> method
     "all_reduce": "_all_reduce",
-    "reduce_scatter_single": "_reduce_scatter",
     "reduce_scatter_tensor": "_reduce_scatter",
-    "all_gather_single": "_all_gather",
     "all_gather_into_tensor": "_all_gather",
     "broadcast": "_broadcast",
 }
@@ -96,7 +95,7 @@ class _Views(NamedTuple):
     slots: list[list[torch.Tensor]]
 
 
-class HostTransport:
+class HostTransport(NotCopied):
     """Collectives of one axis through shared memory; one at a time, whichever thread calls them.
 
     Args:
@@ -123,13 +122,10 @@ class HostTransport:
         self._pid = os.getpid()
         self._failed = ""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> HostTransport:
-        return self
-
     def run(self, collective: str, *args: Any) -> bool:
         """Run a collective of torch's name, all ranks with the same sizes; False if it is none for shared memory.
 
-        ``all_reduce(x)`` sums in place, ``all_gather_single(out, x)`` and ``reduce_scatter_single(out, x)`` take
+        ``all_reduce(x)`` sums in place, ``all_gather_into_tensor(out, x)`` and ``reduce_scatter_tensor(out, x)`` take
         flat contiguous tensors, ``broadcast(x, source)`` has a global rank. The answer depends on what is the
         same on all ranks.
 
@@ -198,23 +194,19 @@ class HostTransport:
             x.copy_(flat.view(x.shape))
 
     def _sum(self, x: torch.Tensor) -> None:
-        views, turn = self._next(x)
-        slots = views.slots[turn]
-        slots[self._rank].copy_(x)
-        self._meet(views.signature ^ 1)
+        signature, _, slots = self._put(x)
+        self._meet(signature ^ 1)
         _add_in_order(slots, x)
 
     def _sum_in_two_steps(self, x: torch.Tensor) -> None:
-        views, turn = self._next(x)
-        slots = views.slots[turn]
-        slots[self._rank].copy_(x)
-        self._meet(views.signature ^ 2)
+        signature, _, slots = self._put(x)
+        self._meet(signature ^ 2)
         bounds = [x.numel() * rank // self._size for rank in range(self._size + 1)]
         parts = list(itertools.pairwise(bounds))
         start, stop = parts[self._rank]
         _add_in_order([slot[start:stop] for slot in slots], x[start:stop])
         slots[self._rank][start:stop].copy_(x[start:stop])
-        self._meet(views.signature ^ 3, step=1)
+        self._meet(signature ^ 3, step=1)
         for rank, (start, stop) in enumerate(parts):
             if rank != self._rank:
                 x[start:stop].copy_(slots[rank][start:stop])
@@ -223,38 +215,39 @@ class HostTransport:
         rows, width = out.view(self._size, -1), _SLOT // x.itemsize
         for start in range(0, x.numel(), width):
             part = x if x.numel() <= width else x[start : start + width]
-            views, turn = self._next(part)
-            views.slots[turn][self._rank].copy_(part)
-            self._meet(views.signature ^ 4)
-            rows[:, start : start + width].copy_(views.blocks[turn])
+            signature, block, _ = self._put(part)
+            self._meet(signature ^ 4)
+            rows[:, start : start + width].copy_(block)
 
     def _reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> None:
         rows, width = x.view(self._size, -1), _SLOT // (self._size * x.itemsize)
         for start in range(0, out.numel(), width):
-            part = rows[:, start : start + width]
-            views, turn = self._next(part)
-            views.slots[turn][self._rank].copy_(part)
-            self._meet(views.signature ^ 5)
-            _add_in_order([slot[self._rank] for slot in views.slots[turn]], out[start : start + width])
+            signature, _, slots = self._put(rows[:, start : start + width])
+            self._meet(signature ^ 5)
+            _add_in_order([slot[self._rank] for slot in slots], out[start : start + width])
 
     def _broadcast(self, x: torch.Tensor, global_source: int) -> None:
         source = self._axis.ranks.index(global_source)
-        views, turn = self._next(x)
-        if self._rank == source:
-            views.slots[turn][source].copy_(x)
-        self._meet(views.signature ^ 6)
+        signature, _, slots = self._put(x, write=self._rank == source)
+        self._meet(signature ^ 6)
         if self._rank != source:
-            x.copy_(views.slots[turn][source])
+            x.copy_(slots[source])
 
     # -- the protocol ----------------------------------------------------------------------------------------------
 
-    def _next(self, x: torch.Tensor) -> tuple[_Views, int]:
-        """Begin a collective: the slots as tensors like ``x``, and the buffer whose turn it is."""
-        views = self._views.get((x.dtype, x.shape))
-        if views is None:
-            views = self._make_views(x)
+    def _put(self, x: torch.Tensor, *, write: bool = True) -> tuple[int, torch.Tensor, list[torch.Tensor]]:
+        """Begin a collective: write ``x`` into this rank's slot of the buffer whose turn it is.
+
+        Returns:
+            The signature, and the slots of that buffer, as one tensor and one by one.
+        """
+        views = self._views.get((x.dtype, x.shape)) or self._make_views(x)
         self._count += 1
-        return views, self._count & 1
+        turn = self._count & 1
+        slots = views.slots[turn]
+        if write:
+            slots[self._rank].copy_(x)
+        return views.signature, views.blocks[turn], slots
 
     def _make_views(self, x: torch.Tensor) -> _Views:
         if len(self._views) >= _CACHED:
@@ -332,8 +325,7 @@ def _timeout(group: Any) -> float:
     """Return the seconds that a collective of the group may take now (FailureLog.deadline sets them)."""
     backend = backend_of(group, torch.device("cpu"))
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
-    seconds: float = backend.options._timeout.total_seconds()
-    return seconds
+    return backend.options._timeout.total_seconds()
 
 
 def _add_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:

@@ -11,7 +11,6 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from autopar.distributed import collectives
 from autopar.distributed.axis import Axis
@@ -62,54 +61,35 @@ _DATA = {  # get_data_parallel_VALUE(with_context_parallel=False), over ``dp`` o
 }
 
 
+_EMBEDDING = "the process group of the first and last stage, which hold tied embeddings; None between"
+_CHUNKS = "None: which chunks of a schedule a stage holds is the pipeline's affair"
+_ALIVE = "whether the process groups are there: from the start until ``destroy``"
+_OTHERS: dict[str, tuple[Callable[[Any], Any], str]] = {  # whole name -> what of the MPU it is, and that in words
+    "is_pipeline_first_stage": (lambda mpu: mpu.pp.rank == 0, "whether this rank holds the embeddings"),
+    "is_pipeline_last_stage": (lambda mpu: mpu.pp.rank == mpu.pp.size - 1, "whether this rank holds the head"),
+    "get_embedding_group": (lambda mpu: mpu._embedding and mpu._embedding.group, _EMBEDDING),
+    "get_embedding_tied_group": (lambda mpu: mpu._embedding and mpu._embedding.group, _EMBEDDING),
+    "get_embedding_global_ranks": (
+        lambda mpu: sorted({mpu.pp.ranks[0], mpu.pp.ranks[-1]}),
+        "the global ranks of the first and the last stage of this replica, one if they are the same",
+    ),
+    "is_rank_in_embedding_group": (lambda mpu: mpu._embedding is not None, "whether this rank holds tied embeddings"),
+    "get_virtual_pipeline_model_parallel_rank": (lambda mpu: None, _CHUNKS),
+    "get_virtual_pipeline_model_parallel_world_size": (lambda mpu: None, _CHUNKS),
+    "get_pipeline_parallel_global_ranks_across_all_groups": (
+        lambda mpu: rank_groups(mpu.sizes)["pp"],
+        "the global ranks of the stages of every replica",
+    ),
+    "model_parallel_is_initialized": (attrgetter("alive"), _ALIVE),
+    "is_initialized": (attrgetter("alive"), _ALIVE),
+    "destroy_model_parallel": (lambda mpu: mpu.destroy(), "nothing, after ``destroy``"),
+}
+
+
 class MeshAccessors(_Mesh):
     """Methods of :class:`~autopar.distributed.mesh.MPU`."""
 
-    def is_pipeline_first_stage(self) -> bool:
-        """Return whether this rank holds the embeddings."""
-        return self.pp.rank == 0
-
-    def is_pipeline_last_stage(self) -> bool:
-        """Return whether this rank holds the head."""
-        return self.pp.rank == self.pp.size - 1
-
-    def get_embedding_group(self) -> dist.ProcessGroup | None:
-        """Return the process group of the first and last stage, which hold tied embeddings; None between."""
-        return self._embedding.group if self._embedding else None
-
-    get_embedding_tied_group = get_embedding_group
-
-    def get_embedding_global_ranks(self) -> list[int]:
-        """Return the global ranks of the first and the last stage of this replica, one if they are the same."""
-        return sorted({self.pp.ranks[0], self.pp.ranks[-1]})
-
-    def is_rank_in_embedding_group(self) -> bool:
-        """Return whether this rank holds tied embeddings."""
-        return self._embedding is not None
-
-    def get_virtual_pipeline_model_parallel_rank(self) -> None:
-        """Return None: which chunks of a schedule a stage holds is the pipeline's affair."""
-
-    get_virtual_pipeline_model_parallel_world_size = get_virtual_pipeline_model_parallel_rank
-
-    def get_pipeline_parallel_global_ranks_across_all_groups(self) -> list[list[int]]:
-        """Return the global ranks of the stages of every replica."""
-        return rank_groups(self.sizes)["pp"]
-
-    def model_parallel_is_initialized(self) -> bool:
-        """Return whether the process groups are there: from the start until ``destroy``."""
-        return self.alive
-
-    @staticmethod
-    def initialize_distributed() -> None:
-        """Start torch.distributed if it does not run, as the constructor does."""
-        start_process_group()
-
-    is_initialized = model_parallel_is_initialized
-
-    def destroy_model_parallel(self) -> None:
-        """Destroy the process groups, as ``destroy`` does."""
-        self.destroy()
+    initialize_distributed = staticmethod(start_process_group)
 
     # -- the tensor-parallel axis, under OSLO's names; more is in toolbox.py
 
@@ -138,17 +118,23 @@ class MeshAccessors(_Mesh):
         return broadcast_data(keys, data, dtype, self)
 
 
-def _getter(axis: str, value: Callable[[Axis], Any], words: str) -> Callable[[Any], Any]:
+def _getter(value: Callable[[Any], Any], words: str) -> Callable[[Any], Any]:
     def get(self: Any) -> Any:
-        return value(getattr(self, axis))
+        return value(self)
 
     get.__doc__ = f"Return {words}."
     return get
 
 
+def _of_axis(axis: str, value: Callable[[Axis], Any]) -> Callable[[Any], Any]:
+    return lambda mpu: value(getattr(mpu, axis))
+
+
+for _name, (_of_mesh, _words) in _OTHERS.items():
+    setattr(MeshAccessors, _name, _getter(_of_mesh, _words))
 for _name, (_axis, _ranks) in _AXES.items():
     for _ending, (_value, _words) in _VALUES.items():
-        setattr(MeshAccessors, f"get_{_name}_{_ending}", _getter(_axis, _value, f"{_words} {_ranks}"))
+        setattr(MeshAccessors, f"get_{_name}_{_ending}", _getter(_of_axis(_axis, _value), f"{_words} {_ranks}"))
 
 
 def _data_getter(value: Callable[[Axis], Any], words: str) -> Callable[..., Any]:

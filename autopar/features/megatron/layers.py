@@ -130,10 +130,12 @@ def make_layer(
         elif layout is None:
             setattr(layer, name, nn.Parameter(tensor.data))
         else:
-            setattr(layer, name, nn.Parameter(layout.shard(tensor.data, axis.rank)))
-            mark_shard(own_parameters(layer)[name], layout.dim, how.stride)
-            if axis.size > 1:
-                mark_layer(own_parameters(layer)[name], layer)
+            shard = nn.Parameter(layout.shard(tensor.data, axis.rank))
+            setattr(layer, name, shard)
+            mark_shard(shard, layout.dim, how.stride)
+            if axis.size > 1:  # torch's clippers refuse it
+                hold(layer)
+                setattr(shard, LAYER, type(layer).__name__)
     return full.get_parameter("weight").data
 
 
@@ -348,8 +350,7 @@ def vocab_parallel_cross_entropy(
     rows = logits.reshape(target.numel(), logits.shape[-1])  # [tokens, vocab/tp]
 
     def losses(targets: loss.Targets) -> torch.Tensor:
-        made: torch.Tensor = loss.VocabParallelCrossEntropy.apply(rows, targets, label_smoothing, widths, axis)
-        return made
+        return loss.VocabParallelCrossEntropy.apply(rows, targets, label_smoothing, widths, axis)
 
     return loss.reduced(losses, target, ignore_index, reduction, widths, logits.shape[-1], axis)
 
@@ -416,12 +417,6 @@ def _sharded(model: nn.Module) -> Iterator[tuple[str, tuple[Axis, Layout]]]:
         found: Mapping[str, Any] = getattr(module, "autopar_layouts", {})
         for name, layout in found.items():
             yield f"{path}.{name}".lstrip("."), (module.tp, layout)
-
-
-def mark_layer(parameter: torch.Tensor, layer: nn.Module) -> None:
-    """Note that ``parameter`` is the shard of a layer that was constructed by hand: torch's clippers refuse it."""
-    hold(layer)
-    setattr(parameter, LAYER, type(layer).__name__)
 
 
 # -- marks of parameters -----------------------------------------------------------------------------------------------

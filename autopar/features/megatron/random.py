@@ -170,9 +170,7 @@ def manual_seed(seed: int, group: Group) -> RandomStateTracker:
     return tracker
 
 
-def model_parallel_cuda_manual_seed(seed: int, group: Group) -> RandomStateTracker:
-    """Seed as :func:`manual_seed` does, under Megatron-LM's name; seeds the CPU as well."""
-    return manual_seed(seed, group)
+model_parallel_cuda_manual_seed = manual_seed  # Megatron-LM's name; the CPU is seeded as well
 
 
 def get_cuda_rng_tracker(group: Group) -> RandomStateTracker:

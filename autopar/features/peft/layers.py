@@ -57,8 +57,7 @@ class Magnitude(RegionModule):
         return self._norm(weight[:, : lora_weight.shape[1]] + scaling * lora_weight.detach())
 
     def _norm(self, weight: torch.Tensor) -> torch.Tensor:
-        norms: torch.Tensor = torch.linalg.vector_norm(weight, dim=1)
-        return norms
+        return torch.linalg.vector_norm(weight, dim=1)
 
 
 class MagnitudeOfParts(Magnitude):

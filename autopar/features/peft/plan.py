@@ -9,7 +9,7 @@ token, and ``W + B A`` is sharded as ``W`` is, which merging relies on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -77,7 +77,8 @@ class Adapters:
             if plan is not None and plan.rule == "one_expert":
                 continue  # it lies with all that is in it on one rank
             try:
-                _check_layer(path, layer)
+                for what in _of_layer(path, layer):
+                    raise ConfigError(f"tensor parallelism does not go together with {what}.\n{_INSTEAD}")
                 rules = list(_rules_of(path, layer, plan, match))
             except ConfigError:
                 if tp > 1 or (plan is not None and plan.rule == "experts"):
@@ -86,12 +87,6 @@ class Adapters:
             if hasattr(layer, "parameter_name") and plan is not None and plan.rule == "experts":
                 rules.append(_counts(path, layer, plan))
             yield from ((match, rule) for rule in rules)
-
-
-def _check_layer(path: str, layer: Any) -> None:
-    """Raise ConfigError unless the adapters of one layer can follow their base layer over tensor-parallel ranks."""
-    for what in _of_layer(path, layer):
-        raise ConfigError(f"tensor parallelism does not go together with {what}.\n{_INSTEAD}")
 
 
 def _unsupported(root: nn.Module, tp: int, pp: int) -> Iterator[str]:
@@ -162,11 +157,8 @@ def _low_rank(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) 
             yield TensorRule(None if whole else entering, _whole(second))
             kind = "dropout_alike"
         elif plan.rule == "column":
-            if plan.inside:  # x has entered already: its gradient is summed further up, and so is A's
-                summed = frozenset(n for n, _ in first.named_parameters())
-                yield TensorRule(ModulePlan(a, "replicated", where, summed=summed), _whole(first))
-            else:
-                yield TensorRule(None, _whole(first))
+            # With ``inside`` x has entered already: its gradient is summed further up, and so is A's.
+            yield _summed(a, first, where) if plan.inside else TensorRule(None, _whole(first))
             yield _sharded(b, second, "column", 0, plan, aside=True)
             kind = "dropout_alike"
         elif plan.rule == "row":
@@ -180,9 +172,8 @@ def _low_rank(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) 
             yield from _inside(path, name, layer, plan)
             kind = "dropout_alike" if plan.layouts["weight"].dim == 0 else ""
         elif plan.rule == "replicated" and plan.summed:  # the base works on sharded activations, as a whole
-            for place, module in ((a, first), (b, second)):
-                summed = frozenset(n for n, _ in module.named_parameters())
-                yield TensorRule(ModulePlan(place, "replicated", where, summed=summed), _whole(module))
+            yield _summed(a, first, where)
+            yield _summed(b, second, where)
         else:
             raise _cannot_follow(path, plan, match)
         if kind and isinstance(layer.lora_dropout[name], nn.Dropout):
@@ -209,19 +200,12 @@ def _magnitude(path: str, layer: Any, name: str, plan: ModulePlan | None, match:
 def _inside(path: str, name: str, layer: Any, plan: ModulePlan) -> Iterator[TensorRule]:
     """``A`` and ``B`` of a linear layer inside a region that others open and close: the gradient of one is partial."""
     blocks, of_output = plan.layouts["weight"].blocks, plan.layouts["weight"].dim == 0
-    a, b = layer.lora_A[name], layer.lora_B[name]
-    whole = a if of_output else b
-    summed = frozenset(n for n, _ in whole.named_parameters())
-    once = summed & {"bias"}  # outputs are summed further on
-    place = join(path, "lora_A" if of_output else "lora_B", name)
-    yield TensorRule(ModulePlan(place, "replicated", plan.where, summed=summed, once=once), _whole(whole))
-    cut = b if of_output else a
-    layouts = {n: Layout.of(0 if of_output else 1, blocks) for n, _ in cut.named_parameters()}
-    place = join(path, "lora_B" if of_output else "lora_A", name)
-    yield TensorRule(
-        ModulePlan(place, "sharded", plan.where, layouts["weight"], layouts),
-        [(n, parameter, layouts[n]) for n, parameter in cut.named_parameters()],
-    )
+    whole, cut = ("lora_A", "lora_B") if of_output else ("lora_B", "lora_A")
+    module = getattr(layer, whole)[name]
+    once = frozenset(n for n, _ in module.named_parameters() if n == "bias")  # outputs are summed further on
+    yield _summed(join(path, whole, name), module, plan.where, once)
+    layout = Layout.of(0 if of_output else 1, blocks)
+    yield _cut(join(path, cut, name), getattr(layer, cut)[name].named_parameters(), plan.where, layout)
 
 
 def _sharded(path: str, module: Any, rule: str, dim: int, base: ModulePlan, *, aside: bool = False) -> TensorRule:
@@ -257,12 +241,8 @@ def _of_embedding(path: str, layer: Any, plan: ModulePlan) -> Iterator[TensorRul
         )
     assert plan.layout is not None
     layout = Layout.of(1, plan.layout.blocks)
-    layouts = dict.fromkeys(layer.lora_embedding_A.keys(), layout)
-    sharded: list[tuple[str, torch.Tensor, Layout | None]] = [
-        (name, parameter, layout) for name, parameter in layer.lora_embedding_A.items()
-    ]
     yield TensorRule(ModulePlan(path, "adapter_of_rows", plan.where, plan.layout))
-    yield TensorRule(ModulePlan(join(path, "lora_embedding_A"), "sharded", plan.where, layout, layouts), sharded)
+    yield _cut(join(path, "lora_embedding_A"), layer.lora_embedding_A.items(), plan.where, layout)
     yield TensorRule(None, [(name, parameter, None) for name, parameter in layer.lora_embedding_B.items()])
 
 
@@ -289,14 +269,9 @@ def _of_parameter(path: str, layer: Any, plan: ModulePlan | None, match: RuleMat
     for name in layer.lora_A:
         a, b = (("lora_A", 1), ("lora_B", 0))
         (cut, dim), (other, _) = (b, a) if of_output else (a, b)
-        sharding = Layout.of(dim, layout.blocks)
-        module, whole = getattr(layer, cut)[name], getattr(layer, other)[name]
-        yield TensorRule(
-            ModulePlan(join(path, cut, name), "sharded", plan.where, sharding, {"weight": sharding}),
-            [("weight", module.weight, sharding)],
-        )
-        summed = frozenset(n for n, _ in whole.named_parameters())
-        yield TensorRule(ModulePlan(join(path, other, name), "replicated", plan.where, summed=summed), _whole(whole))
+        factor = getattr(layer, cut)[name]
+        yield _cut(join(path, cut, name), [("weight", factor.weight)], plan.where, Layout.of(dim, layout.blocks))
+        yield _summed(join(path, other, name), getattr(layer, other)[name], plan.where)
 
 
 def _of_whole_experts(path: str, layer: Any, plan: ModulePlan, layout: Layout, tp: int) -> Iterator[TensorRule]:
@@ -314,14 +289,9 @@ def _of_whole_experts(path: str, layer: Any, plan: ModulePlan, layout: Layout, t
         )
     for name in layer.lora_A:
         a, b, r = layer.lora_A[name], layer.lora_B[name], layer.r[name]
-        rows = Layout.of(0, [replace(block, width=r)])
-        columns = Layout.of(1, [block] * r)
-        for part, module, sharding in (("lora_A", a, rows), ("lora_B", b, columns)):
-            at = join(path, part, name)
-            yield TensorRule(
-                ModulePlan(at, "sharded", plan.where, sharding, {"weight": sharding}),
-                [("weight", module.weight, sharding)],
-            )
+        rows, columns = Layout.of(0, [replace(block, width=r)]), Layout.of(1, [block] * r)
+        yield _cut(join(path, "lora_A", name), [("weight", a.weight)], plan.where, rows)
+        yield _cut(join(path, "lora_B", name), [("weight", b.weight)], plan.where, columns)
 
 
 def _counts(path: str, layer: Any, plan: ModulePlan) -> TensorRule:
@@ -341,16 +311,24 @@ def _scaling(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) -
     of_row = plan.rule == "row" and layer.is_feedforward and not plan.split_input
     layout = plan.layout
     if (of_column or of_row) and layout is not None and not layout.replicated:
-        sharding = Layout.of(dim, layout.blocks)
-        layouts = dict.fromkeys(layer.ia3_l.keys(), sharding)
-        yield TensorRule(
-            ModulePlan(join(path, "ia3_l"), "sharded", plan.where, sharding, layouts),
-            [(name, parameter, sharding) for name, parameter in layer.ia3_l.items()],
-        )
+        yield _cut(join(path, "ia3_l"), layer.ia3_l.items(), plan.where, Layout.of(dim, layout.blocks))
     elif of_column or of_row or plan.rule not in ("column", "row") or plan.inside or plan.enter_output:
         raise _cannot_follow(path, plan, match)
     else:
         yield from _replicated(path, layer)
+
+
+def _cut(path: str, named: Iterable[tuple[str, torch.Tensor]], where: str, layout: Layout) -> TensorRule:
+    """Return the rule of a module whose parameters are all sharded by one layout."""
+    tensors = list(named)
+    plan = ModulePlan(path, "sharded", where, layout, {name: layout for name, _ in tensors})
+    return TensorRule(plan, [(name, tensor, layout) for name, tensor in tensors])
+
+
+def _summed(path: str, module: nn.Module, where: str, once: frozenset[str] = frozenset()) -> TensorRule:
+    """Return the rule of a full module of whose gradients each rank has a part."""
+    names = frozenset(name for name, _ in module.named_parameters())
+    return TensorRule(ModulePlan(path, "replicated", where, summed=names, once=once), _whole(module))
 
 
 def _whole(module: nn.Module) -> list[tuple[str, torch.Tensor, Layout | None]]:

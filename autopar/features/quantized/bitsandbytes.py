@@ -246,8 +246,7 @@ class FourBit(QuantizedWeight):
 
     def dequantized(self) -> torch.Tensor:
         """Return the weight, ``[out, in]``."""
-        whole: torch.Tensor = functional().dequantize_4bit(self._weight.data, self._state)
-        return whole
+        return functional().dequantize_4bit(self._weight.data, self._state)
 
 
 def _numbers(
@@ -339,8 +338,7 @@ class EightBit(QuantizedWeight):
 
     @property
     def _scales(self) -> torch.Tensor:
-        held: torch.Tensor = self._module.state.SCB if self._weight.SCB is None else self._weight.SCB
-        return held
+        return self._module.state.SCB if self._weight.SCB is None else self._weight.SCB
 
     def pieces(self, layout: Layout | None = None) -> dict[str, Piece]:
         """Return numbers, ``[out, in]``, and scales, ``[out, 1]``."""

@@ -25,6 +25,7 @@ from autopar.features.quantized import torchao
 from autopar.features.quantized.stored import Packed, QuantizedWeight
 from autopar.storage.lazy_tensor import LazyTensor
 from autopar.stored import stored_weight, stored_weights
+from autopar.swap import NotCopied
 
 _SHARDED = ("bitsandbytes", "torchao")
 
@@ -110,7 +111,7 @@ def _quantizes(operation: Any) -> bool:
     return hasattr(operation, "hf_quantizer")
 
 
-class Collector:
+class Collector(NotCopied):
     """Stands for the operation of transformers that makes a quantized weight.
 
     Attributes:
@@ -120,9 +121,6 @@ class Collector:
     def __init__(self, operation: Any, found: dict[str, dict[str, LazyTensor]]) -> None:
         self.hf_quantizer = operation.hf_quantizer  # by which transformers knows that no dtype is changed before it
         self.found = found
-
-    def __deepcopy__(self, memo: Any) -> Collector:
-        return self
 
     def convert(self, tensors: dict[str, Any], full_layer_name: str, **_: Any) -> dict[str, Any]:
         """Note what a weight is made of, and give its numbers back; a plain one is given back as it is."""

@@ -193,8 +193,7 @@ class EightBitTensor(QuantizedWeight):
 
     def dequantized(self) -> torch.Tensor:
         """Return the weight, ``[out, in]``."""
-        whole: torch.Tensor = self._weight.dequantize()
-        return whole
+        return self._weight.dequantize()
 
 
 def _nbytes(shape: tuple[int, int], layout: Layout | None, rank: int, *, step: tuple[int, int], beside: int) -> int:

@@ -82,7 +82,7 @@ class CheckpointMixin(ParallelBase):
         folder = Path(str(self.state.best_model_checkpoint))
         model = self.model
         if (folder / SHARDS / MANIFEST).is_file():
-            step = model._autopar.step  # fp32 weights are the optimizer's
+            step = model._autopar.dp.step  # fp32 weights are the optimizer's
             model.from_parallelized(
                 folder / SHARDS, timeout=_TIMEOUT, optimizer=self._torch_optimizer() if step is not None else None
             )
@@ -102,7 +102,7 @@ class CheckpointMixin(ParallelBase):
 
     def _refresh_masters(self) -> None:
         """Let the fp32 weights of an optimizer follow the model's, which were loaded."""
-        step = self.model._autopar.step
+        step = self.model._autopar.dp.step
         for parameter in step.names if step is not None else ():
             if parameter.requires_grad and step.owns(parameter):
                 weight = step.master(parameter)

@@ -164,7 +164,7 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, CheckpointMixin):
             initialize(model, config, policy=policy, optimizer=self.optimizer)
         parallelize_reference(getattr(self, "ref_model", None), model, base_of(model), policy)
         state = model._autopar
-        check_parallelized(state.config, self.args, self.optimizer, state.step)
+        check_parallelized(state.config, self.args, self.optimizer, state.dp.step)
         ours, theirs = model.mpu.device, self.args.device
         elsewhere = ours.type != "cpu" and theirs.index not in (None, ours.index)
         if ours.type != theirs.type or elsewhere:

@@ -32,14 +32,14 @@ from autopar.distributed.autograd_functions import named_collective, single_back
 from autopar.distributed.axis import Axis
 from autopar.features.context_parallel.neighbours import Neighbours
 from autopar.layout import Layout
-from autopar.swap import argument_names
+from autopar.swap import NotCopied, argument_names
 
 Key = tuple[str, int]
 """Which kind of state, ``conv`` or ``recurrent``, and its number in the module."""
 
 
 @dataclass(frozen=True)
-class HandedStates:
+class HandedStates(NotCopied):
     """How a module's states are handed on.
 
     Attributes:
@@ -54,9 +54,6 @@ class HandedStates:
     spare: int = 0
     apart: bool = False
     others: tuple[str, ...] = ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> HandedStates:
-        return self
 
 
 class States:
