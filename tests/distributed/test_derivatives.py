@@ -26,7 +26,6 @@ from tests.worlds import raises_everywhere
 _LOCAL = {
     "autopar.tools.planner.storages._Attention",
     "autopar.dry_run.pipeline_parallel._Again",
-    "autopar.tools.compat.probes._Double",
     "autopar.features.experts.module_experts._Present",
 }
 _TWICE = "create_graph=True with context_parallel_size: its ranks exchange rows and states in the backward"
