@@ -202,7 +202,7 @@ def check_stages(config: ParallelConfig, trainer: Any) -> None:
         f"args.label_smoothing_factor={args.label_smoothing_factor}": bool(args.label_smoothing_factor),
         "args.neftune_noise_alpha": args.neftune_noise_alpha is not None,
         "compute_loss_func": trainer.compute_loss_func is not None,
-        f"{name}.compute_loss": trainer.has_own_loss(),
+        f"{name}.compute_loss": trainer.has_own("compute_loss"),
     }
     for what in (what for what, wanted in reasons.items() if wanted):
         raise ConfigError(

@@ -5,7 +5,6 @@ Before: the assumptions of a trace. After: its findings.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -369,28 +368,24 @@ class _ModuleHooks:
         tracking = self.tracking
         mark = tracking.mark_of(x) or Mark(CONSTANT)
         features = tracking.features_of(x)
-        channels = isinstance(self.module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-        if features is not None and channels:
-            features = features.movedim(1 if features.ndim == self._dims() + 2 else 0, -1)
+        if features is not None:
+            features = features.movedim(self._along(features), -1)
         out, rest = results[0], results[1:]
         for other in rest:
             tracking.set_mark(other, Mark(PARAMETER))
-        made = self._made(mark, features, out, channels)
-        numbers = made.features
-        if numbers is not None:
-            shape = list(out.shape)
-            if channels:
-                at = 1 if out.ndim == self._dims() + 2 else 0
-                shape = [*shape[:at], *shape[at + 1 :], shape[at]]
-                made = replace(made, features=numbers.expand(shape).movedim(-1, at))
-            else:
-                made = replace(made, features=numbers.expand(shape))
+        made = self._made(mark, features, out)
+        if made.features is not None:
+            at = self._along(out)
+            made = replace(made, features=made.features.expand(out.movedim(at, -1).shape).movedim(-1, at))
         tracking.set_mark(out, made)
 
-    def _dims(self) -> int:
-        return 1 if isinstance(self.module, nn.Conv1d) else 2 if isinstance(self.module, nn.Conv2d) else 3
+    def _along(self, x: torch.Tensor) -> int:
+        """Return the dim of an input or output along which its features lie."""
+        if isinstance(self.module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            return x.ndim - len(self.module.kernel_size) - 1  # with a batch, or without
+        return -1
 
-    def _made(self, mark: Mark, features: torch.Tensor | None, out: torch.Tensor, channels: bool) -> Mark:
+    def _made(self, mark: Mark, features: torch.Tensor | None, out: torch.Tensor) -> Mark:
         """The mark of its output; the features, if any, along the last dim alone."""
         tracking, path, seen = self.tracking, self.path, self.seen
         names = [f"{path}.{name}" for name, p in own_parameters(self.module).items() if p is not None]
@@ -404,7 +399,7 @@ class _ModuleHooks:
             tracking.inside.update(names)
             return replace(mark, features=line[:1].to(torch.int32), fresh=False, places={})
         if path.startswith(self.inside) and self.decisions.may_be_column(self.seen.names(path)):
-            width = out.shape[1 if out.ndim == self._dims() + 2 else 0] if channels else out.shape[-1]
+            width = out.shape[self._along(out)]
             first = tracking.number(path, width)
             within = mark.kind == INSIDE
             if seen.sources.setdefault(path, within) != within or path in seen.sinks:
@@ -498,7 +493,6 @@ def _is_over_features(module: nn.Module, tensors: list[torch.Tensor], tracking: 
 def _untracked(hook: Callable[..., None]) -> Callable[..., None]:
     """A hook whose own computations are not followed."""
 
-    @functools.wraps(hook)
     def run_hook(*args: Any) -> None:
         with no_dispatch_modes():
             hook(*args)

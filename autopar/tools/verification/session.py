@@ -273,10 +273,6 @@ class Session:
             for parameter in model.parameters():
                 parameter.grad = None
 
-    def gradient_scale(self) -> float:
-        """Return by how much gradients of the parallel model are too large: fp16's loss scale."""
-        return float(getattr(self.optimizers[1], "loss_scale", 1.0) or 1.0) if self.config.precision == "fp16" else 1.0
-
 
 class _Dtypes(TensorTracking):
     """Notes the dtypes of what is computed."""
