@@ -19,7 +19,7 @@ from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.tensor_parallel import run
 from autopar.errors import UnsupportedModelError, type_and_text
 from autopar.plan.stages import lies_in
-from autopar.policy.match import convolutional
+from autopar.policy.match import base_of, convolutional
 from autopar.tensor_tracking import tensors_in
 from autopar.tools.derivation.feature_tracking import (
     ACTIVATION,
@@ -140,10 +140,16 @@ class BlockList:
     owner: str
 
 
-def block_lists(root: nn.Module) -> list[BlockList]:
-    """Find the outermost lists of blocks with linear layers; of lists of stages the lists in them."""
+def block_lists(root: nn.Module) -> tuple[list[BlockList], tuple[str, ...]]:
+    """Find the outermost lists of blocks with linear layers in the base model; of lists of stages the lists in them.
+
+    Returns:
+        The lists, and the paths of all blocks.
+    """
     found: dict[str, list[str]] = {}
-    for path in _outermost(root):
+    base_path, _ = base_of(root)
+    start = f"{base_path}." if base_path else ""
+    for path in (path for path in _outermost(root) if path.startswith(start)):
         members = [f"{path}.{name}" for name, _ in root.get_submodule(path).named_children()]
         inner = [f"{one}.{below}" for one in members for below in _outermost(root.get_submodule(one))]
         inner = [one for one in inner if _is_blocks(root.get_submodule(one))]
@@ -160,7 +166,8 @@ def block_lists(root: nn.Module) -> list[BlockList]:
             found.setdefault(path, []).extend(members)
     models = [path for path, module in root.named_modules() if isinstance(module, PreTrainedModel)]
     around = {path: [p for p in models if blocks[0].startswith(f"{p}." if p else "")] for path, blocks in found.items()}
-    return [BlockList(path, tuple(blocks), max(around[path], key=len, default="")) for path, blocks in found.items()]
+    lists = [BlockList(path, tuple(blocks), max(around[path], key=len, default="")) for path, blocks in found.items()]
+    return lists, tuple(block for each in lists for block in each.blocks)
 
 
 def _outermost(root: nn.Module) -> Iterator[str]:
