@@ -99,11 +99,9 @@ def _check_clipping(config: ParallelConfig, args: Any) -> None:
 
 
 def check_parallelized(config: ParallelConfig, args: Any, optimizer: Any, step: Any) -> None:
-    """Check that ``args`` fit a model that was parallelized before the trainer was made.
+    """Check that ``args`` and ``optimizer`` fit a model that was parallelized before the trainer was made.
 
     Args:
-        config: of the model.
-        optimizer: that the trainer got.
         step: what happens around the step of the model's optimizer; None without one.
 
     Raises:

@@ -84,8 +84,8 @@ def heads(source: str, *, every: bool = False, trust: bool = False) -> list[Head
 
     Args:
         source: a folder with ``config.json``, a model of the hub (``org/name``), a model type of transformers (its
-            default config), or code of the user,
-            ``FILE.py:NAME`` or ``MODULE:NAME``: a class, or a function that returns a model.
+            default config), or code of the user, ``FILE.py:NAME`` or ``MODULE:NAME``: a class, or a function that
+            returns a model.
         every: every class of the same config, not only the one that is named (or, of a model type, the usual one).
         trust: run code that comes with a folder.
 
@@ -109,11 +109,15 @@ def heads(source: str, *, every: bool = False, trust: bool = False) -> list[Head
             ) from error
         return _of_config(config, getattr(config, "architectures", None) or [], every, source)
     if source not in CONFIG_MAPPING:
-        raise ConfigError(
-            f"'{source}' is no folder with a config.json and no model type of transformers {transformers.__version__}."
-            f"{nearest(source, CONFIG_MAPPING)}\n  A class of your own is named by its file: my_model.py:MyForCausalLM."
-        )
+        raise _unknown_type(source, f"'{source}' is no folder with a config.json and")
     return _of_config(CONFIG_MAPPING[source](), (), every)
+
+
+def _unknown_type(kind: str, said: str) -> ConfigError:
+    return ConfigError(
+        f"{said} no model type of transformers {transformers.__version__}.{nearest(kind, CONFIG_MAPPING)}\n"
+        "  A class of your own is named by its file: my_model.py:MyForCausalLM."
+    )
 
 
 TASKS = {
@@ -173,11 +177,7 @@ def _of_folder(folder: Path, every: bool, trust: bool) -> list[Head]:
     if kind not in CONFIG_MAPPING and content.get("auto_map"):
         raise ConfigError(f"{folder} comes with code of its own: --trust-remote-code runs it")
     if kind not in CONFIG_MAPPING:
-        raise ConfigError(
-            f"{path} says model_type={kind!r}, which transformers {transformers.__version__} does not have."
-            f"{nearest(str(kind), CONFIG_MAPPING)}\n  A class of your own is named by its file: "
-            "my_model.py:MyForCausalLM."
-        )
+        raise _unknown_type(str(kind), f"{path} says model_type={kind!r}, which is")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # whatever transformers stumbles over

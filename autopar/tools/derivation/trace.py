@@ -235,9 +235,6 @@ def trace(
             the start.
         record: called behind each operator with the tracking, its arguments and the tensors that it has made.
         prepare: called with the tracking before the models run.
-
-    Returns:
-        what was seen.
     """
     root = models[0].model
     shared = Names(root, blocks)

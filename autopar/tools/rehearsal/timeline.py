@@ -277,9 +277,7 @@ def play(
     Only ranks that were rehearsed are played; others of a group are there when the first of them is.
 
     Args:
-        traces: of each rank its calls, and its work before each.
-        after: its work behind the last one.
-        gpu: of the planner.
+        traces: of each rank its calls, and its work before each; ``after``: its work behind the last one.
     """
     player = _Player({rank: [*pairs] for rank, pairs in traces.items()}, gpu, gpus_per_node)
     player.run()

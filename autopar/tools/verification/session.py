@@ -287,10 +287,9 @@ class _Dtypes(TensorTracking):
 
 @contextmanager
 def switching(model: nn.Module, plan: StagePlan, streams: Callable[[], Streams]) -> Iterator[None]:
-    """Let a whole model draw as its stages do: hooks switch the streams where a stage begins.
+    """Let a plain model draw as its stages do: hooks switch the streams where a stage begins.
 
     Args:
-        model: a plain one, with the plan's elements.
         streams: returns those of the micro-batch that runs.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
