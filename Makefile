@@ -174,7 +174,7 @@ check: $(VENV) ## lint what has changed, run all tests in one process (90 second
 	$(BIN)/ruff check -q .
 	$(BIN)/ruff format -q --check .
 	$(if $(CHANGED),$(BIN)/mypy $(CHANGED))
-	$(BIN)/python -m autopar.tools.compat.probes
+	$(BIN)/python -m tests.probes
 	$(PYTEST) $(PYTEST_ARGS) --tier check
 
 test: $(VENV) ## also run what a change needs first over ranks (5 minutes)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.tools.compat import probes
+from tests import probes
 
 ROOT = Path(__file__).parents[1] / "autopar"
 COMPAT = ROOT / "compat"

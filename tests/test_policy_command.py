@@ -274,7 +274,7 @@ def test_a_module_that_is_no_hugging_face_model(tmp_path: Path, monkeypatch: pyt
         (["gpt2", "--sequence-parallel", "--cp", "2"], "--sequence-parallel and --cp 2 shard the same sequences"),
         (["gpt2", "--model", "llama"], "'gpt2' is no policy file (.yaml)"),
         (["broken"], "broken/config.json cannot be read"),
-        (["unknown"], "unknown/config.json says model_type='my_model', which transformers"),
+        (["unknown"], "unknown/config.json says model_type='my_model', which is no model type of"),
     ],
 )
 def test_what_is_no_model(arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

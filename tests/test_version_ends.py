@@ -25,8 +25,8 @@ from autopar.plan import stages
 from autopar.plan.make_plan import make_plan
 from autopar.policy.load import own_policies
 from autopar.policy.match import find_policy, supported_model_types
-from autopar.tools.compat.probes import PROBES
 from tests.pool import pooled
+from tests.probes import PROBES
 from tests.random_models import build, heads_of
 from tests.representatives import first_policies, one_of_each_structure
 from tests.test_every_policy import _main, _run

@@ -1,7 +1,7 @@
 """The command line: ``autopar merge | split | reshard | inspect | check | features``, and commands of features."""
 
 from autopar import registry
-from autopar.cli import checkpoints as checkpoints, features as features  # their commands
+from autopar.cli import checkpoints as checkpoints  # its commands
 from autopar.cli.app import app as app
 
 list(registry.entries("commands"))

@@ -1,4 +1,4 @@
-"""The typer application, and what commands share: options, JSON, errors without a traceback."""
+"""The typer application, what commands share (options, JSON, errors without a traceback), and ``autopar features``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from autopar import __version__
+from autopar import __version__, registry
 from autopar.errors import AutoparError, ConfigError, in_one_line
 
 app = typer.Typer(
@@ -91,3 +92,18 @@ def errors(as_json: bool = False) -> Iterator[None]:
         else:
             print(f"error: {in_one_line(error)}", file=sys.stderr)
         raise typer.Exit(1) from None
+
+
+@app.command(short_help="List the features, and where they plug in.", epilog="Example: autopar features")
+def features(as_json: Json = False) -> None:
+    """List the installed features with their tables (autopar/registry.py)."""
+    with errors(as_json):
+        installed = registry.features()
+        if as_json:
+            print_json([asdict(feature) for feature in installed])
+            return
+        for feature in installed:
+            print(f"{feature.name}: {feature.about}")
+            for table in registry.TABLES:
+                for name, value in getattr(feature, table).items():
+                    print(f"  {table}.{name} = {value}")

@@ -22,7 +22,6 @@ from tests.small import gpt2, llama
 _LOCAL = {
     "autopar.tools.planner.storages._Attention",
     "autopar.dry_run.pipeline_parallel._Again",
-    "autopar.tools.compat.probes._Double",
     "autopar.features.experts.module_experts._Present",
 }
 

@@ -99,11 +99,9 @@ def _check_clipping(config: ParallelConfig, args: Any) -> None:
 
 
 def check_parallelized(config: ParallelConfig, args: Any, optimizer: Any, step: Any) -> None:
-    """Check that ``args`` fit a model that was parallelized before the trainer was made.
+    """Check that ``args`` and ``optimizer`` fit a model that was parallelized before the trainer was made.
 
     Args:
-        config: of the model.
-        optimizer: that the trainer got.
         step: what happens around the step of the model's optimizer; None without one.
 
     Raises:
@@ -202,7 +200,7 @@ def check_stages(config: ParallelConfig, trainer: Any) -> None:
         f"args.label_smoothing_factor={args.label_smoothing_factor}": bool(args.label_smoothing_factor),
         "args.neftune_noise_alpha": args.neftune_noise_alpha is not None,
         "compute_loss_func": trainer.compute_loss_func is not None,
-        f"{name}.compute_loss": trainer.has_own_loss(),
+        f"{name}.compute_loss": trainer.has_own("compute_loss"),
     }
     for what in (what for what, wanted in reasons.items() if wanted):
         raise ConfigError(

@@ -37,9 +37,8 @@ class CheckpointMixin(ParallelBase):
         For a ``PeftModel`` these are its adapters.
         """
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
-        model = self.model
-        what = "adapter_only" if is_peft_model(model) else "merge_checkpoints"
-        model.save_parallelized(folder, timeout=_TIMEOUT, **{what: True})
+        what = "adapter_only" if is_peft_model(self.model) else "merge_checkpoints"
+        self.model.save_parallelized(folder, timeout=_TIMEOUT, **{what: True})
         if not self.args.should_save:
             return
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
@@ -48,8 +47,7 @@ class CheckpointMixin(ParallelBase):
         torch.save(self.args, folder / TRAINING_ARGS_NAME)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        model = self.model
-        model.save_parallelized(Path(output_dir) / SHARDS, timeout=_TIMEOUT, optimizer=self._torch_optimizer())
+        self.model.save_parallelized(Path(output_dir) / SHARDS, timeout=_TIMEOUT, optimizer=self._torch_optimizer())
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
@@ -68,9 +66,8 @@ class CheckpointMixin(ParallelBase):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        model = self.model
         shards = Path(checkpoint) / SHARDS
-        model.from_parallelized(shards, timeout=_TIMEOUT, optimizer=self._torch_optimizer())
+        self.model.from_parallelized(shards, timeout=_TIMEOUT, optimizer=self._torch_optimizer())
         self._restored = take()
         self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
 
@@ -82,29 +79,21 @@ class CheckpointMixin(ParallelBase):
         folder = Path(str(self.state.best_model_checkpoint))
         model = self.model
         if (folder / SHARDS / MANIFEST).is_file():
-            step = model._autopar.dp.step  # fp32 weights are the optimizer's
-            model.from_parallelized(
-                folder / SHARDS, timeout=_TIMEOUT, optimizer=self._torch_optimizer() if step is not None else None
-            )
+            optimizer = self._torch_optimizer() if model._autopar.dp.step is not None else None  # it has fp32 weights
+            model.from_parallelized(folder / SHARDS, timeout=_TIMEOUT, optimizer=optimizer)
         elif is_peft_model(model):
-            self._load_adapters(folder)
+            for name in model.peft_config:  # the trainer itself would read the first active one
+                own = folder if name == "default" else folder / name
+                model.load_adapter(str(own), name, is_trainable=True, autocast_adapter_dtype=False)
             self._refresh_masters()
         else:
             super()._load_best_model()
             self._refresh_masters()
 
-    def _load_adapters(self, folder: Path) -> None:
-        """Read all adapters from PEFT's files; the trainer itself would read the first active one."""
-        model = self.model
-        for name in model.peft_config:
-            own = folder if name == "default" else folder / name
-            model.load_adapter(str(own), name, is_trainable=True, autocast_adapter_dtype=False)  # keep the precision
-
     def _refresh_masters(self) -> None:
         """Let the fp32 weights of an optimizer follow the model's, which were loaded."""
         step = self.model._autopar.dp.step
         for parameter in step.names if step is not None else ():
-            if parameter.requires_grad and step.owns(parameter):
-                weight = step.master(parameter)
-                if weight is not None:
-                    weight.data.copy_(parameter.data)
+            owned = parameter.requires_grad and step.owns(parameter)
+            if owned and (weight := step.master(parameter)) is not None:
+                weight.data.copy_(parameter.data)

@@ -59,7 +59,6 @@ class ParallelBase(Trainer):
     lr_scheduler: Any
     processing_class: Any
     data_collator: Any
-    model_init: Any
     compute_loss_func: Any
     autopar_ready: bool = False
     autopar_alone: bool = False
@@ -118,10 +117,6 @@ class ParallelBase(Trainer):
         routed = "router_loss" in self.model._autopar.features and adds_router_loss(base_of(self.model), inputs)
         return of_transformers and self.model.mpu.dp.size > 1 and not routed
 
-    def has_own_loss(self) -> bool:
-        """Return whether ``compute_loss`` is not that of transformers' trainer, but of a class that derives from it."""
-        return self.has_own("compute_loss")
-
     def has_own(self, method: str) -> bool:
         """Return whether a class between autopar's and transformers' trainer has a ``method`` of its own."""
         homes = [home for home in type(self).__mro__ if method in vars(home)]
@@ -162,7 +157,9 @@ class ParallelBase(Trainer):
         if not isinstance(inputs, Mapping) or not any(isinstance(value, torch.Tensor) for value in inputs.values()):
             return [float(rows_of(inputs))], "mean"
         loss = self.model._autopar.own_loss(model)
-        made_here = self.label_smoother is not None or self.compute_loss_func is not None or self.has_own_loss()
+        made_here = (
+            self.label_smoother is not None or self.compute_loss_func is not None or self.has_own("compute_loss")
+        )
         if made_here or (loss.kind is None and self.model_accepts_loss_kwargs):  # which the trainer counts for
             return [float(label_count(inputs, main_input, getattr(self, "_loss_shifts_labels", False)))], "mean"
         if loss.reduction(inputs, 1) != "microbatch":
@@ -344,7 +341,7 @@ class StepMixin(ParallelBase):
         """Return the first ``own`` of ``rows`` samples, or all, of which the labels of these alone count."""
         if own == rows:
             return inputs
-        gathers = self.has_own_loss()  # perhaps over the replicas
+        gathers = self.has_own("compute_loss")  # perhaps over the replicas
         if own and not gathers:
             return _first_rows(inputs, own, rows)
         labels = inputs.get("labels") if isinstance(inputs, Mapping) else None

@@ -84,8 +84,8 @@ def heads(source: str, *, every: bool = False, trust: bool = False) -> list[Head
 
     Args:
         source: a folder with ``config.json``, a model of the hub (``org/name``), a model type of transformers (its
-            default config), or code of the user,
-            ``FILE.py:NAME`` or ``MODULE:NAME``: a class, or a function that returns a model.
+            default config), or code of the user, ``FILE.py:NAME`` or ``MODULE:NAME``: a class, or a function that
+            returns a model.
         every: every class of the same config, not only the one that is named (or, of a model type, the usual one).
         trust: run code that comes with a folder.
 
@@ -109,11 +109,15 @@ def heads(source: str, *, every: bool = False, trust: bool = False) -> list[Head
             ) from error
         return _of_config(config, getattr(config, "architectures", None) or [], every, source)
     if source not in CONFIG_MAPPING:
-        raise ConfigError(
-            f"'{source}' is no folder with a config.json and no model type of transformers {transformers.__version__}."
-            f"{nearest(source, CONFIG_MAPPING)}\n  A class of your own is named by its file: my_model.py:MyForCausalLM."
-        )
+        raise _unknown_type(source, f"'{source}' is no folder with a config.json and")
     return _of_config(CONFIG_MAPPING[source](), (), every)
+
+
+def _unknown_type(kind: str, said: str) -> ConfigError:
+    return ConfigError(
+        f"{said} no model type of transformers {transformers.__version__}.{nearest(kind, CONFIG_MAPPING)}\n"
+        "  A class of your own is named by its file: my_model.py:MyForCausalLM."
+    )
 
 
 TASKS = {
@@ -169,16 +173,11 @@ def _of_folder(folder: Path, every: bool, trust: bool) -> list[Head]:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if content.get("auto_map") and trust:
         own, found = remote_classes(folder, content)
-        chosen = sorted(found) if every else [name for name in names if name in found] or _usual(found)
-        return [Head(name, partial(_build, found[name], own), found[name], own, str(folder)) for name in chosen]
+        return _of_classes(found, own, names, every, str(folder))
     if kind not in CONFIG_MAPPING and content.get("auto_map"):
         raise ConfigError(f"{folder} comes with code of its own: --trust-remote-code runs it")
     if kind not in CONFIG_MAPPING:
-        raise ConfigError(
-            f"{path} says model_type={kind!r}, which transformers {transformers.__version__} does not have."
-            f"{nearest(str(kind), CONFIG_MAPPING)}\n  A class of your own is named by its file: "
-            "my_model.py:MyForCausalLM."
-        )
+        raise _unknown_type(str(kind), f"{path} says model_type={kind!r}, which is")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # whatever transformers stumbles over
@@ -189,9 +188,15 @@ def _of_folder(folder: Path, every: bool, trust: bool) -> list[Head]:
 def _of_config(config: PretrainedConfig, names: Any, every: bool, folder: str = "") -> list[Head]:
     """The classes of transformers that take ``config``: those in ``names``, else the usual one."""
     found = _classes(config)
-    chosen = sorted(found) if every else [name for name in names if name in found] or _usual(found)
-    if not chosen:
+    if not found:
         raise ConfigError(f"transformers has no model class for model_type '{config.model_type}'")
+    return _of_classes(found, config, names, every, folder)
+
+
+def _of_classes(
+    found: Mapping[str, type[PreTrainedModel]], config: PretrainedConfig, names: Any, every: bool, folder: str
+) -> list[Head]:
+    chosen = sorted(found) if every else [name for name in names if name in found] or _usual(found)
     return [Head(name, partial(_build, found[name], config), found[name], config, folder) for name in chosen]
 
 
@@ -224,11 +229,8 @@ def _siblings(module: ModuleType, config_class: type) -> dict[str, type[PreTrain
 
 
 def _usual(found: Mapping[str, type]) -> list[str]:
-    for ending in _USUAL:
-        named = sorted((name for name in found if name.endswith(ending)), key=len)
-        if named:
-            return named[:1]
-    return sorted(found)[:1]
+    named = (sorted((name for name in found if name.endswith(ending)), key=len) for ending in _USUAL)
+    return next(filter(None, named), sorted(found))[:1]
 
 
 def _of_code(source: str, every: bool) -> list[Head]:

@@ -1,1 +1,1 @@
-"""Private names of torch that only tools need, and probes of all private names."""
+"""Private names of torch that only tools need."""

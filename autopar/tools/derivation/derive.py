@@ -35,7 +35,7 @@ from autopar.plan.make_plan import make_plan
 from autopar.plan.matching import join
 from autopar.plan.plan import Plan
 from autopar.policy.load import read_user_policy
-from autopar.policy.match import base_of, config_of
+from autopar.policy.match import config_of
 from autopar.tensor_parallel.parallelize import apply
 from autopar.tensor_parallel.regions import Region
 from autopar.tensor_tracking import tensors_in
@@ -184,9 +184,7 @@ def _derive(model: PreTrainedModel) -> Derived:
     if not models:
         raise underivable(model, f"no inputs are known for its forward (main_input_name is '{model.main_input_name}')")
     root: Any = models[0].model
-    base_path, _ = base_of(root)
-    lists = [each for each in block_lists(root) if not base_path or each.path.startswith(f"{base_path}.")]
-    blocks = tuple(block for each in lists for block in each.blocks)
+    lists, blocks = block_lists(root)
     decisions, gathered, words = Decisions(), list[Family](), True
     while True:
         seen, decisions = decide(models, blocks, decisions)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -337,8 +338,7 @@ def _name(root: nn.Module, config: Any, named: Named, others: list[Named]) -> No
     single = all(w == 1 for f in named.of_blocks.values() for m in f.members for w in m.widths)
     taken = {unit for other in others for unit in other.counts}
     if single:
-        name = "expert_ffn" if any("expert" in m.path for m in first.members) else "ffn"
-        named.unit = name if name not in taken else _free(name, taken)
+        named.unit = _free("expert_ffn" if any("expert" in m.path for m in first.members) else "ffn", taken)
         named.counts[named.unit] = "inferred"
         return
     row_path = next((m.path[len(first.block) + 1 :] for m in first.members if m.kind == "row" and m.widths == (1,)), "")
@@ -363,11 +363,7 @@ def _name(root: nn.Module, config: Any, named: Named, others: list[Named]) -> No
 
 
 def _free(name: str, taken: Iterable[str]) -> str:
-    number, free = 1, name
-    while free in taken:
-        number += 1
-        free = f"{name}_{number}"
-    return free
+    return next(free for free in chain((name,), (f"{name}_{number}" for number in count(2))) if free not in taken)
 
 
 def _integers(config: Any) -> dict[str, int]:

@@ -3,8 +3,8 @@
 A candidate for a column gives every output feature a number. An operation that moves elements (a view, a slice, a
 concatenation) moves the numbers. An operation that combines two of them puts them into one component: a product of
 queries and keys those of a head, a softmax or a mean all that it runs over. A layer that is called with numbered
-features along its input could
-be a row: its sum over ranks ends the region. The units are left at the end: components that never meet.
+features along its input could be a row: its sum over ranks ends the region. The units are left at the end: components
+that never meet.
 
 A tensor has a *mark*: its kind (:data:`CONSTANT` to :data:`INSIDE`) and the numbers of its elements.
 """
@@ -368,7 +368,7 @@ class FeatureTracking(ValuelessTracking):
             return self._reduced(args, dims, outputs, base)
         if torch.Tag.pointwise in func.tags:
             return [self._pointwise(name, args, kwargs, output, base) for output in outputs]
-        return self._mixed_up(name, args, kwargs, outputs, base)
+        return self._mixed_up(args, kwargs, outputs, base)
 
     def _moved(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[torch.Tensor], base: Mark
@@ -419,7 +419,7 @@ class FeatureTracking(ValuelessTracking):
         numbered = any(mark is not None and mark.features is not None for mark in map(self.mark_of, leaves))
         moved = run(features, 0) if numbered else None
         if numbered and moved is None:
-            return self._mixed_up(name_of(func), args, kwargs, outputs, base)
+            return self._mixed_up(args, kwargs, outputs, base)
         made = [
             replace(base, features=None if moved is None else moved[n], fresh=fresh, places={})
             for n in range(len(outputs))
@@ -576,7 +576,7 @@ class FeatureTracking(ValuelessTracking):
         return replace(base, features=features, places=places, fresh=False)
 
     def _mixed_up(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[torch.Tensor], base: Mark
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[torch.Tensor], base: Mark
     ) -> list[Mark]:
         """An operator that nothing is known of: all belongs together."""
         some = [x.flatten() for t in tensors_in((args, kwargs)) if (x := self.features_of(t)) is not None]

@@ -9,7 +9,6 @@ import torch
 from transformers import PreTrainedModel
 
 from autopar.distributed.rng import kept
-from autopar.policy.match import base_of
 from autopar.tools.derivation.feature_tracking import Components, FeatureTracking
 from autopar.tools.derivation.trace import Decisions, Names, block_lists, trace, traced
 
@@ -48,9 +47,7 @@ def meetings(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """
     models, found = traced(model), dict[str, str]()
     root: Any = models[0].model
-    base_path, _ = base_of(root)
-    lists = [each for each in block_lists(root) if not base_path or each.path.startswith(f"{base_path}.")]
-    blocks = tuple(block for each in lists for block in each.blocks)
+    _, blocks = block_lists(root)
     shared = Names(root, blocks)
     for name in names:
         watched: list[_WatchedComponents] = []

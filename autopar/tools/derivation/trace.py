@@ -5,7 +5,6 @@ Before: the assumptions of a trace. After: its findings.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +19,7 @@ from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.tensor_parallel import run
 from autopar.errors import UnsupportedModelError, type_and_text
 from autopar.plan.stages import lies_in
-from autopar.policy.match import convolutional
+from autopar.policy.match import base_of, convolutional
 from autopar.tensor_tracking import tensors_in
 from autopar.tools.derivation.feature_tracking import (
     ACTIVATION,
@@ -141,10 +140,16 @@ class BlockList:
     owner: str
 
 
-def block_lists(root: nn.Module) -> list[BlockList]:
-    """Find the outermost lists of blocks with linear layers; of lists of stages the lists in them."""
+def block_lists(root: nn.Module) -> tuple[list[BlockList], tuple[str, ...]]:
+    """Find the outermost lists of blocks with linear layers in the base model; of lists of stages the lists in them.
+
+    Returns:
+        The lists, and the paths of all blocks.
+    """
     found: dict[str, list[str]] = {}
-    for path in _outermost(root):
+    base_path, _ = base_of(root)
+    start = f"{base_path}." if base_path else ""
+    for path in (path for path in _outermost(root) if path.startswith(start)):
         members = [f"{path}.{name}" for name, _ in root.get_submodule(path).named_children()]
         inner = [f"{one}.{below}" for one in members for below in _outermost(root.get_submodule(one))]
         inner = [one for one in inner if _is_blocks(root.get_submodule(one))]
@@ -161,7 +166,8 @@ def block_lists(root: nn.Module) -> list[BlockList]:
             found.setdefault(path, []).extend(members)
     models = [path for path, module in root.named_modules() if isinstance(module, PreTrainedModel)]
     around = {path: [p for p in models if blocks[0].startswith(f"{p}." if p else "")] for path, blocks in found.items()}
-    return [BlockList(path, tuple(blocks), max(around[path], key=len, default="")) for path, blocks in found.items()]
+    lists = [BlockList(path, tuple(blocks), max(around[path], key=len, default="")) for path, blocks in found.items()]
+    return lists, tuple(block for each in lists for block in each.blocks)
 
 
 def _outermost(root: nn.Module) -> Iterator[str]:
@@ -229,9 +235,6 @@ def trace(
             the start.
         record: called behind each operator with the tracking, its arguments and the tensors that it has made.
         prepare: called with the tracking before the models run.
-
-    Returns:
-        what was seen.
     """
     root = models[0].model
     shared = Names(root, blocks)
@@ -369,28 +372,24 @@ class _ModuleHooks:
         tracking = self.tracking
         mark = tracking.mark_of(x) or Mark(CONSTANT)
         features = tracking.features_of(x)
-        channels = isinstance(self.module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-        if features is not None and channels:
-            features = features.movedim(1 if features.ndim == self._dims() + 2 else 0, -1)
+        if features is not None:
+            features = features.movedim(self._along(features), -1)
         out, rest = results[0], results[1:]
         for other in rest:
             tracking.set_mark(other, Mark(PARAMETER))
-        made = self._made(mark, features, out, channels)
-        numbers = made.features
-        if numbers is not None:
-            shape = list(out.shape)
-            if channels:
-                at = 1 if out.ndim == self._dims() + 2 else 0
-                shape = [*shape[:at], *shape[at + 1 :], shape[at]]
-                made = replace(made, features=numbers.expand(shape).movedim(-1, at))
-            else:
-                made = replace(made, features=numbers.expand(shape))
+        made = self._made(mark, features, out)
+        if made.features is not None:
+            at = self._along(out)
+            made = replace(made, features=made.features.expand(out.movedim(at, -1).shape).movedim(-1, at))
         tracking.set_mark(out, made)
 
-    def _dims(self) -> int:
-        return 1 if isinstance(self.module, nn.Conv1d) else 2 if isinstance(self.module, nn.Conv2d) else 3
+    def _along(self, x: torch.Tensor) -> int:
+        """Return the dim of an input or output along which its features lie."""
+        if isinstance(self.module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            return x.ndim - len(self.module.kernel_size) - 1  # with a batch, or without
+        return -1
 
-    def _made(self, mark: Mark, features: torch.Tensor | None, out: torch.Tensor, channels: bool) -> Mark:
+    def _made(self, mark: Mark, features: torch.Tensor | None, out: torch.Tensor) -> Mark:
         """The mark of its output; the features, if any, along the last dim alone."""
         tracking, path, seen = self.tracking, self.path, self.seen
         names = [f"{path}.{name}" for name, p in own_parameters(self.module).items() if p is not None]
@@ -404,7 +403,7 @@ class _ModuleHooks:
             tracking.inside.update(names)
             return replace(mark, features=line[:1].to(torch.int32), fresh=False, places={})
         if path.startswith(self.inside) and self.decisions.may_be_column(self.seen.names(path)):
-            width = out.shape[1 if out.ndim == self._dims() + 2 else 0] if channels else out.shape[-1]
+            width = out.shape[self._along(out)]
             first = tracking.number(path, width)
             within = mark.kind == INSIDE
             if seen.sources.setdefault(path, within) != within or path in seen.sinks:
@@ -498,7 +497,6 @@ def _is_over_features(module: nn.Module, tensors: list[torch.Tensor], tracking: 
 def _untracked(hook: Callable[..., None]) -> Callable[..., None]:
     """A hook whose own computations are not followed."""
 
-    @functools.wraps(hook)
     def run_hook(*args: Any) -> None:
         with no_dispatch_modes():
             hook(*args)

@@ -162,11 +162,7 @@ def _part(given: list[torch.Tensor], place: int, of: int) -> torch.Tensor:
 
 
 def carry(call: Call, place: int, out: list[torch.Tensor], members: Members) -> None:
-    """Fill what one rank of a group gets of what all give. Numbers that do not fit become ones: the calls are compared.
-
-    Args:
-        place: of the rank.
-    """
+    """Fill what the rank at a place of a group gets of what all give; with ones where numbers do not fit."""
     kind, of, found = call.kind, len(members), list[torch.Tensor]()
     if kind in ("all_reduce", "reduce"):
         for number, x in enumerate(out if kind == "all_reduce" or call.peer == place else ()):
@@ -336,7 +332,7 @@ class Answers:
         if call.kind in (
             "broadcast",
             "scatter",
-        ):  # keep what this rank gives as the root; take what an earlier one gave
+        ):  # keep what this root gives; take what an earlier one gave
             turn = self._turns[call.group] = self._turns.get(call.group, 0) + 1
             root = ranks[call.peer]
             if root == self._rank:
@@ -353,9 +349,6 @@ class Standstill:
     """Counts of messages, and who waits, in memory that forks share: whether all processes wait for each other.
 
     Each process writes its own numbers: a message that it sends before it does, one that it takes once it goes on.
-
-    Args:
-        ranks: one for each process.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -400,13 +393,7 @@ class LeftAloneError(BaseException):
 
 
 class Links:
-    """A process's connections to the others of its cast, from which a thread takes all that comes: no sender waits.
-
-    Args:
-        rank: this one.
-        links: a connection to each of the others.
-        standstill: of the cast.
-    """
+    """A process's connections to the others of its cast, from which a thread takes all that comes: no sender waits."""
 
     def __init__(self, rank: int, links: Mapping[int, Connection], standstill: Standstill) -> None:
         self._rank, self._links, self._standstill = rank, links, standstill

@@ -229,7 +229,7 @@ def where(frame: Any) -> str:
         if file and not own:
             outside = f"{file}:{frame.f_lineno}"
         elif file and not ours:
-            name = frame.f_code.co_qualname if sys.version_info >= (3, 11) else ""
+            name = frame.f_code.co_qualname
             ours = f"{file}:{frame.f_lineno}" + (f" {name}" if "backward" in name else "")
         frame = frame.f_back
     return " < ".join(filter(None, (ours, outside)))

@@ -233,23 +233,16 @@ def _candidates(model: PreTrainedModel, rows: int, length: int) -> Iterator[dict
         ValueError: none are known.
     """
     taken = inspect.signature(model.forward).parameters
-    patches = list(_patches(model.config, rows, taken))
-    try:
-        inputs = sample_inputs(model, rows, length)
-    except ValueError:
-        if not patches:
-            raise
-        inputs = {}
+    inputs = sample_inputs(model, rows, length)
     width = int(getattr(_text_config(model), "hidden_size", 0) or 1)
     whole = _required(inputs, taken, rows, length, width)
-    if inputs:
-        yield whole
+    yield whole
     if "pixel_values" in taken and "pixel_values" not in inputs and "input_ids" in inputs:
         pixels = {"pixel_values": torch.empty(pixel_shape(model.config, rows), device="meta", dtype=model.dtype)}
         yield {**whole, **pixels}
         if "decoder_input_ids" in inputs:
             yield {**pixels, "decoder_input_ids": inputs["decoder_input_ids"]}
-    yield from patches
+    yield from _patches(model.config, rows, taken)
     if "inputs_embeds" in taken and "input_ids" in inputs:
         embedded = torch.empty(rows, length, width, device="meta", dtype=model.dtype)
         yield {**{name: value for name, value in whole.items() if name != "input_ids"}, "inputs_embeds": embedded}

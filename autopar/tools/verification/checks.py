@@ -158,7 +158,7 @@ def backward(session: Session) -> list[Row]:
 def _gradients(session: Session) -> Iterator[Named]:
     gradients = [parameter.grad for parameter in session.plain.parameters() if parameter.grad is not None]
     floor = _SMALL * max((gradient.abs().max().item() for gradient in gradients if gradient.numel()), default=0.0)
-    scale = session.gradient_scale()
+    scale = (session.config.precision == "fp16" and getattr(session.optimizers[1], "loss_scale", None)) or 1.0
     for name, mine, theirs in pairs(session):
         if (mine.grad is None) != (theirs.grad is None):
             lacking = "the plain model's has one" if mine.grad is None else "the plain model's has none"
@@ -199,10 +199,8 @@ def _changes(session: Session, before: dict[str, torch.Tensor]) -> Iterator[Name
     changes = []
     for name, mine, theirs in pairs(session):
         expected = local_part(session.plan, name, theirs.detach(), session.mpu.shards.rank)
-        if session.exact:
-            changes.append((name, local(mine) - before[name], expected - before[name], expected))
-        else:  # the optimizer steps fp32 weights; the model's are rounded
-            changes.append((name, local(mine), expected, expected))
+        start = before[name] if session.exact else 0  # else the optimizer steps fp32 weights; the model's are rounded
+        changes.append((name, local(mine) - start, expected - start, expected))
     largest = max((change.abs().max().item() for _, _, change, _ in changes if change.numel()), default=0.0)
     for name, own, wanted, weight in changes:
         rounding = torch.finfo(weight.dtype).eps if weight.is_floating_point() else 0.0
@@ -323,8 +321,9 @@ def reshard(session: Session) -> list[Row]:
             if not hasattr(mine, "full_tensor"):
                 mine.copy_(before[name])  # where loading fails, what follows is not to fail with it
     rows = [replace(loaded, check="reshard", what=f"loaded from tp {tp}")]
-    merged = worst_row("reshard", f"merged from tp {tp}", found, session.allowed, show=False)
-    return [*rows, merged] if _merges(session) else rows
+    if _merges(session):
+        rows.append(worst_row("reshard", f"merged from tp {tp}", found, session.allowed, show=False))
+    return rows
 
 
 def _merges(session: Session) -> bool:

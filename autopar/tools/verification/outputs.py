@@ -185,11 +185,7 @@ def local_part(plan: Plan, name: str, whole: torch.Tensor, rank: int) -> torch.T
 
 
 class Slices:
-    """The cuts that activations of one parallelized model may have on this rank.
-
-    Args:
-        plan: of the model; ``mpu``: this rank's place.
-    """
+    """The cuts that activations of one parallelized model may have on this rank."""
 
     def __init__(self, plan: Plan, mpu: MPU) -> None:
         self.plan, self.mpu = plan, mpu

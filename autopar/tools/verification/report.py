@@ -153,9 +153,8 @@ class Report:
         """Return plain data, as ``autopar verify --json`` prints it. A difference that is not a number is null."""
         data = dataclasses.asdict(self)
         for row in data["rows"]:
-            row["difference"] = (
-                None if row["difference"] is None or math.isinf(row["difference"]) else row["difference"]
-            )
+            if math.isinf(row["difference"] or 0):
+                row["difference"] = None
         return {"ok": self.ok, **data, "mesh": dict(self.mesh)}
 
     # -- shown -----------------------------------------------------------------------------------------------------

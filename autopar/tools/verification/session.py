@@ -273,10 +273,6 @@ class Session:
             for parameter in model.parameters():
                 parameter.grad = None
 
-    def gradient_scale(self) -> float:
-        """Return by how much gradients of the parallel model are too large: fp16's loss scale."""
-        return float(getattr(self.optimizers[1], "loss_scale", 1.0) or 1.0) if self.config.precision == "fp16" else 1.0
-
 
 class _Dtypes(TensorTracking):
     """Notes the dtypes of what is computed."""
@@ -291,10 +287,9 @@ class _Dtypes(TensorTracking):
 
 @contextmanager
 def switching(model: nn.Module, plan: StagePlan, streams: Callable[[], Streams]) -> Iterator[None]:
-    """Let a whole model draw as its stages do: hooks switch the streams where a stage begins.
+    """Let a plain model draw as its stages do: hooks switch the streams where a stage begins.
 
     Args:
-        model: a plain one, with the plan's elements.
         streams: returns those of the micro-batch that runs.
     """
     modules = dict(model.named_modules(remove_duplicate=False))

@@ -43,7 +43,7 @@ def _trace(model: Any, plan: Plan) -> Trace:
     root = models[0].model
     if models[0].path:
         raise ValueError("the model is inside of another module, whose inputs are not known")
-    blocks = tuple(block for each in block_lists(root) for block in each.blocks)
+    _, blocks = block_lists(root)
     names = Names(root, blocks)
     columns = [path for path, rule in plan.modules.items() if rule.rule == "column"]
     enters = [path for path, rule in plan.modules.items() if rule.enter_output]

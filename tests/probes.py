@@ -1,7 +1,7 @@
-"""Check that the libraries have the private names that autopar reads: ``python -m autopar.tools.compat.probes``.
+"""Check that the libraries have the private names that autopar reads: ``python -m tests.probes``.
 
-Names that a module of :mod:`autopar.compat` or of this package imports or reads when it is imported need no probe. The
-others are listed here by what has them, and what a function does with some of them is tried on something small.
+Names that a module of :mod:`autopar.compat` or :mod:`autopar.tools.compat` imports, or reads when it is imported, need
+no probe. The others are listed here by what has them. Functions that use some of them are tried on something small.
 """
 
 from __future__ import annotations
