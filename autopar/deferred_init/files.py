@@ -68,8 +68,7 @@ def set_source(module: nn.Module, name: str, lazy: LazyTensor | None, inits: Seq
 
 def sources_of(module: nn.Module) -> Mapping[str, Source]:
     """Return the sources of the module's own parameters; empty if it was not built lazily."""
-    found: Mapping[str, Source] = vars(module).get(_SOURCES, {})
-    return found
+    return vars(module).get(_SOURCES, {})
 
 
 def by_parameter(modules: Iterable[nn.Module]) -> dict[int, tuple[LazyTensor | None, int]]:

@@ -101,8 +101,7 @@ class ActivationTracking(ValuelessTracking):
 
     def alias(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` as another tensor, marked as sharded."""
-        used: torch.Tensor = self.mark_sharded(torch.empty_like(x))
-        return used
+        return self.mark_sharded(torch.empty_like(x))
 
     def is_sharded(self, value: Any) -> bool:
         """Return whether some tensor in ``value`` is sharded."""
@@ -198,8 +197,7 @@ class TrackedReplay(BlockReplay):
 
     def make(self, kept: Any, block: nn.Module, arguments: list[torch.Tensor]) -> torch.Tensor:
         form, kind = kept
-        made: torch.Tensor = tensor_of(form) if kind is None else self._tracking.mark(tensor_of(form), kind)
-        return made
+        return tensor_of(form) if kind is None else self._tracking.mark(tensor_of(form), kind)
 
 
 MADE_BY = "\n  The activation was made by "

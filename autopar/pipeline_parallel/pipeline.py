@@ -99,8 +99,7 @@ def pipeline_of(model: nn.Module) -> Pipeline:
     state = vars(model).get("_autopar")
     if state is None:
         raise not_parallelized(model)
-    found: Pipeline = state.pp or state.pipeline(model)
-    return found
+    return state.pp or state.pipeline(model)
 
 
 @contextlib.contextmanager

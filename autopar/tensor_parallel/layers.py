@@ -231,8 +231,7 @@ class _Conv:
     """A convolution of a plain class, as the product of a parallel layer."""
 
     def _multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        y: torch.Tensor = convolve(self, x, weight, bias)
-        return y
+        return convolve(self, x, weight, bias)
 
 
 class ColumnParallelConv(_Conv, Column):

@@ -208,8 +208,7 @@ class Region:
         if not shared:
             return copy(x, self.axis)
         if self.entered is not None and self.rows is not None and self.entered.is_whole(x):
-            inside: torch.Tensor = self.entered.enter()
-            return inside
+            return self.entered.enter()
         # In a graph of torch.compile there are no versions: there torch itself refuses a copy of what has changed.
         version = 0 if torch.compiler.is_compiling() else version_of(x)
         if self._source is not x or self._version != version or self._copied is None:

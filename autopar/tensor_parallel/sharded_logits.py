@@ -177,8 +177,7 @@ class ShardedLogits(WholeOnRead):
 
     def gathered(self) -> torch.Tensor:
         """Return a plain tensor with the same place in the graph, where all ranks are known to do so. A collective."""
-        gathered: torch.Tensor = _Gather.apply(self)
-        return gathered
+        return _Gather.apply(self)
 
     def materialize(self) -> None:
         """Make the plain tensor of these logits, from that of their source or by gathering."""

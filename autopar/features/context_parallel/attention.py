@@ -59,8 +59,7 @@ class _Call(NamedTuple):
 
     def made(self) -> torch.Tensor:
         """Return what it makes, ``[batch, rows, heads, head_dim]``."""
-        out: torch.Tensor = self.function(self.module, self.query, self.key, self.value, self.mask, **self.given)[0]
-        return out
+        return self.function(self.module, self.query, self.key, self.value, self.mask, **self.given)[0]
 
 
 class Implementation(str):

@@ -194,8 +194,7 @@ class _Search(RowSearch):
         def experts(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             with tracking.paused():
                 made = torch.empty_like(hidden_states)
-            marked: torch.Tensor = tracking.mark_rows(made) if tracking.holds_rows(hidden_states) else made
-            return marked
+            return tracking.mark_rows(made) if tracking.holds_rows(hidden_states) else made
 
         for module in model.modules():
             names = () if isinstance(module, nn.ModuleList | nn.ModuleDict) else argument_names(module)
@@ -237,5 +236,4 @@ class _Watch:
             raise MixedRows("attention of its own rows one time and of another sequence the other time")
         with tracking.paused():
             made = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
-        marked: torch.Tensor = tracking.mark_rows(made)
-        return marked
+        return tracking.mark_rows(made)

@@ -43,8 +43,7 @@ def keys_layout(queries: Layout, kv_heads: int) -> Layout:
 
 def exchange(x: torch.Tensor, axis: Axis, heads: Layout, rows: Layout, *, to_heads: bool) -> torch.Tensor:
     """Exchange rows for heads, ``[batch, heads, rows/cp, d] -> [batch, heads/cp, rows, d]``, or the reverse."""
-    result: torch.Tensor = _Exchange.apply(x, axis, heads, rows, to_heads)
-    return result
+    return _Exchange.apply(x, axis, heads, rows, to_heads)
 
 
 class _Exchange(torch.autograd.Function):

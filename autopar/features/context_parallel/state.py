@@ -261,5 +261,4 @@ class RowState:
 
     def unmark(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x``, whole from here on; in a rehearsal another tensor."""
-        made: torch.Tensor = x if self.tracking is None else self.tracking.whole(x)
-        return made
+        return x if self.tracking is None else self.tracking.whole(x)

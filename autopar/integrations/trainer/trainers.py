@@ -84,8 +84,7 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, CheckpointMixin):
     @property
     def mpu(self) -> MPU:
         """Sizes, ranks and process groups of the model."""
-        mpu: MPU = self.model.mpu
-        return mpu
+        return self.model.mpu
 
     # -- while transformers' __init__ runs ----------------------------------------------------------------------------
 

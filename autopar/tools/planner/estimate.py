@@ -78,8 +78,7 @@ class Estimator:
     def _once(self, key: Any, make: Callable[[], T]) -> T:
         if key not in self._known:
             self._known[key] = make()
-        found: T = self._known[key]
-        return found
+        return self._known[key]
 
     # -- memory ----------------------------------------------------------------------------------------------------
 

@@ -232,8 +232,7 @@ class SavedStorages:
     @staticmethod
     def unpack(saved: Any) -> torch.Tensor:
         """Return what was saved."""
-        tensor: torch.Tensor = saved.tensor if isinstance(saved, _Saved) else saved
-        return tensor
+        return saved.tensor if isinstance(saved, _Saved) else saved
 
     def take(self) -> list[Entry]:
         """Return what was saved since the last call."""

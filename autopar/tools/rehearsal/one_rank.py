@@ -296,8 +296,7 @@ def optimizer_of(
 def loss_of(output: Any, inputs: Any = None) -> torch.Tensor:
     """Return a model's loss; of one without labels, the mean of its first output."""
     if getattr(output, "loss", None) is not None:
-        found: torch.Tensor = output.loss
-        return found
+        return output.loss
     values = output.values() if hasattr(output, "values") else output
     return next(x for x in values if isinstance(x, torch.Tensor) and x.is_floating_point()).float().mean()
 

@@ -392,8 +392,7 @@ def measured_kind(model: PreTrainedModel) -> str | None:
 def _measured(model: Any, batch: dict[str, Any]) -> str | None:
     def loss(inputs: dict[str, Any], **more: Any) -> torch.Tensor | None:
         copied = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
-        found: torch.Tensor | None = loss_in(model(**copied, **more))
-        return found
+        return loss_in(model(**copied, **more))
 
     whole, main_input = loss(batch), getattr(model, "main_input_name", "")
     if whole is None:

@@ -277,8 +277,7 @@ class StatesOfRank(States):
     def _tie(self, through: torch.Tensor, states: Sequence[torch.Tensor]) -> torch.Tensor:
         if not self.anchors:
             return through
-        tied: torch.Tensor = _Given.apply(self.neighbours, len(states), through, *states, *self.anchors)
-        return tied
+        return _Given.apply(self.neighbours, len(states), through, *states, *self.anchors)
 
 
 class _Taken(torch.autograd.Function):
