@@ -188,7 +188,8 @@ class Layout:
         found: dict[tuple[Range, ...], list[int]] = {}
         for rank, ranges in enumerate(self._ranges):
             found.setdefault(ranges, []).append(rank)
-        return tuple(tuple(found[ranges]) for ranges in self._ranges)
+        shared = {ranges: tuple(ranks) for ranges, ranks in found.items()}
+        return tuple(shared[ranges] for ranges in self._ranges)
 
     def local_size(self, rank: int) -> int:
         """Count the elements along ``dim`` on ``rank``."""

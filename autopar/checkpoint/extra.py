@@ -137,7 +137,7 @@ def check_replicas(
     digests: Sequence[Mapping[str, tuple[str, int]]],
     plan: Plan,
     places: Sequence[tuple[int, int, int]],
-    fsdp: bool,
+    rows: int | None,
     where: str = "",
 ) -> None:
     """Check that ranks which hold the same shards have the same digests. Dtypes that differ are another error's.
@@ -145,7 +145,7 @@ def check_replicas(
     Args:
         digests: name -> dtype and digest, of each rank of the world in order.
         places: of each of these ranks (:meth:`MPU.places`).
-        fsdp: the replicas hold different rows.
+        rows: how many replicas next to each other hold different rows (FSDP2); None: all replicas hold the same.
         where: the place of the tensors in ``extra``; empty for the model's own.
 
     Raises:
@@ -157,8 +157,8 @@ def check_replicas(
         shard_rank, _, copy = places[rank]
         for name, (dtype, digest) in theirs.items():
             layout = plan.tensors[name].layout
-            replica = copy, 0 if name in plan.experts else shard_rank // plan.tp
-            shard = (name, dtype, None if layout is None else layout.ranges(shard_rank), replica if fsdp else None)
+            replica = copy % (rows or 1), 0 if name in plan.experts else shard_rank // plan.tp
+            shard = (name, dtype, None if layout is None else layout.ranges(shard_rank), replica if rows else None)
             other, expected = first.setdefault(shard, (rank, digest))
             if digest != expected:
                 different.setdefault(name, (other, rank))
@@ -173,7 +173,7 @@ def check_replicas(
         )
 
 
-def check_extra(ranks: Sequence[Mapping[str, Any]], state: State, fsdp: bool) -> None:
+def check_extra(ranks: Sequence[Mapping[str, Any]], state: State, rows: int | None) -> None:
     """Check that all ranks have the same data, and their shards of the same tensors, by :meth:`Extra.digests` of each.
 
     Raises:
@@ -211,7 +211,7 @@ def check_extra(ranks: Sequence[Mapping[str, Any]], state: State, fsdp: bool) ->
                     f"{where} holds {name} on rank {have} and {what} on rank {lacks[0]}, which has this weight, too\n"
                     "  Give the same weights on all ranks that have them."
                 )
-        check_replicas(theirs, state.plan, state.mpu.places(), fsdp, where)
+        check_replicas(theirs, state.plan, state.mpu.places(), rows, where)
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ class Part:
                 shape, reached = plan.local_shape(tp), 0
                 count = shape[0] if shape else 1
                 for start, stop, _ in (*self.pieces(name, tp), (count, count, "")) if math.prod(shape) else ():
-                    if start != reached:
+                    if start != reached or stop < start:
                         many = "several files hold" if start < reached else "no file holds"
                         raise ValueError(f"{many} row {min(start, reached)} of {name} on tensor-parallel rank {tp}")
                     reached = stop

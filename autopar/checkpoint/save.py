@@ -123,14 +123,15 @@ def prepare_alike(
     def compare(ranks: list[dict[str, Any]]) -> list[dict[str, Range]]:
         check_same_call([rank.get("call", rank) for rank in ranks])  # one of them may load
         ((_, local),) = prepared
-        check_replicas([rank["digests"] for rank in ranks], state.plan, state.mpu.places(), local.fsdp)
+        rows = state.mpu.fsdp.size if local.fsdp else None
+        check_replicas([rank["digests"] for rank in ranks], state.plan, state.mpu.places(), rows)
         if local.extra is not None:
-            check_extra([rank["extra"] for rank in ranks], state, local.fsdp)
+            check_extra([rank["extra"] for rank in ranks], state, rows)
         return shares([rank["held"] for rank in ranks])
 
     mine = deal(state.mpu, check, compare)
     ((made, local),) = prepared
-    return made, local.cut(mine)
+    return made, local.cut({} if in_fake_world() else mine)  # there, ranks that stand for others report their sets
 
 
 def shares(held: Sequence[Mapping[str, list[Any]]]) -> list[dict[str, Range]]:
@@ -274,9 +275,9 @@ def _manifest(state: State, save_id: str, reports: list[dict[str, Any]], along: 
             plan = TensorPlan.from_json(name, entry)
             if plans.setdefault(name, plan) != plan:
                 raise CheckpointError(f"the {part}'s {name} differs between ranks in shape or dtype")
-        if part not in files:
+        if part not in files and not plans:
             continue
-        parts[part] = Part(part, dict(sorted(plans.items())), files[part])
+        parts[part] = Part(part, dict(sorted(plans.items())), files.get(part, {}))  # without files: all are empty
         if part == "optimizer":
             training[part] = merge_metadata([report["optimizer"] for report in reports])
             OptimizerMetadata.parse(training[part]).check_names(plans)  # nothing is saved that could not be loaded
@@ -406,6 +407,9 @@ def snapshot(
 
         ``shards``: ranks of ``mpu.shards``, if the layout does not say which. ``only``: the replicas, if not all.
         """
+        stages = tuple(state.holders.get(of, (mpu.pp.rank,)))
+        if mpu.pp.rank not in stages:  # a buffer outside of the blocks, which every stage has
+            return
         count, first = tensor.shape[0] if tensor.ndim else 1, 0
         if isinstance(tensor, DTensor):
             axis = state.rows_of(of)
@@ -415,13 +419,15 @@ def snapshot(
             shards = None if due.layout is None else due.layout.holders[mpu.shards.rank]
         tensor = local_part(tensor.detach())
         if tensor.numel():
-            key = str((shards, only, tuple(state.holders.get(of, (mpu.pp.rank,)))))
-            sets.setdefault(key, []).append(Held(part, due, tensor, first, count))
+            sets.setdefault(str((shards, only, stages)), []).append(Held(part, due, tensor, first, count))
         elif not math.prod(due.shape):
             plans[part][due.name] = due.to_json()  # it lies in no file
 
     for name, tensor in local.items():
-        hold("model", plan.tensors[name], tensor, name)
+        trained, due = isinstance(tensor, nn.Parameter), plan.tensors[name]
+        replicas = mpu.copies if name in plan.experts else mpu.dp_cp
+        if trained or (replicas.rank == 0 and (due.layout is not None or mpu.shards.rank == 0)):
+            hold("model", due, tensor, name, only=None if trained else "first")  # replicas have buffers of their own
     base_notes: dict[str, str] = {}
     if state.quantized and not state.adapted:
         base, base_notes = registry.entry("parts", "base").collect(model, state)
@@ -475,7 +481,8 @@ def _of_optimizer(
     for name, tensor in taken.tensors.items():
         of, due = name.partition("::")[0], taken.plans[name]
         weight, layout, shards = parameters[of], plan.tensors[of].layout, None
-        only: Any = None if step is None else step.owner(weight)
+        owner = None if step is None else step.owner(weight)
+        only: Any = None if step is None or owner is None else (owner, step.axis_of(weight).size)
         if step is not None and not (step.owns if due.layout is not None else step.keeps_state)(weight):
             continue
         if due.layout is None and step is not None and weight in step.whole:
@@ -484,4 +491,6 @@ def _of_optimizer(
             shards = tuple(rank for rank in range(layout.axis_size) if layout.local_size(rank))
             if mpu.shards.rank not in shards:
                 continue
+        if only is not None and mpu.pp.rank != min(state.holders.get(of, (mpu.pp.rank,))):
+            continue  # each stage has its own owner of a tied weight
         yield of, due, tensor, shards, only

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import resource
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -43,6 +45,7 @@ class Shards(Closing):
         self.folder = folder
         self.manifest = Manifest.read(folder)
         self._readers: dict[str, SafetensorsReader] = {}
+        self._lock = threading.Lock()  # several threads read weights
         files = [
             (part, name, record)
             for part in (self.manifest.parts[name] for name in parts if name in self.manifest.parts)
@@ -55,13 +58,22 @@ class Shards(Closing):
                 f"{folder} is incomplete: {len(files) - len(missing)} of {len(files)} shards found, "
                 f"{missing[0]} is missing{more}.\n  Copy the file from the node that wrote it, or save again."
             )
+        needed = len(self.manifest.files) + 256  # of so many ranks, more files than a process may open by default
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if resource.RLIM_INFINITY != soft < needed:
+            limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         for part, name, record in files:
             if (folder / name).stat().st_size != record.bytes:
                 self._open(part, name)
 
     def _open(self, part: Part, name: str) -> SafetensorsReader:
-        if name in self._readers:
+        with self._lock:
+            if name not in self._readers:
+                self._readers[name] = self._opened(part, name)
             return self._readers[name]
+
+    def _opened(self, part: Part, name: str) -> SafetensorsReader:
         path, record, save_id = self.folder / name, part.files[name], self.manifest.save_id
         actual = path.stat().st_size if path.is_file() else 0
         truncated = f"{path} is truncated or overwritten: it has {actual} bytes, it was saved with {record.bytes}"
@@ -92,7 +104,6 @@ class Shards(Closing):
                 wrong += f"{MANIFEST} says {plan.dtype} {list(due)}"
         if wrong:
             raise CheckpointError(wrong)
-        self._readers[name] = reader
         return reader
 
     def stored(self, parts: Iterable[str]) -> Iterator[tuple[int, str, str, Part]]:
@@ -173,13 +184,17 @@ class _Rows(LazyTensor):
 
     def __init__(self, shape: tuple[int, ...], plan: TensorPlan, open_file: Callable[[], SafetensorsReader]) -> None:
         super().__init__(shape, dtype_of(plan.dtype))
-        self._stored = lambda: open_file().lazy(plan.name)
+        self._open, self._stored = lambda: open_file().lazy(plan.name), list[LazyTensor]()
 
     def files(self) -> Iterator[RangeFile]:
-        yield from self._stored().files()
+        """Yield the file, if it has been read."""
+        for stored in self._stored:
+            yield from stored.files()
 
     def read_into(self, out: torch.Tensor, box: Box) -> None:
-        self._stored().read_into(out, box)
+        if not self._stored:
+            self._stored = [self._open()]
+        self._stored[0].read_into(out, box)
 
 
 def write_shard(
@@ -234,8 +249,9 @@ def check_checkpoint(directory: str | os.PathLike[str], *, progress: bool | None
 
     with Shards(folder, ()) as shards:
         manifest = shards.manifest
-        present = [name for name in manifest.files if (folder / name).is_file()]
-        problems += [f"{folder / name} is missing" for name in manifest.files if name not in present]
+        known = manifest.files
+        present = dict.fromkeys(name for name in known if (folder / name).is_file())
+        problems += [f"{folder / name} is missing" for name in known if name not in present]
         for name in manifest.along:
             passes(shards.verify_along, [name])
         parts = {name: part for part in manifest.parts.values() for name in part.files}
@@ -248,11 +264,11 @@ def check_checkpoint(directory: str | os.PathLike[str], *, progress: bool | None
                     passes(partial(shards.verify, part, file), name)
                 bar.update(size)
     for path in sorted(folder.glob("*-tp*-pp*.safetensors")):
-        if path.name not in manifest.files:
+        if path.name not in known:
             problems.append(f"{path} does not belong to this checkpoint")
     return {
         "directory": str(folder),
-        "files": len(manifest.files),
+        "files": len(known),
         "tensors": sum(len(part.tensors) for part in manifest.parts.values()),
         "bytes": total,
         "problems": problems,

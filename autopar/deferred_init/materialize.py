@@ -160,7 +160,7 @@ class Materializer:
                 held.read_into(shard, whole_box(held.shape))
             return shard
 
-        files = {file: None for pending, _ in every if pending.source is not None for file in pending.source.files()}
+        sources = [pending.source for pending, _ in every if pending.source is not None]
         # The kernel copies, and hands out fresh memory, without Python's lock.
         with ThreadPoolExecutor(reading_threads(mpu.world_size), "autopar-read") as pool:
             for (pending, parameter), shard in zip(left, pool.map(lambda pair: shard_of(*pair), left), strict=True):
@@ -180,7 +180,7 @@ class Materializer:
             take_new_shards(self._model)
         for module in self._model.modules():
             clear_sources(module)
-        for file in files:
+        for file in {file: None for source in sources for file in source.files()}:
             file.check_unchanged()
 
 

@@ -20,7 +20,7 @@ from autopar.distributed.gloo_collectives import all_reduce
 from autopar.errors import CheckpointError, ConfigError
 from autopar.layout import Layout
 from autopar.plan.matching import RuleMatch
-from autopar.storage.lazy_tensor import Box, LazyTensor, read_shard, reshaped
+from autopar.storage.lazy_tensor import Box, InMemory, LazyTensor, read_shard, reshaped
 from autopar.stored import Kind, StoredWeight
 from autopar.tensor_parallel.layers import Column, ParallelLayer, Row
 from autopar.tensor_parallel.regions import WeightGradient
@@ -233,6 +233,8 @@ class QuantizedWeight(StoredWeight):
             if math.prod(sizes) != math.prod(lazy.shape):
                 raise ValueError(f"{name} has shape {list(lazy.shape)}, a weight of {list(shape)} needs {list(sizes)}")
             viewed = lazy if lazy.shape == tuple(sizes) or not any(block) else reshaped(lazy, sizes)
+            if viewed is None and name in small:
+                viewed = InMemory(small[name].cpu().view(sizes))
             if viewed is None:
                 raise ValueError(f"{name} is computed of other tensors")
             found[piece] = (viewed, block)
