@@ -308,18 +308,19 @@ def _check_ranks(what: str, ranks: Sequence[int], mpu: MPU, remedy: str, *, aver
     """Raise ConfigError if ``ranks`` hold different shards, or average without all that share this rank's sequences."""
     if not set(ranks) <= set(mpu.dp_cp.ranks):
         raise ConfigError(
-            f"{what} over ranks {_ranks(ranks)} would take their different shards of the model for one: with "
+            f"{what} over ranks {listed_ranks(ranks)} would take their different shards of the model for one: with "
             f"tensor_parallel_size={mpu.tp.size} and\n  pipeline_parallel_size={mpu.pp.size} the shard of rank "
-            f"{mpu.rank} is held by {_ranks(mpu.dp_cp.ranks)}. Give it {remedy}."
+            f"{mpu.rank} is held by {listed_ranks(mpu.dp_cp.ranks)}. Give it {remedy}."
         )
     if averages and not set(mpu.cp.ranks) <= set(ranks):
         raise ConfigError(
-            f"{what} over ranks {_ranks(ranks)} would leave out ranks that share their sequences: with "
+            f"{what} over ranks {listed_ranks(ranks)} would leave out ranks that share their sequences: with "
             f"context_parallel_size={mpu.cp.size}\n  gradients are averaged over all ranks with the shard of rank "
-            f"{mpu.rank}, {_ranks(mpu.dp_cp.ranks)}. Give it {remedy}."
+            f"{mpu.rank}, {listed_ranks(mpu.dp_cp.ranks)}. Give it {remedy}."
         )
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def listed_ranks(ranks: Sequence[int]) -> str:
+    """Return the first eight of these ranks, as a list."""
     first = ", ".join(map(str, ranks[:8]))
     return f"[{first}{', ...' if len(ranks) > 8 else ''}]"

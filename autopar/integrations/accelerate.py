@@ -27,6 +27,7 @@ from autopar.distributed.failures import waiting
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
+from autopar.guards.model_changes import listed_ranks
 from autopar.guards.step import listeners
 
 _UNSET: Any = object()
@@ -129,9 +130,10 @@ def prepare_model(
     mpu = inside(model)
     if mpu is not None and not evaluation_mode and any(frames_of("transformers.trainer")):
         raise ConfigError(
-            "transformers' Trainer would wrap the model in DistributedDataParallel over all "
-            f"{mpu.world_size} ranks, which hold different shards of it.\n  Use "
-            "autopar.integrations.ParallelTrainer(model=model, args=args, ...) instead, with the same arguments."
+            "transformers' Trainer would wrap the model in DistributedDataParallel over ranks "
+            f"{listed_ranks(range(mpu.world_size))}, which hold different shards\n"
+            f"  of it: that of rank {mpu.rank} is held by {listed_ranks(mpu.dp_cp.ranks)}. Use\n"
+            "  autopar.integrations.ParallelTrainer(model=model, args=args, ...) instead, with the same arguments."
         )
     kind: str = accelerator.distributed_type.value
     if mpu is None or not (kind == "NO" or kind.startswith("MULTI_")):  # another engine's

@@ -1,7 +1,5 @@
 """Every rank writes equally many bytes, and none gathers what it does not hold."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,13 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import autopar
 from autopar.checkpoint import Manifest, save
 from autopar.checkpoint.save import shares
-from autopar.checkpoint.shards import check_checkpoint
+from autopar.checkpoint.shards import Shards, check_checkpoint
 from autopar.storage.safetensors_io import dtype_of, nbytes
 from tests.checkpoint.hybrid import Mesh, Run, assert_same
 from tests.features.experts.mixtures import compare, mixtral
 from tests.pool import pooled
+from tests.small import llama
 from tests.worlds import raises_everywhere
 
 OF_FOUR = [
@@ -118,6 +118,28 @@ def test_small_models_have_few_files_and_an_error_of_a_rank_is_everyones(tmp_pat
     with shared_out(), raises_everywhere(save.CheckpointError, "ln_1.weight differs between rank 0 and rank 2"):
         run.save(tmp_path / "ckpt")
     run.close()
+
+
+@pooled(world_size=4)
+def test_tied_weights_own_buffers_and_empty_tensors(tmp_path):
+    plain = llama(tie_word_embeddings=True, intermediate_size=200)  # larger than the embedding: owners differ by stage
+    plain.model.norm.register_buffer("count", torch.zeros(3))
+    optimizer = torch.optim.AdamW(plain.parameters())
+    model, optimizer = autopar.initialize(plain, {"pp": 2, "zero": {"stage": 1}}, optimizer=optimizer)
+    ids = torch.arange(24).view(4, 6)
+    model.execute_pipeline({"input_ids": ids, "labels": ids}, optimizer=optimizer)
+    optimizer.step()
+    for name, buffer in model.named_buffers():
+        if name.endswith("count"):
+            buffer.fill_(model.mpu.dp.rank + 1.0)
+    with shared_out():
+        model.save_parallelized(tmp_path / "ckpt", optimizer=optimizer, extra={"seen": torch.empty(0)})
+    assert check_checkpoint(tmp_path / "ckpt")["problems"] == []
+    with Shards(tmp_path / "ckpt") as shards:
+        assert shards.lazy("model.norm.count").read().tolist() == [1.0] * 3  # of the first replica
+    extra: dict[str, Any] = {}
+    model.from_parallelized(tmp_path / "ckpt", optimizer=optimizer, extra=extra)
+    assert extra["seen"].shape == (0,)
 
 
 def described(**sizes: int) -> dict[str, list[Any]]:
