@@ -100,9 +100,11 @@ class Feature:
             with the match whose units it has.
         guards: Checks of values that ranks compare. ``forward``:
             ``make(inner, mpu, config, failures, draws, steps)`` is called for each model of which several ranks get the
-            same batch. It returns an object whose ``before_forward``, ``after_forward``, ``report`` and ``check_call``
-            the hooks of the model call on every rank. ``step``: ``make(mpu, failures, whole_every, experts)`` is called
-            where there are replicas; ``compare(optimizer, progress, closure, scaled)`` of its result before each step.
+            same batch. It returns an object whose ``before_forward``, ``after_forward``, ``report``, ``reset``,
+            ``check_call`` and ``first_only(compare, watch)`` the hooks of the model call on every rank. They read its
+            ``is_silent``, and set ``begun`` to what the functions of ``Region.beginning`` returned. ``step``:
+            ``make(mpu, failures, whole_every, experts)`` is called where there are replicas;
+            ``compare(optimizer, progress, closure, scaled)`` of its result before each step.
         rules: Rules of plans. The entry is the mixin that :func:`autopar.tensor_parallel.region_modules.region_class`
             puts before the class of a module, when layers are swapped; or a function of that class that returns it.
             ``autopar_state`` of a mixin names the attributes that its instances add.
@@ -318,7 +320,9 @@ def begin_asked() -> None:
     for name, feature in VARIABLES.items():
         if os.environ.get(name):
             need(feature, f"{name}={os.environ[name]}")
-            entry("variables", name)()
+    for name, begin in ((name, begin) for each in features() for name, begin in each.variables.items()):
+        if os.environ.get(name):
+            load(begin)()
 
 
 def check_settings(config: Any) -> None:

@@ -85,6 +85,7 @@ class Loader:
         self.shards = Shards(folder, self.parts)
         self.targets: Targets = {}
         self.finish: Callable[[], None] = lambda: None
+        self.random: Any = None  # the states with which this rank goes on
         self.tensors = local_tensors(model, fsdp=True)
         _check_model(self.shards, self.state, self.tensors)
         self._restore_base(check=True)
@@ -107,7 +108,11 @@ class Loader:
             then = scheduler.get("class") if isinstance(scheduler, Mapping) else None
             if then != now:
                 raise CheckpointError(f"{folder} holds the state of a {then}, lr_scheduler= is a {now}")
-        optimizer, rank = self.training.get("optimizer"), self.state.mpu.shards.rank
+        states, mpu = saved.get("random_states"), self.state.mpu
+        if states is not None and self.training.keys() & {"optimizer", "lr_scheduler"}:
+            self.random = random_states.choose(states, mpu.tp.rank, mpu.pp.rank, mpu.dp.rank, mpu.cp.rank)
+            random_states.check(self.random, mpu.random_tracker)
+        optimizer, rank = self.training.get("optimizer"), mpu.shards.rank
         self.weights = TrainingWeights(optimizer, self.shards.manifest)
         if optimizer is not None:
             facts, tensors = saved["optimizer"], self.shards.manifest.parts["optimizer"].tensors
@@ -144,10 +149,8 @@ class Loader:
         self.weights.finish()
         if "extra" in training:
             training["extra"].update(plain["extra"])
-        states = saved.get("random_states")
-        if states is not None and training.keys() & {"optimizer", "lr_scheduler"}:
-            chosen_state = random_states.choose(states, mpu.tp.rank, mpu.pp.rank, mpu.dp.rank, mpu.cp.rank)
-            mpu.random_tracker = random_states.restore(chosen_state, mpu.random_tracker)
+        if self.random is not None:
+            mpu.random_tracker = random_states.restore(self.random, mpu.random_tracker)
 
 
 def _check_model(shards: Shards, state: State, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -39,6 +39,12 @@ def take(tracker: Any = None) -> Json:
     return encode_inline({**default, "streams": None if tracker is None else dict(tracker.get_states())}, _WHERE)
 
 
+def check(value: Json, tracker: Any) -> None:
+    """Raise CheckpointError if ``value`` is damaged, ConfigError if a feature is missing that :func:`restore` needs."""
+    if _checked(value)["streams"] is not None and tracker is None:
+        registry.need("megatron", "the named random streams in the checkpoint")
+
+
 def restore(value: Json, tracker: Any = None) -> Any:
     """Continue with the states that :func:`take` or :func:`choose` returned.
 
@@ -53,7 +59,6 @@ def restore(value: Json, tracker: Any = None) -> Any:
     states = _checked(value)
     if states["streams"] is not None:
         if tracker is None:
-            registry.need("megatron", "the named random streams in the checkpoint")
             tracker = registry.entry("toolbox", "RandomStateTracker")()
         tracker.set_states(states["streams"])
     Generators(TorchGenerators(states["torch"], states["cuda"]), states["python"], states["numpy"]).restore()

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import Cache, EncoderDecoderCache
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 ATTENTION = "_attn_implementation"  # of a config: the name of the function that attends
 ROUTER_LOSS = "load_balancing_loss_func"  # of a module of transformers: the auxiliary loss of a mixture's routers
@@ -164,3 +165,9 @@ def free_part() -> float:
 
     memory = psutil.virtual_memory()
     return min(1.0, memory.available / (memory.total - psutil.Process().memory_info().rss))
+
+
+def recomputed_layers(model: nn.Module, every: int = 1) -> list[nn.Module]:
+    """Return the blocks of a Hugging Face model that are recomputed one by one: the first, and each ``every``-th."""
+    found: list[nn.Module] = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+    return found[::every]

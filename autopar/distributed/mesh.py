@@ -344,8 +344,8 @@ class MPU(NotCopied):
                 if name in vars(names):
                     return vars(names)[name].__get__(self, type(self))
             hint = nearest(name, [one for one in dir(self) if not one.startswith("_")], cutoff=0.6)
-            more = registry.missing("megatron", "Names of Megatron-LM") if name.startswith(("get_", "is_")) else ""
-            raise AttributeError(f"an MPU has no {name!r}.{hint or more}", name=name)
+            hint = hint or registry.missing("megatron", "Names of Megatron-LM")
+            raise AttributeError(f"an MPU has no {name!r}.{hint}", name=name)
 
     def __dir__(self) -> list[str]:
         names = (name for _, kind in registry.entries("mesh_names") for name in vars(kind))

@@ -12,10 +12,9 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from autopar.compat.tensors import schema_of
-from autopar.compat.transformers import RECOMPUTE
+from autopar.compat.transformers import RECOMPUTE, recomputed_layers
 from autopar.distributed.process import accelerator
 from autopar.errors import ConfigError
 from autopar.features.activation_checkpointing.tape import Tape
@@ -57,12 +56,6 @@ def check(model: nn.Module, blocks: Sequence[str], policy: object, every: int = 
             f"activation_checkpointing recomputes the blocks of a model, and the policy of {type(model).__name__} "
             f"names no 'blocks' ({policy}); leave it out."
         )
-
-
-def recomputed_layers(model: nn.Module, every: int = 1) -> list[nn.Module]:
-    """Return the blocks of a Hugging Face model that are recomputed one by one: the first, and each ``every``-th."""
-    found: list[nn.Module] = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
-    return found[::every]
 
 
 def apply(

@@ -83,7 +83,8 @@ class StepComparison:
         seen = self._published.setdefault(progress.number, _Published())
         turn, seen.compared = seen.compared, seen.compared + 1
         digests = digest_step(held, None if whole else turn, closure, scaled)
-        mine = json.dumps([of_text(repr([name for name, _ in held])), step, digests, len(held)])
+        alike = [name for name, _ in held if name not in self._experts]
+        mine = json.dumps([of_text(repr(alike)), step, digests, len(alike)])
         self._store.set(_key(progress, turn, self.mpu.rank), mine)
         seen.digests[turn] = whole, mine
         self._compare_with_others(optimizer, progress, seen)

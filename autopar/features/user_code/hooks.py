@@ -48,8 +48,7 @@ class WholeHooks:
     """
 
     def __init__(self, model: nn.Module, axis: Axis) -> None:
-        self.axis = axis
-        self._known = {id(shards.module): shards for shards in _shards_of(model)}
+        self._known = {id(shards.module): shards._replace(axis=axis) for shards in _shards_of(model)}
         self._places = [(hooks_of(s.module, kind), kind, s) for s in self._known.values() for kind in HOOKS]
         self._blocks = [  # that compute with sequence shards
             (path, block, [(module, hooks_of(module, kind)) for module in block.modules() for kind in HOOKS])
@@ -83,16 +82,18 @@ class WholeHooks:
             if isinstance(hook, _WholeHook):
                 hook.known.update(known)  # on all modules, of several models
             elif not is_of_library(hook):
-                hooks[key] = _WholeHook(hook, kind, key in with_kwargs, dict(known), self.axis)
+                hooks[key] = _WholeHook(hook, kind, key in with_kwargs, dict(known))
 
     def unwrap(self) -> None:
         """Put the hooks themselves back in their places."""
         for hooks, _, _ in self._places:
             _unwrap(hooks)
-        everywhere = [hook for kind in HOOKS for hook in hooks_of_all(kind)[0].values()]
-        for hook in (hook for hook in everywhere if isinstance(hook, _WholeHook)):
-            for key in self._known:
-                hook.known.pop(key, None)
+        for everywhere in (hooks_of_all(kind)[0] for kind in HOOKS):
+            for key, hook in list(everywhere.items()):
+                if isinstance(hook, _WholeHook):
+                    hook.known = {module: shards for module, shards in hook.known.items() if module not in self._known}
+                    if not hook.known:
+                        everywhere[key] = hook.user_hook
 
 
 def _unwrap(hooks: dict[int, Any]) -> None:
@@ -104,10 +105,8 @@ def _unwrap(hooks: dict[int, Any]) -> None:
 class _WholeHook:
     """In the place of a user's hook, on one module or on all."""
 
-    def __init__(
-        self, hook: Callable[..., Any], kind: str, with_kwargs: bool, known: dict[int, Shards], axis: Axis
-    ) -> None:
-        self.user_hook, self.kind, self.with_kwargs, self.known, self.axis = hook, kind, with_kwargs, known, axis
+    def __init__(self, hook: Callable[..., Any], kind: str, with_kwargs: bool, known: dict[int, Shards]) -> None:
+        self.user_hook, self.kind, self.with_kwargs, self.known = hook, kind, with_kwargs, known
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.user_hook, memo)  # a copied model finds its hooks anew
@@ -119,7 +118,7 @@ class _WholeHook:
         if shards is None or failed or LOCAL_HOOKS in vars(module):
             return self.user_hook(module, *values)
         backward = self.kind.startswith("backward")
-        given, made = SeenShards(shards.given, shards, self.axis), SeenShards(shards.made, shards, self.axis)
+        given, made = SeenShards(shards.given, shards), SeenShards(shards.made, shards)
         if self.kind == "forward":
             *inputs, output = values
             seen = made.whole(output)
@@ -186,6 +185,7 @@ class Shards(NamedTuple):
         path, module: of it.
         given, made: layouts of the features that its forward is given, and that it makes; None: they are whole.
         heads: tensors of four dims have heads as a dim of their own.
+        axis: the ranks of the model.
     """
 
     path: str
@@ -193,14 +193,16 @@ class Shards(NamedTuple):
     given: Layout | None = None
     made: Layout | None = None
     heads: bool = False
+    axis: Axis | None = None
 
 
 class SeenShards:
     """Gather the sharded tensors of one call of a module for a hook, and shard again what the hook returns."""
 
-    def __init__(self, layout: Layout | None, shards: Shards, axis: Axis) -> None:
+    def __init__(self, layout: Layout | None, shards: Shards) -> None:
         self._gathered: list[tuple[torch.Tensor, int]] = []  # copies that a hook gets, and their versions
-        self.layout, self.axis, self.heads, self.path = layout, axis, shards.heads, shards.path
+        assert shards.axis is not None
+        self.layout, self.axis, self.heads, self.path = layout, shards.axis, shards.heads, shards.path
         self._cuts: dict[torch.Size, tuple[int, Layout]] = {}  # shape of the whole -> how it is sharded
         self._kept: list[torch.Tensor] = []  # given as they are
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +20,12 @@ if TYPE_CHECKING:
     from autopar.features.user_code.hooks import WholeHooks
 
 
+_running: weakref.WeakSet[Watched] = weakref.WeakSet()
+"""Models whose forward runs now."""
+
+
 def watch_user_code(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """Last, on the parameters that stay; undone first, so that layers get plain parameters back."""
+    """On the parameters that stay."""
     if state.plan.shards > 1:
         watched = state.features["user_code"] = Watched(state.mpu.tp)
         state.region.beginning.append(watched.begin)
@@ -44,6 +49,7 @@ class Watched:
 
     def begin(self, model: nn.Module) -> dict[str, str]:
         """Begin a forward; return where user hooks are, for ranks to compare before any of them gathers."""
+        _running.add(self)
         Sharded.__torch_function__ = disabled_torch_function  # no Python is called for each function
         if self.axis.size == 1:
             return {}
@@ -52,13 +58,17 @@ class Watched:
             from autopar.features.user_code.hooks import WholeHooks
 
             hooks = self._hooks[model] = WholeHooks(model, self.axis)
-        seen = hooks.wrap() if self._found or any(hooks.dicts) else {}
-        self._found = bool(seen)  # if all are removed now, the next forward still looks
-        return seen
+        if not self._found and not any(hooks.dicts):
+            return {}
+        seen = {one: each.wrap() for one, each in self._hooks.items()}
+        self._found = any(seen.values())  # if all are removed now, the next forward still looks
+        return seen[model]
 
     def end(self) -> None:
         """End the forward."""
-        Sharded.__torch_function__ = NOTICING
+        _running.discard(self)
+        if not _running:
+            Sharded.__torch_function__ = NOTICING
 
     def undo(self, model: nn.Module) -> None:
         """Put the user hooks themselves back in their places, and give parameters torch's class again."""

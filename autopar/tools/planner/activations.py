@@ -24,11 +24,10 @@ from torch.autograd.graph import Node, get_gradient_edge
 from transformers import PreTrainedModel
 
 from autopar.compat.tensors import input_metadata, sequence_number, tree_map_only
+from autopar.compat.transformers import recomputed_layers
 from autopar.distributed.rng import kept
 from autopar.dry_run.equal_blocks import BlockReplay, EqualBlocks
 from autopar.dry_run.operators import Form, autocast_on_meta, form_of, tensor_of
-from autopar.features.activation_checkpointing.setup import recomputed_layers, saved_operators
-from autopar.features.activation_checkpointing.tape import Tape
 from autopar.pipeline_parallel.engine import nodes, runs_once, way
 from autopar.tensor_tracking import tensors_in
 from autopar.tools.planner.stage_costs import ForwardCount, Unit, collectives_of
@@ -39,6 +38,12 @@ from autopar.tools.planner.storages import Entry, FusedKernels, Operation, Saved
 def remembered(storages: Storages, saved: SavedStorages, save: tuple[str, ...]) -> Iterator[dict[int, int]]:
     """Give number and bytes of the storages that ``activation_checkpointing.save`` keeps of a block's forward."""
     sizes: dict[int, int] = {}
+    if not save:
+        yield sizes
+        return
+    from autopar.features.activation_checkpointing.setup import saved_operators
+    from autopar.features.activation_checkpointing.tape import Tape
+
     tape, operators = Tape(), saved_operators(save)
     if "attention" in save:
         operators |= {F.scaled_dot_product_attention}

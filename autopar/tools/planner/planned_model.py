@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from autopar import registry
 from autopar.compat.transformers import ATTENTION, EXPERTS
 from autopar.config import ParallelConfig
 from autopar.data_parallel.precision import DTYPES, MasterWeights, to_half
@@ -20,7 +21,6 @@ from autopar.dry_run.equal_blocks import EqualBlocks, equal_blocks
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.plan_model import ModelPlans
 from autopar.errors import ConfigError, UnsupportedModelError, first_line
-from autopar.features.activation_checkpointing.setup import check as check_checkpointing
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan, rank_of_stage
 from autopar.policy.schema import Policy
@@ -158,7 +158,10 @@ class PlannedModel:
 
     def check_checkpointing(self, every: int = 1) -> None:
         """Raise ConfigError if the blocks, or one of ``every`` blocks, cannot be recomputed."""
-        check_checkpointing(self.inner, (), self.policy.where, every)
+        registry.need("activation_checkpointing", "activation_checkpointing: true")
+        from autopar.features.activation_checkpointing.setup import check
+
+        check(self.inner, (), self.policy.where, every)
 
     def rehearse(self, config: ParallelConfig) -> None:
         """Try the shards and the stages, as ``initialize`` does. Raises what is wrong with them."""
