@@ -44,7 +44,7 @@ WAITS = {
     "compared in a forward of every ten",
     "forward.py first_elements": "the same: whether a sample of a weight tells ranks apart",
     "digest.py of_tensor": "the same: digests of inputs and of a sample; of inputs in the first three steps",
-    "step.py _digest_of": "the same: digests of a gradient and of the optimizer's state in the last step",
+    "forward.py _digest_of": "the same: digests of a gradient and of the optimizer's state in the last step",
     "step.py digest_step": "replicas compare gradients and weights in the first steps, then a sample of some",
 }
 
@@ -149,7 +149,7 @@ def test_with_checks_only_every_tenth_forward_waits() -> None:
     *_, model, optimizer = started(lambda p: torch.optim.AdamW(p, lr=1e-2), model_parallelism=model_parallelism)
     ids = share(model)
     contents = [*["digest.py of_tensor"] * 2, SUMS, "forward.py first_elements"]
-    last_step = ["step.py _digest_of"] * 2
+    last_step = ["forward.py _digest_of"] * 2
     shard = ["digest.py of_tensor"]
     checked = {0: [*contents, *shard], 10: [*contents, *shard, *last_step]}
     for number in range(12):
