@@ -407,9 +407,6 @@ def snapshot(
 
         ``shards``: ranks of ``mpu.shards``, if the layout does not say which. ``only``: the replicas, if not all.
         """
-        stages = tuple(state.holders.get(of, (mpu.pp.rank,)))
-        if mpu.pp.rank not in stages:  # a buffer outside of the blocks, which every stage has
-            return
         count, first = tensor.shape[0] if tensor.ndim else 1, 0
         if isinstance(tensor, DTensor):
             axis = state.rows_of(of)
@@ -419,15 +416,13 @@ def snapshot(
             shards = None if due.layout is None else due.layout.holders[mpu.shards.rank]
         tensor = local_part(tensor.detach())
         if tensor.numel():
-            sets.setdefault(str((shards, only, stages)), []).append(Held(part, due, tensor, first, count))
+            key = str((shards, only, tuple(state.holders.get(of, (mpu.pp.rank,)))))
+            sets.setdefault(key, []).append(Held(part, due, tensor, first, count))
         elif not math.prod(due.shape):
             plans[part][due.name] = due.to_json()  # it lies in no file
 
-    for name, tensor in local.items():
-        trained, due = isinstance(tensor, nn.Parameter), plan.tensors[name]
-        replicas = mpu.copies if name in plan.experts else mpu.dp_cp
-        if trained or (replicas.rank == 0 and (due.layout is not None or mpu.shards.rank == 0)):
-            hold("model", due, tensor, name, only=None if trained else "first")  # replicas have buffers of their own
+    for name, due, tensor, only in _of_model(local, state):
+        hold("model", due, tensor, name, only=only)
     base_notes: dict[str, str] = {}
     if state.quantized and not state.adapted:
         base, base_notes = registry.entry("parts", "base").collect(model, state)
@@ -470,6 +465,21 @@ def snapshot(
         "random": {**place, "state": random_states.take(mpu.random_tracker)} if resumable else None,
     }
     return Snapshot(sets, report, own, any(isinstance(tensor, DTensor) for tensor in local.values()))
+
+
+def _of_model(
+    local: Mapping[str, torch.Tensor], state: State
+) -> Iterator[tuple[str, TensorPlan, torch.Tensor, str | None]]:
+    """Yield name, plan and tensor of what ranks write of the model, and which replica if not all of them."""
+    mpu = state.mpu
+    for name, tensor in local.items():
+        due, trained = state.plan.tensors[name], isinstance(tensor, nn.Parameter)
+        replicas = mpu.copies if name in state.plan.experts else mpu.dp_cp
+        first = replicas.rank == 0 and (due.layout is not None or mpu.shards.rank == 0)
+        if mpu.pp.rank not in state.holders.get(name, (mpu.pp.rank,)):
+            continue  # a buffer outside of the blocks, which other stages have too
+        if trained or first:  # each replica has its own buffers
+            yield name, due, tensor, None if trained else "first"
 
 
 def _of_optimizer(
