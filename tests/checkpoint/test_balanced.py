@@ -1,7 +1,5 @@
 """Every rank writes equally many bytes, and none gathers what it does not hold."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
