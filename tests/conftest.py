@@ -3,6 +3,9 @@
 import tests.environment  # noqa: F401 - cleans the environment, before others read it
 
 # isort: split
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +21,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(TierRun(config), "tiers")
+
+
+@pytest.fixture
+def alone() -> Iterator[Any]:
+    """An MPU over a world of this one process."""
+    from autopar.distributed.mesh import MPU
+
+    state = torch.get_rng_state()
+    yield MPU()
+    dist.destroy_process_group()
+    torch.set_rng_state(state)
 
 
 @pytest.hookimpl(trylast=True)

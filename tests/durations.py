@@ -6,8 +6,6 @@ fails if a tier has outgrown its seconds in :mod:`tests.tiers` by a fifth. For t
 the speed of the machine: what its tests took against what is written down.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random
@@ -30,7 +28,7 @@ class Durations:
         self.seconds = seconds
 
     @classmethod
-    def read(cls, file: Path = FILE) -> Durations:
+    def read(cls, file: Path = FILE) -> "Durations":
         by_file = json.loads(file.read_text()) if file.exists() else {}
         return cls({f"{path}::{name}": s for path, listed in by_file.items() for name, s in listed.items()})
 
@@ -38,7 +36,7 @@ class Durations:
         """Return the seconds of a test; ``later`` says that it is in a later tier than check."""
         return self.seconds.get(function_of(nodeid), _UNKNOWN[later])
 
-    def updated(self, measured: dict[str, float]) -> Durations:
+    def updated(self, measured: dict[str, float]) -> "Durations":
         """Return these with others, measured by node id, in the place of what they had."""
         cases = defaultdict[str, list[float]](list)
         for nodeid, seconds in measured.items():

@@ -21,6 +21,12 @@ def everyones(value: Any, group: Any = None) -> list[Any]:
     return [pickle.loads(data) for data in gathered]
 
 
+def same_random_states(group: Any = None) -> None:
+    """Assert that all ranks of the group draw the same from here on; collective."""
+    states = everyones(torch.get_rng_state(), group)
+    assert all(torch.equal(state, states[0]) for state in states)
+
+
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_meta or value.layout is not torch.strided:

@@ -110,10 +110,8 @@ class _Agreed:
             self.problems.append(str(error))
 
     def settle(self) -> None:
-        everyone = [self.problems] * self.mpu.tp.size
-        if self.mpu.tp.size > 1:
-            dist.all_gather_object(everyone, self.problems, group=self.mpu.tp.group)
-        for rank, problems in enumerate(everyone):
+        tp = self.mpu.tp
+        for rank, problems in enumerate(everyones(self.problems, tp.group) if tp.size > 1 else [self.problems]):
             assert not problems, f"on tp rank {rank}: {problems[0]}"
 
 

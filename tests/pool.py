@@ -10,7 +10,6 @@ There is one world of each size. Bodies that kill a rank or need a process of th
 import atexit
 import faulthandler
 import functools
-import inspect
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -20,10 +19,9 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from tests.worlds import PRELOAD, check_ranks_are_allowed, connection_failed, join, run_body
+from tests.worlds import PRELOAD, check_ranks_are_allowed, connected, join, over_ranks, run_body, stacks_of
 
 _GRACE = 5.0  # seconds that the peers of a failed rank get to fail by themselves
 _RANKS = 24  # of all worlds together; beyond it those that have waited longest end
@@ -71,17 +69,9 @@ class World:
             rank, text = next(iter(failures.items()))
             raise AssertionError(f"rank {rank} of {len(self.pipes)} failed:\n{text}")
         if pending:
-            raise AssertionError(f"ranks {sorted(pending)} did not end in {timeout} s:\n{self.stacks()}")
-
-    def stacks(self) -> str:
-        """Where every rank is."""
-        for process in self.processes:
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(0.5)
-        return "\n".join(
-            f"--- {path.name}\n{path.read_text()}" for path in sorted(Path(self.folder.name).glob("stack-*"))
-        )
+            raise AssertionError(
+                f"ranks {sorted(pending)} did not end in {timeout} s:\n{stacks_of(self.processes, self.folder.name)}"
+            )
 
     def close(self) -> None:
         """End the ranks, whatever they do."""
@@ -105,18 +95,10 @@ def pooled(world_size: int, timeout: float = 300.0) -> Callable[[Callable[..., N
     """Run the decorated test on the ranks of the pool's world of that size."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(body)
         def run(*args: Any, **kwargs: Any) -> None:
-            try:
-                _run(body, world_size, timeout, args, kwargs)
-            except AssertionError as error:
-                if not connection_failed(error):
-                    raise
-                _run(body, world_size, timeout, args, kwargs)
+            connected(functools.partial(_run, body, world_size, timeout, args, kwargs))
 
-        run.body, run.world_size = body, world_size  # type: ignore[attr-defined]
-        run.__signature__ = inspect.signature(body)  # type: ignore[attr-defined]
-        return run
+        return over_ranks(run, body, world_size)
 
     return decorate
 

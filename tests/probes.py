@@ -4,8 +4,6 @@ Names that a module of :mod:`autopar.compat` or :mod:`autopar.tools.compat` impo
 no probe. The others are listed here by what has them. Functions that use some of them are tried on something small.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable, Iterator

@@ -1,5 +1,6 @@
 """Small random models that many tests share."""
 
+import copy
 from typing import Any
 
 import torch
@@ -48,6 +49,14 @@ def parallel(model: Any, tp: int, **config: Any) -> Any:
     import autopar
 
     return autopar.initialize(model, {"model_parallelism": {"tensor_parallel_size": tp}, **config})
+
+
+def lazily(model: Any) -> Any:
+    """Another model like this one, without memory."""
+    import autopar
+
+    with autopar.lazy_init():
+        return type(model)(copy.deepcopy(model.config))
 
 
 class Unshifted(LlamaForCausalLM):

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import CheckpointError, ConsistencyError
+from tests.exchange import everyones
 from tests.parity import language_batches
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
@@ -52,11 +53,7 @@ def test_weights_that_one_rank_wrote_are_found_within_some_forwards():
 
 @pytest.mark.tier("test")
 @pooled(world_size=2)
-def test_weights_that_differ_are_not_saved(tmp_path_factory=None):
-    import tempfile
-
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder)
+def test_weights_that_differ_are_not_saved(tmp_path):
     model = parallel(gpt2(), 2).train()
     _train(model, 2, skip=1)  # no forward comes after it
     for arguments in ({}, {"merge_checkpoints": True}, {"async_save": True}):
@@ -65,10 +62,10 @@ def test_weights_that_differ_are_not_saved(tmp_path_factory=None):
             "transformer.wpe.weight differs between rank 0 and rank 1, which must hold the same",
             "skipped an optimizer step",
         ):
-            model.save_parallelized(f"{folder[0]}/step-2", **arguments)
+            model.save_parallelized(tmp_path / "step-2", **arguments)
     off = parallel(gpt2(), 2, consistency_check={"enable": False}).train()
     _train(off, 2, skip=1)
-    off.save_parallelized(f"{folder[0]}/step-2")
+    off.save_parallelized(tmp_path / "step-2")
 
 
 @pytest.mark.tier("test")
@@ -175,12 +172,11 @@ def test_an_optimizer_state_of_rank_0_on_all_ranks_is_noticed_on_the_next_forwar
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model(**batches[0]).loss.backward()
     optimizer.step()
-    saved = [optimizer.state_dict() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(saved)  # what torch.load of rank 0's file gives
+    saved = everyones(optimizer.state_dict())[0]  # what torch.load of rank 0's file gives
     resumed = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with raises_everywhere(ConsistencyError, "stepped with the same numbers for", "from_parallelized(..., optimizer="):
         for batch in batches:
-            resumed.load_state_dict(saved[0])
+            resumed.load_state_dict(saved)
             model(**batch).loss.backward()
             resumed.step()
             resumed.zero_grad()

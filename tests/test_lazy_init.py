@@ -14,16 +14,10 @@ from autopar.errors import ConfigError
 from tests.parity import whole
 from tests.pool import pooled
 from tests.random_models import build, cases
-from tests.small import gpt2, llama, parallel
+from tests.small import gpt2, lazily, llama, parallel
 
 TYPES = ["gpt2", "llama", "mixtral", "bert", "t5", "bart", "bloom", "mamba2", "whisper", "albert", "vit"]
 TYPES += ["vit_mae", "deepseek_v3"]
-
-
-def lazily(model: Any) -> Any:
-    """Another model like this one, without memory."""
-    with autopar.lazy_init():
-        return type(model)(copy.deepcopy(model.config))
 
 
 class Wrapper(nn.Module):

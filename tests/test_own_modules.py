@@ -22,8 +22,7 @@ from tests.pool import pooled
 
 
 def parallel(model: Any, tp: int = 1, pp: int = 1, policy: Any = GPT_POLICY, **rest: Any) -> Any:
-    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
-    config = {"model_parallelism": sizes, **rest.pop("config", {})}
+    config = {"tp": tp, "pp": pp, **rest.pop("config", {})}
     return autopar.initialize(model, config, policy=policy, **rest)
 
 

@@ -42,6 +42,12 @@ def run(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["policy", *map(str, arguments)])
 
 
+def fails(*arguments: object) -> Any:
+    result = run(*arguments)
+    assert result.exit_code == 1, result.output
+    return result
+
+
 def of(result: Any) -> Any:
     """The JSON that a command printed."""
     return json.loads(result.stdout)
@@ -82,8 +88,7 @@ def test_the_policy_found_for_a_folder(folder: Path) -> None:
 @distributed(world_size=4)
 def what_ranks_hold(config: Path, report: dict[str, Any]) -> None:
     model = GPT2LMHeadModel(GPT2Config.from_pretrained(config))
-    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
-    model = autopar.initialize(model, {"model_parallelism": sizes})
+    model = autopar.initialize(model, {"tp": 2, "pp": 2})
     held = sum(parameter.numel() for parameter in model.parameters() if parameter.numel())
     place = {"tp": model.mpu.get_tensor_parallel_rank(), "pp": model.mpu.get_pipeline_parallel_rank()}
     (mine,) = [rank for rank in report["ranks"] if {axis: rank[axis] for axis in place} == place]
@@ -134,10 +139,8 @@ def test_show(folder: Path) -> None:
     assert "dry run" not in result.stdout and "holds" not in result.stdout
     report = of(run("show", folder, "--pp", 2, "--json"))
     assert all(re.fullmatch(r"policies/.*\.yaml:\d+", tensor["where"]) for tensor in report["tensors"])
-    assert [stage["modules"] for stage in report["stages"]] == [
-        ["transformer.h.0"],
-        ["transformer.h.1", "transformer.h.2"],
-    ]
+    stages = [["transformer.h.0"], ["transformer.h.1", "transformer.h.2"]]
+    assert [stage["modules"] for stage in report["stages"]] == stages
 
 
 @pytest.mark.tier("all")
@@ -147,11 +150,10 @@ def test_long_sequences(folder: Path) -> None:
     report = of(run("check", "swin", "--json"))
     assert report["holds"] and report["sequence_parallel"].startswith("refused: sequence_parallel does not fit Swin")
     assert report["context_parallel"].startswith("refused: context_parallel_size=2 does not fit Swin")
-    result = run("check", "swin", "--cp", 3)
-    assert result.exit_code == 1 and "context parallel: fails" in result.stdout
+    result = fails("check", "swin", "--cp", 3)
+    assert "context parallel: fails" in result.stdout
     assert "error: context_parallel_size=3 does not fit SwinModel" in result.stderr
-    result = run("check", "swin", "--sequence-parallel")
-    assert result.exit_code == 1 and "error: sequence_parallel does not fit SwinModel" in result.stderr
+    assert "error: sequence_parallel does not fit SwinModel" in fails("check", "swin", "--sequence-parallel").stderr
 
 
 def test_every_head(folder: Path) -> None:
@@ -196,17 +198,15 @@ def test_mistakes_are_told_with_their_line(error: str, tmp_path: Path, folder: P
     old, new = MISTAKES[error]
     assert old in POLICY
     file.write_text(POLICY.replace(old, new).replace("attributes:\nsuffix", "attributes: {}\nsuffix"))
-    result = run("check", file, "--model", folder)
-    assert result.exit_code == 1
+    result = fails("check", file, "--model", folder)
     assert error in result.stderr and re.search(r"mine\.yaml:\d+: ", result.stderr)
     assert "all holds" not in result.stdout
 
 
 def test_sizes_that_do_not_fit(folder: Path) -> None:
-    result = run("check", folder, "--tp", 10)
-    assert result.exit_code == 1 and "Largest size that fits this model: 9." in result.stderr
-    result = run("check", folder, "--pp", 4)
-    assert result.exit_code == 1 and "Largest number of stages that fits this model: 3." in result.stderr
+    assert "Largest size that fits this model: 9." in fails("check", folder, "--tp", 10).stderr
+    result = fails("check", folder, "--pp", 4)
+    assert "Largest number of stages that fits this model: 3." in result.stderr
     assert "dry run: ok" in result.stdout and "stages: fails" in result.stdout
 
 
@@ -236,30 +236,27 @@ def test_code_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(tmp_path)
     assert of(run("check", "some_code.py:small", "--json"))["holds"]
     assert of(run("check", "some_code:small", "--json"))["holds"], "a module that can be imported from here"
-    result = run("check", "some_code.py:Renamed")
-    assert result.exit_code == 1
+    result = fails("check", "some_code.py:Renamed")
     assert "no policy lists model_type 'renamed'" in result.stderr and "policy='derive'" in result.stderr
     for name, told in {
         "smal": "some_code.py has no class or function 'smal'. Did you mean 'small'?",
         "takes": "takes needs layers; name a function without arguments",
         "Fails": "Fails cannot be built: RuntimeError: out of luck",
     }.items():
-        result = run("check", f"some_code.py:{name}")
-        assert result.exit_code == 1 and result.stderr.startswith(f"error: {told}"), result.stderr
+        result = fails("check", f"some_code.py:{name}")
+        assert result.stderr.startswith(f"error: {told}"), result.stderr
         assert result.stdout == ""
 
 
 def test_a_module_that_is_no_hugging_face_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(GPT_POLICY)
-    (tmp_path / "nano.py").write_text(
-        "from tests.own_modules import GPT, GPTConfig\n\ndef nano():\n    return GPT(GPTConfig())\n"
-    )
+    code = "from tests.own_modules import GPT, GPTConfig\n\ndef nano():\n    return GPT(GPTConfig())\n"
+    (tmp_path / "nano.py").write_text(code)
     result = run("check", "mine.yaml", "--model", "nano.py:nano")
     assert result.exit_code == 0, result.output
     assert "dry run: not run: it needs the arguments of a forward" in result.stdout
-    result = run("check", "mine.yaml")
-    assert result.exit_code == 1 and "has no 'match', so it names no model" in result.stderr
+    assert "has no 'match', so it names no model" in fails("check", "mine.yaml").stderr
 
 
 @pytest.mark.parametrize(
@@ -282,8 +279,8 @@ def test_what_is_no_model(arguments: list[str], told: str, tmp_path: Path, monke
     for name, text in {"broken": "{", "unknown": '{"model_type": "my_model"}'}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(text)
-    result = run("check", *arguments)
-    assert result.exit_code == 1 and result.stdout == ""
+    result = fails("check", *arguments)
+    assert result.stdout == ""
     assert result.stderr.startswith("error: ") and told in result.stderr, result.stderr
 
 
@@ -315,12 +312,8 @@ def test_experts_that_replicas_share(mixture: Path) -> None:
     assert rows["model.layers.0-1.self_attn.q_proj.weight"].endswith(" 8 x 16")
     assert rows["lm_head.weight"].endswith(" 16 x 16 | 15 x 16"), "as on the tp ranks of each replica"
     lines = result.stdout.splitlines()
-    assert [line.partition(":")[0] for line in lines if line.startswith("ep rank")] == [
-        "ep rank 0, tp rank 0",
-        "ep rank 1, tp rank 1",
-        "ep rank 2, tp rank 0",
-        "ep rank 3, tp rank 1",
-    ]
+    places = [f"ep rank {rank}, tp rank {rank % 2}" for rank in range(4)]
+    assert [line.partition(":")[0] for line in lines if line.startswith("ep rank")] == places
     checked = run("check", mixture, "--tp", 2, "--ep", 4)
     assert checked.exit_code == 0 and checked.stdout.splitlines()[-1] == "all holds", checked.output
     alone = run("check", mixture, "--tp", 1, "--ep", 2)
@@ -331,14 +324,9 @@ def test_experts_that_replicas_share(mixture: Path) -> None:
 
 def test_expert_parallel_sizes_that_do_not_fit(mixture: Path, folder: Path) -> None:
     for command in ("check", "show"):
-        result = run(command, mixture, "--tp", 2, "--ep", 3)
-        assert result.exit_code == 1
-        assert "expert_parallel_size=3 must be 1 or a multiple of tensor_parallel_size=2" in result.stderr
-        result = run(command, mixture, "--tp", 2, "--ep", 8)
-        assert (
-            result.exit_code == 1
-            and "expert_parallel_size=8 does not fit MixtralForCausalLM: 5 experts" in result.stderr
-        )
-        assert "Largest size that fits this model: 4." in result.stderr, "a multiple of --tp"
-        result = run(command, folder, "--ep", 2)
-        assert result.exit_code == 1 and "this model has no experts" in result.stderr
+        said = fails(command, mixture, "--tp", 2, "--ep", 3).stderr
+        assert "expert_parallel_size=3 must be 1 or a multiple of tensor_parallel_size=2" in said
+        said = fails(command, mixture, "--tp", 2, "--ep", 8).stderr
+        assert "expert_parallel_size=8 does not fit MixtralForCausalLM: 5 experts" in said
+        assert "Largest size that fits this model: 4." in said, "a multiple of --tp"
+        assert "this model has no experts" in fails(command, folder, "--ep", 2).stderr

@@ -8,17 +8,12 @@ import torch.distributed as dist
 
 import autopar
 from autopar.tools.verification.recording import recording_of
+from tests.exchange import everyones
 from tests.parity import close, whole
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
 
 IDS = torch.arange(10).view(2, 5)
-
-
-def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
-    parts: list = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, tensor.detach())
-    return parts
 
 
 @pytest.mark.tier("test")
@@ -38,9 +33,9 @@ def test_dropout_on_replicated_activations_is_equal_and_on_sharded_ones_differs(
     model.transformer.drop.register_forward_hook(lambda _, args, out: seen.update(before=out))
     model(IDS)
     for name in ("before", "after"):
-        first, second = gathered(seen[name])
+        first, second = everyones(seen[name])
         assert torch.equal(first, second) and (first == 0).any(), name
-    first, second = gathered(seen["inside"])
+    first, second = everyones(seen["inside"])
     assert not torch.equal(first, second)
 
 
@@ -63,7 +58,7 @@ def test_an_interrupted_forward_leaves_the_random_streams_alike():
     with pytest.raises(RuntimeError, match="on purpose"):
         model(IDS)
     handle.remove()
-    states = gathered(torch.get_rng_state())
+    states = everyones(torch.get_rng_state())
     assert torch.equal(states[0], states[1])
 
 
@@ -78,7 +73,7 @@ def test_sampling_is_that_of_the_plain_model_given_the_seed_and_the_same_on_all_
     torch.manual_seed(5)
     assert torch.equal(model.generate(IDS, **settings), expected)
     torch.manual_seed(100 + dist.get_rank())  # careless users
-    first, second = gathered(model.generate(IDS, **settings))
+    first, second = everyones(model.generate(IDS, **settings))
     assert torch.equal(first, second)
 
 

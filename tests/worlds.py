@@ -14,6 +14,7 @@ end in time is killed and fails with the stack of every rank. Arguments (fixture
 decorated function must live at the top of its module.
 """
 
+import contextlib
 import faulthandler
 import functools
 import importlib
@@ -25,7 +26,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -46,15 +47,19 @@ def distributed(
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(body)
         def run(*args: Any, **kwargs: Any) -> None:
             spawn(body.__module__, body.__qualname__, world_size, timeout, args, kwargs, method=method)
 
-        run.body, run.world_size = body, world_size  # type: ignore[attr-defined]
-        run.__signature__ = inspect.signature(body)  # type: ignore[attr-defined]
-        return run
+        return over_ranks(run, body, world_size)
 
     return decorate
+
+
+def over_ranks(run: Any, body: Callable[..., None], world_size: int) -> Callable[..., None]:
+    """Give ``run`` the name and arguments of the test whose body it runs on ranks."""
+    run = functools.wraps(body)(run)
+    run.body, run.world_size, run.__signature__ = body, world_size, inspect.signature(body)
+    return run
 
 
 def spawn(
@@ -72,12 +77,8 @@ def spawn(
     ``expect_dead`` lists ranks that are meant to die: they may end with any code.
     """
     check_ranks_are_allowed()
-    try:
-        _spawn(module, name, world_size, timeout, args, kwargs, expect_dead, method)
-    except AssertionError as error:
-        if expect_dead or not connection_failed(error):
-            raise
-        _spawn(module, name, world_size, timeout, args, kwargs, expect_dead, method)
+    run = functools.partial(_spawn, (module, name, args, kwargs or {}), world_size, timeout, expect_dead, method)
+    run() if expect_dead else connected(run)
 
 
 def check_ranks_are_allowed() -> None:
@@ -85,42 +86,32 @@ def check_ranks_are_allowed() -> None:
     assert not without_ranks, 'a test that starts ranks is in make check: mark it, @pytest.mark.tier("all")'
 
 
-def connection_failed(error: AssertionError) -> bool:
-    """Whether gloo could not connect its sockets, as on a busy machine once in some thousand groups: nothing ran."""
-    return "Gloo connectFullMesh failed" in str(error)
+def connected(run: Callable[[], None]) -> None:
+    """Run again if gloo could not connect its sockets, as on a busy machine once in some thousand groups."""
+    try:
+        run()
+    except AssertionError as error:
+        if "Gloo connectFullMesh failed" not in str(error):
+            raise
+        run()
 
 
-def _spawn(
-    module: str,
-    name: str,
-    world_size: int,
-    timeout: float,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
-    expect_dead: tuple[int, ...],
-    method: str,
-) -> None:
+def _spawn(work: Any, world_size: int, timeout: float, expect_dead: tuple[int, ...], method: str) -> None:
     context: Any = multiprocessing.get_context(method)
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory(prefix="autopar-world-") as folder:
         pipes, processes = [], []
         for rank in range(world_size):
             receive, send = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank_main,
-                args=(module, name, rank, world_size, folder, timeout, args, kwargs or {}, send),
-                daemon=True,
-            )
-            process.start()
+            arguments = (work, rank, world_size, folder, timeout, send)
+            processes.append(context.Process(target=_rank_main, args=arguments, daemon=True))
+            processes[-1].start()
             send.close()
             pipes.append(receive)
-            processes.append(process)
         failures: dict[int, str] = {}
-        pending = dict(zip(range(world_size), pipes, strict=True))
-        deadline = time.monotonic() + timeout
-        grace: float | None = None
+        pending = dict(enumerate(pipes))
+        limit = time.monotonic() + timeout
         while pending:
-            limit = deadline if grace is None else min(deadline, grace)
             ready = multiprocessing.connection.wait(list(pending.values()), max(0.0, limit - time.monotonic()))
             if not ready:
                 break
@@ -133,10 +124,13 @@ def _spawn(
                         text = None if rank in expect_dead else f"the process died with code {processes[rank].exitcode}"
                     del pending[rank]
                     if text is not None:
-                        failures.setdefault(rank, text)
-                        grace = grace or time.monotonic() + 10  # peers of a failed rank may wait for it for ever
+                        if not failures:
+                            limit = min(limit, time.monotonic() + 10)  # peers of a failed rank may wait for it for ever
+                        failures[rank] = text
         stuck = [rank for rank in pending if rank not in expect_dead]
-        stacks = _kill([processes[rank] for rank in pending], folder)
+        stacks = stacks_of([processes[rank] for rank in pending], folder)
+        for rank in pending:
+            processes[rank].kill()
         for process in processes:
             process.join(10)
         if failures:
@@ -147,28 +141,17 @@ def _spawn(
             raise AssertionError(f"ranks {stuck} of {world_size} did not end in {timeout} s:\n{stacks}")
 
 
-def _kill(processes: list[Any], folder: str) -> str:
+def stacks_of(processes: list[Any], folder: str) -> str:
+    """Where every rank is that still runs."""
     for process in processes:
         if process.is_alive():
             os.kill(process.pid, signal.SIGUSR1)  # faulthandler writes the stacks
     if processes:
         time.sleep(0.5)
-    for process in processes:
-        process.kill()
     return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(Path(folder).glob("stack-*")))
 
 
-def _rank_main(
-    module: str,
-    name: str,
-    rank: int,
-    world_size: int,
-    folder: str,
-    timeout: float,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    pipe: Any,
-) -> None:
+def _rank_main(work: Any, rank: int, world_size: int, folder: str, timeout: float, pipe: Any) -> None:
     import torch
 
     with open(f"{folder}/stack-rank{rank}", "w") as stack:
@@ -176,7 +159,7 @@ def _rank_main(
         torch.set_num_threads(1)
         try:
             join(rank, world_size, folder, timeout)
-            run_body(module, name, args, kwargs)
+            run_body(*work)
             pipe.send(None)
         except BaseException:
             pipe.send(traceback.format_exc())
@@ -200,27 +183,17 @@ def run_body(module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, An
     getattr(target, "body", target)(*args, **kwargs)
 
 
-def raises_everywhere(error: type[BaseException], *parts: str) -> Any:
+@contextlib.contextmanager
+def raises_everywhere(error: type[BaseException], *parts: str) -> Iterator[Any]:
     """``pytest.raises`` that also asserts that every rank of the world got the same first line."""
     import pytest
+    import torch.distributed as dist
 
-    class _Everywhere:
-        def __enter__(self) -> Any:
-            self.context = pytest.raises(error)
-            self.info = self.context.__enter__()
-            return self.info
-
-        def __exit__(self, *exc: Any) -> Any:
-            result = self.context.__exit__(*exc)
-            if result:
-                import torch.distributed as dist
-
-                text = str(self.info.value)
-                for part in parts:
-                    assert part in text, f"{part!r} is not in:\n{text}"
-                lines: list[Any] = [None] * dist.get_world_size()
-                dist.all_gather_object(lines, text.splitlines()[0])
-                assert len(set(lines)) == 1, f"ranks got different errors: {lines}"
-            return result
-
-    return _Everywhere()
+    with pytest.raises(error) as info:
+        yield info
+    text = str(info.value)
+    for part in parts:
+        assert part in text, f"{part!r} is not in:\n{text}"
+    lines: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(lines, text.splitlines()[0])
+    assert len(set(lines)) == 1, f"ranks got different errors: {lines}"

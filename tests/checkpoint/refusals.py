@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from autopar.errors import CheckpointError
+from tests.exchange import everyones
 
 Refuse = Callable[..., None]
 Parts = str | re.Pattern[str] | tuple[str | re.Pattern[str], ...]
@@ -54,8 +55,4 @@ def refusals(kept: Callable[[], bool] | None = None, error: type[Exception] = Ch
 
 def _of_all(mine: Any) -> list[Any]:
     """What each rank has; without a process group there is this one."""
-    if not dist.is_initialized():
-        return [mine]
-    everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
+    return everyones(mine) if dist.is_initialized() else [mine]

@@ -36,15 +36,19 @@ def break_copied(folder):
     shutil.copy(folder / "model-tp0-pp1.safetensors", folder / "model-tp1-pp1.safetensors")
 
 
-def break_mixed(folder):
-    save_alone(folder.parent / "other", 2, seed=1, pp=2, save_id="another")
+def break_mixed(folder, pp=2):
+    save_alone(folder.parent / "other", 2, seed=1, pp=pp, save_id="another")
     shutil.copy(folder.parent / "other" / "model-tp1-pp0.safetensors", folder)
 
 
+def flip(path, at: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
 def break_bit(folder):
-    data = bytearray((folder / "model-tp1-pp0.safetensors").read_bytes())
-    data[-3] ^= 16
-    (folder / "model-tp1-pp0.safetensors").write_bytes(data)
+    flip(folder / "model-tp1-pp0.safetensors", -3)
 
 
 def break_header(folder):
@@ -253,12 +257,6 @@ def test_folders_that_are_no_checkpoint(tmp_path):
 
 
 EXTRA = {"ema": torch.arange(100.0)}
-
-
-def flip(path, at: int = -1) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 def test_a_whole_checkpoint(tmp_path):

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import autopar
 from autopar.checkpoint import Manifest
 from autopar.checkpoint.random_states import choose
 from autopar.cli.checkpoints import _summary
+from tests.exchange import same_random_states
 from tests.parity import all_close, language_batches, whole
 from tests.pool import pooled
 from tests.small import gpt2
@@ -62,9 +62,7 @@ def test_training_goes_on_on_another_mesh(tmp_path: Path, saved: Sizes, loaded: 
     model.mpu.destroy()
     model, optimizer = _start(loaded)
     model.from_parallelized(tmp_path / "ckpt", optimizer=optimizer)
-    states = [torch.get_rng_state()] * model.mpu.model.size
-    dist.all_gather_object(states, states[0], group=model.mpu.model.group)
-    assert all(torch.equal(state, states[0]) for state in states)
+    same_random_states(model.mpu.model.group)
     _step(model, optimizer, second)
     full = (lambda p: p.full_tensor()) if loaded[2] == 3 else (lambda p: p.data)
     all_close(whole(model, full), dict(plain.named_parameters()), "{} after another step")

@@ -46,8 +46,7 @@ def make_optimizer(model: Any, lr: float = 0.01) -> torch.optim.Optimizer:
 
 def made(kind: str, tp: int, pp: int = 1, seed: int = 0, lr: float = 0.01, **sections: Any) -> tuple[Any, Any]:
     model = MODELS[kind](seed).double().train()
-    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
-    return autopar.initialize(model, {"model_parallelism": sizes, **sections}, optimizer=make_optimizer(model, lr))
+    return autopar.initialize(model, {"tp": tp, "pp": pp, **sections}, optimizer=make_optimizer(model, lr))
 
 
 def train(model: Any, optimizer: Any, steps: range, pp: int = 1) -> None:

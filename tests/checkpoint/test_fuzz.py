@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from autopar.checkpoint import merge_checkpoint
 from autopar.checkpoint.shards import check_checkpoint
@@ -82,14 +81,6 @@ def training(seed: int) -> dict[str, Any]:
     return {"lr_scheduler": scheduler, "extra": {"epoch": seed, "ema": [torch.arange(50.0) + seed, ("x", {"y": 1.5})]}}
 
 
-@pytest.fixture
-def mpu() -> Iterator[MPU]:
-    state = torch.get_rng_state()
-    yield MPU()  # a world of this one process
-    dist.destroy_process_group()
-    torch.set_rng_state(state)
-
-
 def load(mpu: MPU, folder: Path) -> Any:
     """Load everything into something new; whatever is refused leaves the model as it was."""
     model = tiny(mpu, seed=7)
@@ -126,12 +117,12 @@ def refused(action: Callable[[], Any]) -> str | None:
 
 
 @pytest.mark.tier("all")
-def test_every_damage_is_found(tmp_path: Path, mpu: MPU) -> None:
+def test_every_damage_is_found(tmp_path: Path, alone: MPU) -> None:
     plain, folder, merged = (
         save_alone(tmp_path / "good", 2, pp=2, optimizer=True, **training(0)),
         *(tmp_path / name for name in ("ckpt", "merged")),
     )
-    is_what_was_saved(load(mpu, tmp_path / "good"), plain)
+    is_what_was_saved(load(alone, tmp_path / "good"), plain)
     harmless = named = 0
     for number in range(COUNT):
         draw = random.Random(number)
@@ -147,7 +138,7 @@ def test_every_damage_is_found(tmp_path: Path, mpu: MPU) -> None:
         loaded: list[Any] = []
         said = {
             "check": refused(lambda: check_checkpoint(folder)),
-            "load": refused(lambda loaded=loaded: loaded.append(load(mpu, folder))),
+            "load": refused(lambda loaded=loaded: loaded.append(load(alone, folder))),
             "merge": refused(lambda: merge_checkpoint(folder, merged)),
         }
         if loaded:

@@ -56,6 +56,13 @@ def check_chain(folder: Path, name: str, meshes: list[Mesh]) -> None:
         run.close()
 
 
+def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> float:
+    loss = model.execute_pipeline(batch_of(number), broadcast_loss=True).loss
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
 def run_cli(*arguments: object) -> Any:
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == 0, result.output
@@ -73,14 +80,7 @@ def test_an_optimizer_that_initialize_does_not_know_lists_what_other_stages_hold
     def start(other: bool) -> tuple[Any, torch.optim.Optimizer]:
         model = gpt2(seed=int(other))
         optimizer = adamw(groups_of(model))  # made before, and not given
-        config = {"model_parallelism": {"pipeline_parallel_size": 2}, "pipeline": {"microbatch_size": 2}}
-        return autopar.initialize(model, config), optimizer
-
-    def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> float:
-        loss = model.execute_pipeline(batch_of(number), broadcast_loss=True).loss
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
+        return autopar.initialize(model, {"pp": 2, "pipeline": {"microbatch_size": 2}}), optimizer
 
     model, optimizer = start(other=False)
     assert sum(len(group["params"]) for group in optimizer.param_groups) > len(list(model.parameters()))
@@ -103,14 +103,8 @@ def test_stages_that_lie_on_ranks_in_another_order(tmp_path):
 
     def start(seed: int, **pipeline: Any) -> tuple[Any, torch.optim.Optimizer]:
         model = gpt2(seed=seed, n_layer=4)
-        config = {"model_parallelism": {"pipeline_parallel_size": 2}, "pipeline": {"microbatch_size": 1, **pipeline}}
+        config = {"pp": 2, "pipeline": {"microbatch_size": 1, **pipeline}}
         return autopar.initialize(model, config, optimizer=adamw(groups_of(model)))
-
-    def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> float:
-        loss = model.execute_pipeline(batch_of(number), broadcast_loss=True).loss
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
 
     kinds = [{"schedule": "interleaved", "chunks": 2}, {"schedule": "zbv"}, {}, {"schedule": "dualpipev"}]
     model, optimizer = start(0, **kinds[0])
@@ -203,9 +197,8 @@ def test_from_every_mesh_to_every_mesh_bit_for_bit(tmp_path):
         run.save(tmp_path / str(number))
         saved[number] = run.whole()
         run.close()
-    assert not same(
-        *(saved[n]["transformer.ln_f.weight::exp_avg"] for n in (0, 1))
-    )  # sums in another order: it can fail
+    # Sums in another order: it can fail.
+    assert not same(*(saved[n]["transformer.ln_f.weight::exp_avg"] for n in (0, 1)))
     for target in OF_FOUR:
         run = Run("gpt2", target, other=True)
         for number, source in enumerate(OF_FOUR):

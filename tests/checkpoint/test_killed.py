@@ -7,7 +7,7 @@ import random
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,14 +104,6 @@ def save_for_ever(mpu: MPU, pipe: Any, target: str, keep_last: int | None, async
 def say(pipe: Any, number: int) -> None:
     if pipe is not None:
         pipe.send(number)
-
-
-@pytest.fixture
-def alone() -> Iterator[MPU]:
-    state = torch.get_rng_state()
-    yield MPU()
-    dist.destroy_process_group()
-    torch.set_rng_state(state)
 
 
 def loads(target: Path, mpu: MPU) -> int:

@@ -16,15 +16,10 @@ from tests.checkpoint.hybrid import batch_of, same
 from tests.parity import close
 from tests.pipeline_parallel.deep import deep
 from tests.pool import pooled
-from tests.small import llama
+from tests.small import lazily, llama
 from tests.tiers import mainly
 
 NAMES = mainly("gpt2", "llama", "bert", "t5", later="sweep")
-
-
-def lazily(model: Any) -> Any:
-    with autopar.lazy_init():
-        return type(model)(copy.deepcopy(model.config))
 
 
 def stages(pp: int, tp: int = 1) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from autopar.layout import Block, Layout
 from autopar.plan.plan import TensorPlan
 from autopar.storage.safetensors_io import SafetensorsWriter
 from tests.checkpoint.refusals import refusals
-from tests.checkpoint.tiny import TinyConfig, TinyModel, local, make_plan, same, save_alone, tiny, with_layout
+from tests.checkpoint.test_broken import break_mixed, break_swapped, flip
+from tests.checkpoint.tiny import TinyConfig, TinyModel, local, make_plan, same, tiny, with_layout
 from tests.pool import pooled
 from tests.worlds import spawn
 
@@ -114,10 +115,7 @@ def test_wrong_arguments(tmp_path):
     with refusals() as refuse:
         for arguments, message in (
             ({"directory": x, "path": x}, "got directory="),
-            (
-                {"path": x, "device_map": "auto"},
-                "from_parallelized does not take device_map='auto'",
-            ),
+            ({"path": x, "device_map": "auto"}, "from_parallelized does not take device_map='auto'"),
             ({"path": x, "verfy": False}, "has no argument 'verfy'. Did you mean 'verify'?"),
         ):
             refuse(arguments, message, model.from_parallelized, **arguments)
@@ -127,10 +125,7 @@ def test_wrong_arguments(tmp_path):
 
 CHANGES: list[tuple[str, Callable[[Any], object]]] = [  # what is said, and what was done to the model on rank 1
     ("new: gait; gone: step", lambda m: (m.register_buffer("gait", torch.ones(1)), delattr(m, "step"))),
-    (
-        "gate has shape [9, 3] on tensor-parallel rank 1",
-        lambda m: setattr(m, "gate", nn.Parameter(torch.ones(9, 3))),
-    ),
+    ("gate has shape [9, 3] on tensor-parallel rank 1", lambda m: setattr(m, "gate", nn.Parameter(torch.ones(9, 3)))),
     ("one tied tensor", lambda m: setattr(m.head, "weight", nn.Parameter(m.embed.weight.detach().clone()))),
     ("meta device", lambda m: m.to("meta")),
     ("norm.weight is bfloat16 on one rank and float32 on rank 1", lambda m: m.norm.float()),
@@ -251,35 +246,12 @@ Tensors = Mapping[str, TensorPlan]
 SHARD = "model-tp1-pp0.safetensors"
 
 
-def _swap(folder: Path) -> None:
-    other = folder / SHARD.replace("tp1", "tp0")
-    content = other.read_bytes()
-    shutil.copy(folder / SHARD, other)
-    (folder / SHARD).write_bytes(content)
-
-
-def _mix(folder: Path) -> None:
-    new = folder.with_name("of another save")
-    save_alone(new, 2, 2, save_id="ff")
-    shutil.copy(new / SHARD, folder)
-
-
-def _flip(folder: Path) -> None:
-    data = bytearray((folder / SHARD).read_bytes())
-    data[-5] ^= 2
-    (folder / SHARD).write_bytes(data)
-
-
 DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [  # name of the folder, what is done to it, what is said
     ("truncated", lambda f: os.truncate(f / SHARD, 700), f"{SHARD} is truncated or overwritten: it has 700 bytes"),
-    (
-        "missing",
-        lambda f: os.remove(f / SHARD),
-        f"missing is incomplete: 1 of 2 shards found, {SHARD} is missing",
-    ),
-    ("swapped", _swap, f"model-tp0-pp0.safetensors was saved as {SHARD}"),
-    ("mixed", _mix, f"{SHARD} belongs to another save"),
-    ("flipped", _flip, f"{SHARD} is damaged"),
+    ("missing", lambda f: os.remove(f / SHARD), f"missing is incomplete: 1 of 2 shards found, {SHARD} is missing"),
+    ("swapped", break_swapped, f"model-tp0-pp0.safetensors was saved as {SHARD}"),
+    ("mixed", lambda f: break_mixed(f, pp=1), f"{SHARD} belongs to another save"),
+    ("flipped", lambda f: flip(f / SHARD), f"{SHARD} is damaged"),
     ("garbage", lambda f: (f / "autopar.json").write_text("{"), "autopar.json is no manifest"),
     ("chkpt", shutil.rmtree, "does not exist. Did you mean 'ckpt'?"),
 ]

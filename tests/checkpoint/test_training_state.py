@@ -15,6 +15,7 @@ from transformers import GPT2LMHeadModel, get_linear_schedule_with_warmup
 import autopar
 from autopar.errors import CheckpointError, ConfigError
 from tests.checkpoint.test_plain_data import same
+from tests.exchange import everyones
 from tests.pool import pooled
 from tests.small import gpt2, parallel
 from tests.worlds import raises_everywhere
@@ -48,8 +49,7 @@ class Run:
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        losses = [0.0] * dist.get_world_size()
-        dist.all_gather_object(losses, loss.item())
+        losses = everyones(loss.item())
         return sum(losses) / len(losses)
 
     def save(self, folder: Path, **more: Any) -> None:

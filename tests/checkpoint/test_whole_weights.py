@@ -23,8 +23,7 @@ INSTEAD = r"save_parallelized\(dir, merge_checkpoints=True\)"
 
 def parallel(model: Any, how: str = "tp", **config: Any) -> Any:
     tp, pp = SIZES.get(how, (1, 1))
-    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
-    return autopar.initialize(model, {"model_parallelism": sizes, **config})
+    return autopar.initialize(model, {"tp": tp, "pp": pp, **config})
 
 
 def mine(folder: Path, rank: int | None = None) -> Path:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import autopar
 from autopar.errors import ConfigError, UnsupportedModelError
 from tests.compositions.draw import Composition
+from tests.exchange import everyones
 from tests.parity import all_close, close, randomise
 from tests.random_models import build, cases, kind
 
@@ -43,8 +44,7 @@ def compare(composition: Composition) -> str:
             autopar.initialize(model, composition.whole_config, **given)
     except _REFUSED as error:
         refused = str(error)
-    everyone = [""] * composition.ranks
-    dist.all_gather_object(everyone, refused)
+    everyone = everyones(refused)
     assert len(set(everyone)) == 1, f"some ranks refuse: {everyone}"
     if refused:
         return refused
@@ -157,9 +157,7 @@ def _number(loss: torch.Tensor | None) -> float | None:
 
 def _mean(loss: float | None) -> float:
     """Return the mean over the ranks that have a loss: those of the last stage."""
-    everyone: list[float | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, loss)
-    known = [each for each in everyone if each is not None]
+    known = [each for each in everyones(loss) if each is not None]
     return sum(known) / len(known)
 
 

@@ -17,8 +17,7 @@ def _gives_back(tp: int, pp: int) -> None:
     for zero, clipping in ((0, 0.0), (1, 1.0)):
         model = gpt2(n_layer=3)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
-        config = {"model_parallelism": sizes, "precision": {"dtype": "bf16"}, "zero": {"stage": zero}}
+        config = {"tp": tp, "pp": pp, "precision": {"dtype": "bf16"}, "zero": {"stage": zero}}
         model, optimizer = autopar.initialize(model, config | {"gradient_clipping": clipping}, optimizer=optimizer)
         plan, rank = model._autopar.plan, model.mpu.tp.rank
         ids = IDS[:2]

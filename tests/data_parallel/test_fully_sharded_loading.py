@@ -1,7 +1,5 @@
 """Loading under ZeRO 2 and 3: the weights of the single-process model, and of them a rank's own rows alone."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import weakref
@@ -25,7 +23,7 @@ from tests.checkpoint.loading import shared
 from tests.features.experts.mixtures import mixtral
 from tests.parity import close, language_batches
 from tests.pool import pooled
-from tests.small import gpt2, llama
+from tests.small import gpt2, lazily, llama
 
 
 def odd(**more: Any) -> Any:
@@ -51,11 +49,6 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 
 CASES = [(mesh, name) for mesh in MESHES for name in (MODELS if mesh != "experts" else ["mixtral"])]
-
-
-def lazily(model: Any) -> Any:
-    with autopar.lazy_init():
-        return type(model)(copy.deepcopy(model.config))
 
 
 def drawn(model: Any, mesh: dict[str, Any]) -> Any:

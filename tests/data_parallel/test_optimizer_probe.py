@@ -193,8 +193,7 @@ def test_made_before_or_after_it_is_refused_where_its_steps_would_be_others() ->
     ):
         model = gpt2()
         with raises_everywhere(ConfigError, text):
-            config = {"model_parallelism": sizes, **more}
-            autopar.initialize(model, config, optimizer=Own(model.parameters(), update))
+            autopar.initialize(model, {"model_parallelism": sizes, **more}, optimizer=Own(model.parameters(), update))
         assert not hasattr(model, "mpu"), "nothing has changed"
     for update, text in ((whole, WHOLE), (every, ALL)):
         model = autopar.initialize(gpt2(), {"model_parallelism": tp})

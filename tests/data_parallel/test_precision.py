@@ -24,8 +24,7 @@ def adamw(model, lr=1e-3):
 
 
 def start(model, tp=1, make=adamw, **sections):
-    config = {"model_parallelism": {"tensor_parallel_size": tp}, **sections}
-    return autopar.initialize(model, config, optimizer=make(model))
+    return autopar.initialize(model, {"tp": tp, **sections}, optimizer=make(model))
 
 
 def by_hand(plain, dtype):

@@ -160,6 +160,5 @@ def test_a_policy_in_the_configuration() -> None:
 
     with pytest.raises(autopar.PolicyError, match=r"policy file 'nowhere.yaml' does not exist"):
         autopar.initialize(OddForCausalLM(OddConfig()), {"policy": "nowhere.yaml"})
-    config = {"model_parallelism": {"tensor_parallel_size": 2}, "policy": "derive"}
-    planned = autopar.plan_memory(OddForCausalLM(OddConfig()), config, sequence=8, device="cpu")
+    planned = autopar.plan_memory(OddForCausalLM(OddConfig()), {"tp": 2, "policy": "derive"}, sequence=8, device="cpu")
     assert planned.ranks[0, 0, 0].weights > planned.ranks[0, 0, 1].weights  # three voices and two

@@ -11,6 +11,7 @@ from autopar.distributed import agree as waiting
 from autopar.distributed.agree import all_ranks, barrier, rank_zero
 from autopar.distributed.mesh import MPU
 from autopar.errors import CheckpointError
+from tests.exchange import everyones
 from tests.pool import pooled
 from tests.worlds import raises_everywhere, spawn
 
@@ -45,9 +46,7 @@ def test_nobody_goes_ahead_while_somebody_gives_up():
             went.append(False)
         timeout *= 0.8 if went[-1] else 1.25  # stays where both outcomes are likely, on any machine
     dist.barrier()
-    all_went = [went] * 3
-    dist.all_gather_object(all_went, went)
-    rounds = list(zip(*all_went, strict=True))
+    rounds = list(zip(*everyones(went), strict=True))
     # a late rank that finds the others gone waits alone and gives up too
     assert all(len(set(round)) == 1 for round in rounds)
     assert 5 < sum(went) < 55, "both outcomes must occur for this test to say anything"

@@ -14,6 +14,7 @@ import autopar
 from autopar.distributed.axis import MeshSizes
 from autopar.distributed.mesh import MPU, rank_groups
 from autopar.errors import ConfigError, ConsistencyError
+from tests.exchange import everyones
 from tests.parity import all_close, close, language_batches, whole
 from tests.pool import pooled
 from tests.small import gpt2
@@ -21,8 +22,7 @@ from tests.worlds import raises_everywhere
 
 
 def _config(cp: int, tp: int = 1, pp: int = 1, **sections: object) -> dict[str, object]:
-    sizes = {"tensor_parallel_size": tp, "context_parallel_size": cp, "pipeline_parallel_size": pp}
-    return {"model_parallelism": sizes, **sections}
+    return {"tp": tp, "cp": cp, "pp": pp, **sections}
 
 
 def _model(cp: int, tp: int = 1, **sections: object) -> torch.nn.Module:
@@ -181,8 +181,7 @@ def test_dropout_draws_alike_on_context_ranks() -> None:
     model = autopar.initialize(model, _config(2)).train()
     (batch,) = language_batches(131, count=1)
     losses = [model(**batch).loss.item() for _ in range(2)]
-    everyone = [losses] * 4
-    dist.all_gather_object(everyone, losses)
+    everyone = everyones(losses)
     assert everyone[0] == everyone[1] != everyone[2] == everyone[3]  # dp 0: ranks 0 and 1
     if model.mpu.cp.rank == 0:
         torch.rand(())

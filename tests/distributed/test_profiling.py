@@ -39,8 +39,7 @@ def test_collectives_of_a_tensor_parallel_step_are_named() -> None:
 
 @pooled(world_size=2)
 def test_actions_of_a_pipeline_are_named() -> None:
-    sizes = {"pipeline_parallel_size": 2}
-    model = autopar.initialize(gpt2(n_layer=4), {"model_parallelism": sizes, "pipeline": {"microbatch_size": 1}})
+    model = autopar.initialize(gpt2(n_layer=4), {"pp": 2, "pipeline": {"microbatch_size": 1}})
     (batch,) = language_batches(131, count=1, batch=2)
     names = _names(lambda: model.execute_pipeline(batch))
     stage = model.mpu.pp.rank

@@ -60,8 +60,7 @@ def test_what_it_says_raises_does() -> None:
 
 def training(model: Any, stages: int = 1, **sections: Any) -> Any:
     """The model and its optimizer, initialized with some sections of the config."""
-    config = {"model_parallelism": {"pipeline_parallel_size": stages}, **sections}
-    return autopar.initialize(model, config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    return autopar.initialize(model, {"pp": stages, **sections}, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 @distributed(world_size=2)

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from typer.testing import CliRunner
 
@@ -25,7 +24,7 @@ from tests.compare import same_gradients
 from tests.docs.pages import DOCS, PAGES, codes
 from tests.features.generation.test_text_generation import tokenizer
 from tests.features.peft.adapted import batch
-from tests.integrations.runs import launched
+from tests.integrations.runs import Sequences, launched
 from tests.small import gpt2, llama
 from tests.worlds import distributed
 
@@ -58,26 +57,13 @@ def test_every_block_is_run() -> None:
     assert {page: len(blocks(page)) for page in PAGES if blocks(page)} == RUN
 
 
-class Sequences(Dataset[dict[str, torch.Tensor]]):
-    """What the pages call ``dataset``."""
-
-    def __init__(self) -> None:
-        self.ids = torch.randint(0, 131, (24, 8), generator=torch.Generator().manual_seed(0))
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.ids[index], "labels": self.ids[index]}
-
-
 def run(page: Path, folder: Path, count: int | None = None, /, **given: Any) -> dict[str, Any]:
     """The names that are there when the blocks of a page (the first ones) have run; a small model is called "gpt2"."""
     os.chdir(folder)
     if dist.get_rank() == 0:
         gpt2().save_pretrained("gpt2")
     dist.barrier()
-    namespace: dict[str, Any] = {"dataset": Sequences(), **given}
+    namespace: dict[str, Any] = {"dataset": Sequences(24), **given}
     for code in blocks(page)[:count]:
         exec(compile(code.replace("GPT2Config()", "GPT2Config(n_layer=2, n_embd=36)"), page.name, "exec"), namespace)
     return namespace
@@ -237,7 +223,7 @@ def run_the_start(folder: Path) -> None:
     run(page, folder, 0)
     for diff in codes(page.read_text(), "diff"):
         for code in sides(diff.text):
-            names: dict[str, Any] = {"dataset": Sequences()}
+            names: dict[str, Any] = {"dataset": Sequences(24)}
             exec(
                 compile(
                     code.replace('"trained"', f'"trained-{dist.get_rank()}"' if "autopar" not in code else '"trained"'),
@@ -254,7 +240,7 @@ def run_the_start(folder: Path) -> None:
         dist.barrier()
     (text,) = blocks(page)
     for config, steps in (('{"tp": 2}', 3), ('{"tp": 1}', 3), ('{"pp": 2}', 3)):
-        names = {"dataset": Sequences()}
+        names = {"dataset": Sequences(24)}
         exec(compile(text.replace('{"tp": 2}', config, 1), page.name, "exec"), names)
         assert names["extra"]["step"] == steps and (names["checkpoint"] is None) == (config == '{"tp": 2}')
 
@@ -286,7 +272,7 @@ def run_what_others_do(folder: Path) -> None:
     page = DOCS / "coming-from.md"
     run(page, folder, 0)
     for heading, block in others().items():
-        names: dict[str, Any] = {"dataset": Sequences()}
+        names: dict[str, Any] = {"dataset": Sequences(24)}
         with launched() if heading in OTHERS else nullcontext():
             if heading == "DeepSpeed":
                 import deepspeed

@@ -1,7 +1,6 @@
 """Ranks whose process group serves the simulated device, see :mod:`tests.gpu.simulated`, or one GPU that they share."""
 
 import functools
-import inspect
 import os
 import shutil
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from benchmarks.gpu.report import BOTH, TWO_HOSTS
 from tests.gpu import simulated
 from tests.pool import pooled
-from tests.worlds import distributed
+from tests.worlds import distributed, over_ranks
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the simulated device needs g++")
 
@@ -47,13 +46,10 @@ def sharing_a_gpu(world_size: int, timeout: float = 120.0) -> Callable[[Callable
 
         over_nccl, over_gloo = distributed(world_size, timeout, "spawn")(on_rank), pooled(world_size)(on_rank)
 
-        @functools.wraps(body)
         def run(place: str, *args: Any, **kwargs: Any) -> None:
             (over_nccl if place == "cuda" else over_gloo)(place, *args, **kwargs)
 
-        run.body, run.world_size = on_rank, world_size  # type: ignore[attr-defined]
-        run.__signature__ = inspect.signature(body)  # type: ignore[attr-defined]
-        return run
+        return over_ranks(run, on_rank, world_size)
 
     return decorate
 

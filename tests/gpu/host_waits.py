@@ -1,7 +1,5 @@
 """Where the host would wait for an accelerator: noted by the kernels of the simulated device, with the place."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Iterator
@@ -22,7 +20,7 @@ _BY_VALUES = {  # what comes back to the host, or the size of a result, follows 
     *("equal", "_local_scalar_dense", "is_nonzero"),
 }
 INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
-_watching: list[list[Wait]] = []
+_watching: list[list["Wait"]] = []
 
 
 class Wait(NamedTuple):

@@ -1,7 +1,5 @@
 """``torch.sim``: what torch asks of the module of a device, for the simulated one."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,13 +25,13 @@ class Stream:
     def __hash__(self) -> int:
         return self.number
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other: "Stream") -> None:
         self.wait_event(other.record_event())
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: "Event") -> None:
         event.wait(self)
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event: "Event | None" = None) -> "Event":
         event = event or Event()
         event.record(self)
         return event

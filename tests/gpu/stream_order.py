@@ -9,8 +9,6 @@ its tensors; ``Work.wait()`` makes the current stream wait, not the host. Copies
 on the way until the host has waited; those from pinned memory read it until then. A backward runs on stream 0.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +21,7 @@ from autopar.tools.rehearsal.trace import Recorder
 from tests.gpu.host_waits import stack_here, tensors_in
 
 HOST = "the host"
-_running: list[Orders] = []
+_running: list["Orders"] = []
 _Clock = dict[Any, int]
 
 

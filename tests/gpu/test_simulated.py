@@ -19,11 +19,12 @@ from autopar.distributed.rng import seeded
 from autopar.errors import ConfigError
 from autopar.features.megatron.random import manual_seed
 from autopar.tools.compat.operators import in_parts
+from tests.compare import same_gradients
 from tests.exchange import everyones
 from tests.gpu import simulated, test_one_rank
 from tests.gpu.device_ranks import needs_compiler, on_device
 from tests.gpu.host_waits import waits
-from tests.parity import all_close, close, whole
+from tests.parity import close, whole
 from tests.small import gpt2, llama, parallel
 
 pytestmark = needs_compiler
@@ -78,8 +79,7 @@ def test_outputs_loss_and_gradients_are_the_plain_models(family: str, size: str)
     close(found.loss.detach().cpu(), expected.loss.detach(), "loss")
     close(found.logits.detach().cpu(), expected.logits.detach(), "logits")
     assert {parameter.grad.device.type for parameter in model.parameters()} == DEVICE
-    gradients = whole(model, lambda parameter: parameter.grad)
-    all_close(gradients, {name: parameter.grad for name, parameter in plain.named_parameters()}, "gradient of {}")
+    same_gradients(model, plain)
 
 
 @on_device(world_size=2)
@@ -168,8 +168,7 @@ def test_zero_3_never_has_all_weights_on_the_device(lazily: bool, tmp_path: Any)
 def test_a_checkpoint_comes_back_on_the_device(tp: int, tmp_path: Any) -> None:
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    config = {"model_parallelism": {"tensor_parallel_size": tp}, "zero": {"stage": 2 - tp}}
-    model, optimizer = autopar.initialize(model, config, optimizer=optimizer)
+    model, optimizer = autopar.initialize(model, {"tp": tp, "zero": {"stage": 2 - tp}}, optimizer=optimizer)
     ids = IDS.to(model.mpu.device)
     model(ids, labels=ids).loss.backward()
     if tp == 1:

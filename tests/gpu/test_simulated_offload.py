@@ -3,6 +3,7 @@
 On the simulated device, every number is that of a step there, bit for bit: its kernels are the CPU's.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,21 +77,15 @@ def test_steps_are_those_of_the_device_and_state_lies_on_the_host(case: str) -> 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @on_device(world_size=2)
-def test_a_checkpoint_goes_on_with_and_without(dtype: str) -> None:
-    import tempfile
-
-    import torch.distributed as dist
-
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder)
+def test_a_checkpoint_goes_on_with_and_without(dtype: str, tmp_path: Path) -> None:
     model, optimizer = _started("tp", dtype, offload=True)
     for _ in range(2):
         step(model, optimizer, share(model))
-    model.save_parallelized(folder[0], optimizer=optimizer)
+    model.save_parallelized(tmp_path, optimizer=optimizer)
     step(model, optimizer, share(model))
     for mesh, offload in (("tp", False), ("tp", True)):
         other, theirs = _started(mesh, dtype, offload=offload)
-        other.from_parallelized(folder[0], optimizer=theirs)
+        other.from_parallelized(tmp_path, optimizer=theirs)
         assert {value.device.type for value in _states(theirs)} == {"cpu" if offload else model.mpu.device.type}
         step(other, theirs, share(other))
         _equal(other, model)

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 import autopar
+from tests.compare import same_weights
 from tests.gpu import simulated
 from tests.gpu.device_ranks import needs_compiler, on_device
 from tests.gpu.host_waits import Wait, waits
 from tests.gpu.test_shared_gpu import ON_TWO
-from tests.parity import all_close, close, whole
+from tests.parity import close
 from tests.small import llama
 from tests.three_steps import mixtral, trained
 from tests.tiers import mainly
@@ -110,8 +111,7 @@ def test_three_steps_are_the_plain_models_and_wait_for_nothing(mesh: str) -> Non
     held = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     assert {value.device for value in (*model.parameters(), *held) if value.dim()} == {model.mpu.device}
     if mesh != "pp":
-        weights = whole(model, lambda parameter: parameter.data)
-        all_close(weights, {name: parameter.data for name, parameter in plain.named_parameters()}, "{} after the steps")
+        same_weights(model, plain, when="after the steps")
 
 
 @pytest.mark.tier("all")

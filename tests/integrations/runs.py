@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
@@ -17,6 +18,19 @@ from tests.small import llama
 
 LENGTH = 12
 BATCH = 4  # samples of all replicas
+
+
+class Sequences(Dataset[dict[str, torch.Tensor]]):
+    """Random sequences of one length; the pages of the documentation call one ``dataset``."""
+
+    def __init__(self, count: int = 16) -> None:
+        self.ids = torch.randint(0, 131, (count, 8), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
 @contextmanager

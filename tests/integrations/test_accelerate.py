@@ -7,24 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset
 
 import autopar
 from tests.compare import same_weights
+from tests.integrations.runs import Sequences
 from tests.parity import close
 from tests.pool import pooled
 from tests.small import llama
-
-
-class Sequences(Dataset[dict[str, torch.Tensor]]):
-    def __init__(self) -> None:
-        self.ids = torch.randint(0, 131, (16, 8), generator=torch.Generator().manual_seed(0))
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
 def grouped() -> Any:

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 import autopar
 from autopar.errors import ConfigError
 from tests.compare import same_weights
-from tests.integrations.test_accelerate import Sequences, accelerator_of, grouped
+from tests.integrations.runs import Sequences
+from tests.integrations.test_accelerate import accelerator_of, grouped
 from tests.parity import close
 from tests.pool import pooled
 from tests.small import gpt2

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import ConfigError, ConsistencyError
+from tests.exchange import everyones
 from tests.fetched_packages import with_package
 from tests.integrations import trl_runs
 from tests.integrations.runs import launched
@@ -132,9 +133,8 @@ def on_two_ranks_of_a_replica(folder):
     with launched():
         trainer = trainer_of("GRPO", folder, config(2), reward_funcs=lucky)
         trainer.train()
-        every: list[Any] = [None, None]
-        dist.all_gather_object(every, history(trainer))
-        assert every[0] == every[1]
+        one, other = everyones(history(trainer))
+        assert one == other
         for kind in ("args", "torch"):
             words = "ParallelGRPOTrainer's batch has other advantages on the ranks of a replica"
             with raises_everywhere(ConsistencyError, words):

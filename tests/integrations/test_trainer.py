@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoModelForCausalLM, BertConfig, BertForSequenceClassification, Trainer
 
 from autopar.errors import ConfigError, ShardWarning
+from tests.exchange import everyones
 from tests.features.experts.mixtures import mixtral
 from tests.integrations.runs import (
     arguments,
@@ -67,8 +68,7 @@ def run_on_one_process(folder):
 
 
 def config(tp, pp=1, cp=1, **more):
-    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "context_parallel_size": cp}
-    return {"model_parallelism": sizes, **more}
+    return {"tp": tp, "pp": pp, "cp": cp, **more}
 
 
 def trainer_of(folder, tp, pp=1, model=None, parallel=None, collator=collate, **changes):
@@ -251,7 +251,5 @@ def test_workers_of_a_replica_are_seeded_alike(tmp_path):
         torch.manual_seed(dist.get_rank())  # stages, for one, draw apart
         with mock.patch.object(DataLoader, "_get_iterator", lambda _: iter([torch.empty(()).uniform_().item()])):
             (seed,) = iter(trainer.get_train_dataloader().base_dataloader)
-        seeds = [0.0] * 4
-        dist.all_gather_object(seeds, seed)
         firsts = [torch.rand((), generator=torch.Generator().manual_seed(rank)).item() for rank in (0, 2)]
-        assert seeds == [firsts[0], firsts[0], firsts[1], firsts[1]]
+        assert everyones(seed) == [firsts[0], firsts[0], firsts[1], firsts[1]]

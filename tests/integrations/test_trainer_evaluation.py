@@ -79,8 +79,7 @@ def parallel(kind, folder, tp, pp, model, args=None, changes=None, sections=None
     more = {}
     if world > 1:
         kind = f"Parallel{kind}"
-        sizes = {"model_parallelism": {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}}
-        more = {"parallel_config": {**sizes, **(sections or {})}}
+        more = {"parallel_config": {"tp": tp, "pp": pp, **(sections or {})}}
     args = args or arguments(folder / "run", world // (tp * pp), **(changes or {}))
     return getattr(integrations if world > 1 else transformers, kind)(
         model=model, args=args, **{"data_collator": collate, **others, **more}

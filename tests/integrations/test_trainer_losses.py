@@ -6,20 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.nn.functional import cross_entropy
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    BertForMultipleChoice,
-    BertForPreTraining,
-    BertForQuestionAnswering,
-    BertForTokenClassification,
-    T5Config,
-    T5ForConditionalGeneration,
-    Trainer,
-    Wav2Vec2Config,
-    Wav2Vec2ForCTC,
-)
+from transformers import BertConfig, T5Config, T5ForConditionalGeneration, Trainer, Wav2Vec2Config, Wav2Vec2ForCTC
 
 import autopar
 from autopar.errors import ShardWarning
@@ -35,10 +24,10 @@ SIZES = {"hidden_size": 24, "num_attention_heads": 6, "intermediate_size": 36, "
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-def bert(kind: Any) -> Any:
+def bert(kind: str) -> Any:
     torch.manual_seed(0)
-    labels = 2 if kind is BertForQuestionAnswering else 5
-    return kind(BertConfig(vocab_size=131, num_labels=labels, **SIZES, **NO_DROPOUT))
+    labels = 2 if kind == "QuestionAnswering" else 5
+    return getattr(transformers, f"BertFor{kind}")(BertConfig(vocab_size=131, num_labels=labels, **SIZES, **NO_DROPOUT))
 
 
 def t5() -> Any:
@@ -54,9 +43,8 @@ def wav2vec2() -> Any:
     positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
     rates = ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "final_dropout")
     off = dict.fromkeys((*rates, "layerdrop", "mask_time_prob"), 0.0)
-    return Wav2Vec2ForCTC(
-        Wav2Vec2Config(vocab_size=131, ctc_loss_reduction="sum", **SIZES, **sound, **positions, **off)
-    )
+    config = Wav2Vec2Config(vocab_size=131, ctc_loss_reduction="sum", **SIZES, **sound, **positions, **off)
+    return Wav2Vec2ForCTC(config)
 
 
 def classes(rows: Any) -> dict[str, torch.Tensor]:
@@ -123,21 +111,21 @@ class Penalized:
 
 APART = {"average_tokens_across_devices": False, "gradient_accumulation_steps": 1}
 CASES: dict[str, Any] = {  # model, collator, and what is given beside them
-    "masked": (lambda: bert(BertForMaskedLM), collate, {}),
-    "tokens": (lambda: bert(BertForTokenClassification), classes, {}),
+    "masked": (lambda: bert("MaskedLM"), collate, {}),
+    "tokens": (lambda: bert("TokenClassification"), classes, {}),
     "t5": (t5, collate, {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 3}),
     "smoothed": (
         t5,
         lambda rows: {**collate(rows), "decoder_input_ids": collate(rows)["input_ids"]},
         {"label_smoothing_factor": 0.1},
     ),
-    "spans": (lambda: bert(BertForQuestionAnswering), spans, {}),
-    "choices": (lambda: bert(BertForMultipleChoice), choices, {}),
+    "spans": (lambda: bert("QuestionAnswering"), spans, {}),
+    "choices": (lambda: bert("MultipleChoice"), choices, {}),
     "sum of sequences": (wav2vec2, sounds, {}),
     "function": (llama, collate, {"func": summed}),
     "function of its own mean": (llama, collate, {"func": mean}),
     "divided": (llama, collate, {"mixin": Divided}),
-    "penalized": (lambda: bert(BertForMaskedLM), collate, {"mixin": Penalized}),
+    "penalized": (lambda: bert("MaskedLM"), collate, {"mixin": Penalized}),
 }
 APART_CASES: dict[str, Any] = {  # of which the evaluation alone is that of one process
     "apart": (llama, collate, APART),
@@ -277,4 +265,4 @@ def warned():
             told[0],
         ), told
         with pytest.warns(ShardWarning, match="BertForPreTraining: the losses of replicas with .* it is not known"):
-            trained("run", (lambda: bert(BertForPreTraining), pairs, {"max_steps": 1, "eval_strategy": "no"}), {}, 2)
+            trained("run", (lambda: bert("PreTraining"), pairs, {"max_steps": 1, "eval_strategy": "no"}), {}, 2)

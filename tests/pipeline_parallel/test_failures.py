@@ -35,8 +35,7 @@ def _soon(kind: type[Exception] | tuple[type[Exception], ...], match: str = "") 
 
 
 def _piped(pp: int) -> torch.nn.Module:
-    sizes = {"pipeline_parallel_size": pp}
-    return autopar.initialize(deep("gpt2", 4), {"model_parallelism": sizes, "pipeline": {"timeout": LONG}})
+    return autopar.initialize(deep("gpt2", 4), {"pp": pp, "pipeline": {"timeout": LONG}})
 
 
 @pytest.mark.tier("all")

@@ -20,8 +20,7 @@ from tests.worlds import raises_everywhere
 
 def _both(name: str, *, pp: int = 2, tp: int = 1, layers: int = 3, **pipeline: Any) -> tuple[Any, Any]:
     plain = deep(name, layers)
-    sizes = {"pipeline_parallel_size": pp, "tensor_parallel_size": tp}
-    piped = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": sizes, "pipeline": pipeline})
+    piped = autopar.initialize(copy.deepcopy(plain), {"pp": pp, "tp": tp, "pipeline": pipeline})
     return plain.eval(), piped.eval()
 
 
@@ -80,8 +79,7 @@ def _same_logits_of_tokens(model_type: str, pp: int) -> Any:
     head = of_task(model_type, None)
     assert head.kind is not None and head.config is not None
     plain = build_small(head.kind, head.config).eval()
-    config = {"model_parallelism": {"pipeline_parallel_size": pp}, "pipeline": {"microbatch_size": 1}}
-    piped = autopar.initialize(copy.deepcopy(plain), config).eval()
+    piped = autopar.initialize(copy.deepcopy(plain), {"pp": pp, "pipeline": {"microbatch_size": 1}}).eval()
     ids = torch.randint(3, 131, (2, 5), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[0, :2] = 0

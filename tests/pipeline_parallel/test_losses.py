@@ -23,6 +23,7 @@ from autopar.data_parallel.grad_sync import sum_gradients
 from autopar.errors import ConfigError, ShardWarning
 from autopar.pipeline_parallel.microbatch import OwnLoss, split
 from autopar.pipeline_parallel.pipeline import pipeline_of
+from tests.compare import same_gradients
 from tests.exchange import everyones
 from tests.parity import close, language_batches
 from tests.pipeline_parallel.oracle import whole_tensors
@@ -43,8 +44,7 @@ _BERT = BertConfig(
 
 
 def _config(pp: int = 1, tp: int = 1, **pipeline: Any) -> dict[str, Any]:
-    sizes = {"pipeline_parallel_size": pp, "tensor_parallel_size": tp}
-    return {"model_parallelism": sizes, "pipeline": pipeline}
+    return {"pp": pp, "tp": tp, "pipeline": pipeline}
 
 
 def _bert(kind: Any) -> Any:
@@ -281,16 +281,14 @@ def test_a_class_of_ones_own_says_what_its_loss_is(policy: Any) -> None:
     labels = _ids().clone()
     labels[0, 2:], labels[1, 5:] = -100, -100
     batch = {"input_ids": _ids(), "labels": labels}
-    config = {"model_parallelism": {"pipeline_parallel_size": 2}, "pipeline": {"num_microbatches": 4}}
+    config = _config(pp=2, num_microbatches=4)
     plain = Unshifted(llama().config).train()
     expected = plain(**batch).loss
     expected.backward()
     piped = autopar.initialize(copy.deepcopy(plain), config, policy=policy)
     loss = piped.execute_pipeline(batch, broadcast_loss=True).loss
     close(loss, expected.detach(), "loss")
-    gradients = whole_tensors(piped, lambda parameter: parameter.grad)
-    for name, parameter in plain.named_parameters():
-        close(gradients[name], parameter.grad, f"gradient of {name}")
+    same_gradients(piped, plain)
     unknown = autopar.initialize(Unshifted(llama().config).train(), config)
     with pytest.raises(ConfigError, match=r"a policy can: loss: {Unshifted: mean}\."):
         unknown.execute_pipeline(batch)
@@ -339,6 +337,4 @@ def test_a_model_in_one_piece_takes_micro_batches_after_steps_an_evaluation_and_
         loss = model.execute_pipeline(batch).loss
         plain(**batch).loss.backward()
     close(loss, plain(**batch).loss.detach(), "loss")
-    gradients = whole_tensors(model, lambda parameter: parameter.grad)
-    for name, parameter in plain.named_parameters():
-        close(gradients[name], parameter.grad, f"gradient of {name}")
+    same_gradients(model, plain)

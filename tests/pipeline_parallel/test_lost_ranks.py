@@ -137,8 +137,7 @@ def _hangs(mesh: tuple[int, int, int], transport: str) -> None:
 @pytest.mark.parametrize("pp", [1, 2])
 @distributed(world_size=4)
 def test_data_that_ends_on_one_replica(pp: int, reduction: str) -> None:
-    sizes = {"pipeline_parallel_size": pp}
-    config = {"model_parallelism": sizes, "pipeline": {"timeout": LONG, "loss_reduction": reduction}}
+    config = {"pp": pp, "pipeline": {"timeout": LONG, "loss_reduction": reduction}}
     model = autopar.initialize(deep("gpt2", 4), config)
     replica = model.mpu.dp.rank
     started = time.monotonic()

@@ -28,8 +28,7 @@ def test_a_stage_holds_only_its_own_parameters() -> None:
 
 @pooled(world_size=2)
 def test_buffers_of_messages_go_while_the_step_runs() -> None:
-    config = {"model_parallelism": {"pipeline_parallel_size": 2}, "pipeline": {"microbatch_size": 1}}
-    piped = autopar.initialize(gpt2(), config)
+    piped = autopar.initialize(gpt2(), {"pp": 2, "pipeline": {"microbatch_size": 1}})
     p2p = pipeline_of(piped).p2p
     most = []
     plain_send = p2p.send

@@ -114,8 +114,7 @@ def _images(config: Any) -> dict[str, Any]:
 @pooled(world_size=2)
 def test_images_of_other_sizes_in_stages(size: int) -> None:
     plain = build(Case("qwen2_vl", "Qwen2VLForConditionalGeneration"), 4, 2).train()
-    section = {"model_parallelism": {"pipeline_parallel_size": 2}, "pipeline": {"microbatch_size": size}}
-    piped = autopar.initialize(copy.deepcopy(plain), section)
+    piped = autopar.initialize(copy.deepcopy(plain), {"pp": 2, "pipeline": {"microbatch_size": size}})
     batch = _images(plain.config)
     out = piped.execute_pipeline(copy.deepcopy(batch), broadcast_loss=True)
     expected = plain(**batch)

@@ -12,6 +12,7 @@ from autopar.features.megatron.schedules import get_forward_backward_func
 from autopar.pipeline_parallel.stage_forward import Streams
 from autopar.tools.verification.session import switching
 from tests.compare import same_gradients
+from tests.exchange import everyones
 from tests.parity import close, language_batches
 from tests.pool import pooled
 from tests.small import gpt2
@@ -19,16 +20,13 @@ from tests.timeouts import told_at_once
 
 
 def _piped(tp: int = 1, seed: int = 1, **config: Any) -> Any:
-    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": 2}
     model = gpt2(n_layer=4, resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3).train()
     torch.manual_seed(seed)  # what makes the model seeds, too
-    return autopar.initialize(model, {"model_parallelism": sizes, **config})
+    return autopar.initialize(model, {"tp": tp, "pp": 2, **config})
 
 
 def _states() -> list[torch.Tensor]:
-    states = [torch.get_rng_state()] * dist.get_world_size()
-    dist.all_gather_object(states, torch.get_rng_state())
-    return states
+    return everyones(torch.get_rng_state())
 
 
 def _assert_alike() -> None:
@@ -139,9 +137,7 @@ def test_a_shuffling_loader_of_the_megatron_loop_gives_all_stages_the_same() -> 
         get_forward_backward_func()(
             forward_step_func=forward_step, data_iterator=iter(loader), model=piped, num_microbatches=8
         )
-    everyone = [torch.cat(seen)] * 2
-    dist.all_gather_object(everyone, torch.cat(seen))
-    assert torch.equal(*everyone)
+    assert torch.equal(*everyones(torch.cat(seen)))
     _assert_alike()
     piped.mpu.destroy()
 
@@ -187,8 +183,7 @@ def test_what_is_drawn_in_front_of_the_blocks_is_the_same_on_all_stages(backward
     piped = _jittered(autopar.initialize(gpt2(n_layer=4, **rates).train(), section))
     (batch,) = language_batches(131, count=1, batch=4)
     torch.manual_seed(5 + dist.get_rank())  # each rank for itself: the first stage's seed counts
-    seeds = [base_seed().__enter__()] * 2
-    dist.all_gather_object(seeds, seeds[0])
+    seeds = everyones(base_seed().__enter__())
     torch.manual_seed(5 + dist.get_rank())
     out = piped.execute_pipeline(batch, forward_only=not backward, return_outputs=True)
     logits = []

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import autopar
 from autopar.errors import ConfigError
 from tests.compare import same_gradients, same_weights
+from tests.exchange import same_random_states
 from tests.parity import close, language_batches
 from tests.pipeline_parallel.deep import deep
 from tests.pipeline_parallel.oracle import check_pipeline
@@ -20,8 +20,7 @@ from tests.worlds import raises_everywhere
 
 
 def _config(pp: int = 2, tp: int = 1, **pipeline: Any) -> dict[str, Any]:
-    sizes = {"pipeline_parallel_size": pp, "tensor_parallel_size": tp}
-    return {"model_parallelism": sizes, "pipeline": pipeline}
+    return {"pp": pp, "tp": tp, "pipeline": pipeline}
 
 
 def _full(count: int, batch: int) -> list[dict[str, Any]]:
@@ -150,9 +149,7 @@ def _recompute_with_dropout(tp: int) -> None:
         for batch in _full(2, 3):  # gradients accumulate
             piped.execute_pipeline(batch)
         gradients.append([parameter.grad for parameter in piped.parameters()])
-        state = [torch.get_rng_state()] * (2 * tp)
-        dist.all_gather_object(state, torch.get_rng_state())
-        assert all(torch.equal(each, state[0]) for each in state)  # afterwards all stages draw the same again
+        same_random_states()  # afterwards all stages draw the same again
         piped.mpu.destroy()
     for first, second in zip(*gradients, strict=True):
         close(second, first, "gradient with recomputed activations", 1e-6)

@@ -1,7 +1,5 @@
 """Published training runs (``published.yaml``) next to what ``autopar plan`` says of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache

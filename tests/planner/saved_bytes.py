@@ -1,7 +1,5 @@
 """What ranks really hold: their states, and what waits for backwards, saved by autograd or sent on by a stage."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Iterator
@@ -105,7 +103,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
         return make
 
-    def __enter__(self) -> SavedBytes:
+    def __enter__(self) -> "SavedBytes":
         forward, saved = Engine._forward, self
 
         def counted(engine: Engine, stage: int, microbatch: int, step: Any) -> None:

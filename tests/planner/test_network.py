@@ -1,7 +1,5 @@
 """The network: times of collectives against NCCL's formulas, worked out by hand, and their limits."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -13,8 +13,7 @@ from tests.random_models import Case, batches, build
 
 
 def _parallel(model: PreTrainedModel, **sections: Any) -> PreTrainedModel:
-    config = {"model_parallelism": {"tensor_parallel_size": 2}, **sections}
-    return autopar.initialize(copy.deepcopy(model), config)
+    return autopar.initialize(copy.deepcopy(model), {"tp": 2, **sections})
 
 
 def _same_maps(actual: Any, expected: Any) -> None:

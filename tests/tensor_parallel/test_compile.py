@@ -15,6 +15,7 @@ from transformers import CompileConfig
 import autopar
 from autopar.errors import ConfigError, ConsistencyError
 from tests.compare import same_gradients
+from tests.exchange import same_random_states
 from tests.parity import check, close, language_batches, reseed
 from tests.pool import pooled
 from tests.small import gpt2, llama, parallel
@@ -121,8 +122,7 @@ def test_a_compiled_model_over_context() -> None:
     """Graphs break at the boundaries, and at logits and embeddings of own rows; the numbers are the plain model's."""
     (batch,) = language_batches(131, count=1)
     plain = llama(num_hidden_layers=1)
-    sizes = {"context_parallel_size": 2}
-    model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": sizes})
+    model = autopar.initialize(copy.deepcopy(plain), {"cp": 2})
     expected, actual = plain(**batch), compiled(model, "aot_eager")(**batch)
     close(actual.loss, expected.loss, "loss")
     close(actual.logits + 0, expected.logits, "logits")
@@ -177,9 +177,7 @@ def test_dropout_draws_as_without_compiling(where: str) -> None:
         close(losses[1], losses[0], f"loss with seed {seed}")
     for (name, expected), actual in zip(eager.named_parameters(), model.parameters(), strict=True):
         close(actual.grad, expected.grad, f"gradient of {name}")
-    states = [torch.get_rng_state()] * 2
-    dist.all_gather_object(states, torch.get_rng_state())
-    assert torch.equal(*states)
+    same_random_states()
 
 
 @pooled(world_size=2)

@@ -44,34 +44,13 @@ def _omni(kind: str) -> Any:
     if kind == "qwen2_5_omni":
         rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
         talker = {**_TEXT, "embedding_size": 32, "rope_parameters": rope}
-        dit = {
-            "hidden_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "head_dim": 16,
-            "ff_mult": 2,
-            "emb_dim": 16,
-            "mel_dim": 8,
-            "num_embeds": 61,
-            "look_ahead_layers": [0],
-            "look_backward_layers": [0],
-            "enc_dim": 8,
-            "enc_emb_dim": 8,
-            "enc_channels": [16, 16, 16],
-            "enc_kernel_sizes": [3, 3, 1],
-            "enc_dilations": [1, 2, 1],
-            "enc_attention_channels": 8,
-            "enc_se_channels": 8,
-        }
-        gan = {
-            "mel_dim": 8,
-            "upsample_initial_channel": 16,
-            "upsample_rates": [2],
-            "upsample_kernel_sizes": [4],
-            "resblock_kernel_sizes": [3],
-            "resblock_dilation_sizes": [[1, 3, 5]],
-        }
-        wav = {"dit_config": dit, "bigvgan_config": gan}
+        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16, "ff_mult": 2}
+        eights = dict.fromkeys(("mel_dim", "enc_dim", "enc_emb_dim", "enc_attention_channels", "enc_se_channels"), 8)
+        looks = {"emb_dim": 16, "num_embeds": 61, "look_ahead_layers": [0], "look_backward_layers": [0]}
+        encoder = {"enc_channels": [16, 16, 16], "enc_kernel_sizes": [3, 3, 1], "enc_dilations": [1, 2, 1]}
+        rates = {"upsample_initial_channel": 16, "upsample_rates": [2], "upsample_kernel_sizes": [4]}
+        gan = {"mel_dim": 8, **rates, "resblock_kernel_sizes": [3], "resblock_dilation_sizes": [[1, 3, 5]]}
+        wav = {"dit_config": {**sizes, **eights, **looks, **encoder}, "bigvgan_config": gan}
         parts = {"thinker_config": thinker, "talker_config": talker, "token2wav_config": wav}
         return Qwen2_5OmniForConditionalGeneration(Qwen2_5OmniConfig(**parts))
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 19}
@@ -82,19 +61,10 @@ def _omni(kind: str) -> Any:
         "num_code_groups": 3,
         "spatial_merge_size": 2,
     }
-    wav = {
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "intermediate_size": 21,
-        "codebook_size": 41,
-        "num_quantizers": 3,
-        "decoder_dim": 16,
-        "upsample_rates": [2],
-        "upsampling_ratios": [2],
-    }
-    parts = {"thinker_config": thinker, "talker_config": talker, "code2wav_config": wav}
+    wav = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
+    wav |= {"intermediate_size": 21, "codebook_size": 41, "num_quantizers": 3, "decoder_dim": 16}
+    rates = {"upsample_rates": [2], "upsampling_ratios": [2]}
+    parts = {"thinker_config": thinker, "talker_config": talker, "code2wav_config": {**wav, **rates}}
     return Qwen3OmniMoeForConditionalGeneration(Qwen3OmniMoeConfig(**parts))
 
 
@@ -165,30 +135,13 @@ class _Eye(nn.Module):
 
 
 def _gemma3n(monkeypatch: pytest.MonkeyPatch) -> Any:
-    text = {
-        **_TEXT,
-        "vocab_size": 131,
-        "vocab_size_per_layer_input": 131,
-        "hidden_size_per_layer_input": 6,
-        "num_kv_shared_layers": 0,
-        "laurel_rank": 5,
-        "altup_num_inputs": 3,
-        "sliding_window": 4,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "activation_sparsity_pattern": [0.5, 0.0],
-    }
-    audio = {
-        "input_feat_size": 8,
-        "hidden_size": 32,
-        "conf_num_attention_heads": 4,
-        "conf_num_hidden_layers": 1,
-        "conf_attention_chunk_size": 2,
-        "conf_attention_context_left": 3,
-        "conf_reduction_factor": 2,
-        "sscp_conv_channel_size": [6, 4],
-        "vocab_size": 1,
-        "vocab_offset": 130,
-    }
+    text = {**_TEXT, **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 131)}
+    text |= {"hidden_size_per_layer_input": 6, "num_kv_shared_layers": 0, "laurel_rank": 5, "altup_num_inputs": 3}
+    text |= {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    text |= {"activation_sparsity_pattern": [0.5, 0.0]}
+    audio = {"input_feat_size": 8, "hidden_size": 32, "conf_num_attention_heads": 4, "conf_num_hidden_layers": 1}
+    audio |= {"conf_attention_chunk_size": 2, "conf_attention_context_left": 3, "conf_reduction_factor": 2}
+    audio |= {"sscp_conv_channel_size": [6, 4], "vocab_size": 1, "vocab_offset": 130}
     vision = {"hidden_size": 20, "vocab_size": 1, "vocab_offset": 129, "num_labels": 2}
     config = Gemma3nConfig(
         text_config=text, audio_config=audio, vision_config=vision, vision_soft_tokens_per_image=9, image_token_id=128

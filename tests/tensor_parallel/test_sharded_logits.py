@@ -13,18 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    BertConfig,
-    BertForMaskedLM,
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import BertForMaskedLM, CohereForCausalLM, Gemma2ForCausalLM
+from transformers.models.bart import BartForConditionalGeneration
+from transformers.models.t5 import T5ForConditionalGeneration
 from transformers.trainer_pt_utils import LabelSmoother
 
 import autopar
@@ -142,53 +133,34 @@ def test_whatever_is_computed_of_them(chunk: int) -> None:
                 same_gradients(model, plain, 2e-5, name)
 
 
-def _bert() -> Any:
-    config = BertConfig(
-        hidden_size=24, num_hidden_layers=2, num_attention_heads=6, intermediate_size=37, vocab_size=VOCAB
-    )
-    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
-    return randomise(BertForMaskedLM(config))
+def _flat(model: Any, **more: Any) -> Any:
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 37}
+    return randomise(model(model.config_class(vocab_size=VOCAB, **sizes, **more)))
 
 
-def _encoder_decoder(model: Any, config: Any) -> Any:
+def _encoder_decoder(model: Any) -> Any:
     sizes = {"d_model": 24, "vocab_size": VOCAB, "decoder_start_token_id": 0, "pad_token_id": 0}
-    if config is T5Config:
+    if model is T5ForConditionalGeneration:
         sizes |= {"num_layers": 2, "num_heads": 6, "d_kv": 4, "d_ff": 37, "dropout_rate": 0.0}
     else:
         sizes |= {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
         sizes |= {"encoder_ffn_dim": 36, "decoder_ffn_dim": 36, "dropout": 0.0, "forced_eos_token_id": None}
-    return randomise(model(config(**sizes)))
-
-
-def _causal(model: Any, config: Any, **sizes: Any) -> Any:
-    return randomise(
-        model(
-            config(
-                vocab_size=VOCAB,
-                hidden_size=24,
-                num_hidden_layers=2,
-                num_attention_heads=6,
-                num_key_value_heads=2,
-                head_dim=4,
-                intermediate_size=37,
-                **sizes,
-            )
-        )
-    )
+    return randomise(model(model.config_class(**sizes)))
 
 
 @pytest.mark.tier("test")
 @pooled(world_size=2)
 def test_no_loss_of_transformers_gathers() -> None:
     """Masked, sequence to sequence (with a bias on the logits), soft-capped, scaled."""
+    grouped = {"num_key_value_heads": 2, "head_dim": 4}
     with pytest.MonkeyPatch.context() as patch:
         gathered = Gathered(patch)
         for plain in (
-            _bert(),
-            _encoder_decoder(T5ForConditionalGeneration, T5Config),
-            _encoder_decoder(BartForConditionalGeneration, BartConfig),
-            _causal(Gemma2ForCausalLM, Gemma2Config, final_logit_softcapping=3.0, query_pre_attn_scalar=4),
-            _causal(CohereForCausalLM, CohereConfig, logit_scale=0.3),
+            _flat(BertForMaskedLM, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
+            _encoder_decoder(T5ForConditionalGeneration),
+            _encoder_decoder(BartForConditionalGeneration),
+            _flat(Gemma2ForCausalLM, final_logit_softcapping=3.0, query_pre_attn_scalar=4, **grouped),
+            _flat(CohereForCausalLM, logit_scale=0.3, **grouped),
         ):
             model = parallel(copy.deepcopy(plain), 2)
             for batch in language_batches(VOCAB):

@@ -15,6 +15,12 @@ from tests.verification.planting import After, Before, and_then, at, forward_of,
 H0, H1 = "transformer.h.0", "transformer.h.1"
 TP, PP, DP, CP = ({f"{kind}_parallel_size": 2} for kind in ("tensor", "pipeline", "data", "context"))
 SP = {**TP, "sequence_parallel": True}
+BACKWARD: dict[str, Any] = {"checks": ("backward",)}
+DROPOUT: dict[str, Any] = {"checks": ("dropout",)}
+GENERATE: dict[str, Any] = {"checks": ("generate",)}
+STAGES, ROWS, ON_LLAMA = {**BACKWARD, "mesh": PP}, {**DROPOUT, "mesh": CP}, {**BACKWARD, "model": "llama"}
+REPLICAS = {**BACKWARD, "mesh": DP}
+GATHER = {**CP, "context_parallel_method": "gather"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +59,16 @@ def changed(name: str, path: str, change: Any, *others: str, **settings: Any) ->
     return Fault(name, (path, *others), at(path, change), **settings)
 
 
+def replaced(name: str, modules: tuple[str, ...], target: str, make: Any, **settings: Any) -> Fault:
+    """Replace a function of the package before ``initialize``."""
+    return Fault(name, modules, before=patched(target, make), **settings)
+
+
+def replaced_later(name: str, target: str, make: Any, **settings: Any) -> Fault:
+    """Replace a function of the package after ``initialize``; no module is to blame."""
+    return Fault(name, ("",), and_then(patched(target, make)), **settings)
+
+
 def text_of(fault: Fault) -> str | None:
     """The changed text of GPT-2's policy."""
     if not fault.policy:
@@ -64,7 +80,9 @@ def text_of(fault: Fault) -> str | None:
     return text
 
 
-ATTN1, MLP1 = f"{H1}.attn", f"{H1}.mlp"
+ATTN0, ATTN1, MLP1 = f"{H0}.attn", f"{H1}.attn", f"{H1}.mlp"
+QKV, PIPELINE = (ATTN0, f"{ATTN0}.c_attn"), "autopar.pipeline_parallel.pipeline"
+LLAMA0, LLAMA1 = "model.layers.0.self_attn", "model.layers.1.self_attn"
 
 REFUSED = [
     ("a wrong unit", "mlp.c_fc: {column: ffn}", "mlp.c_fc: {column: heads}", "mlp.c_proj"),
@@ -79,195 +97,96 @@ REFUSED = [
 ]
 FAULTS = [
     # -- the policy ---------------------------------------------------------------------------------------------------
-    Fault(
-        "fused q, k, v as one block",
-        (f"{H0}.attn", f"{H0}.attn.c_attn"),
-        policy=(("{column: [heads, heads, heads]}", "{column: [heads]}"),),
-    ),
-    Fault(
-        "keys and values in one block",
-        (f"{H0}.attn", f"{H0}.attn.c_attn"),
-        policy=(("[heads, heads, heads]", "[heads, heads * 8]"),),
-    ),
+    Fault("fused q, k, v as one block", QKV, policy=(("[heads, heads, heads]", "[heads]"),)),
+    Fault("keys and values in one block", QKV, policy=(("[heads, heads, heads]", "[heads, heads * 8]"),)),
     *(Fault(name, policy=((old, new),), refused=refused) for name, old, new, refused in REFUSED),
     # -- what a layer computes ----------------------------------------------------------------------------------------
-    in_forward("a missing all-reduce behind a row", f"{H1}.mlp.c_proj", p.row_without_sum),
-    in_forward("a missing all-reduce behind attention", f"{H0}.attn.c_proj", p.row_without_sum),
-    in_forward(
-        "a bias on every rank before the sum", f"{H0}.mlp.c_proj", lambda layer, plain, x: plain(x) + layer.bias
-    ),
-    changed("a bias left out", f"{H1}.attn.c_proj", p.set("_add_bias", lambda y: y)),
-    changed("the other rank's bias", f"{H1}.mlp.c_fc", p.swapped_bias),
-    changed("the other rank's shard", f"{H0}.attn.c_attn", p.other_ranks_shard),
-    changed("the other rank's rows of a row", f"{H1}.mlp.c_proj", p.other_ranks_shard),
+    in_forward("a missing all-reduce behind a row", f"{MLP1}.c_proj", p.row_without_sum),
+    in_forward("a missing all-reduce behind attention", f"{ATTN0}.c_proj", p.row_without_sum),
+    in_forward("a bias on every rank before the sum", f"{H0}.mlp.c_proj", lambda m, plain, x: plain(x) + m.bias),
+    changed("a bias left out", f"{ATTN1}.c_proj", p.set("_add_bias", lambda y: y)),
+    changed("the other rank's bias", f"{MLP1}.c_fc", p.swapped_bias),
+    changed("the other rank's shard", f"{ATTN0}.c_attn", p.other_ranks_shard),
+    changed("the other rank's rows of a row", f"{MLP1}.c_proj", p.other_ranks_shard),
     in_forward("rows of the other rank counted", "transformer.wte", p.mask_of_rows),
     in_forward("rows of a vocabulary not summed", "transformer.wte", p.no_sum_of_rows),
-    in_forward("logits in another order", "lm_head", lambda layer, plain, x: plain(x).flip(-1)),
+    in_forward("logits in another order", "lm_head", lambda m, plain, x: plain(x).flip(-1)),
     changed("a norm with another epsilon", f"{H1}.ln_1", p.set("eps", 0.1)),
     changed("a norm's weight that has drifted", f"{H1}.ln_1", p.added("weight", 0.1)),
     changed("another scale of attention", ATTN1, p.scaled("scaling", 2.0)),
     changed("heads of another width", ATTN1, p.set("head_dim", 2), checks=("forward",)),
-    in_forward(
-        "a dropped mask", ATTN1, lambda module, plain, *args, **more: plain(*args, **{**more, "attention_mask": None})
-    ),
-    in_forward("positions off by one", "transformer.wpe", lambda module, plain, ids: plain((ids + 1) % 16)),
+    in_forward("a dropped mask", ATTN1, p.without_mask),
+    in_forward("positions off by one", "transformer.wpe", lambda m, plain, ids: plain((ids + 1) % 16)),
     in_forward("a missing residual", H1, p.no_residual),
-    in_forward("another activation", f"{MLP1}.act", lambda module, plain, x: torch.relu(x)),
+    in_forward("another activation", f"{MLP1}.act", lambda m, plain, x: torch.relu(x)),
     in_forward("rotary angles turned back", "model.rotary_emb", p.wrong_rotation, model="llama"),
-    Fault(
+    replaced(
         "padding counted in the loss",
         ("",),
-        before=patched("autopar.tensor_parallel.sharded_logits.sharded_cross_entropy", p.counted_padding),
+        "autopar.tensor_parallel.sharded_logits.sharded_cross_entropy",
+        p.counted_padding,
     ),
     # -- gradients ----------------------------------------------------------------------------------------------------
-    changed("a missing gradient sum before an MLP", f"{H1}.mlp.c_fc", p.enters_without_sum, MLP1, checks=("backward",)),
-    changed(
-        "a missing gradient sum before attention",
-        f"{H0}.attn.c_attn",
-        p.enters_without_sum,
-        f"{H0}.attn",
-        checks=("backward",),
-    ),
-    Fault(
-        "a missing gradient sum of one of three columns",
-        ("model.layers.1.self_attn",),
-        at("model.layers.1.self_attn.k_proj", p.enters_without_sum),
-        model="llama",
-        checks=("backward",),
-    ),
-    Fault(
-        "a gradient that ends",
-        (f"{H1}.ln_2", f"{H1}.mlp", f"{H1}.mlp.c_fc"),
-        forward_of(f"{H1}.mlp", lambda module, plain, x: plain(x.detach() + 0 * x)),
-        checks=("backward",),
-    ),
-    in_forward("half a gradient", f"{MLP1}.act", p.half_gradient, checks=("backward",)),
-    changed("a gradient of a parameter scaled", f"{H0}.ln_2", p.no_gradient_of("weight"), checks=("backward",)),
-    Fault(
+    changed("a missing gradient sum before an MLP", f"{MLP1}.c_fc", p.enters_without_sum, MLP1, **BACKWARD),
+    changed("a missing gradient sum before attention", QKV[1], p.enters_without_sum, ATTN0, **BACKWARD),
+    Fault("a missing gradient sum of a key", (LLAMA1,), at(f"{LLAMA1}.k_proj", p.enters_without_sum), **ON_LLAMA),
+    in_forward("a gradient that ends", MLP1, p.ended, f"{H1}.ln_2", f"{MLP1}.c_fc", **BACKWARD),
+    in_forward("half a gradient", f"{MLP1}.act", p.half_gradient, **BACKWARD),
+    changed("a gradient of a parameter scaled", f"{H0}.ln_2", p.no_gradient_of("weight"), **BACKWARD),
+    replaced(
         "gradients of a key on both ranks not summed",
-        (
-            "model.layers.0.self_attn.k_proj",
-            "model.layers.0.self_attn.v_proj",
-            "model.layers.1.self_attn.k_proj",
-            "model.layers.1.self_attn.v_proj",
-        ),
-        before=patched(
-            "autopar.tensor_parallel.layers.sum_replicas", lambda original: lambda weight, axis, layout: weight
-        ),
-        model="mqa",
-        checks=("backward",),
+        tuple(f"{layer}.{kind}_proj" for layer in (LLAMA0, LLAMA1) for kind in "kv"),
+        "autopar.tensor_parallel.layers.sum_replicas",
+        p.left_out,
+        **{**BACKWARD, "model": "mqa"},
     ),
-    Fault(
+    replaced(
         "gradients of a norm of heads not summed",
-        ("model.layers.1.self_attn.k_norm", "model.layers.1.self_attn.q_norm"),
-        before=patched("autopar.tensor_parallel.region_modules.copy", lambda original: lambda x, axis: x),
-        model="qwen3",
-        checks=("backward",),
+        (f"{LLAMA1}.k_norm", f"{LLAMA1}.q_norm"),
+        "autopar.tensor_parallel.region_modules.copy",
+        p.left_out,
+        **{**BACKWARD, "model": "qwen3"},
     ),
     # -- tokens, random draws, steps, files ---------------------------------------------------------------------------
-    in_forward("a stale cache", ATTN1, p.stale_cache, checks=("generate",)),
-    in_forward("positions that do not go on", "transformer.wpe", p.stuck_positions, checks=("generate",)),
-    Fault(
-        "equal dropout of different heads", (f"{H0}.attn", f"{H0}.attn.attn_dropout"), p.same_seeds, checks=("dropout",)
-    ),
-    in_forward("different dropout of what is replicated", "transformer.drop", p.other_seeds, checks=("dropout",)),
-    Fault("equal dropout of different rows", ("transformer.drop",), p.same_seeds_of_rows, mesh=CP, checks=("dropout",)),
+    in_forward("a stale cache", ATTN1, p.stale_cache, **GENERATE),
+    in_forward("positions that do not go on", "transformer.wpe", p.stuck_positions, **GENERATE),
+    Fault("equal dropout of different heads", (ATTN0, f"{ATTN0}.attn_dropout"), p.same_seeds, **DROPOUT),
+    in_forward("different dropout of what is replicated", "transformer.drop", p.other_seeds, **DROPOUT),
+    Fault("equal dropout of different rows", ("transformer.drop",), p.same_seeds_of_rows, **ROWS),
+    in_forward("different dropout in front of the blocks", "transformer.drop", p.other_seeds_of_all_rows, **ROWS),
     in_forward(
-        "different dropout of all rows in front of the blocks",
-        "transformer.drop",
-        p.other_seeds_of_all_rows,
-        mesh=CP,
-        checks=("dropout",),
+        "another rate of dropout", f"{MLP1}.dropout", lambda m, plain, x: torch.dropout(x, 0.6, m.training), **ROWS
     ),
-    in_forward(
-        "another rate of dropout",
-        f"{H1}.mlp.dropout",
-        lambda module, plain, x: torch.dropout(x, 0.6, module.training),
-        mesh=CP,
-        checks=("dropout",),
-    ),
-    Fault(
-        "dropout that draws nothing by itself",
-        (f"{H1}.attn", f"{H1}.attn.resid_dropout"),
-        forward_of(f"{H1}.attn.resid_dropout", p.every_second),
-        mesh=CP,
-        checks=("dropout",),
-    ),
+    in_forward("dropout that draws nothing by itself", f"{ATTN1}.resid_dropout", p.every_second, ATTN1, **ROWS),
     Fault("another learning rate", ("",), p.rate, checks=("step",)),
     Fault("decay of a norm", (f"{H1}.ln_2",), p.decay, checks=("step",)),
-    Fault(
+    replaced(
         "stages that draw on where the code in front of them did",
         ("",),
-        before=patched(
-            "autopar.pipeline_parallel.stage_forward.StageForward.come_to", lambda original: lambda self, place: None
-        ),
-        mesh=PP,
-        checks=("dropout",),
+        "autopar.pipeline_parallel.stage_forward.StageForward.come_to",
+        p.left_out,
+        **{**DROPOUT, "mesh": PP},
     ),
     # -- stages and replicas ------------------------------------------------------------------------------------------
-    Fault("a stage that begins one block early", (), p.other_stages, mesh=PP, checks=("backward",)),
-    Fault(
-        "a tied weight's gradients not summed over stages",
-        ("transformer.wte", "lm_head"),
-        p.no_sum_of_tied,
-        mesh=PP,
-        checks=("backward",),
-    ),
-    Fault(
-        "a loss that is the mean of means",
-        ("",),
-        and_then(patched("autopar.pipeline_parallel.pipeline.weights_of", p.alike)),
-        mesh=PP,
-        checks=("backward",),
-    ),
-    in_forward(
-        "a block of the second stage",
-        f"{H1}.mlp.c_fc",
-        lambda module, plain, x: plain(x) * 1.5,
-        mesh=PP,
-        checks=("backward",),
-    ),
-    Fault(
-        "gradients not averaged over replicas",
-        ("",),
-        and_then(patched("autopar.pipeline_parallel.pipeline.average_over_replicas", lambda original: lambda *_: None)),
-        mesh=DP,
-        checks=("backward",),
-    ),
-    Fault(
-        "replicas that count alike",
-        ("",),
-        and_then(
-            patched(
-                "autopar.pipeline_parallel.pipeline.weights_over_replicas", lambda original: lambda weights, *_: weights
-            )
-        ),
-        mesh=DP,
-        checks=("backward",),
-    ),
+    Fault("a stage that begins one block early", (), p.other_stages, **STAGES),
+    Fault("gradients of tied weights not summed", ("transformer.wte", "lm_head"), p.no_sum_of_tied, **STAGES),
+    replaced_later("a loss that is the mean of means", f"{PIPELINE}.weights_of", p.alike, **STAGES),
+    in_forward("a block of the second stage", f"{MLP1}.c_fc", lambda m, plain, x: plain(x) * 1.5, **STAGES),
+    replaced_later("gradients not averaged", f"{PIPELINE}.average_over_replicas", p.left_out, **REPLICAS),
+    replaced_later("replicas that count alike", f"{PIPELINE}.weights_over_replicas", p.left_out, **REPLICAS),
     # -- rows of the sequence -----------------------------------------------------------------------------------------
-    Fault(
-        "attention to this rank's rows only",
-        ("model.layers.0.self_attn",),
-        p.own_rows_only,
-        model="llama",
-        mesh={**CP, "context_parallel_method": "gather"},
-    ),
-    Fault(
+    Fault("attention to this rank's rows only", (LLAMA0,), p.own_rows_only, model="llama", mesh=GATHER),
+    replaced_later(
         "gradients not averaged over context parallelism",
-        ("",),
-        and_then(patched("autopar.tools.verification.checks.average_gradients", lambda original: lambda model: None)),
-        model="llama",
-        mesh=CP,
-        checks=("backward",),
+        "autopar.tools.verification.checks.average_gradients",
+        p.left_out,
+        **{**ON_LLAMA, "mesh": CP},
     ),
-    Fault(
+    replaced(
         "gradients of norms over rows not summed",
-        (f"{H0}.ln_1", f"{H0}.ln_2", f"{H1}.ln_1", f"{H1}.ln_2", f"{H1}.attn.c_proj", f"{H1}.mlp.c_proj"),
-        before=patched(
-            "autopar.features.sequence_parallel.rows.sum_flat", lambda original: lambda tensors, axis: list(tensors)
-        ),
-        mesh=SP,
-        checks=("backward",),
+        (f"{H0}.ln_1", f"{H0}.ln_2", f"{H1}.ln_1", f"{H1}.ln_2", f"{ATTN1}.c_proj", f"{MLP1}.c_proj"),
+        "autopar.features.sequence_parallel.rows.sum_flat",
+        lambda original: lambda tensors, axis: list(tensors),
+        **{**BACKWARD, "mesh": SP},
     ),
 ]

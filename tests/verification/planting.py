@@ -50,6 +50,11 @@ def patched(target: str, make: Callable[[Any], Any]) -> Callable[[ExitStack], No
     return plant
 
 
+def left_out(original: Any) -> Any:
+    """The function does nothing: it returns its first argument."""
+    return lambda first, *_: first
+
+
 def and_then(before: Callable[[ExitStack], None]) -> After:
     """Replace it after ``initialize``."""
     return lambda session, stack: before(stack)
@@ -102,6 +107,14 @@ def no_sum_of_rows(module: Any, plain: Any, ids: torch.Tensor) -> torch.Tensor:
     outside = (ids < start) | (ids >= stop)
     y = nn.functional.embedding((ids - start).masked_fill(outside, 0), module.weight)
     return y.masked_fill(outside.unsqueeze(-1), 0)
+
+
+def without_mask(module: Any, plain: Any, *args: Any, **kwargs: Any) -> Any:
+    return plain(*args, **{**kwargs, "attention_mask": None})
+
+
+def ended(module: Any, plain: Any, x: torch.Tensor) -> torch.Tensor:
+    return plain(x.detach() + 0 * x)
 
 
 def no_residual(module: Any, plain: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

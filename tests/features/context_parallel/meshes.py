@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -29,6 +28,7 @@ from autopar.features.sequence_parallel import plan as sequence_parallel
 from autopar.layout import rows_layout
 from autopar.pipeline_parallel.p2p import map_tensors
 from autopar.tools.verification.outputs import floats_of, named, same_floats
+from tests.exchange import everyones
 from tests.once import by_rank_0
 from tests.parity import all_close, close, reseed, total_loss, whole
 from tests.pipeline_parallel.oracle import whole_tensors
@@ -260,9 +260,7 @@ def _rehearsed_by_rank_0() -> Iterator[None]:
 
 def _agreed(error: AutoparError) -> str:
     """What is wrong, in the words of the rank that saw it; every rank raises something."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (isinstance(error, PipelineError), str(error)))
-    return min(everyone, key=lambda each: each[0])[1]
+    return min(everyones((isinstance(error, PipelineError), str(error))), key=lambda each: each[0])[1]
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -272,11 +270,8 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 def _cut(model: nn.Module) -> tuple[int, ...]:
     """The lengths of sequences that were cut on any rank: a stage may have an encoder that runs whole."""
     states = {id(state): state for each in model.modules() if (state := vars(each).get("_autopar_rows")) is not None}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        everyone, [length for state in states.values() for length, rows in state._known.items() if rows]
-    )
-    return tuple(sorted({length for each in everyone for length in each}))
+    mine = [length for state in states.values() for length, rows in state._known.items() if rows]
+    return tuple(sorted({length for each in everyones(mine) for length in each}))
 
 
 class _Differences:
@@ -294,11 +289,8 @@ class _Differences:
 
     def everyones(self) -> str:
         """Return the first difference of the first rank that has any, and how many it has."""
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, self.found)
-        return next(
-            (f"rank {rank}: {found[0]} ({len(found)} in all)" for rank, found in enumerate(gathered) if found), ""
-        )
+        all_of_them = enumerate(everyones(self.found))
+        return next((f"rank {rank}: {found[0]} ({len(found)} in all)" for rank, found in all_of_them if found), "")
 
 
 def _compare(plain: Plain, model: Any, optimizer: Any, mesh: Mesh, case: Case) -> Verdict:

@@ -62,8 +62,7 @@ def test_what_no_rank_could_compute_is_refused_and_the_next_forward_holds() -> N
 
 @pooled(world_size=2)
 def test_logits_that_one_rank_reads_alone_raise() -> None:
-    config = {"model_parallelism": {"context_parallel_size": 2}, "loss": {"read_timeout": 0.5}}
-    model = autopar.initialize(llama(), config)
+    model = autopar.initialize(llama(), {"cp": 2, "loss": {"read_timeout": 0.5}})
     logits = model(torch.arange(8).view(1, 8), use_cache=False).logits
     assert "has rows" in repr(logits), "printing them gathers nothing"
     if dist.get_rank() == 0:

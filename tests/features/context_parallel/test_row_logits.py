@@ -113,8 +113,7 @@ def test_sharded_weights_gather_no_logits() -> None:
     (batch,) = language_batches(VOCAB, count=1)
     plain, model = llama(), llama()
     optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (plain, model)]
-    config = {"model_parallelism": {"context_parallel_size": 2}, "zero": {"stage": 3}}
-    model, optimizers[1] = autopar.initialize(model, config, optimizer=optimizers[1])
+    model, optimizers[1] = autopar.initialize(model, {"cp": 2, "zero": {"stage": 3}}, optimizer=optimizers[1])
     for _ in range(2):
         for each, optimizer in zip((plain, model), optimizers, strict=True):
             out = each(**batch)

@@ -8,14 +8,9 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 import autopar
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError, ConsistencyError
+from tests.exchange import everyones
 from tests.pool import pooled
 from tests.small import gpt2, parallel
-
-
-def everyone(value: object) -> list:
-    values: list = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 @pytest.mark.tier("test")
@@ -32,7 +27,7 @@ def test_replicas_share_the_data_and_tp_ranks_see_the_same():
         epochs.append([batch[0].tolist() for batch in loader])
     assert torch.equal(torch.get_rng_state(), before)
     assert epochs[0] != epochs[1]
-    seen = everyone(epochs)
+    seen = everyones(epochs)
     assert seen[0] == seen[1] and seen[2] == seen[3] and seen[0] != seen[2]
     for epoch in range(2):
         union = [sample for rank in (0, 2) for batch in seen[rank][epoch] for sample in batch]
@@ -47,7 +42,7 @@ class Stream(IterableDataset):
 @pooled(world_size=2)
 def test_a_stream_is_dealt_out_in_whole_rounds():
     mpu = MPU()
-    seen = everyone([batch.tolist() for batch in autopar.prepare_dataloader(Stream(), 2, mpu=mpu)])
+    seen = everyones([batch.tolist() for batch in autopar.prepare_dataloader(Stream(), 2, mpu=mpu)])
     assert seen == [[[0, 2], [4]], [[1, 3], [5]]]
 
 
@@ -89,9 +84,9 @@ def test_37_samples_are_evaluated_once_each(zero):
     for options in ({"even_batches": False}, {"even_batches": True}, {"even_batches": False, "shuffle": True}):
         loader = autopar.prepare_dataloader(dataset, 4, mpu=model.mpu, **options)
         losses, right, batches = _evaluate(model, loader)
-        assert everyone(batches) == [len(loader)] * 4 == [5] * 4
+        assert everyones(batches) == [len(loader)] * 4 == [5] * 4
         sizes = [len(batch) for batch in losses]
-        assert sum(everyone(sizes)[0]) + sum(everyone(sizes)[2]) == (37 if not options["even_batches"] else 38)
+        assert sum(everyones(sizes)[0]) + sum(everyones(sizes)[2]) == (37 if not options["even_batches"] else 38)
         found = autopar.gather_for_metrics(losses, mpu=model.mpu, samples=37)
         guessed = autopar.gather_for_metrics(torch.cat(right), mpu=model.mpu, samples=len(dataset))
         if "shuffle" in options:
@@ -121,7 +116,7 @@ def test_every_replica_makes_as_many_batches_and_none_is_empty():
             loader = autopar.prepare_dataloader(data, batch_size, mpu=mpu, even_batches=False)
             batches = [batch[0].tolist() for batch in loader]
             assert len(batches) == len(loader) and all(1 <= len(batch) <= batch_size for batch in batches)
-            seen = everyone(batches)
+            seen = everyones(batches)
             assert len({len(theirs) for theirs in seen}) == 1
             assert sorted(n for theirs in seen for batch in theirs for n in batch) == list(range(count))
     mpu.destroy()

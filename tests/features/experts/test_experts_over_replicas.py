@@ -19,8 +19,7 @@ from tests.pool import pooled
 @pytest.mark.parametrize("dispatch", ["all_to_all", "all_reduce"])
 @pooled(world_size=2)
 def test_two_replicas_hold_half_of_the_experts_each(dispatch: str) -> None:
-    config = {"ep": 2, "model_parallelism": {"expert_dispatch": dispatch}}
-    model, _, plain = compare(lambda: mixtral(5), config)
+    model, _, plain = compare(lambda: mixtral(5), {"ep": 2, "model_parallelism": {"expert_dispatch": dispatch}})
     experts = model.model.layers[0].mlp.experts
     own = 3 if model.mpu.ep.rank == 0 else 2
     assert experts.num_experts == own and experts.gate_up_proj.shape[0] == own

@@ -12,6 +12,7 @@ from autopar.errors import ConfigError
 from autopar.plan.make_plan import make_plan
 from autopar.policy.load import read_user_policy
 from autopar.policy.match import find_policy
+from tests.exchange import everyones
 from tests.features.experts.mixtures import batches, close, compare
 from tests.features.experts.module_mixtures import LISTED, listed, nllb, switch
 from tests.pool import pooled
@@ -178,9 +179,8 @@ def test_dropout_of_experts_draws_by_rank_and_leaves_other_draws_alone() -> None
     losses = [model(input_ids=ids, labels=ids).loss for _ in range(2)]
     assert losses[0] != losses[1]
     losses[1].backward()
-    found: list[Any] = [None, None]
-    torch.distributed.all_gather_object(found, (float(losses[1]), torch.rand(3).tolist()))
-    assert found[0] == found[1]
+    one, other = everyones((float(losses[1]), torch.rand(3).tolist()))
+    assert one == other
     model.mpu.destroy()
 
 

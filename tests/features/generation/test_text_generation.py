@@ -20,6 +20,7 @@ from transformers import (
 
 import autopar
 from autopar.features.generation.generate import AgreedCriteria
+from tests.exchange import everyones
 from tests.pool import pooled
 from tests.small import llama
 
@@ -162,11 +163,9 @@ def test_ranks_stop_at_the_same_token() -> None:
         assert torch.equal(model.generate(ids, stopping_criteria=[own], num_beams=2, **settings), beams)
         over = MaxTimeCriteria(60.0, time.time() - 100 * rank)  # by the clock of rank 1
         assert torch.equal(model.generate(ids, stopping_criteria=[over], **settings), expected[:, :5])
-        lengths: list[Any] = [None, None]
         time.sleep(0.02 * rank)
-        mine = model.generate(ids, max_time=0.05, **{**settings, "max_new_tokens": 50}).shape
-        dist.all_gather_object(lengths, mine)
-        assert lengths[0] == lengths[1]
+        one, other = everyones(model.generate(ids, max_time=0.05, **{**settings, "max_new_tokens": 50}).shape)
+        assert one == other
         usual = model._get_stopping_criteria(_prepared(model, settings), [])
         assert len(usual) == 2 and not any(isinstance(one, AgreedCriteria) for one in usual), "nothing to agree on"
     plain = autopar.deparallelize(model)

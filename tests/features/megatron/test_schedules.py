@@ -29,8 +29,7 @@ def test_the_loop(schedule: str) -> None:
     plain = gpt2(n_layer=4)
     piped = copy.deepcopy(plain)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3) for model in (plain, piped)]
-    config = {"model_parallelism": {"pipeline_parallel_size": 2}, "pipeline": {"schedule": schedule}}
-    piped = autopar.initialize(piped, config)
+    piped = autopar.initialize(piped, {"pp": 2, "pipeline": {"schedule": schedule}})
     forward_backward = get_forward_backward_func()
     for step in range(3):
         batches = language_batches(131, count=4, batch=2, seed=step)
@@ -61,8 +60,7 @@ def test_the_loop_in_fp16() -> None:
     for _ in range(2):
         model = gpt2(n_layer=4)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
-        sizes = {"pipeline_parallel_size": 2}
-        config = {"model_parallelism": sizes, "precision": {"dtype": "fp16"}, "gradient_clipping": 0.5}
+        config = {"pp": 2, "precision": {"dtype": "fp16"}, "gradient_clipping": 0.5}
         models.append(autopar.initialize(model, config, optimizer=optimizer)[0])
         optimizers.append(optimizer)
     looped, piped = models
@@ -125,8 +123,7 @@ def _masked_batches(count: int) -> list[dict[str, torch.Tensor]]:
 def test_three_values_of_loss_func_and_lists_of_iterators(sizes: tuple[int, int], schedule: str) -> None:
     plain = gpt2(n_layer=4)
     tp, pp = sizes
-    settings: dict[str, Any] = {"model_parallelism": {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}}
-    model = autopar.initialize(copy.deepcopy(plain), {**settings, "pipeline": {"schedule": schedule}})
+    model = autopar.initialize(copy.deepcopy(plain), {"tp": tp, "pp": pp, "pipeline": {"schedule": schedule}})
     chunks = 2 if schedule == "interleaved" else 1
     for given in ([iter(_masked_batches(4)) for _ in range(chunks)], [iter(_masked_batches(4))]):
         for batch in _masked_batches(4):
@@ -152,8 +149,7 @@ def test_three_values_of_loss_func_and_lists_of_iterators(sizes: tuple[int, int]
 @pooled(world_size=4)
 def test_ranks_without_an_iterator_get_their_data_by_broadcast() -> None:
     plain = gpt2(n_layer=4)
-    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
-    model = autopar.initialize(copy.deepcopy(plain), {"model_parallelism": sizes})
+    model = autopar.initialize(copy.deepcopy(plain), {"tp": 2, "pp": 2})
     mpu, batches = model.mpu, language_batches(131, count=2, batch=2)
 
     def forward_step(data_iterator: Any, model: Any) -> Any:
@@ -174,8 +170,7 @@ def test_ranks_without_an_iterator_get_their_data_by_broadcast() -> None:
 @pytest.mark.tier("sweep")
 @pooled(world_size=2)
 def test_what_is_not_megatrons_is_named() -> None:
-    config = {"model_parallelism": {"pipeline_parallel_size": 2}, "pipeline": {"schedule": "interleaved"}}
-    model = autopar.initialize(gpt2(n_layer=4), config)
+    model = autopar.initialize(gpt2(n_layer=4), {"pp": 2, "pipeline": {"schedule": "interleaved"}})
     last, batches = pipeline_of(model).last, language_batches(131, count=2, batch=2)
     run = functools.partial(get_forward_backward_func(), model=model, num_microbatches=2)
 

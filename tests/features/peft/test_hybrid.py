@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 import autopar
+from tests.compare import same_weights
 from tests.features.peft.adapted import batch, peft, with_lora
 from tests.parity import close
-from tests.pipeline_parallel.oracle import whole_tensors
 from tests.pool import pooled
 from tests.small import llama
 
@@ -50,9 +50,7 @@ def _steps(folder: Path, config: dict[str, Any], steps: int = 2) -> None:
             for name, weight in expected_weights.items():
                 close(found[name], weight, f"{name} after {steps} steps")
         return
-    weights = whole_tensors(model, lambda parameter: parameter.data)
-    for name, parameter in plain.named_parameters():
-        close(weights[name], parameter.data, f"{name} after {steps} steps")
+    same_weights(model, plain, when=f"after {steps} steps")
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])

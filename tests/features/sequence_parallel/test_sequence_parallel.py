@@ -12,6 +12,7 @@ from transformers.models.dinov2.modeling_dinov2 import Dinov2DropPath
 import autopar
 from autopar.distributed.collectives import even_layout
 from tests.data_parallel.test_zero import OPTIMIZERS, train
+from tests.exchange import same_random_states
 from tests.parity import check, close, language_batches, randomise, whole
 from tests.pipeline_parallel.oracle import check_pipeline
 from tests.pool import pooled
@@ -206,9 +207,7 @@ def test_each_rank_draws_its_own_mask_for_its_rows_and_recomputes_it() -> None:
             dist.all_gather(both, masks[name])
             assert torch.equal(*both) is alike and both[0].any(), name
         gradients.append(whole(model, lambda parameter: parameter.grad))  # replicated ones are equal
-        states = [torch.empty_like(torch.get_rng_state()) for _ in range(2)]
-        dist.all_gather(states, torch.get_rng_state())
-        assert torch.equal(*states)
+        same_random_states()
         model.mpu.destroy()
     for name, gradient in gradients[0].items():
         close(gradients[1][name], gradient, name, 1e-6)

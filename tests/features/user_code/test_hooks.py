@@ -22,6 +22,7 @@ from transformers import (
 
 import autopar
 from autopar.errors import ConfigError, ConsistencyError
+from tests.compare import same_gradients
 from tests.parity import close, language_batches, whole
 from tests.pool import pooled
 from tests.small import gpt2, llama
@@ -137,11 +138,7 @@ def as_plain(build: Callable[[], Any], paths: list[str], config: dict[str, Any],
     if scales[0] is not None:
         scale = max(1.0, float(scales[0].abs()))
         close(scales[1] / scale, scales[0] / scale, "the hook's own parameter")
-    gradients = whole(model, lambda p: p.grad)
-    for name, parameter in plain.named_parameters():
-        assert parameter.grad is not None
-        largest = max(1.0, float(parameter.grad.abs().max()))
-        close(gradients[name] / largest, parameter.grad / largest, name)
+    same_gradients(model, plain, scaled=True)
     close(model(**language_batches(131)[0]).loss, plain(**language_batches(131)[0]).loss, "without hooks")
 
 

@@ -26,8 +26,7 @@ Change = Callable[[Any], Any]
 
 
 def config(tp: int, pp: int, stage: int) -> dict[str, Any]:
-    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
-    return {"model_parallelism": sizes, "zero": {"stage": stage}, "pipeline": {"num_microbatches": 2, "timeout": 20}}
+    return {"tp": tp, "pp": pp, "zero": {"stage": stage}, "pipeline": {"num_microbatches": 2, "timeout": 20}}
 
 
 def trained(stage: int = 3) -> Any:

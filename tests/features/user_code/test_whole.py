@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from autopar.errors import ConfigError, ConsistencyError
-from tests.compare import same_weights
-from tests.parity import close, language_batches, whole
+from tests.compare import same_gradients, same_weights
+from tests.parity import close, language_batches
 from tests.pool import pooled
 from tests.small import gpt2, llama
 from tests.worlds import raises_everywhere
@@ -70,10 +70,7 @@ def changed(build: Callable[[], Any], config: dict[str, Any], change: Callable[[
         change(model)
     assert storages == {name: p.data_ptr() for name, p in model.named_parameters()}
     if model.mpu.pp.size == 1:
-        gradients = whole(model, lambda p: p.grad)
-        for name, parameter in plain.named_parameters():
-            assert parameter.grad is not None
-            close(gradients[name], parameter.grad, name)
+        same_gradients(model, plain)
         close(model(**batches[0]).loss, plain(**batches[0]).loss, "loss")
     same_weights(model, plain, 1e-6, when=change.__name__)
 
@@ -166,10 +163,7 @@ def penalised(kind: str, config: dict[str, Any]) -> None:
         loss = model(**batch).loss + 0.1 * PENALTIES[kind](model, autopar.full)
         loss.backward()
     autopar.average_gradients(model)
-    gradients = whole(model, lambda p: p.grad)
-    for name, parameter in plain.named_parameters():
-        assert parameter.grad is not None
-        close(gradients[name], parameter.grad, f"{kind}: {name}")
+    same_gradients(model, plain, when=kind)
 
 
 @pytest.mark.tier("test", only=("norms",))
@@ -193,11 +187,7 @@ def test_full_of_gradients_and_of_what_has_their_shape() -> None:
         (norm - 1).square().backward()  # of one number of all gradients
         results.append(norm.detach())
     close(results[1], results[0], "norm")
-    gradients = whole(model, lambda p: p.grad)
-    for name, parameter in plain.named_parameters():
-        assert parameter.grad is not None
-        scale = max(1.0, float(parameter.grad.abs().max()))
-        close(gradients[name] / scale, parameter.grad / scale, name)
+    same_gradients(model, plain, scaled=True)
     weight = model.model.layers[0].mlp.up_proj.weight
     assert autopar.full(weight.grad).shape == plain.model.layers[0].mlp.up_proj.weight.shape
     with pytest.raises(ConfigError, match="is not a parameter of a parallelized model on this rank"):
