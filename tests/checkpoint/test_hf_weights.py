@@ -17,6 +17,7 @@ from transformers.utils import hub
 
 import autopar
 from autopar.errors import CheckpointError, ConfigError, ConsistencyError
+from tests.exchange import everyones
 from tests.pool import pooled
 from tests.random_models import Case, build
 from tests.small import gpt2, llama
@@ -28,10 +29,13 @@ def grouped() -> Any:
 
 
 def written(plain: Any) -> dict[str, torch.Tensor]:
-    """What ``save_pretrained`` writes."""
-    with tempfile.TemporaryDirectory() as folder:
-        plain.save_pretrained(folder)
-        return load_file(f"{folder}/model.safetensors")
+    """What ``save_pretrained`` writes, on rank 0."""
+    found = {}
+    if dist.get_rank() == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            plain.save_pretrained(folder)
+            found = load_file(f"{folder}/model.safetensors")
+    return everyones(found)[0]
 
 
 def same(model: Any, plain: Any, **options: Any) -> None:
