@@ -43,7 +43,7 @@ def _compare(case: Case, name: str) -> None:
     try:
         planned = PlannedModel(model, sequence=8)
         parsed = ParallelConfig.parse(CONFIGS[name])
-        plan = planned.plan(parsed.tensor_parallel_size, parsed.expert_parallel_size)
+        plan = planned.plans.tensors(parsed.tensor_parallel_size, experts=parsed.expert_parallel_size)
         states = ModelStates(model, planned.inner, plan)
         stages = planned.stages(parsed)
         if parsed.context_parallel_size > 1:

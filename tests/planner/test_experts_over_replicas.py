@@ -13,7 +13,7 @@ from autopar.tools.planner.candidate import Rows
 from autopar.tools.planner.hardware import find_node
 from autopar.tools.planner.network import Group
 from autopar.tools.planner.search import Space
-from autopar.tools.planner.stage_costs import Axes, Collective
+from autopar.tools.planner.stage_costs import Collective, travel_over
 from tests.planner.saved_bytes import SavedBytes, states_are_as_planned
 from tests.planner.test_experts import SEQUENCE, mixtral
 from tests.pool import pooled
@@ -91,7 +91,7 @@ def test_the_search_tries_sizes_that_fit() -> None:
 )
 def test_a_group_that_leaves_the_node_sends_slower(rows: Rows, group: tuple[int, int]) -> None:
     node = find_node("dgx-h100")
-    travel = Axes(rows, node).travel("ep", [Collective("all_to_all", 10**9, False, "ep")], [])
+    travel = travel_over(rows, node, [Collective("all_to_all", 10**9, False, "ep")])["ep"]
     assert travel.bytes == 10**9 * (rows.ep - 1) // rows.ep
     assert travel.forward == node.network.seconds("all_to_all", 10**9, Group(*group))
     assert (travel.forward > 5e-3) is (group[1] > 1)

@@ -9,9 +9,9 @@ from autopar.errors import ConfigError
 from autopar.tools.planner.candidate import Rows
 from autopar.tools.planner.estimate import Estimator
 from autopar.tools.planner.hardware import find_node
+from autopar.tools.planner.network import Group
 from autopar.tools.planner.planned_model import PlannedModel
 from autopar.tools.planner.search import Space, search
-from autopar.tools.planner.stage_costs import volume
 from tests.features.context_parallel.test_exactness import made
 from tests.small import llama
 
@@ -25,7 +25,7 @@ def model(**changes: Any) -> Any:
 
 def test_a_ring_sends_all_but_its_own_part_and_a_sum_sends_it_twice() -> None:
     for kind, rounds in {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}.items():
-        assert [volume(kind, 1200, ranks) for ranks in (1, 2, 4)] == [0, rounds * 600, rounds * 900], kind
+        assert [Group(ranks).sent(kind, 1200) for ranks in (1, 2, 4)] == [0, rounds * 600, rounds * 900], kind
 
 
 def test_modules_that_hand_on_states_keep_as_much_for_whatever_length() -> None:

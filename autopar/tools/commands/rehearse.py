@@ -141,14 +141,8 @@ def _to_json(found: Rehearsal) -> dict[str, Any]:
     }
 
 
-@app.command(
-    short_help="Say where the ranks of a job part, from its traces.",
-    epilog="Example: autopar trace traces",
-)
-def trace(
-    folder: Annotated[Path, typer.Argument(help="Of AUTOPAR_TRACE.")],
-    as_json: Json = False,
-) -> None:
+@app.command(short_help="Say where the ranks of a job part, from its traces.", epilog="Example: autopar trace traces")
+def trace(folder: Annotated[Path, typer.Argument(help="Of AUTOPAR_TRACE.")], as_json: Json = False) -> None:
     """Match the collectives that the ranks of a job have noted with AUTOPAR_TRACE=FOLDER, and say where each rank is.
 
     Exit code 0 if they match and all ranks came to an end together, else 1.

@@ -10,16 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
-    FakeWork,
-    ProcessGroup,
-    _create_work_from_future,
-)
+from torch._C._distributed_c10d import FakeWork, ProcessGroup, _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
-    _resolve_process_group,
-    _world,
-)
+from torch.distributed.distributed_c10d import _resolve_process_group, _world  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
 __all__ = ["FakeWork", "ProcessGroup"]

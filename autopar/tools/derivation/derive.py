@@ -203,7 +203,9 @@ def _derive(model: PreTrainedModel) -> Derived:
             if words and trial.outside:  # of blocks: tables of words that forward does not only look up
                 words = False
                 continue
-            refused = trial.families_of(bad)
+            every = [n for many in named for n in many]
+            own = [n for n in every if any(set(family.columns) & set(bad) for family in n.of_blocks.values())]
+            refused = [family for n in own for family in n.of_blocks.values()]
             if any(each.gathered for each in refused):
                 gathered = [each for each in gathered if each not in refused]
                 continue
@@ -298,12 +300,6 @@ class _Trial:
                     self.chosen[group] = before
         self.passed = True
         return []
-
-    def families_of(self, columns: list[str]) -> list[Family]:
-        """Return the families of all blocks that have these columns in one of them."""
-        every = [n for many in self.named for n in many]
-        own = [n for n in every if any(set(family.columns) & set(columns) for family in n.of_blocks.values())]
-        return [family for n in own for family in n.of_blocks.values()]
 
     def _try(self, size: int) -> AutoparError | None:
         try:

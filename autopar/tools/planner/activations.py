@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
-from transformers import PreTrainedModel
 
 from autopar.compat.tensors import input_metadata, sequence_number, tree_map_only
 from autopar.compat.transformers import recomputed_layers
@@ -87,7 +86,6 @@ class ForwardCounter(BlockReplay):
         encoder: place of the encoder among the elements.
         quantized: weights of the shard that are stored otherwise.
         save: what recomputed blocks keep (``activation_checkpointing.save``).
-        every: of how many blocks one is recomputed.
     """
 
     def __init__(
@@ -98,10 +96,9 @@ class ForwardCounter(BlockReplay):
         encoder: int | None,
         quantized: Sequence[torch.Tensor],
         save: tuple[str, ...],
-        every: int,
     ) -> None:
         super().__init__(shard, equal)
-        self._recomputed = {id(layer) for layer in recomputed_layers(shard, every)}
+        self._recomputed = {id(layer): number for number, layer in enumerate(recomputed_layers(shard))}
         self._save = save
         self._shard, self._encoder = shard, encoder
         self._storages = storages = Storages([p for p in shard.parameters() if not p.requires_grad], quantized)
@@ -231,8 +228,7 @@ class ForwardCounter(BlockReplay):
         out = super()._call(block, group, differing, partial(self._measure, forward), args, kwargs)
         unit: Unit | None = self._unit
         if unit is not None:
-            plain = not isinstance(self._shard, PreTrainedModel)
-            unit = self._unit = replace(unit, recomputed=plain or id(block) in self._recomputed)
+            unit = self._unit = replace(unit, number=self._recomputed.get(id(block)))
         if unit is not None and place is not None:
             known = self._found.get(place)  # of a block that stands for all layers
             self._found[place] = unit if known is None else known.followed_by(unit)

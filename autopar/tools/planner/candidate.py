@@ -113,25 +113,18 @@ class Candidate:
     def sections(self, precision: str) -> dict[str, Any]:
         """Return the configuration as a user writes it."""
         sizes: dict[str, Any] = {"tensor_parallel_size": self.tp, "pipeline_parallel_size": self.pp}
-        if self.cp > 1:
-            sizes["context_parallel_size"] = self.cp
-        if self.sequence_parallel:
-            sizes["sequence_parallel"] = True
-        if self.ep > 1:
-            sizes["expert_parallel_size"] = self.ep
+        sizes |= {"context_parallel_size": self.cp} if self.cp > 1 else {}
+        sizes |= {"sequence_parallel": True} if self.sequence_parallel else {}
+        sizes |= {"expert_parallel_size": self.ep} if self.ep > 1 else {}
         pipeline: dict[str, Any] = {"schedule": self.schedule, "microbatch_size": self.microbatch}
-        if self.chunks:
-            pipeline["chunks"] = self.chunks
+        pipeline |= {"chunks": self.chunks} if self.chunks else {}
+        again: dict[str, Any] = {"enable": True}
+        again |= {"every": self.every} if self.every > 1 else {}
+        again |= {"save": [*self.saves]} if self.saves else {}
         found: dict[str, Any] = {"model_parallelism": sizes, "pipeline": pipeline}
-        if self.zero:
-            found["zero"] = {"stage": self.zero}
-        if precision != "fp32":
-            found["precision"] = {"dtype": precision}
-        if self.checkpointing:
-            found["activation_checkpointing"] = {"enable": True}
-            found["activation_checkpointing"] |= {"every": self.every} if self.every > 1 else {}
-            found["activation_checkpointing"] |= {"save": [*self.saves]} if self.saves else {}
-        return found
+        found |= {"zero": {"stage": self.zero}} if self.zero else {}
+        found |= {"precision": {"dtype": precision}} if precision != "fp32" else {}
+        return found | ({"activation_checkpointing": again} if self.checkpointing else {})
 
     def __str__(self) -> str:
         parts = [mesh_words(self.tp, self.cp, self.pp, self.dp)]

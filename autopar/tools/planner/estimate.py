@@ -15,7 +15,7 @@ from autopar.tools.planner.hardware import Gpu, Node
 from autopar.tools.planner.model_states import RankBytes
 from autopar.tools.planner.network import DATA, Group, exposed
 from autopar.tools.planner.planned_model import PlannedModel
-from autopar.tools.planner.stage_costs import StageCost, stage_costs, volume
+from autopar.tools.planner.stage_costs import StageCost, stage_costs
 
 T = TypeVar("T")
 
@@ -30,10 +30,6 @@ def _enough(candidate: Candidate) -> int:
     if candidate.schedule == "gpipe":
         return candidate.microbatches
     return min(candidate.microbatches, 3 * candidate.pp + candidate.microbatches % candidate.pp)
-
-
-def _in_one_stage(candidate: Candidate) -> Candidate:
-    return replace(candidate, pp=1, schedule="1f1b", chunks=0)
 
 
 class Exchange(NamedTuple):
@@ -52,7 +48,7 @@ class Exchange(NamedTuple):
     @property
     def sent(self) -> int:
         """Bytes that a rank sends."""
-        return volume(self.kind, self.size, self.group.ranks)
+        return self.group.sent(self.kind, self.size)
 
 
 @dataclass
@@ -104,7 +100,8 @@ class Estimator:
             AutoparError: as :meth:`memory`.
         """
         costs = self._costs(candidate, candidate.rows._replace(tp_rank=tp, cp_rank=cp, sharer=sharer))
-        return [most_kept(states, costs) for states in self._moments(candidate, costs)]
+        moments = self._moments(candidate, costs)
+        return [max((kept_bytes(state, costs) for state in states), default=0) for states in moments]
 
     def _memory(self, candidate: Candidate, rank: int, held: RankBytes, peak: ActivationBytes) -> RankMemory:
         buffers = held.buffers
@@ -118,17 +115,8 @@ class Estimator:
             alone = held.expert_gradients if candidate.copies == 1 else 0  # no other rank holds these
             bucket = min(max(_BUCKET, held.largest), held.gradients - alone)
         foreach = 4 * held.stepped if self.device == "cuda" and self.model.optimizer.startswith("adam") else 0
-        return RankMemory(
-            held.weights,
-            held.gradients,
-            held.optimizer,
-            peak.activations,
-            peak.logits,
-            peak.work,
-            buffers,
-            max(bucket, 0 if held.host else foreach),
-            _RESERVE if self.device == "cuda" else 0,
-        )
+        states, step = (held.weights, held.gradients, held.optimizer), max(bucket, 0 if held.host else foreach)
+        return RankMemory(*states, *peak, buffers, step, _RESERVE if self.device == "cuda" else 0)
 
     def _gathered(self, candidate: Candidate, rank: int) -> int:
         """Return the bytes that FSDP2 holds of other ranks.
@@ -147,22 +135,18 @@ class Estimator:
         key = ("gathered", candidate.tp, candidate.ep, candidate.replicas, rank, stages.bounds, stages.rank_of)
         return self._once(key, lambda: states.unsharded(stages, rank, 0, candidate.replicas))
 
-    def _config(self, pp: int, schedule: str, zero: int = 0, cp: int = 1, chunks: int = 0) -> ParallelConfig:
-        if self.given is not None:
-            return self.given
-        alone = Candidate(1, pp, 1, schedule, 1, 2 * pp, zero, False, cp, chunks=chunks)
-        return alone.config(self.model.precision)
+    def _config(self, candidate: Candidate) -> ParallelConfig:
+        return candidate.config(self.model.precision) if self.given is None else self.given
 
     def _stages(self, candidate: Candidate) -> StagePlan:
-        pp, schedule, chunks = candidate.pp, candidate.schedule, candidate.chunks
-        key = ("stages", pp, schedule, chunks)
-        return self._once(key, lambda: self.model.stages(self._config(pp, schedule, chunks=chunks)))
+        key = ("stages", candidate.pp, candidate.schedule, candidate.chunks)
+        return self._once(key, lambda: self.model.stages(self._config(candidate)))
 
     def _states(self, candidate: Candidate) -> list[RankBytes]:
         c, stages, cp = candidate, self._stages(candidate), candidate.cp if candidate.sharers > 1 else 1
 
         def make() -> list[RankBytes]:
-            states, config = self.model.states(c.tp, c.ep), self._config(c.pp, c.schedule, c.zero, cp, c.chunks)
+            states, config = self.model.states(c.tp, c.ep), self._config(c)
             return [states.of_rank(stages, config, 0, rank, None, c.replicas) for rank in range(c.pp)]
 
         # Several schedules have the same stages.
@@ -171,18 +155,13 @@ class Estimator:
     def _costs(self, candidate: Candidate, place: Rows | None = None) -> list[StageCost]:
         """Return the costs of the stages on one rank of each, by default on the first, which has most."""
         c, stages, rows = candidate, self._stages(candidate), candidate.rows if place is None else place
+        every = c.every if c.checkpointing else 0
 
         def make() -> list[StageCost]:
-            return stage_costs(
-                self.model.count(rows, c.microbatch, c.saves).with_every(c.every),
-                stages,
-                self.node,
-                precision=self.model.precision,
-                rows=rows,
-                checkpointing=c.checkpointing,
-            )
+            count = self.model.count(rows, c.microbatch, c.saves)
+            return stage_costs(count, stages, self.node, precision=self.model.precision, rows=rows, every=every)
 
-        return self._once(("costs", rows, c.microbatch, c.checkpointing, c.saves, c.every, stages.bounds), make)
+        return self._once(("costs", rows, c.microbatch, c.saves, every, stages.bounds), make)
 
     def _moments(self, candidate: Candidate, costs: Sequence[StageCost]) -> list[list[State]]:
         recomputed, enough = tuple(cost.recomputed for cost in costs), _enough(candidate)
@@ -258,10 +237,9 @@ class Estimator:
 
         All ranks write equal parts. Each reads what it holds.
         """
-        c, bounds = candidate, self._stages(_in_one_stage(candidate))
-        zero = 1 if c.zero < 2 else c.zero  # whose master weights are those of the run
-        config = self._config(1, "1f1b", zero)
-        one = self._once(("stored", zero), lambda: self.model.states(1).of_rank(bounds, config, 0, 0, 0, 1))
+        c = replace(candidate, zero=max(candidate.zero, 1))  # its master weights are those of the run
+        states, stages = self.model.states(1), self.model.plans.stages(1)
+        one = self._once(("stored", c.zero), lambda: states.of_rank(stages, self._config(c), 0, 0, 0, 1))
         total = one.weights + one.optimizer + one.host
         held = max(state.weights + state.optimizer + state.host for state in self._states(candidate))
         nodes = -(-c.gpus // self.node.gpus)
@@ -300,7 +278,7 @@ class Estimator:
             experts = held.parameters * held.expert_weights // max(held.weights, 1) if c.sharers > 1 else 0
             outside = self._unsharded(c, states.index(held))[2]
             once = 0 if c.zero == 2 else outside * c.microbatches * width
-            blocks = max(1, len(self._stages(_in_one_stage(c)).elements) // c.pp)
+            blocks = max(1, len(self._stages(c).elements) // c.pp)
             found = []
             for elements, group, less in ((held.parameters - experts, everyone, once), (experts, copies, 0)):
                 full = elements * group.ranks
@@ -322,16 +300,15 @@ class Estimator:
 
     def _bytes_sent(self, candidate: Candidate, costs: Sequence[StageCost]) -> tuple[tuple[str, int], ...]:
         rank_of = self._stages(candidate).rank_of
-        tp, cp, ep, pp = ([0] * candidate.pp for _ in range(4))
+        sent = {axis: [0] * candidate.pp for axis in ("tp", "cp", "ep", "pp")}
         for stage, (cost, rank) in enumerate(zip(costs, rank_of, strict=True)):
-            tp[rank] += cost.travel["tp"].bytes * candidate.microbatches
-            cp[rank] += cost.travel["cp"].bytes * candidate.microbatches
-            ep[rank] += cost.travel["ep"].bytes * candidate.microbatches
+            for axis, travel in cost.travel.items():
+                sent[axis][rank] += travel.bytes * candidate.microbatches
             if stage + 1 < len(costs) and rank_of[stage + 1] != rank:
-                pp[rank] += cost.output * candidate.microbatches
-                pp[rank_of[stage + 1]] += cost.output * candidate.microbatches  # the gradient
+                for end in (rank, rank_of[stage + 1]):  # the output, and its gradient
+                    sent["pp"][end] += cost.output * candidate.microbatches
         dp = sum(each.sent for each in self._exchanges(candidate))
-        return (("tp", max(tp)), ("cp", max(cp)), ("ep", max(ep)), ("pp", max(pp)), ("dp", dp))
+        return (*((axis, max(ranks)) for axis, ranks in sent.items()), ("dp", dp))
 
 
 # -- schedules, played with the stages' own times: when actions run, how long ranks and micro-batches wait -------------
@@ -399,27 +376,20 @@ def peak_of(states: Sequence[State], costs: Sequence[StageCost]) -> ActivationBy
     most = ActivationBytes(0, 0, 0)
     for state in states:
         logits = sum(costs[s].logits * full + costs[s].late_logits * late for s, full, late in state.waiting)
-        every = _kept(state, costs) + sum(costs[s].gradients * late for s, _, late in state.waiting)
+        every = kept_bytes(state, costs) + sum(costs[s].gradients * late for s, _, late in state.waiting)
         work = costs[state.stage].forward_work if state.forward else costs[state.stage].backward_work
         if every + work > sum(most):
             most = ActivationBytes(every - logits, logits, work)
     return most
 
 
-def most_kept(states: Sequence[State], costs: Sequence[StageCost]) -> int:
-    """Return the most bytes that wait for backwards at one time."""
-    return max((_kept(state, costs) for state in states), default=0)
-
-
-def _kept(state: State, costs: Sequence[StageCost]) -> int:
+def kept_bytes(state: State, costs: Sequence[StageCost]) -> int:
+    """Return the bytes that wait for backwards at a moment."""
     return sum(costs[s].kept * full + costs[s].late * late for s, full, late in state.waiting)
 
 
 def play(
-    lists: Sequence[Sequence[Action]],
-    stages: int,
-    time_of: Callable[[Action], float],
-    message: float = 0.0,
+    lists: Sequence[Sequence[Action]], stages: int, time_of: Callable[[Action], float], message: float = 0.0
 ) -> float:
     """Return the time of a schedule that runs as in the engine: in order, an action waits until its inputs are there.
 
@@ -441,10 +411,12 @@ def play(
         for rank, row in enumerate(lists):
             while done[rank] < len(row):
                 action = row[done[rank]]
-                due = _due(action, ends, stages, rank_of, message)
-                if due is None:
+                inputs = _inputs(action, stages)
+                if not all(each in ends for each in inputs):
                     break
-                free[rank] = ends[action] = max(free[rank], due) + time_of(action)
+                arrivals = [ends[each] + (message if rank_of[each.stage] != rank else 0.0) for each in inputs]
+                free[rank] = max([free[rank], *arrivals]) + time_of(action)
+                ends[action._replace(kind="B") if action.kind == "I" else action] = free[rank]
                 done[rank] += 1
                 left -= 1
         if left == before:
@@ -452,27 +424,14 @@ def play(
     return max(free)
 
 
-def _due(
-    action: Action, ends: dict[Action, float], stages: int, rank_of: dict[int, int], message: float
-) -> float | None:
-    """From when an action's inputs are there; None if one is not made yet."""
+def _inputs(action: Action, stages: int) -> list[Action]:
+    """Return the actions that must have ended before; ``B`` stands for the first half of a split backward, too."""
     kind, stage, m = action
     if kind == "F":
-        if stage == 0:
-            return 0.0
-        return _arrival(ends.get(Action("F", stage - 1, m)), rank_of[stage - 1] != rank_of[stage], message)
+        return [Action("F", stage - 1, m)] if stage else []
     if kind == "W":
-        return ends.get(Action("I", stage, m))
-    forward = ends.get(Action("F", stage, m))
-    if forward is None or stage == stages - 1:
-        return forward
-    sent = ends.get(Action("I", stage + 1, m), ends.get(Action("B", stage + 1, m)))
-    gradient = _arrival(sent, rank_of[stage + 1] != rank_of[stage], message)
-    return None if gradient is None else max(forward, gradient)
-
-
-def _arrival(sent: float | None, travels: bool, message: float) -> float | None:
-    return sent if sent is None or not travels else sent + message
+        return [Action("B", stage, m)]
+    return [Action("F", stage, m), *([Action("B", stage + 1, m)] if stage < stages - 1 else [])]
 
 
 def step_time(time_with: Callable[[int], float], microbatches: int, ranks: int) -> float:

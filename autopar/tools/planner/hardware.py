@@ -87,8 +87,6 @@ FIGURES = {
 }
 """Options that replace a figure of a machine -> its field and unit."""
 
-_OF_GPU, _OF_NETWORK = ("memory", "flops", "bandwidth"), ("intra", "inter", "latency")
-
 
 def find_node(name: str = "dgx-h100", gpus_per_node: int | None = None, **figures: float | None) -> Node:
     """Return a machine by its name, with other figures where they are given.
@@ -127,7 +125,7 @@ def find_node(name: str = "dgx-h100", gpus_per_node: int | None = None, **figure
             given[field] = value * unit
     return replace(
         node,
-        gpu=replace(gpu, **{field: value for field, value in given.items() if field in _OF_GPU}),
-        network=replace(network, **{field: value for field, value in given.items() if field in _OF_NETWORK}),
+        gpu=replace(gpu, **{field: value for field, value in given.items() if hasattr(gpu, field)}),
+        network=replace(network, **{field: value for field, value in given.items() if hasattr(network, field)}),
         storage=given.get("storage", node.storage),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,6 @@ def plan_memory(
             loss_chunk=parsed.loss_chunk,
             method=parsed.context_parallel_method,
             dispatch=parsed.expert_dispatch,
-            every=parsed.checkpoint_every,
         )
         if parsed.activation_checkpointing:
             planned.check_checkpointing()
@@ -112,26 +111,20 @@ def plan_memory(
             sequence_parallel=parsed.sequence_parallel and tp > 1,
             ep=parsed.expert_parallel_size,
             saves=parsed.checkpoint_saves,
+            every=parsed.checkpoint_every,
         )
         estimator = Estimator(planned, find_node(), device=device, given=parsed)
-        stages, states, places = planned.stages(parsed), planned.states(tp, candidate.ep), cp * candidate.sharers
+        stages, states = planned.stages(parsed), planned.states(tp, candidate.ep)
         ranks = {
             (p, d, t): states.of_rank(stages, parsed, t, p, d, candidate.replicas)
             for p, d, t in itertools.product(range(pp), range(candidate.replicas), range(tp))
         }
-        alike = {(t, c): _kept(estimator, planned, candidate, t, c) for t in range(tp) for c in range(places)}
+        first = list(range(tp))
+        if candidate.ep == 1:  # tp ranks with equal shards are counted once
+            tensors = planned.plans.tensors(tp).tensors.values()
+            shapes = [[tensor.local_shape(rank) for tensor in tensors] for rank in first]
+            first = [shapes.index(own) for own in shapes]
+        places = cp * candidate.sharers  # on the axis of cp, and behind that among the replicas that share experts
+        alike = {(t, c): estimator.kept(candidate, first[t], c % cp, c // cp) for t in range(tp) for c in range(places)}
         kept = {(p, d, t): alike[t, d % places][p] for p, d, t in ranks}
         return MemoryPlan(ranks, kept, estimator.memory(candidate))
-
-
-def _kept(estimator: Estimator, planned: PlannedModel, candidate: Candidate, tp: int, place: int) -> Sequence[int]:
-    """Return the most bytes that wait on each pipeline rank; tp ranks with equal shards are counted once.
-
-    Args:
-        place: on the axis of cp, and behind that among the replicas that share experts.
-    """
-    if candidate.ep == 1:
-        plan = planned.plan(candidate.tp)
-        shapes = [[tensor.local_shape(rank) for tensor in plan.tensors.values()] for rank in range(tp + 1)]
-        tp = shapes.index(shapes[tp])
-    return estimator.kept(candidate, tp, place % candidate.cp, place // candidate.cp)

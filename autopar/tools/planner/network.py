@@ -40,6 +40,14 @@ class Group(NamedTuple):
         """Return the group of ``size`` ranks that are ``stride`` ranks apart."""
         return cls(size, -(-size // -(-gpus_per_node // stride)))
 
+    def steps(self, kind: str) -> int:
+        """Return the steps of a collective over a ring: in each a rank sends one part of the tensor."""
+        return (2 if kind == "all_reduce" else 1) * (self.ranks - 1)
+
+    def sent(self, kind: str, size: int) -> int:
+        """Return the bytes that a rank sends for a collective of ``size`` bytes over a ring, or for a message."""
+        return size if kind == "send" else size * self.steps(kind) // self.ranks
+
 
 @dataclass(frozen=True)
 class Network:
@@ -94,27 +102,13 @@ def exposed(total: float, beside: float) -> float:
 
 @functools.cache
 def _seconds(network: Network, kind: str, size: int, group: Group) -> float:
-    if kind == "send":
-        return min(
-            _ring(network, size, group, protocol, steps=1, between=min(group.nodes - 1, 1))
-            for protocol in _protocols(network)
-        )
     if kind == "all_to_all":
         return _all_to_all(network, size, group)
-    rounds = 2 if kind == "all_reduce" else 1
-    steps = rounds * (group.ranks - 1)
+    sent, steps = group.sent(kind, size), group.steps(kind)
     between = 0 if group.nodes == 1 else 2 * group.nodes if kind == "all_reduce" else group.nodes - 1
     large = kind == "all_reduce" and group.nodes > 1 and size >= 64 * _CHANNELS * group.ranks
     times = [
-        _ring(
-            network,
-            size * steps // group.ranks,
-            group,
-            protocol,
-            steps,
-            between,
-            plateau=large and protocol == "Simple",
-        )
+        _ring(network, sent, group, protocol, steps, between, plateau=large and protocol == "Simple")
         for protocol in _protocols(network)
     ]
     return min([*times, *(_trees(network, size, group) if kind == "all_reduce" else ())])
@@ -153,16 +147,14 @@ def _ring(
 
 def _trees(network: Network, size: int, group: Group) -> Iterator[float]:
     """Yield the times of an all-reduce up and down a tree of nodes, on each of which the ranks are a chain."""
-    for number, protocol in enumerate(_PROTOCOLS):
-        if protocol not in _protocols(network):
-            continue
+    for protocol in _protocols(network):
         bandwidth = 0.92 * network.ring_bandwidth(group)
         if protocol == "LL":
             bandwidth = min(bandwidth / 3.8, _low_latency(group.nodes))
         elif protocol == "LL128":
             bandwidth *= 7 / 9 if group.nodes == 1 else 120 / 128
         place = max(size // 64, 1).bit_length() - 1
-        corrections = _NCCL["tree_correction"][number]
+        corrections = _NCCL["tree_correction"][_PROTOCOLS.index(protocol)]
         bandwidth *= 0.5 * (corrections[place] if place < len(corrections) else 1.0)
         inside = (group.ranks / group.nodes - 1) * _hop(network, "tree", protocol, between=False)
         outside = int(log2(group.nodes)) * _hop(network, "tree", protocol, between=True)
@@ -182,10 +174,8 @@ def _all_to_all(network: Network, size: int, group: Group) -> float:
 
 
 def _base(algorithm: str, protocol: str) -> float:
-    seconds: float = _NCCL["base"][algorithm][_PROTOCOLS.index(protocol)] * 1e-6
-    return seconds
+    return float(_NCCL["base"][algorithm][_PROTOCOLS.index(protocol)]) * 1e-6
 
 
 def _low_latency(nodes: int) -> float:
-    bandwidth: float = _NCCL["low_latency"][min(nodes, 3) - 1] * 1e9
-    return bandwidth
+    return float(_NCCL["low_latency"][min(nodes, 3) - 1]) * 1e9

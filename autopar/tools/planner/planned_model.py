@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,6 @@ from autopar.dry_run.equal_blocks import EqualBlocks, equal_blocks
 from autopar.dry_run.inputs import meta_copy, sample_inputs
 from autopar.dry_run.plan_model import ModelPlans
 from autopar.errors import ConfigError, UnsupportedModelError, first_line
-from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan, rank_of_stage
 from autopar.policy.schema import Policy
 from autopar.tensor_parallel.apply import chunk_head, keep_logits_sharded
@@ -59,7 +57,6 @@ class PlannedModel:
         optimizer: one of :data:`~autopar.tools.planner.model_states.OPTIMIZERS`.
         loss_chunk, method, dispatch: as in the configuration; the method of context parallelism, and how tokens travel
             to experts.
-        every: of how many blocks one is recomputed.
         dry_run: run the stages of each split, as ``initialize`` does: some models' stages hold more than is read off
             one forward. A search does that for what it has found (:meth:`rehearse`).
 
@@ -78,7 +75,6 @@ class PlannedModel:
         loss_chunk: int = 0,
         method: str = "auto",
         dispatch: str = "all_to_all",
-        every: int = 1,
         dry_run: bool = True,
     ) -> None:
         self.plans = ModelPlans.of(model, policy)
@@ -91,19 +87,11 @@ class PlannedModel:
         self.model, self.inner = model, inner
         self._policy_file = str(policy) if isinstance(policy, str | Path) else ""
         self.sequence, self.precision, self.optimizer = sequence, precision, optimizer
-        self._every = every
         self._chunk, self._method, self._dispatch, self._dry_run = loss_chunk, method, dispatch, dry_run
-        self._shard_of = functools.cache(self._made_shard)
-        self._states: dict[tuple[int, int], ModelStates] = {}
-        self._counts: dict[tuple[Rows, int, tuple[str, ...]], ForwardCount] = {}
 
     def sections(self, candidate: Candidate) -> dict[str, Any]:
         """Return the sections of the configuration that ``initialize`` takes for a candidate."""
         return candidate.sections(self.precision) | ({"policy": self._policy_file} if self._policy_file else {})
-
-    def plan(self, tp: int, ep: int = 1) -> Plan:
-        """Return the plan for a tensor- and an expert-parallel size. Raises what ``make_plan`` does."""
-        return self.plans.tensors(tp, experts=ep)
 
     def stages(self, config: ParallelConfig) -> StagePlan:
         """Return the stages of a configuration. Raises what :func:`~autopar.plan.stages.make_stages` does."""
@@ -115,10 +103,8 @@ class PlannedModel:
 
     def states(self, tp: int, ep: int = 1) -> ModelStates:
         """Return what the ranks hold of the model."""
-        key = (tp, ep)
-        if key not in self._states:
-            self._states[key] = ModelStates(self.model, self.inner, self.plan(*key), self.optimizer)
-        return self._states[key]
+        plan = self.plans.tensors(tp, experts=ep)
+        return self.plans.once(("states", tp, ep), lambda: ModelStates(self.model, self.inner, plan, self.optimizer))
 
     def count(self, rows: Rows, batch: int, saves: tuple[str, ...] = ()) -> ForwardCount:
         """Count what a rank's shard keeps of a micro-batch of ``batch`` samples.
@@ -130,13 +116,14 @@ class PlannedModel:
             ConfigError: sequence or context parallelism does not fit the model.
             UnsupportedModelError: the model does not run on the meta device.
         """
-        if (rows, batch, saves) in self._counts:
-            return self._counts[rows, batch, saves]
-        shard = self._shard_of(rows)
+        return self.plans.once(("count", rows, batch, saves), lambda: self._counted(rows, batch, saves))
+
+    def _counted(self, rows: Rows, batch: int, saves: tuple[str, ...]) -> ForwardCount:
+        shard = self.plans.once(("shard", rows), lambda: self._made_shard(rows))
         inner, region = shard.inner, shard.region
         start = f"{self.prefix}." if self.prefix else ""
-        elements = [path.removeprefix(start) for path in self._one_stage.elements]
-        encoder = self._one_stage.encoder
+        row = self.plans.stages(1)
+        elements = [path.removeprefix(start) for path in row.elements]
         region.expect_logits(True)
         region.start()
         try:
@@ -144,8 +131,8 @@ class PlannedModel:
             ids: torch.Tensor | None = inputs.get("decoder_input_ids", inputs.get("input_ids"))
             if ids is not None and ids.ndim == 2 and inner.get_output_embeddings() is not None:
                 inputs["labels"] = ids.clone()  # a micro-batch has labels of its own
-            counter = ForwardCounter(inner, elements, shard.equal, encoder, shard.quantized, saves, self._every)
-            found = counter.count(inputs)
+            counter = ForwardCounter(inner, elements, shard.equal, row.encoder, shard.quantized, saves)
+            return counter.count(inputs)
         except Exception as error:
             raise UnsupportedModelError(
                 f"{type(self.inner).__name__} does not run without data, so what it keeps cannot be counted: "
@@ -153,8 +140,6 @@ class PlannedModel:
             ) from error
         finally:
             region.finish()
-        self._counts[rows, batch, saves] = found
-        return found
 
     def check_checkpointing(self, every: int = 1) -> None:
         """Raise ConfigError if the blocks, or one of ``every`` blocks, cannot be recomputed."""
@@ -172,7 +157,7 @@ class PlannedModel:
 
     def _made_shard(self, rows: Rows) -> _Shard:
         """Make the shard of one rank, in training mode and with the attention of the run."""
-        plan = self.plan(rows.tp, rows.ep)
+        plan = self.plans.tensors(rows.tp, experts=rows.ep)
         equal = equal_blocks(self.model, plan)
         shard: Any = meta_copy(self.model, gradients=True)
         for parameter, original in zip(shard.parameters(), self.model.parameters(), strict=True):
@@ -201,7 +186,7 @@ class PlannedModel:
             experts = min(rows.ep, rows.tp)  # rows between regions are the same, whichever replicas hold the experts
             from autopar.features.sequence_parallel import plan as sequence_plan, setup as sequence_parallel
 
-            sequence = sequence_plan.sequence(self.plans, rows.tp, self._one_stage, experts=experts, routers=False)
+            sequence = sequence_plan.sequence(self.plans, rows.tp, self.plans.stages(1), experts=experts, routers=False)
             sequence_parallel.apply(shard, sequence, sequence_parallel.SequenceState(region))
             ends = {paths[-1] for paths in sequence.lists}
         if rows.cp > 1:
@@ -220,10 +205,6 @@ class PlannedModel:
             paths.append(tuple(path for path in inside if path not in ends))
         groups = [replace(group, paths=left) for group, left in zip(equal, paths, strict=True) if left]
         return _Shard(inner, region, groups, quantized)
-
-    @property
-    def _one_stage(self) -> StagePlan:
-        return self.plans.stages(1)
 
 
 def keep_kernels(copied: nn.Module, model: nn.Module, *, grouped: bool = True) -> None:

@@ -21,7 +21,7 @@ _CHUNKS = {"interleaved": (2, 4, 7)}  # stages on each rank, where a schedule le
 _EVERY = (2, 1)  # of how many blocks one is recomputed
 _SAVES = (("attention",), ("collectives",), ("attention", "collectives"), SAVED)  # what recomputed blocks may keep
 _FEWEST_ROWS = 4096  # of a sequence on each rank, where the search chooses the size of cp
-_MOST_CP = 64
+_CP = (1, 2, 4, 8, 16, 32, 64)
 _MOST_EP = 64
 
 Mesh = tuple[int, int, int, int]
@@ -70,14 +70,9 @@ class Space:
                     for pp in _divisors(self.gpus // tp // cp):
                         yield tp, cp, pp, self.gpus // tp // cp // pp
 
-    def _cp_sizes(self, sequence: int, left: int) -> Iterator[int]:
-        if self.cp is not None:
-            yield from (self.cp,) if left % self.cp == 0 else ()
-            return
-        size = 1
-        while size <= _MOST_CP and left % size == 0 and (size == 1 or sequence // size >= _FEWEST_ROWS):
-            yield size
-            size *= 2
+    def _cp_sizes(self, sequence: int, left: int) -> list[int]:
+        long_enough = [size for size in _CP if size == 1 or sequence // size >= _FEWEST_ROWS]
+        return [size for size in (long_enough if self.cp is None else [self.cp]) if left % size == 0]
 
     def candidates(self, mesh: Mesh) -> Iterator[list[Candidate]]:
         """Yield what may be run on a mesh, for one size of micro-batches after the other."""
@@ -142,7 +137,7 @@ def search(estimator: Estimator, space: Space, count: int = 5) -> Found:
     """
     if space.ep is None:
         try:
-            estimator.model.plan(1, 2)
+            estimator.model.plans.tensors(1, experts=2)
         except ConfigError:  # no experts that ranks can hold whole
             space = replace(space, ep=1)
     found = Found()
@@ -190,12 +185,11 @@ def with_kept(estimator: Estimator, estimate: Estimate) -> Estimate:
 @uncollected()
 def rehearsed(estimator: Estimator, found: Found) -> None:
     """Try the shards and the stages of the best candidates, as ``initialize`` does; what fails there is refused."""
-    holds: dict[tuple[int, int, int, str], str] = {}
+    holds: dict[tuple[int, int, int, int, bool], str] = {}
     for estimate in list(found.best):
         candidate = estimate.candidate
         config = candidate.config(estimator.model.precision)
-        split = str(config.pipeline.chunks) + str(config.pipeline.folded)
-        kind = (candidate.tp, candidate.pp, candidate.ep, split)
+        kind = (candidate.tp, candidate.pp, candidate.ep, config.pipeline.chunks, config.pipeline.folded)
         if kind not in holds:
             try:
                 estimator.model.rehearse(config)
@@ -208,17 +202,12 @@ def rehearsed(estimator: Estimator, found: Found) -> None:
 
 
 def _try_mesh(
-    estimator: Estimator,
-    space: Space,
-    mesh: Mesh,
-    found: Found,
-    fitting: list[tuple[float, int, Candidate]],
+    estimator: Estimator, space: Space, mesh: Mesh, found: Found, fitting: list[tuple[float, int, Candidate]]
 ) -> None:
-    smallest: tuple[int, Candidate, RankMemory] | None = None
-    reason = ""
-    fits = False
+    smallest: tuple[Candidate, RankMemory] | None = None
+    reason, before = "", len(fitting)
     for candidates in space.candidates(mesh):
-        one_fits = False
+        fewer = len(fitting)
         for candidate in candidates:
             try:
                 if candidate.checkpointing:
@@ -229,17 +218,15 @@ def _try_mesh(
                 continue
             found.tried += 1
             if memory.total <= estimator.gpu.memory:
-                one_fits = True
                 fitting.append((estimator.least_time(candidate), found.tried, candidate))
-            elif smallest is None or memory.total < smallest[0]:
-                smallest = (memory.total, candidate, memory)
-        fits = fits or one_fits
-        if not one_fits:
+            elif smallest is None or memory.total < smallest[1].total:
+                smallest = (candidate, memory)
+        if len(fitting) == fewer:
             break  # larger micro-batches need more
-    if fits:
+    if len(fitting) > before:
         return
     if smallest is not None:
-        found.too_large.append(smallest[1:])
+        found.too_large.append(smallest)
     else:
         asked = "the batch, the ZeRO stage, the sequences or the experts that were asked for do not fit"
         found.refused.append((mesh, reason or asked))

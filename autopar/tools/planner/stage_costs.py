@@ -140,7 +140,7 @@ class Unit:
         again: those of them that a recomputation makes.
         collectives: over tp, of forward and backward.
         sends_again: whether a recomputation makes those of the forward.
-        recomputed: whether activation checkpointing recomputes it.
+        number: among the blocks that activation checkpointing recomputes; None: it does not recompute it.
     """
 
     saved: Mapping[int, int] = field(default_factory=dict)
@@ -156,7 +156,11 @@ class Unit:
     again: Sequence[Operation] = ()
     collectives: Sequence[Collective] = ()
     sends_again: bool = True
-    recomputed: bool = False
+    number: int | None = None
+
+    def recomputed(self, every: int) -> bool:
+        """Return whether it is among one of ``every`` blocks; 0: activation checkpointing is off."""
+        return every > 0 and self.number is not None and self.number % every == 0
 
     def followed_by(self, other: Unit) -> Unit:
         """Return both as one."""
@@ -175,7 +179,7 @@ class Unit:
             [*self.again, *other.again],
             [*self.collectives, *other.collectives],
             self.sends_again and other.sends_again,
-            self.recomputed and other.recomputed,
+            self.number if self.number == other.number else None,
         )
 
     def renumbered(self, numbers: Mapping[int, int]) -> Unit:
@@ -214,12 +218,6 @@ class ForwardCount:
     has_loss: bool
     fronts: dict[int, Unit] = field(default_factory=dict)
     encoder: int | None = None
-
-    def with_every(self, every: int) -> ForwardCount:
-        """Return the same, with one of ``every`` blocks recomputed."""
-        again = [place for place, unit in sorted(self.elements.items()) if unit.recomputed]
-        kept = {place: replace(self.elements[place], recomputed=False) for place in {*again} - {*again[::every]}}
-        return self if every == 1 else replace(self, elements=self.elements | kept)
 
     def units(self) -> list[Unit]:
         """Return all units in the order of the forward."""
@@ -308,16 +306,13 @@ class StageCost:
 
 
 def stage_costs(
-    count: ForwardCount,
-    stages: StagePlan,
-    node: Node,
-    *,
-    precision: str,
-    rows: Rows,
-    checkpointing: bool,
+    count: ForwardCount, stages: StagePlan, node: Node, *, precision: str, rows: Rows, every: int
 ) -> list[StageCost]:
-    """Return the costs of each stage."""
-    axes = Axes(rows, node)
+    """Return the costs of each stage.
+
+    Args:
+        every: One of so many blocks is recomputed; 0: none is.
+    """
     # Equal blocks have the same lists.
     lists = {id(made): made for unit in count.units() for made in (unit.operations, unit.again)}
     works = {key: _work(operations, node.gpu, precision) for key, operations in lists.items()}
@@ -327,10 +322,12 @@ def stage_costs(
         first, last = stage == 0, stage == stages.stages - 1
         row = count.of_stage(places, first=first, last=last)
         sent = {} if last else count.sent(places)
-        memory = _Memory(row, sent, checkpointing)
-        late = memory.late(split=not first)
+        memory = _Memory(row, sent, every)
+        # In the first stage the second half of a backward is all of it; elsewhere the first half may be.
+        halves = not first and all(unit.halves for unit in row)
+        late = [*memory.own, memory.sent] if first else memory.late() if halves else [0] * (len(row) + 1)
         own = [works[id(unit.operations)] for unit in row]
-        again = [unit for unit in row if unit.recomputed and checkpointing]
+        again = [unit for unit in row if unit.recomputed(every)]
         calls = [call for unit in row for call in unit.collectives]
         sending = [unit for unit in again if unit.sends_again]
         repeated = [call for unit in sending for call in unit.collectives if call.again and not call.backward]
@@ -338,7 +335,7 @@ def stage_costs(
             StageCost(
                 kept=memory.kept,
                 late=sum(late),
-                gradients=memory.gradients(split=not first),
+                gradients=sum(unit.gradients for unit in row) if halves else 0,
                 logits=memory.own[-1] if last else 0,
                 late_logits=late[-2] if last else 0,
                 output=sum(sent.values()),
@@ -348,7 +345,7 @@ def stage_costs(
                 backward_input=sum(work.of_input for work in own)
                 + sum(works[id(unit.again)].forward for unit in again),
                 backward_weight=sum(work.of_weight for work in own),
-                travel={axis: axes.travel(axis, calls, repeated) for axis in ("tp", "cp", "ep")},
+                travel=travel_over(rows, node, calls, repeated),
                 flops=sum(work.flops for work in own),
                 recomputed=bool(again),
             )
@@ -356,30 +353,27 @@ def stage_costs(
     return costs
 
 
-class Axes:
-    """The axes tp, cp and ep on a network: seconds and bytes of collectives.
+def travel_over(
+    rows: Rows, node: Node, calls: Sequence[Collective], repeated: Sequence[Collective] = ()
+) -> dict[str, Travel]:
+    """Return what ``calls``, and in the backward the ``repeated`` ones, come to over tp, cp and ep.
 
     Ranks count tp first, then cp, then replicas: tp stays within a node, and the others do where there is room.
     """
-
-    def __init__(self, rows: Rows, node: Node) -> None:
-        self._network = node.network
-        beside = min(rows.ep, rows.tp * max(1, node.gpus // (rows.tp * rows.cp)))  # of ep, on a node
-        self.groups = {
-            "tp": Group.of(rows.tp, 1, node.gpus),
-            "cp": Group.of(rows.cp, rows.tp, node.gpus),
-            "ep": Group(rows.ep, -(-rows.ep // beside)),
-        }
-
-    def travel(self, axis: str, calls: Sequence[Collective], repeated: Sequence[Collective]) -> Travel:
-        """Return what ``calls``, and in the backward the ``repeated`` ones, come to along an axis."""
-        group = self.groups[axis]
-        seconds, sent = {False: 0.0, True: 0.0}, 0
-        for call, backward in [*((call, call.backward) for call in calls), *((call, True) for call in repeated)]:
-            if call.axis == axis and group.ranks > 1:
-                seconds[backward] += self._network.seconds(call.kind, call.bytes, group)
-                sent += volume(call.kind, call.bytes, group.ranks)
-        return Travel(seconds[False], seconds[True], sent)
+    beside = min(rows.ep, rows.tp * max(1, node.gpus // (rows.tp * rows.cp)))  # of ep, on a node
+    groups = {
+        "tp": Group.of(rows.tp, 1, node.gpus),
+        "cp": Group.of(rows.cp, rows.tp, node.gpus),
+        "ep": Group(rows.ep, -(-rows.ep // beside)),
+    }
+    found = dict.fromkeys(groups, Travel(0.0, 0.0, 0))
+    for call, backward in [*((call, call.backward) for call in calls), *((call, True) for call in repeated)]:
+        known, group = found[call.axis], groups[call.axis]
+        seconds = node.network.seconds(call.kind, call.bytes, group)
+        forward, back = (0.0, seconds) if backward else (seconds, 0.0)
+        sent = group.sent(call.kind, call.bytes)
+        found[call.axis] = Travel(known.forward + forward, known.backward + back, known.bytes + sent)
+    return found
 
 
 class _Memory:
@@ -392,13 +386,13 @@ class _Memory:
         own: bytes that each unit keeps and none before it.
     """
 
-    def __init__(self, units: Sequence[Unit], sent: Mapping[int, int], checkpointing: bool) -> None:
+    def __init__(self, units: Sequence[Unit], sent: Mapping[int, int], every: int) -> None:
         self._units = units
         known: dict[int, int] = {}
         self.own: list[int] = []
         forward = backward = held = 0
         for unit in units:
-            again = checkpointing and unit.recomputed
+            again = unit.recomputed(every)
             kept = {**unit.arguments, **unit.remembered} if again else unit.saved
             self.own.append(_add(known, kept))
             held += self.own[-1]
@@ -411,16 +405,8 @@ class _Memory:
         self.sent = _add(known, sent)
         self.kept = held + self.sent
 
-    def late(self, *, split: bool) -> list[int]:
-        """Return what each unit, and behind them what is sent, keeps between the halves of a backward.
-
-        Args:
-            split: whether the first half computes anything; in the first stage the second half is all of it.
-        """
-        if not split:
-            return [*self.own, self.sent]
-        if not all(unit.halves for unit in self._units):
-            return [0] * (len(self.own) + 1)
+    def late(self) -> list[int]:
+        """Return what each unit, and behind them what is sent, keeps between the halves of a backward."""
         known: dict[int, int] = {}
         found = []
         last = max((place for place, unit in enumerate(self._units) if unit.late is not None), default=-1)
@@ -428,11 +414,6 @@ class _Memory:
             left = {} if place > last else unit.saved if place < last or unit.late is None else unit.late
             found.append(_add(known, left))
         return [*found, 0]
-
-    def gradients(self, *, split: bool) -> int:
-        """Return the bytes of the gradients that wait between the halves of a backward, at most."""
-        both = split and all(unit.halves for unit in self._units)
-        return sum(unit.gradients for unit in self._units) if both else 0
 
 
 def _add(known: dict[int, int], sizes: Mapping[int, int]) -> int:
@@ -473,9 +454,3 @@ def seconds_of(operation: Operation, gpu: Gpu, precision: str) -> float:
     products = operation.flops / (fast * (_ASSUMED["attention"] if operation.attention else 1.0))
     seconds: float = max(products + operation.moved / (gpu.bandwidth * _ASSUMED["stream"]), _ASSUMED["launch"] * 1e-6)
     return seconds
-
-
-def volume(kind: str, size: int, ranks: int) -> int:
-    """Return the bytes that a rank sends for a ring collective of ``size`` bytes over ``ranks``."""
-    rounds = 2 if kind == "all_reduce" else 1
-    return rounds * size * (ranks - 1) // ranks

@@ -329,10 +329,7 @@ class Answers:
             self._links.send(other, (key, turn), given)
         everyone = {self._rank: given, **{other: self._links.receive(other, (key, turn)) for other in others}}
         members = [everyone[self._who(rank)] for rank in ranks]
-        if call.kind in (
-            "broadcast",
-            "scatter",
-        ):  # keep what this root gives; take what an earlier one gave
+        if call.kind in ("broadcast", "scatter"):  # keep what this root gives; take what an earlier one gave
             turn = self._turns[call.group] = self._turns.get(call.group, 0) + 1
             root = ranks[call.peer]
             if root == self._rank:

@@ -25,15 +25,7 @@ from autopar.tools.planner.hardware import Node, find_node
 from autopar.tools.planner.network import exposed
 from autopar.tools.rehearsal.cast import axes_of, casts, coordinates_of, standing_in
 from autopar.tools.rehearsal.matching import differences, standing, stuck, where_awaited
-from autopar.tools.rehearsal.one_rank import (
-    Job,
-    MakeOptimizer,
-    Part,
-    Rehearsed,
-    inputs_of,
-    run_cast,
-    without_memory,
-)
+from autopar.tools.rehearsal.one_rank import Job, MakeOptimizer, Part, Rehearsed, inputs_of, run_cast, without_memory
 from autopar.tools.rehearsal.timeline import Held, Timeline, Traffic, chrome_trace, play, traffic_of
 
 # Of the configuration: without values, without shared memory, without an accelerator.

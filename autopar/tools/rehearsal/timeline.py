@@ -19,7 +19,7 @@ from autopar.distributed.autograd_functions import listening
 from autopar.tensor_tracking import storage_key
 from autopar.tools.planner.hardware import Gpu, Node
 from autopar.tools.planner.network import Group
-from autopar.tools.planner.stage_costs import seconds_of, volume
+from autopar.tools.planner.stage_costs import seconds_of
 from autopar.tools.planner.storages import FusedKernels, Storages
 from autopar.tools.rehearsal.matching import Play
 from autopar.tools.rehearsal.trace import Call
@@ -149,19 +149,14 @@ def traffic_of(
         alike = Counter((call.group, call.kind, call.peer, call.bytes) for call in counted)
         for (group, kind, peer, size), times in alike.items():
             call = Call(kind, group, ((size,),), "uint8", peer=peer)
-            axis = axes.get(group.ranks, group.name)
+            axis, sent = axes.get(group.ranks, group.name), Group(len(group.ranks)).sent(kind, full_bytes(call)) * times
             number[axis] += times
-            given[axis] += sent(call) * times
-            away[axis] += round(sent(call) * times * _to_others(call, rank, gpus_per_node))
+            given[axis] += sent
+            away[axis] += round(sent * _to_others(call, rank, gpus_per_node))
         for name, count in number.items():
             known = found.get(name, Traffic(0, 0, 0))
             found[name] = Traffic(*map(max, known, (count, given[name], away[name])))
     return found
-
-
-def sent(call: Call) -> int:
-    """Return the bytes that a rank sends for a collective over a ring, or a message."""
-    return call.bytes if call.kind == "send" else volume(call.kind, full_bytes(call), len(call.group.ranks))
 
 
 def full_bytes(call: Call) -> int:

@@ -241,11 +241,7 @@ def _tokens(config: PretrainedConfig, vocabulary: Any) -> Iterator[tuple[str, An
 
 
 def build_small(
-    kind: type[PreTrainedModel],
-    config: PretrainedConfig,
-    *,
-    dtype: torch.dtype | None = None,
-    block: int = 1,
+    kind: type[PreTrainedModel], config: PretrainedConfig, *, dtype: torch.dtype | None = None, block: int = 1
 ) -> PreTrainedModel:
     """Build a model of a class with a small config and random weights, the same on every rank.
 
