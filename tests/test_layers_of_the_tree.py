@@ -15,7 +15,7 @@ import pytest
 LINES = {
     "cli": 597,
     "setup": 509,
-    "checkpoint": 4817,
+    "checkpoint": 4819,
     "config": 746,
     "data_parallel": 2519,
     "deferred_init": 1036,

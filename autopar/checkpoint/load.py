@@ -85,7 +85,7 @@ class Loader:
         self.shards = Shards(folder, self.parts)
         self.targets: Targets = {}
         self.finish: Callable[[], None] = lambda: None
-        self.random: Any = None  # the states with which this rank goes on
+        self.random: Any = None  # states from which this rank continues
         self.tensors = local_tensors(model, fsdp=True)
         _check_model(self.shards, self.state, self.tensors)
         self._restore_base(check=True)
@@ -132,8 +132,10 @@ class Loader:
         loose = [name for name in extra.tensors if name not in self.sharded] if extra and chosen else []
         tensors = {name: self.shards.lazy(name, "extra").read() for name in loose}
         plain = {name: decode(saved[name], tensors, name) for name in chosen}  # the scheduler's with its class
-        if not all(isinstance(value, dict) for value in plain.values()):
-            raise CheckpointError(f"{self.shards.folder}: the state of {' or '.join(plain)} is damaged: it is no dict")
+        for name, value in plain.items():
+            if not isinstance(value, dict):
+                kind = type(value).__name__
+                raise CheckpointError(f"{self.shards.folder} is damaged: {name} must be a dict, and is a {kind}")
         if "extra" in plain:
             fill_shards(plain["extra"], self.shards, self.model, self.state, self.tensors)
         if "lr_scheduler" in training:

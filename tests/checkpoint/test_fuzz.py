@@ -156,3 +156,11 @@ def test_every_damage_is_found(tmp_path: Path, alone: MPU) -> None:
         named += tensor is not None
         assert merged.exists() == (said["merge"] is None), number
     assert 0 < harmless < COUNT / 8 and named > COUNT / 10, (harmless, named)
+
+
+def test_extra_that_is_not_a_dict_is_refused_before_weights_are_loaded(tmp_path: Path, alone: MPU) -> None:
+    folder = tmp_path / "ckpt"
+    save_alone(folder, 2, pp=2, optimizer=True, **training(0))
+    rewrite_manifest(folder, lambda data: {**data, "training": {**data["training"], "extra": [1]}})
+    with pytest.raises(CheckpointError, match="is damaged: extra must be a dict, and is a list"):
+        load(alone, folder)
