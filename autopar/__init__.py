@@ -27,7 +27,7 @@ _HOMES = {
         "checkpoint.hf_weights": "hf_weights",
         "checkpoint.rotation": "latest",
         "config": "ParallelConfig",
-        "data_parallel.gradients": "average_gradients clip_grad_norm_",
+        "data_parallel.gradients": "average_gradients average_in_backward clip_grad_norm_",
         "data_parallel.precision": "GradScaler",
         "deferred_init.context": "lazy_init",
         "distributed.mesh": "MPU",

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from autopar import registry
 from autopar.config import ParallelConfig
 from autopar.data_parallel.fully_sharded import FullySharded
-from autopar.data_parallel.grad_sync import held_alike
+from autopar.data_parallel.grad_sync import ReplicaGradients, held_alike
 from autopar.data_parallel.gradients import ReplicaNorm, counted_here
 from autopar.data_parallel.optimizer_state import keep_stage, look_at_new, rebind, shard_state, stepped_whole
 from autopar.distributed.failures import FailureLog
@@ -20,6 +20,7 @@ from autopar.distributed.mesh import MPU
 from autopar.guards.model_changes import WrapperCheck
 from autopar.guards.step import StepCheck, forget
 from autopar.plan.plan import Plan
+from autopar.plan.stages import StagePlan
 
 if TYPE_CHECKING:
     from autopar.data_parallel.optimizer import ParallelStep
@@ -38,11 +39,19 @@ class DataParallel:
         steps: Check of the steps of its optimizers.
         fully_sharded: The weights in ZeRO's stages 2 and 3; None in others.
         norm: Norm of its gradients; also used when torch's own clippers and loss scalers get them.
+        replicas: Average of its gradients over the replicas.
         step: Work around the step of the optimizer that :meth:`attach` got; None without one.
     """
 
     def __init__(
-        self, model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU, config: ParallelConfig, failures: FailureLog
+        self,
+        model: nn.Module,
+        inner: nn.Module,
+        plan: Plan,
+        stages: StagePlan,
+        mpu: MPU,
+        config: ParallelConfig,
+        failures: FailureLog,
     ) -> None:
         self.model, self.inner, self.plan, self.mpu, self.config = model, inner, plan, mpu, config
         self.failures = failures
@@ -56,6 +65,7 @@ class DataParallel:
         look = partial(look_at_new, plan, config)
         self.steps = StepCheck(model, mpu, failures, held_alike(model, plan, mpu), comparison, look)
         self.norm = ReplicaNorm(model, plan, mpu, failures, scaled=config.precision == "fp16")
+        self.replicas = ReplicaGradients(plan, stages, mpu, failures)
         self.step: ParallelStep | None = None
         self.fully_sharded: FullySharded | None = None
 

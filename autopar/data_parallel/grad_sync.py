@@ -1,9 +1,19 @@
-"""All-reduce gradients: of weights on several stages, and of data-parallel replicas, with the same bits everywhere."""
+"""Sum gradients: of weights on several stages, and over data-parallel replicas, with the same bits everywhere.
+
+[Note: gradient buckets] Gradients travel in buckets. A bucket copies them, scaled, into one buffer, starts an
+asynchronous all-reduce, and makes each gradient a view of the buffer, so nothing is copied back. Ranks agree in each
+averaging on which parameters have a gradient. These, in the order of a backward, are the buckets that may start inside
+the next backward: each as soon as its last gradient has arrived, and one after the other, because all ranks must start
+them in the same order. A parameter has no gradient while its bucket travels. A gradient that arrives later, or was not
+expected, is summed in a further bucket at the end, and added.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,8 +22,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.compat.tensors import local_part
+from autopar.distributed.axis import Axis
 from autopar.distributed.digest import extremes, sum_of_bits
-from autopar.distributed.gloo_collectives import all_reduce
+from autopar.distributed.failures import FailureLog
+from autopar.distributed.gloo_collectives import finish
 from autopar.distributed.mesh import MPU, new_pipeline_group
 from autopar.errors import ConsistencyError
 from autopar.plan.plan import Plan
@@ -22,7 +34,7 @@ from autopar.plan.stages import StagePlan
 Alike = Mapping[int, tuple[int, ...]]
 """``id(parameter)`` -> those of the ranks that hold a stage's shards that hold the same one of it."""
 
-_BUCKET = 32 * 1024 * 1024  # bytes that travel at once
+_BUCKET, _BUCKET_ON_CPU = 32 * 1024 * 1024, 8 * 1024 * 1024  # bytes; an allocator of the CPU reuses small buffers
 
 
 def held_alike(model: nn.Module, plan: Plan, mpu: MPU) -> Alike:
@@ -54,25 +66,95 @@ def runs_of(lists: list[list[nn.Parameter]], alike: Alike) -> list[list[nn.Param
     return list(runs.values())
 
 
-def average_over_replicas(model: nn.Module, plan: Plan, stages: StagePlan, mpu: MPU) -> None:
-    """All-reduce the mean of all gradients over the data-parallel replicas, as ``DistributedDataParallel`` does.
+def buckets(tensors: Sequence[torch.Tensor], limit: int = 0) -> Iterator[list[torch.Tensor]]:
+    """Yield runs of tensors of at most ``limit`` bytes together, or of one tensor."""
+    bucket: list[torch.Tensor] = []
+    filled = 0
+    for tensor in tensors:
+        size = local_part(tensor).nbytes
+        if bucket and filled + size > (limit or (_BUCKET_ON_CPU if tensor.is_cpu else _BUCKET)):
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(tensor)
+        filled += size
+    if bucket:
+        yield bucket
 
-    Ranks that share sequences (cp) are averaged over as well: each one's gradient is cp times its part.
-    A parameter without gradient on one replica counts as zero there. DTensors (FSDP) are averaged already. A gradient
-    that several ranks of a replica hold gets the same bits on all of them.
+
+class Bucket:
+    """Gradients of one dtype that are summed over a group in one buffer.
+
+    Args:
+        parameters: Parameters in an order that is identical on all ranks of the group.
+        dtype: Dtype of the gradients. A gradient in another dtype is left out.
+        scale: Factor before the sum, which might be too large for fp16.
+        wide: Dtype of the buffer if it is wider than the gradients; None: their dtype.
     """
-    own = dict(model.named_parameters())
-    names = {id(parameter): name for name, parameter in own.items()}
-    for axis, experts in ((mpu.dp_cp, False), (mpu.copies, True)):
-        if axis.size == 1 or (experts and not plan.experts):
-            continue
-        by_holders: dict[tuple[int, ...], list[nn.Parameter]] = {}  # in the stages' order on all holders
-        for name in [*stages.tensors, *(name for name in own if name not in stages.tensors)]:
-            if name in own and not isinstance(own[name], DTensor) and (name in plan.experts) is experts:
-                holders = stages.holders(name) if name in stages.tensors else ()
-                by_holders.setdefault(holders if len(holders) > 1 else (), []).append(own[name])
-        runs = runs_of([by_holders[key] for key in sorted(by_holders)], held_alike(model, plan, mpu))
-        sum_gradients(runs, axis.group, 1 / axis.size, names, axis.reduce_dtype)
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        group: Any,
+        scale: float,
+        wide: torch.dtype | None = None,
+    ) -> None:
+        self.parameters, self.dtype, self._group, self._scale = parameters, dtype, group, scale
+        self.missing = set(parameters)
+        self.is_wide = wide is not None and dtype.itemsize < wide.itemsize
+        self._sum = wide if self.is_wide else dtype
+        self._gradients: list[torch.Tensor | None] = []
+        self._parts: tuple[torch.Tensor, ...] = ()
+        self._work: dist.Work | None = None
+
+    @property
+    def sent(self) -> list[nn.Parameter]:
+        """The parameters that had a gradient when the bucket started."""
+        return [p for p, g in zip(self.parameters, self._gradients, strict=False) if g is not None]
+
+    @torch.no_grad()
+    def start(self) -> Bucket:
+        """Take the gradients from their parameters, and start the sum."""
+        shards = [local_part(parameter.detach()) for parameter in self.parameters]
+        sizes = [shard.numel() for shard in shards]
+        flat = torch.empty(sum(sizes), dtype=self._sum, device=shards[0].device)
+        self._parts = flat.split(sizes)
+        for parameter, part in zip(self.parameters, self._parts, strict=True):
+            gradient = parameter.grad if parameter.requires_grad else None
+            if gradient is None or gradient.dtype != self.dtype:
+                part.zero_()
+                self._gradients.append(None)
+                continue
+            source = local_part(gradient).reshape(-1)
+            if self._scale == 1.0 or self.is_wide:
+                part.copy_(source)
+            else:
+                torch.mul(source, self._scale, out=part)
+            if not (self.is_wide or isinstance(gradient, DTensor) or gradient.requires_grad):
+                gradient.set_(part.view(gradient.shape))
+            self._gradients.append(gradient)
+            parameter.grad = None
+        if self.is_wide and self._scale != 1.0:
+            flat.mul_(self._scale)
+        if flat.numel():
+            self._work = dist.all_reduce(flat, group=self._group, async_op=True)
+        return self
+
+    @torch.no_grad()
+    def finish(self, found: Mapping[nn.Parameter, torch.dtype]) -> None:
+        """Wait for the sum, and give the parameters that are in ``found`` their gradients."""
+        finish(self._work)
+        for parameter, taken, part in zip(self.parameters, self._gradients, self._parts, strict=True):
+            if parameter not in found:
+                continue
+            gradient = torch.zeros_like(parameter, dtype=self.dtype) if taken is None else taken
+            local = local_part(gradient)
+            if local.data_ptr() != part.data_ptr():
+                local.copy_(part.view(local.shape))
+            later, parameter.grad = parameter.grad, None
+            if parameter.grad_dtype not in (None, gradient.dtype):
+                parameter.grad_dtype = None
+            parameter.grad = gradient if later is None else gradient.add_(later)
 
 
 @torch.no_grad()
@@ -82,31 +164,38 @@ def sum_gradients(
     scale: float = 1.0,
     names: Mapping[int, str] | None = None,
     dtype: torch.dtype | None = None,
-) -> None:
+    early: Sequence[Bucket] = (),
+) -> dict[nn.Parameter, torch.dtype]:
     """Scale gradients, then all-reduce them over a group. Every rank gives the same parameters in the same order.
 
     A parameter that has a gradient on no rank gets none; where it is fp32 on some rank, it becomes fp32 on all.
 
     Args:
-        runs: what may travel together in one buffer.
-        scale: before the sum, which might be too large for fp16.
+        runs: Lists of parameters; only those of one list travel in one buffer.
+        scale: Factor before the sum, which might be too large for fp16.
         names: ``id(parameter)`` -> name, for the error.
-        dtype: in which half-precision gradients are scaled and summed; None: their own.
+        dtype: Dtype in which half-precision gradients are scaled and summed; None: their dtype.
+        early: Buckets of the group that have started already.
+
+    Returns:
+        Each parameter that has a gradient on some rank, with the dtype of that.
 
     Raises:
         ConsistencyError: a parameter is frozen on some ranks and trained on others; on every rank.
     """
     parameters = [parameter for run in runs for parameter in run]
     if not parameters:
-        return
+        return {}
     trained = [int(parameter.requires_grad) for parameter in parameters]
-    found = [  # 0: no gradient; 1: in the parameter's dtype; 2: in fp32 instead
+    kinds = [  # 0: no gradient; 1: in the parameter's dtype; 2: in fp32 instead
         0 if p.grad is None or not p.requires_grad else 1 + (p.grad.dtype != p.dtype) for p in parameters
     ]
-    largest, smallest = extremes([*found, *trained], group)
-    kinds = {id(parameter): kind for parameter, kind in zip(parameters, largest, strict=False)}
+    dtypes = {parameter: bucket.dtype for bucket in early for parameter in bucket.parameters}
+    had = {parameter for bucket in early for parameter in bucket.sent}
+    sent = [int(parameter in had) for parameter in parameters] if early else []
+    largest, smallest = extremes([*trained, *kinds, *sent], group)
     count = len(parameters)
-    mixed = [p for p, high, low in zip(parameters, largest[count:], smallest[count:], strict=True) if high != low]
+    mixed = [p for p, high, low in zip(parameters, largest, smallest, strict=False) if high != low]
     if mixed:
         name = (names or {}).get(id(mixed[0]), f"a parameter of shape {list(mixed[0].shape)}")
         raise ConsistencyError(
@@ -114,58 +203,188 @@ def sum_gradients(
             f"trained on others ({len(mixed)} such parameters).\n"
             "  Freeze and unfreeze weights on all data-parallel replicas alike."
         )
+    found = {p: dtypes[p] for p, some in zip(parameters, largest[2 * count :], strict=False) if some}
+    late: dict[nn.Parameter, torch.dtype] = {}
+    for parameter, kind in zip(parameters, largest[count : 2 * count], strict=True):
+        if kind:
+            late[parameter] = torch.float32 if kind == 2 else parameter.dtype
+            _cast_gradient(parameter, late[parameter])
+    started: list[Bucket] = []
+    for bucket in _in_buckets(runs, late, group, scale, dtype):
+        started.append(bucket.start())
+        if bucket.is_wide:  # one at a time: gradients and buffer are in memory
+            started.pop().finish(late)
+    for bucket in started:
+        bucket.finish(late)
+    for bucket in early:
+        bucket.finish(found)
+    return found | late
+
+
+def _in_buckets(
+    runs: list[list[nn.Parameter]],
+    dtypes: Mapping[nn.Parameter, torch.dtype],
+    group: Any,
+    scale: float,
+    wide: torch.dtype | None,
+) -> Iterator[Bucket]:
+    """Yield buckets of the parameters in ``dtypes``, the last parameters of each run first."""
     for run in runs:
-        gradients: dict[torch.dtype, list[torch.Tensor]] = {}
-        for parameter in run:
-            if kinds[id(parameter)]:
-                gradient = _gradient_in(parameter, torch.float32 if kinds[id(parameter)] == 2 else parameter.dtype)
-                gradients.setdefault(gradient.dtype, []).append(local_part(gradient))
-        for flat in (flat for same in gradients.values() for flat in flattened(same, dtype)):
-            if scale != 1.0:
-                flat.mul_(scale)
-            all_reduce(flat, group=group)
+        for dtype in dict.fromkeys(dtypes[p] for p in run if p in dtypes):
+            for bucket in buckets([p for p in reversed(run) if dtypes.get(p) == dtype]):
+                yield Bucket(bucket, dtype, group, scale, wide)
 
 
-def _gradient_in(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-    """Return the parameter's gradient in this dtype; zeros if it has none."""
+def _cast_gradient(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Cast the parameter's gradient, if it has one."""
     gradient = parameter.grad
-    if gradient is None or gradient.dtype != dtype:
-        gradient = torch.zeros_like(parameter, dtype=dtype) if gradient is None else gradient.to(dtype)
+    if gradient is not None and gradient.dtype != dtype:
         parameter.grad = None
         if parameter.grad_dtype not in (None, dtype):
             parameter.grad_dtype = None
-        parameter.grad = gradient
-    return gradient
+        parameter.grad = gradient.to(dtype)
 
 
-def buckets(tensors: Sequence[torch.Tensor], limit: int = _BUCKET) -> Iterator[list[torch.Tensor]]:
-    """Yield runs of tensors of at most ``limit`` bytes together, or of one tensor: what travels in one flat buffer."""
-    bucket: list[torch.Tensor] = []
-    filled = 0
-    for tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if bucket and filled + size > limit:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(tensor)
-        filled += size
-    if bucket:
-        yield bucket
+_IN_FLIGHT = 4  # buckets
 
 
-def flattened(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
-    """Yield buckets of tensors in one flat buffer each, and copy it back when the next one is asked for.
+def broadcast(tensors: Sequence[tuple[torch.Tensor, int]], axis: Axis) -> None:
+    """Broadcast each tensor from a rank of the axis, in place; several buckets travel at once.
 
     Args:
-        dtype: of the buffers, where it is wider than that of the tensors.
+        tensors: Tensors with the ranks that have their values, identical on all ranks.
     """
-    for bucket in buckets(tensors):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        if dtype is not None and flat.itemsize < dtype.itemsize:
-            flat = flat.to(dtype)
-        yield flat
+    kinds: dict[Any, list[torch.Tensor]] = {}
+    for tensor, source in tensors:
+        kinds.setdefault((source, tensor.dtype, tensor.device), []).append(tensor)
+    of_sources: dict[int, list[list[torch.Tensor]]] = {}
+    for (source, *_), same in kinds.items():
+        of_sources.setdefault(source, []).extend(buckets(same))
+    travelling: deque[tuple[Any, torch.Tensor, list[torch.Tensor]]] = deque()
+
+    def end_first() -> None:
+        work, flat, bucket = travelling.popleft()
+        finish(work)
+        if not bucket:
+            return
         for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
             tensor.copy_(part.view(tensor.shape))
+
+    for turn in itertools.zip_longest(*of_sources.values()):  # each source sends in each turn
+        for source, bucket in zip(of_sources, turn, strict=True):
+            if bucket is None:
+                continue
+            in_place = len(bucket) == 1 and bucket[0].is_contiguous()
+            if in_place:
+                flat = bucket[0].view(-1)
+            elif source == axis.rank:
+                flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            else:
+                flat = bucket[0].new_empty(sum(tensor.numel() for tensor in bucket))
+            if len(travelling) == _IN_FLIGHT:
+                end_first()
+            work = dist.broadcast(flat, axis.ranks[source], axis.group, async_op=True)
+            travelling.append((work, flat, [] if in_place or source == axis.rank else bucket))
+    while travelling:
+        end_first()
+
+
+class ReplicaGradients:
+    """Averages a model's gradients over its data-parallel replicas, after a backward or inside of one.
+
+    Ranks that share sequences (cp) are averaged over as well: the gradient of each is cp times its part. A parameter
+    without gradient on one replica counts as zero there. DTensors (FSDP2) are averaged already. A gradient that several
+    ranks of a replica hold gets the same bits on all of them.
+    """
+
+    def __init__(self, plan: Plan, stages: StagePlan, mpu: MPU, failures: FailureLog) -> None:
+        self._plan, self._stages, self._mpu, self._failures = plan, stages, mpu, failures
+        self._early: list[tuple[int, list[str], torch.dtype]] = []  # a bucket's axis, parameters and dtype
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReplicaGradients:
+        return ReplicaGradients(self._plan, self._stages, self._mpu, self._failures)
+
+    @contextmanager
+    def averaged(self, model: nn.Module, *, early: bool) -> Iterator[Callable[[int | None], None]]:
+        """Average the gradients at the end. A collective of all replicas.
+
+        Args:
+            early: Whether buckets may start inside; identical on all replicas.
+
+        Yields:
+            A function that is called before the last backward of a stage (None: of the model), in which buckets start.
+        """
+        own = {name: p for name, p in model.named_parameters() if not isinstance(p, DTensor)}
+        names = {parameter: name for name, parameter in own.items()}
+        started: list[tuple[int, Bucket]] = []
+        for number, held, dtype in self._early if early else ():
+            axis = self._axes[number]
+            if own.keys() >= set(held):
+                started.append((number, Bucket([own[name] for name in held], dtype, axis.group, 1 / axis.size)))
+        self._early = []  # after an error the replicas begin anew
+        waiting = deque(bucket for _, bucket in started)
+        bucket_of = {parameter: bucket for bucket in waiting for parameter in bucket.parameters}
+        handles: list[Any] = []
+
+        def start(when: Callable[[Bucket], bool]) -> None:
+            while waiting and when(waiting[0]):
+                with self._blame():
+                    stack.enter_context(self._failures.deadline())
+                    waiting.popleft().start()
+
+        def arrived(parameter: nn.Parameter) -> None:
+            bucket_of[parameter].missing.discard(parameter)
+            start(lambda bucket: not bucket.missing)
+
+        def arm(stage: int | None = None) -> None:
+            for parameter in bucket_of:
+                its = stage is None or self._stages.tensors.get(names[parameter]) == (stage,)
+                if its and parameter.requires_grad:
+                    handles.append(parameter.register_post_accumulate_grad_hook(arrived))
+
+        with ExitStack() as stack:
+            try:
+                yield arm
+            finally:
+                for handle in handles:
+                    handle.remove()
+            start(lambda _: True)
+            with self._blame(), self._failures.deadline():
+                self._end(model, names, started)
+
+    @property
+    def _axes(self) -> tuple[Axis, Axis]:
+        return self._mpu.dp_cp, self._mpu.copies  # of experts that replicas share
+
+    def _blame(self) -> Any:
+        what = "averaging the gradients over the data-parallel replicas"
+        return self._failures.blame(what, self._mpu.dp_cp.ranks)
+
+    def _end(self, model: nn.Module, names: dict[nn.Parameter, str], started: list[tuple[int, Bucket]]) -> None:
+        by_id = {id(parameter): name for parameter, name in names.items()}
+        place = {parameter: number for number, parameter in enumerate(names)}
+        alike = held_alike(model, self._plan, self._mpu)
+        following: list[tuple[int, Bucket]] = []
+        for number, axis in enumerate(self._axes):
+            if axis.size == 1 or (number == 1 and not self._plan.experts):
+                continue
+            alone, *shared = self._by_holders({name: p for p, name in names.items()}, experts=number == 1)
+            runs, wide = runs_of([alone], alike), axis.reduce_dtype
+            early = [bucket for at, bucket in started if at == number]
+            both = [*runs, *runs_of(shared, alike)]
+            found = sum_gradients(both, axis.group, 1 / axis.size, by_id, wide, early)
+            following += [(number, bucket) for bucket in _in_buckets(runs, found, axis.group, 1.0, wide)]
+        following.sort(key=lambda entry: -min(place[parameter] for parameter in entry[1].parameters))
+        self._early = [(at, [names[p] for p in b.parameters], b.dtype) for at, b in following if not b.is_wide]
+
+    def _by_holders(self, own: Mapping[str, nn.Parameter], *, experts: bool) -> list[list[nn.Parameter]]:
+        """Return the parameters of one pipeline rank, then those of each set of several, in the order of the stages."""
+        found: dict[tuple[int, ...], list[nn.Parameter]] = {(): []}
+        for name in [*self._stages.tensors, *(name for name in own if name not in self._stages.tensors)]:
+            if name in own and (name in self._plan.experts) is experts:
+                holders = self._stages.holders(name) if name in self._stages.tensors else ()
+                found.setdefault(holders if len(holders) > 1 else (), []).append(own[name])
+        return [found[holders] for holders in sorted(found)]
 
 
 class TiedWeights:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from autopar.compat.c10d import is_flat_parameter
 from autopar.compat.patches import hold, release
 from autopar.compat.tensors import local_part, own_parameters
-from autopar.data_parallel.grad_sync import average_over_replicas
 from autopar.distributed.axis import Axis, device_of
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.gloo_collectives import all_reduce
@@ -271,9 +271,36 @@ def average_gradients(model: nn.Module) -> None:
     Raises:
         ConfigError: the model is not parallelized.
     """
+    with _averaged(model, early=False):
+        pass
+
+
+@contextmanager
+def average_in_backward(model: nn.Module) -> Iterator[None]:
+    """Average the gradients of a parallelized model over data parallel while the backward inside runs.
+
+    Use it in place of :func:`average_gradients` around the last ``loss.backward()`` of a step, which then hides the
+    exchange. From the second step on gradients travel in buckets, each as soon as it is complete. At the end of the
+    block all gradients are averaged. Inside of it gradients that travel are None.
+
+    Raises:
+        ConfigError: the model is not parallelized.
+
+    Example:
+        >>> with autopar.average_in_backward(model):  # doctest: +SKIP
+        ...     loss.backward()
+    """
+    with _averaged(model, early=True):
+        yield
+
+
+@contextmanager
+def _averaged(model: nn.Module, *, early: bool) -> Iterator[None]:
     root, state = _parallelized(model)
-    with state.failures.wait("averaging the gradients over the data-parallel replicas", state.mpu.dp_cp.ranks):
-        average_over_replicas(root, state.plan, state.stages, state.mpu)
+    with state.dp.replicas.averaged(root, early=early) as arm:
+        if early:
+            arm()
+        yield
     if state.pp is not None:
         state.pp.unaveraged = False
 

@@ -19,12 +19,11 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from autopar.compat.tensors import local_part
 from autopar.config import ParallelConfig
-from autopar.data_parallel.grad_sync import flattened
+from autopar.data_parallel.grad_sync import broadcast
 from autopar.data_parallel.gradients import clip_factor, gradient_norm
 from autopar.data_parallel.optimizer_state import check_group, host_of, move_state
 from autopar.data_parallel.precision import (
@@ -194,16 +193,10 @@ class ParallelStep:
 
     @torch.no_grad()
     def broadcast(self) -> None:
-        """Broadcast each parameter that is trained from its owner, in place. A collective of each axis.
-
-        All parameters of one dtype that one rank owns travel flat, in pieces of at most 32 MiB (or one parameter).
-        """
+        """Broadcast each parameter that is trained from its owner, in place. A collective of each axis."""
         owned = (p for p, owner in self._owners.items() if p.requires_grad and owner is not None)
         for axis, theirs in self._by_axis(owned).items():
-            for owner, dtype, device in dict.fromkeys((self._owners[p] or 0, p.dtype, p.device) for p in theirs):
-                same = [p.data for p in theirs if (self._owners[p], p.dtype, p.device) == (owner, dtype, device)]
-                for flat in flattened(same):
-                    dist.broadcast(flat, src=axis.ranks[owner], group=axis.group)
+            broadcast([(p.data, self._owners[p] or 0) for p in theirs], axis)
 
     def _plan_of(self, name: str) -> TensorPlan | None:
         return self.plan.tensors.get(self.plan.names.get(name, name))

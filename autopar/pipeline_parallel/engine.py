@@ -206,6 +206,7 @@ class Step:
         together: whether the replicas run collectives in a backward (ZeRO 2 and 3, experts), so that each runs it.
         required: whether some loss must require a gradient.
         penalty: of parameters, added to the loss of the batch.
+        before_last: called with a stage before its last backward of the pass.
         losses, outputs: per micro-batch, filled on the last stage.
         penalties: of this stage's parameters.
         unavailable: entries that the outputs lack there.
@@ -222,6 +223,7 @@ class Step:
     together: bool = False
     required: bool = False
     penalty: Callable[[dict[str, nn.Parameter]], Any] | None = None
+    before_last: Callable[[int | None], None] | None = None
     penalties: torch.Tensor | None = None
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
@@ -295,7 +297,10 @@ class Engine:
         self._turn = {action: turn for row in lists for turn, action in enumerate(row)}
         self._recomputes = any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules())
         with base_seed(self.plan.stages > 1 and self.model.training) as self._seed:
+            last = {action.stage: action for action in lists[self.rank] if action.kind != "F"}
             for action in lists[self.rank]:
+                if step.before_last is not None and action == last.get(action.stage):
+                    step.before_last(action.stage)
                 with self._blame(action), record(_described, action):
                     do[action.kind](action.stage, action.microbatch, step)
             if step.required and step.losses:

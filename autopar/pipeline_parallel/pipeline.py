@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 
 from autopar.compat.peft import tuner_layers
 from autopar.config.sections import PipelineConfig
-from autopar.data_parallel.grad_sync import TiedWeights, average_over_replicas, held_alike
+from autopar.data_parallel.grad_sync import TiedWeights, held_alike
 from autopar.distributed.autograd_functions import refuse_transforms
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.gloo_collectives import all_reduce
@@ -346,7 +346,9 @@ class Pipeline:
         rows, nothing = state.dp.fully_sharded if self.plan.stages > 1 else None, contextlib.nullcontext()
         stepped = state.dp.step
         ours = stepped is not None and stepped.model is model
-        with stepped.fp32_gradients() if ours else contextlib.nullcontext():
+        average = self.averages and self.mpu.dp_cp.size > 1
+        averaging = state.dp.replicas.averaged(model, early=step.penalty is None) if average else nothing
+        with stepped.fp32_gradients() if ours else nothing, averaging as step.before_last:
             summing = "summing the gradients of weights that several stages hold"
             with self.tied.apart():
                 gathering = "gathering weights and reducing gradients over the data-parallel replicas (FSDP2)"
@@ -355,10 +357,6 @@ class Pipeline:
                     self._penalise(model, step)
                 with self.failures.blame(summing, self.mpu.pp.ranks):
                     self.tied.sum(held_alike(model, state.plan, self.mpu))
-            if self.averages:
-                averaging = "averaging the gradients over the data-parallel replicas"
-                with self.failures.blame(averaging, self.mpu.dp_cp.ranks):
-                    average_over_replicas(model, state.plan, self.plan, self.mpu)
         self.unaveraged = not self.averages and self.mpu.dp_cp.size > 1 and not state.config.fully_sharded
 
     def _penalise(self, model: nn.Module, step: Step) -> None:

@@ -169,7 +169,7 @@ def compile_blocks(model: nn.Module, state: Parallelized, given: Given) -> None:
 def watch_replicas(model: nn.Module, state: Parallelized, given: Given) -> None:
     """Before stages release parameters: norms and averages know the parameters of all stages by name."""
     inner = state.inner_of(model)
-    state.dp = DataParallel(model, inner, state.plan, state.mpu, state.config, state.failures)
+    state.dp = DataParallel(model, inner, state.plan, state.stages, state.mpu, state.config, state.failures)
 
 
 def release_other_stages(model: nn.Module, state: Parallelized, given: Given) -> None:

@@ -177,7 +177,7 @@ def _fail_while_averaging(model: torch.nn.Module) -> None:
     model.execute_pipeline(_batch(model))
     hurry(model)
     if dist.get_rank() == 3:
-        autopar.pipeline_parallel.pipeline.average_over_replicas = _broken
+        model._autopar.dp.replicas._end = _broken
     model.execute_pipeline(_batch(model))
 
 

@@ -172,7 +172,7 @@ FAULTS = [
     Fault("gradients of tied weights not summed", ("transformer.wte", "lm_head"), p.no_sum_of_tied, **STAGES),
     replaced_later("a loss that is the mean of means", f"{PIPELINE}.weights_of", p.alike, **STAGES),
     in_forward("a block of the second stage", f"{MLP1}.c_fc", lambda m, plain, x: plain(x) * 1.5, **STAGES),
-    replaced_later("gradients not averaged", f"{PIPELINE}.average_over_replicas", p.left_out, **REPLICAS),
+    replaced_later("gradients not averaged", "autopar.data_parallel.grad_sync.ReplicaGradients._end", p.left_out, **REPLICAS),
     replaced_later("replicas that count alike", f"{PIPELINE}.weights_over_replicas", p.left_out, **REPLICAS),
     # -- rows of the sequence -----------------------------------------------------------------------------------------
     Fault("attention to this rank's rows only", (LLAMA0,), p.own_rows_only, model="llama", mesh=GATHER),

@@ -19,7 +19,7 @@ from transformers.trainer_utils import has_length, seed_worker
 
 from autopar.call_site import warn_user
 from autopar.compat.peft import is_peft_model
-from autopar.data_parallel.gradients import average_gradients, clip_grad_norm_
+from autopar.data_parallel.gradients import average_gradients, average_in_backward, clip_grad_norm_
 from autopar.distributed.collectives import broadcast
 from autopar.distributed.failures import waiting
 from autopar.distributed.gloo_collectives import all_gather_into_tensor, all_reduce
@@ -217,12 +217,12 @@ class StepMixin(ParallelBase):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Run forward and backward of one batch of this replica; after the last of a step average the gradients."""
-        ours = self.model
-        if ours.mpu.pp.size > 1:
-            loss = self._staged_step(ours, inputs, num_items_in_batch)
-        else:
-            loss = self._weighted_step(model, inputs, num_items_in_batch)
-        if self.accelerator.sync_gradients:
+        ours, last = self.model, self.accelerator.sync_gradients
+        if ours.mpu.pp.size == 1:
+            with average_in_backward(ours) if last else nullcontext():
+                return self._weighted_step(model, inputs, num_items_in_batch)
+        loss = self._staged_step(ours, inputs, num_items_in_batch)
+        if last:
             average_gradients(ours)
         return loss
 

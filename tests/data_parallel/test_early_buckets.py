@@ -1,0 +1,160 @@
+"""Gradients that are averaged inside of a backward are those that are averaged after it."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import autopar
+from autopar.data_parallel import grad_sync
+from tests.parity import close
+from tests.pool import pooled
+from tests.small import gpt2, llama
+
+IDS = torch.randint(0, 131, (12, 9), generator=torch.Generator().manual_seed(5))
+
+
+def _pair(build: Any, config: dict[str, Any] | None = None) -> tuple[Any, Any]:
+    plain = build()
+    return tuple(autopar.initialize(copy.deepcopy(plain), config or {}) for _ in range(2))
+
+
+def _batch(model: Any, step: int) -> dict[str, torch.Tensor]:
+    ids = IDS[4 * step % 12 :][:4][model.mpu.dp.rank :: model.mpu.dp.size]
+    return {"input_ids": ids, "labels": ids}
+
+
+def _same_gradients(model: Any, early: Any, *, exactly: bool = True) -> None:
+    for (name, p), q in zip(model.named_parameters(), early.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            assert p.grad.dtype == q.grad.dtype, name
+            if exactly:
+                assert torch.equal(p.grad, q.grad), name
+            else:
+                close(q.grad, p.grad, name, 1e-6)
+
+
+class _Log:
+    """Counts the buckets that start inside of a backward, and others."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.inside = self.outside = 0
+        start = grad_sync.Bucket.start
+
+        def counted(bucket: Any) -> Any:
+            inside = torch._C._current_graph_task_id() != -1
+            self.inside, self.outside = self.inside + inside, self.outside + (not inside)
+            return start(bucket)
+
+        monkeypatch.setattr(grad_sync.Bucket, "start", counted)
+        monkeypatch.setattr(grad_sync, "_BUCKET_ON_CPU", 4096)
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_buckets_start_in_the_second_backward() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        model, early = _pair(llama)
+        for step in range(4):
+            model(**_batch(model, step)).loss.backward()
+            autopar.average_gradients(model)
+            loss = early(**_batch(early, step)).loss
+            log = _Log(patch)
+            with autopar.average_in_backward(early):
+                loss.backward()
+            patch.undo()
+            assert (log.inside > 5, log.outside > 5) == (step > 0, step == 0)
+            _same_gradients(model, early)
+            if step != 2:  # then the next gradients are added to averaged ones
+                model.zero_grad()
+                early.zero_grad(set_to_none=step == 1)
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_other_parameters_in_each_step() -> None:
+    """Unused ones, on one replica or on all; frozen ones; ones that thaw; gradients that arrive twice."""
+    plain = nn.ModuleDict({name: nn.Linear(5, 5) for name in "abcd"})
+    rank = dist.get_rank()
+
+    def loss(model: Any, names: str) -> torch.Tensor:
+        x = torch.linspace(rank, 1.0, 5)
+        return sum(model[name](x).square().sum() for name in names)
+
+    def frozen(step: int, model: Any) -> None:
+        model["b"].requires_grad_(step not in (2, 3))
+
+    models = []
+    for early in (False, True):
+        model = copy.deepcopy(plain)
+        wrapped = autopar.initialize(gpt2(), {})
+        model._autopar = wrapped._autopar  # the averaging of a model whose parameters it does not know
+        grads = []
+        for step, used in enumerate(["abcd", "abcd" if rank else "ab", "acd", "ac", "bd", "b", "abcd", "a", "abcd"]):
+            frozen(step, model)
+            if early:
+                with autopar.average_in_backward(model):
+                    loss(model, used).backward()
+                    if step in (4, 6):  # a second backward, of one replica in step 6
+                        for _ in range(1 if step == 4 else rank):
+                            loss(model, "d").backward()
+            else:
+                loss(model, used).backward()
+                for _ in range(1 if step == 4 else rank if step == 6 else 0):
+                    loss(model, "d").backward()
+                autopar.average_gradients(model)
+            grads.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
+            model.zero_grad()
+        models.append(grads)
+    for step, (after, inside) in enumerate(zip(*models, strict=True)):
+        for name in after:
+            assert (after[name] is None) == (inside[name] is None), (step, name)
+            if after[name] is not None:
+                close(inside[name], after[name], f"{step} {name}", 1e-6)
+
+
+@pytest.mark.tier("test")
+@pooled(world_size=2)
+def test_weights_frozen_on_one_replica_raise_on_both() -> None:
+    model = autopar.initialize(gpt2(), {})
+    for step in range(2):
+        model.transformer.ln_f.weight.requires_grad_(step == 0 or model.mpu.dp.rank == 0)
+        loss = model(**_batch(model, step)).loss
+        if step == 0:
+            with autopar.average_in_backward(model):
+                loss.backward()
+        else:
+            with (
+                pytest.raises(autopar.ConsistencyError, match="is frozen .requires_grad=False. on some of the ranks"),
+                autopar.average_in_backward(model),
+            ):
+                loss.backward()
+
+
+@pooled(world_size=4)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble", "interleaved", "zbv"])
+def test_stages_start_buckets_in_their_last_backward(schedule: str) -> None:
+    config = {
+        "model_parallelism": {"pipeline_parallel_size": 2},
+        "pipeline": {"microbatch_size": 1, "schedule": schedule},
+    }
+    plain = llama(num_hidden_layers=4, tie_word_embeddings=schedule == "1f1b")
+    model = autopar.initialize(copy.deepcopy(plain), config)
+    with pytest.MonkeyPatch.context() as patch:
+        for step in range(3):
+            batch = IDS[:8] if step else IDS[4:]
+            mine = batch[model.mpu.dp.rank :: 2]
+            log = _Log(patch)
+            model.execute_pipeline({"input_ids": mine, "labels": mine})
+            patch.undo()
+            assert (log.inside > 2) == (step > 0), (schedule, step, log.inside)
+            plain(batch, labels=batch).loss.backward()
+            for name, p in model.named_parameters():
+                close(p.grad, plain.get_parameter(model._autopar.plan.canonical(name)).grad, name, 2e-6)
+            if step:
+                plain.zero_grad()
+                model.zero_grad()
