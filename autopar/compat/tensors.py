@@ -50,6 +50,7 @@ __all__ = [
     "dispatch_modes",
     "function_modes",
     "is_in_torch_dispatch_mode",
+    "is_view",
     "keystr",
     "leave_alone",
     "local_part",
@@ -96,6 +97,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 wrapper_subclass = torch.Tensor._make_wrapper_subclass  # (class, shape, dtype=, device=): a tensor without memory
 assert_soon = torch._assert_async  # raises on the device, without waiting for it
+is_view = torch.Tensor._is_view  # whether a tensor was made as a view of another one
 swap_implementation = torch._C._swap_tensor_impl  # two tensors change places, their Python objects do not
 
 

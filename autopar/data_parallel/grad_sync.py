@@ -14,19 +14,19 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.compat.tensors import local_part
+from autopar.compat.tensors import is_view, local_part
 from autopar.distributed.axis import Axis
-from autopar.distributed.digest import extremes, sum_of_bits
+from autopar.distributed.digest import extremes
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.gloo_collectives import finish
-from autopar.distributed.mesh import MPU, new_pipeline_group
+from autopar.distributed.mesh import MPU
 from autopar.errors import ConsistencyError
 from autopar.plan.plan import Plan
 from autopar.plan.stages import StagePlan
@@ -34,6 +34,7 @@ from autopar.plan.stages import StagePlan
 Alike = Mapping[int, tuple[int, ...]]
 """``id(parameter)`` -> those of the ranks that hold a stage's shards that hold the same one of it."""
 
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 _BUCKET, _BUCKET_ON_CPU = 32 * 1024 * 1024, 8 * 1024 * 1024  # bytes; an allocator of the CPU reuses small buffers
 
 
@@ -66,13 +67,13 @@ def runs_of(lists: list[list[nn.Parameter]], alike: Alike) -> list[list[nn.Param
     return list(runs.values())
 
 
-def buckets(tensors: Sequence[torch.Tensor], limit: int = 0) -> Iterator[list[torch.Tensor]]:
-    """Yield runs of tensors of at most ``limit`` bytes together, or of one tensor."""
-    bucket: list[torch.Tensor] = []
+def buckets(tensors: Sequence[_Tensor]) -> Iterator[list[_Tensor]]:
+    """Yield runs of tensors of at most one bucket's bytes together, or of one tensor."""
+    bucket: list[_Tensor] = []
     filled = 0
     for tensor in tensors:
         size = local_part(tensor).nbytes
-        if bucket and filled + size > (limit or (_BUCKET_ON_CPU if tensor.is_cpu else _BUCKET)):
+        if bucket and filled + size > (_BUCKET_ON_CPU if tensor.is_cpu else _BUCKET):
             yield bucket
             bucket, filled = [], 0
         bucket.append(tensor)
@@ -117,7 +118,7 @@ class Bucket:
         """Take the gradients from their parameters, and start the sum."""
         shards = [local_part(parameter.detach()) for parameter in self.parameters]
         sizes = [shard.numel() for shard in shards]
-        flat = torch.empty(sum(sizes), dtype=self._sum, device=shards[0].device)
+        flat = shards[0].new_empty(sum(sizes), dtype=self._sum)
         self._parts = flat.split(sizes)
         for parameter, part in zip(self.parameters, self._parts, strict=True):
             gradient = parameter.grad if parameter.requires_grad else None
@@ -130,8 +131,8 @@ class Bucket:
                 part.copy_(source)
             else:
                 torch.mul(source, self._scale, out=part)
-            if not (self.is_wide or isinstance(gradient, DTensor) or gradient.requires_grad):
-                gradient.set_(part.view(gradient.shape))
+            if not (self.is_wide or isinstance(gradient, DTensor) or gradient.requires_grad or is_view(gradient)):
+                gradient.set_(part.view(gradient.shape))  # type: ignore[call-overload]  # one of torch's own
             self._gradients.append(gradient)
             parameter.grad = None
         if self.is_wide and self._scale != 1.0:
@@ -151,10 +152,7 @@ class Bucket:
             local = local_part(gradient)
             if local.data_ptr() != part.data_ptr():
                 local.copy_(part.view(local.shape))
-            later, parameter.grad = parameter.grad, None
-            if parameter.grad_dtype not in (None, gradient.dtype):
-                parameter.grad_dtype = None
-            parameter.grad = gradient if later is None else gradient.add_(later)
+            set_gradient(parameter, gradient if parameter.grad is None else gradient.add_(parameter.grad))
 
 
 @torch.no_grad()
@@ -208,7 +206,8 @@ def sum_gradients(
     for parameter, kind in zip(parameters, largest[count : 2 * count], strict=True):
         if kind:
             late[parameter] = torch.float32 if kind == 2 else parameter.dtype
-            _cast_gradient(parameter, late[parameter])
+            if parameter.grad is not None and parameter.grad.dtype != late[parameter]:
+                set_gradient(parameter, parameter.grad.to(late[parameter]))
     started: list[Bucket] = []
     for bucket in _in_buckets(runs, late, group, scale, dtype):
         started.append(bucket.start())
@@ -219,6 +218,14 @@ def sum_gradients(
     for bucket in early:
         bucket.finish(found)
     return found | late
+
+
+def set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Set the gradient of a parameter, which may have another dtype than the parameter."""
+    parameter.grad = None
+    if parameter.grad_dtype not in (None, gradient.dtype):
+        parameter.grad_dtype = None
+    parameter.grad = gradient
 
 
 def _in_buckets(
@@ -235,21 +242,11 @@ def _in_buckets(
                 yield Bucket(bucket, dtype, group, scale, wide)
 
 
-def _cast_gradient(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Cast the parameter's gradient, if it has one."""
-    gradient = parameter.grad
-    if gradient is not None and gradient.dtype != dtype:
-        parameter.grad = None
-        if parameter.grad_dtype not in (None, dtype):
-            parameter.grad_dtype = None
-        parameter.grad = gradient.to(dtype)
-
-
-_IN_FLIGHT = 4  # buckets
+_IN_FLIGHT = 4  # buckets of a broadcast
 
 
 def broadcast(tensors: Sequence[tuple[torch.Tensor, int]], axis: Axis) -> None:
-    """Broadcast each tensor from a rank of the axis, in place; several buckets travel at once.
+    """Broadcast tensors in place, each from one rank of the axis; several buckets travel at once.
 
     Args:
         tensors: Tensors with the ranks that have their values, identical on all ranks.
@@ -257,36 +254,25 @@ def broadcast(tensors: Sequence[tuple[torch.Tensor, int]], axis: Axis) -> None:
     kinds: dict[Any, list[torch.Tensor]] = {}
     for tensor, source in tensors:
         kinds.setdefault((source, tensor.dtype, tensor.device), []).append(tensor)
-    of_sources: dict[int, list[list[torch.Tensor]]] = {}
-    for (source, *_), same in kinds.items():
-        of_sources.setdefault(source, []).extend(buckets(same))
+    rows = [[(source, bucket) for bucket in buckets(same)] for (source, *_), same in kinds.items()]
     travelling: deque[tuple[Any, torch.Tensor, list[torch.Tensor]]] = deque()
+    for source, bucket in filter(None, itertools.chain.from_iterable(itertools.zip_longest(*rows))):
+        if len(travelling) == _IN_FLIGHT:
+            _land(*travelling.popleft())
+        flat = bucket[0].reshape(-1)
+        if len(bucket) > 1:
+            size = sum(tensor.numel() for tensor in bucket)
+            flat = torch.cat([t.reshape(-1) for t in bucket]) if source == axis.rank else flat.new_empty(size)
+        travelling.append((dist.broadcast(flat, axis.ranks[source], axis.group, async_op=True), flat, bucket))
+    for each in travelling:
+        _land(*each)
 
-    def end_first() -> None:
-        work, flat, bucket = travelling.popleft()
-        finish(work)
-        if not bucket:
-            return
-        for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+
+def _land(work: Any, flat: torch.Tensor, bucket: list[torch.Tensor]) -> None:
+    finish(work)
+    for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+        if tensor.data_ptr() != part.data_ptr():
             tensor.copy_(part.view(tensor.shape))
-
-    for turn in itertools.zip_longest(*of_sources.values()):  # each source sends in each turn
-        for source, bucket in zip(of_sources, turn, strict=True):
-            if bucket is None:
-                continue
-            in_place = len(bucket) == 1 and bucket[0].is_contiguous()
-            if in_place:
-                flat = bucket[0].view(-1)
-            elif source == axis.rank:
-                flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            else:
-                flat = bucket[0].new_empty(sum(tensor.numel() for tensor in bucket))
-            if len(travelling) == _IN_FLIGHT:
-                end_first()
-            work = dist.broadcast(flat, axis.ranks[source], axis.group, async_op=True)
-            travelling.append((work, flat, [] if in_place or source == axis.rank else bucket))
-    while travelling:
-        end_first()
 
 
 class ReplicaGradients:
@@ -385,79 +371,3 @@ class ReplicaGradients:
                 holders = self._stages.holders(name) if name in self._stages.tensors else ()
                 found.setdefault(holders if len(holders) > 1 else (), []).append(own[name])
         return [found[holders] for holders in sorted(found)]
-
-
-class TiedWeights:
-    """Parameters that several ranks of the pipeline hold, by their holders.
-
-    Their gradient is the sum over these ranks. It is summed apart from what earlier steps left there, so that gradients
-    accumulate.
-    """
-
-    def __init__(self, model: nn.Module, plan: StagePlan, mpu: MPU) -> None:
-        self._sets: list[tuple[Any, list[nn.Parameter]]] = []
-        by_holders: dict[tuple[int, ...], list[nn.Parameter]] = {}
-        own = dict(model.named_parameters())
-        names: dict[tuple[int, ...], None] = {}
-        for name in plan.tensors:
-            holders = plan.holders(name)
-            if len(holders) > 1:
-                names[holders] = None
-                if name in own and mpu.pp.rank in holders:
-                    by_holders.setdefault(holders, []).append(own[name])
-        for holders in names:  # the same on every rank: all of them take part in the making of a group
-            everywhere = len(holders) == mpu.pp.size
-            group = mpu.pp.group if everywhere else new_pipeline_group(mpu, "tied weights", holders)
-            if holders in by_holders:
-                self._sets.append((group, by_holders[holders]))
-        self._names = {id(parameter): name for name, parameter in own.items()}
-        self._earlier: list[torch.Tensor | None] = []
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TiedWeights:
-        copied = TiedWeights.__new__(TiedWeights)
-        memo[id(self)] = copied
-        copied._sets = [(group, [memo.get(id(p), p) for p in parameters]) for group, parameters in self._sets]
-        copied._earlier = []
-        copied._names = {id(memo[key]) if key in memo else key: name for key, name in self._names.items()}
-        return copied
-
-    def rebind(self, model: nn.Module) -> None:
-        """Take the parameters that the model has now, by name: ``fully_shard`` made new ones."""
-        now = dict(model.named_parameters())
-        self._sets = [(group, [now[self._names[id(p)]] for p in parameters]) for group, parameters in self._sets]
-        self._names = {id(parameter): name for name, parameter in now.items()}
-
-    def digests(self) -> dict[str, str]:
-        """Digest each weight that other ranks hold, too."""
-        sums = {
-            self._names[id(p)]: int(sum_of_bits(local_part(p.detach()))) for p in self._parameters() if not p.is_meta
-        }
-        return {name: f"{value & (1 << 64) - 1:016x}"[:12] for name, value in sums.items()}
-
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        for _, parameters in self._sets:
-            yield from parameters
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Keep earlier gradients, which are summed already, apart from those of a step; restore them on an error."""
-        self._earlier = [parameter.grad for parameter in self._parameters()]
-        for parameter in self._parameters():
-            parameter.grad = None
-        try:
-            yield
-        except BaseException:
-            for parameter, earlier in zip(self._parameters(), self._earlier, strict=False):  # none: it is summed
-                parameter.grad = earlier
-            raise
-        finally:
-            self._earlier = []
-
-    def sum(self, alike: Alike) -> None:
-        """Sum the step's gradients over the holders, and add the earlier ones; at the end of :meth:`apart`."""
-        for group, parameters in self._sets:
-            sum_gradients(runs_of([parameters], alike), group)
-        for parameter, earlier in zip(self._parameters(), self._earlier, strict=True):
-            if earlier is not None:
-                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
-        self._earlier = []

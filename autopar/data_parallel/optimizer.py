@@ -23,7 +23,7 @@ from torch import nn
 
 from autopar.compat.tensors import local_part
 from autopar.config import ParallelConfig
-from autopar.data_parallel.grad_sync import broadcast
+from autopar.data_parallel.grad_sync import broadcast, set_gradient
 from autopar.data_parallel.gradients import clip_factor, gradient_norm
 from autopar.data_parallel.optimizer_state import check_group, host_of, move_state
 from autopar.data_parallel.precision import (
@@ -482,7 +482,7 @@ class OptimizerProxy:
         self._sums = sums_of_bits(self._watched)
         self._gradients = {p: p.grad for p in self._watched if p.grad is not None and p.grad.dtype != p.dtype}
         for parameter, gradient in self._gradients.items():  # one of fp32 would be torch's error, in its words
-            _set_gradient(parameter, gradient.to(parameter.dtype))
+            set_gradient(parameter, gradient.to(parameter.dtype))
 
     def _state(self) -> defaultdict[Any, Any]:
         state: defaultdict[Any, Any] = defaultdict(dict)
@@ -503,7 +503,7 @@ class OptimizerProxy:
             return
         for parameter, gradient in self._gradients.items():
             if parameter.grad is not None:
-                _set_gradient(parameter, gradient)
+                set_gradient(parameter, gradient)
         pairs = zip(self._watched.values(), self._sums, sums_of_bits(self._watched), strict=True)
         moved = [name for name, was, now in pairs if was != now]
         if moved:
@@ -529,10 +529,6 @@ class OptimizerProxy:
             for key in [key for key in self.plain.state if key not in self._own and key not in state]:
                 del self.plain.state[key]
             self.plain.state.update({parameters.get(key, key): entry for key, entry in state.items()})
-
-
-def _set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    parameter.grad_dtype, parameter.grad = None, gradient
 
 
 def _copied(entry: Any) -> Any:

@@ -24,7 +24,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from autopar.compat.tensors import forward_class
-from autopar.data_parallel.grad_sync import TiedWeights
 from autopar.distributed.autograd_functions import record
 from autopar.distributed.rng import base_seed
 from autopar.errors import ConfigError
@@ -33,6 +32,7 @@ from autopar.pipeline_parallel.outputs import complete, unavailable
 from autopar.pipeline_parallel.p2p import P2P, Message, map_tensors
 from autopar.pipeline_parallel.schedule import Action
 from autopar.pipeline_parallel.stage_forward import StageContext, StageForward, StageOutput, Streams, run_stage
+from autopar.pipeline_parallel.stage_weights import TiedWeights
 from autopar.plan.stages import StagePlan
 
 _Gradients = tuple[torch.Tensor | None, ...]

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 
 from autopar.compat.peft import tuner_layers
 from autopar.config.sections import PipelineConfig
-from autopar.data_parallel.grad_sync import TiedWeights, held_alike
+from autopar.data_parallel.grad_sync import held_alike
 from autopar.distributed.autograd_functions import refuse_transforms
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.gloo_collectives import all_reduce
@@ -57,7 +57,7 @@ from autopar.pipeline_parallel.stage_forward import (
     run_stage,
     unmark_boundaries,
 )
-from autopar.pipeline_parallel.stage_weights import release, reload
+from autopar.pipeline_parallel.stage_weights import TiedWeights, release, reload
 from autopar.plan.stages import StagePlan, refuse_collected
 from autopar.swap import bind, unbind
 

@@ -1,4 +1,4 @@
-"""The weights of a rank's stages: those of other stages are released, and reloaded by ``deparallelize``.
+"""The weights of a rank's stages: those of other stages are released, and reloaded by ``deparallelize``; tied weights.
 
 A parameter that another stage holds leaves the module. In its place stays a placeholder, a tensor without memory
 (:class:`Placeholder`), so that the model's own code in front of the blocks still runs and
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from autopar.compat.tensors import no_overrides, own_buffers, own_parameters
-from autopar.distributed.mesh import MPU
+from autopar.compat.tensors import local_part, no_overrides, own_buffers, own_parameters
+from autopar.data_parallel.grad_sync import Alike, runs_of, sum_gradients
+from autopar.distributed.digest import sum_of_bits
+from autopar.distributed.mesh import MPU, new_pipeline_group
 from autopar.errors import UnsupportedModelError
 from autopar.plan.stages import StagePlan
 from autopar.stored import stored_weight
@@ -311,3 +314,79 @@ def _writes(func: Any) -> bool:
     if name.endswith("__"):
         return name == "__setitem__" or name in _OPERATORS or func == _SET_DATA
     return bool(name.endswith("_")) and name not in ("requires_grad_", "detach_", "rename_")
+
+
+class TiedWeights:
+    """Parameters that several ranks of the pipeline hold, by their holders.
+
+    Their gradient is the sum over these ranks. It is summed apart from what earlier steps left there, so that gradients
+    accumulate.
+    """
+
+    def __init__(self, model: nn.Module, plan: StagePlan, mpu: MPU) -> None:
+        self._sets: list[tuple[Any, list[nn.Parameter]]] = []
+        by_holders: dict[tuple[int, ...], list[nn.Parameter]] = {}
+        own = dict(model.named_parameters())
+        names: dict[tuple[int, ...], None] = {}
+        for name in plan.tensors:
+            holders = plan.holders(name)
+            if len(holders) > 1:
+                names[holders] = None
+                if name in own and mpu.pp.rank in holders:
+                    by_holders.setdefault(holders, []).append(own[name])
+        for holders in names:  # the same on every rank: all of them take part in the making of a group
+            everywhere = len(holders) == mpu.pp.size
+            group = mpu.pp.group if everywhere else new_pipeline_group(mpu, "tied weights", holders)
+            if holders in by_holders:
+                self._sets.append((group, by_holders[holders]))
+        self._names = {id(parameter): name for name, parameter in own.items()}
+        self._earlier: list[torch.Tensor | None] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TiedWeights:
+        copied = TiedWeights.__new__(TiedWeights)
+        memo[id(self)] = copied
+        copied._sets = [(group, [memo.get(id(p), p) for p in parameters]) for group, parameters in self._sets]
+        copied._earlier = []
+        copied._names = {id(memo[key]) if key in memo else key: name for key, name in self._names.items()}
+        return copied
+
+    def rebind(self, model: nn.Module) -> None:
+        """Take the parameters that the model has now, by name: ``fully_shard`` made new ones."""
+        now = dict(model.named_parameters())
+        self._sets = [(group, [now[self._names[id(p)]] for p in parameters]) for group, parameters in self._sets]
+        self._names = {id(parameter): name for name, parameter in now.items()}
+
+    def digests(self) -> dict[str, str]:
+        """Digest each weight that other ranks hold, too."""
+        sums = {
+            self._names[id(p)]: int(sum_of_bits(local_part(p.detach()))) for p in self._parameters() if not p.is_meta
+        }
+        return {name: f"{value & (1 << 64) - 1:016x}"[:12] for name, value in sums.items()}
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for _, parameters in self._sets:
+            yield from parameters
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Keep earlier gradients, which are summed already, apart from those of a step; restore them on an error."""
+        self._earlier = [parameter.grad for parameter in self._parameters()]
+        for parameter in self._parameters():
+            parameter.grad = None
+        try:
+            yield
+        except BaseException:
+            for parameter, earlier in zip(self._parameters(), self._earlier, strict=False):  # none: it is summed
+                parameter.grad = earlier
+            raise
+        finally:
+            self._earlier = []
+
+    def sum(self, alike: Alike) -> None:
+        """Sum the step's gradients over the holders, and add the earlier ones; at the end of :meth:`apart`."""
+        for group, parameters in self._sets:
+            sum_gradients(runs_of([parameters], alike), group)
+        for parameter, earlier in zip(self._parameters(), self._earlier, strict=True):
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+        self._earlier = []

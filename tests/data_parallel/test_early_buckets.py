@@ -129,7 +129,7 @@ def test_weights_frozen_on_one_replica_raise_on_both() -> None:
                 loss.backward()
         else:
             with (
-                pytest.raises(autopar.ConsistencyError, match="is frozen .requires_grad=False. on some of the ranks"),
+                pytest.raises(autopar.ConsistencyError, match=r"is frozen .* on some of the ranks"),
                 autopar.average_in_backward(model),
             ):
                 loss.backward()

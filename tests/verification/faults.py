@@ -82,6 +82,7 @@ def text_of(fault: Fault) -> str | None:
 
 ATTN0, ATTN1, MLP1 = f"{H0}.attn", f"{H1}.attn", f"{H1}.mlp"
 QKV, PIPELINE = (ATTN0, f"{ATTN0}.c_attn"), "autopar.pipeline_parallel.pipeline"
+REPLICA_GRADIENTS = "autopar.data_parallel.grad_sync.ReplicaGradients"
 LLAMA0, LLAMA1 = "model.layers.0.self_attn", "model.layers.1.self_attn"
 
 REFUSED = [
@@ -172,7 +173,7 @@ FAULTS = [
     Fault("gradients of tied weights not summed", ("transformer.wte", "lm_head"), p.no_sum_of_tied, **STAGES),
     replaced_later("a loss that is the mean of means", f"{PIPELINE}.weights_of", p.alike, **STAGES),
     in_forward("a block of the second stage", f"{MLP1}.c_fc", lambda m, plain, x: plain(x) * 1.5, **STAGES),
-    replaced_later("gradients not averaged", "autopar.data_parallel.grad_sync.ReplicaGradients._end", p.left_out, **REPLICAS),
+    replaced_later("gradients not averaged", f"{REPLICA_GRADIENTS}._end", p.left_out, **REPLICAS),
     replaced_later("replicas that count alike", f"{PIPELINE}.weights_over_replicas", p.left_out, **REPLICAS),
     # -- rows of the sequence -----------------------------------------------------------------------------------------
     Fault("attention to this rank's rows only", (LLAMA0,), p.own_rows_only, model="llama", mesh=GATHER),
