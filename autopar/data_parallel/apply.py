@@ -20,19 +20,13 @@ from autopar.distributed.mesh import MPU
 from autopar.guards.model_changes import WrapperCheck
 from autopar.guards.step import StepCheck, forget
 from autopar.plan.plan import Plan
-from autopar.plan.stages import StagePlan
 
 if TYPE_CHECKING:
     from autopar.data_parallel.optimizer import ParallelStep
 
 
 class DataParallel:
-    """The checks of a model's wrappers and of its optimizers' steps; every rank makes it.
-
-    To be made when weights are sharded over tp, and before pipeline stages release any.
-
-    Args:
-        inner: The Hugging Face model in ``model``, or a plain module.
+    """The data parallelism of a model, made when weights are sharded over tp and before stages release any.
 
     Attributes:
         wrappers: Check of what is wrapped around the model.
@@ -44,14 +38,7 @@ class DataParallel:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        inner: nn.Module,
-        plan: Plan,
-        stages: StagePlan,
-        mpu: MPU,
-        config: ParallelConfig,
-        failures: FailureLog,
+        self, model: nn.Module, inner: nn.Module, plan: Plan, mpu: MPU, config: ParallelConfig, failures: FailureLog
     ) -> None:
         self.model, self.inner, self.plan, self.mpu, self.config = model, inner, plan, mpu, config
         self.failures = failures
@@ -65,17 +52,16 @@ class DataParallel:
         look = partial(look_at_new, plan, config)
         self.steps = StepCheck(model, mpu, failures, held_alike(model, plan, mpu), comparison, look)
         self.norm = ReplicaNorm(model, plan, mpu, failures, scaled=config.precision == "fp16")
-        self.replicas = ReplicaGradients(plan, stages, mpu, failures)
+        self.replicas: ReplicaGradients
         self.step: ParallelStep | None = None
         self.fully_sharded: FullySharded | None = None
 
     def attach(self, optimizer: Any, blocks: Sequence[nn.Module], fill: Callable[[], None]) -> None:
-        """Set up ZeRO, precision and clipping. The last step of ``initialize``: the parameters are final. Collective.
+        """Set up ZeRO, precision and clipping for final parameters and a checked optimizer (or None). Collective.
 
         Args:
-            optimizer: checked already (:func:`~autopar.data_parallel.optimizer_state.check_optimizer`); or None.
-            blocks: of the model.
-            fill: Gives memory to the shards that FSDP2 makes of parameters without memory.
+            blocks: Blocks of the model.
+            fill: Function that gives memory to the shards that FSDP2 makes of parameters without memory.
         """
         model, inner, plan, mpu, config = self.model, self.inner, self.plan, self.mpu, self.config
         if optimizer is not None:

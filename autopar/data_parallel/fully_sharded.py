@@ -97,20 +97,18 @@ _SAME_MODULES = (
 class FullySharded:
     """A model whose parameters FSDP2 shards over dp x cp, block by block, in place.
 
-    ``Parameter`` objects are replaced by ones that hold a ``DTensor``, this rank's shard. Experts that replicas hold
-    different ones of are sharded over the ranks with the same ones, of which there may be one. Its gradients are
-    averaged over these, as FSDP2 does by itself (README of the feature ``experts``).
+    ``Parameter`` objects are replaced by ones that hold a ``DTensor``, this rank's shard. Experts that differ between
+    replicas are sharded over the ranks with the same experts, and their gradients averaged over these.
 
-    Weights that a forward gathers stay until a backward of it, which may never come: before a step, and after a
-    forward without gradients, they are freed, so that the next forward gathers what the optimizer has made.
+    Gathered weights stay until a backward, which may never come. So they are freed before a step and after a forward
+    without gradients; the next forward gathers the new weights.
 
     Args:
-        failures: names the rank that others waited for.
-        blocks: of a plain module, what its policy names so.
-        experts: names of the parameters of such experts.
+        blocks: Blocks of a plain module, by its policy.
+        experts: Names of the parameters of experts that differ between replicas.
 
     Attributes:
-        read: places in the user's code that have read numbers of DTensors, on all ranks.
+        read: Places in user code that have read numbers of DTensors, on all ranks.
     """
 
     def __init__(

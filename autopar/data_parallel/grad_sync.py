@@ -164,22 +164,17 @@ def sum_gradients(
     dtype: torch.dtype | None = None,
     early: Sequence[Bucket] = (),
 ) -> dict[nn.Parameter, torch.dtype]:
-    """Scale gradients, then all-reduce them over a group. Every rank gives the same parameters in the same order.
+    """Scale gradients, then all-reduce them; return the parameters that have a gradient on some rank, and its dtype.
 
-    A parameter that has a gradient on no rank gets none; where it is fp32 on some rank, it becomes fp32 on all.
+    A parameter that has a gradient on no rank gets none; where it is fp32 on some rank, it becomes fp32 on all. A
+    parameter that is frozen on some ranks only raises ConsistencyError on all.
 
     Args:
-        runs: Lists of parameters; only those of one list travel in one buffer.
+        runs: Lists of parameters, identical on all ranks; only those of one list travel in one buffer.
         scale: Factor before the sum, which might be too large for fp16.
         names: ``id(parameter)`` -> name, for the error.
         dtype: Dtype in which half-precision gradients are scaled and summed; None: their dtype.
         early: Buckets of the group that have started already.
-
-    Returns:
-        Each parameter that has a gradient on some rank, with the dtype of that.
-
-    Raises:
-        ConsistencyError: a parameter is frozen on some ranks and trained on others; on every rank.
     """
     parameters = [parameter for run in runs for parameter in run]
     if not parameters:
@@ -229,17 +224,13 @@ def set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def _in_buckets(
-    runs: list[list[nn.Parameter]],
-    dtypes: Mapping[nn.Parameter, torch.dtype],
-    group: Any,
-    scale: float,
-    wide: torch.dtype | None,
+    runs: list[list[nn.Parameter]], dtypes: Mapping[nn.Parameter, torch.dtype], *how: Any
 ) -> Iterator[Bucket]:
-    """Yield buckets of the parameters in ``dtypes``, the last parameters of each run first."""
+    """Yield buckets of the parameters in ``dtypes``, the last parameters of each run first; ``how`` they are summed."""
     for run in runs:
         for dtype in dict.fromkeys(dtypes[p] for p in run if p in dtypes):
             for bucket in buckets([p for p in reversed(run) if dtypes.get(p) == dtype]):
-                yield Bucket(bucket, dtype, group, scale, wide)
+                yield Bucket(bucket, dtype, *how)
 
 
 _IN_FLIGHT = 4  # buckets of a broadcast
@@ -278,9 +269,8 @@ def _land(work: Any, flat: torch.Tensor, bucket: list[torch.Tensor]) -> None:
 class ReplicaGradients:
     """Averages a model's gradients over its data-parallel replicas, after a backward or inside of one.
 
-    Ranks that share sequences (cp) are averaged over as well: the gradient of each is cp times its part. A parameter
-    without gradient on one replica counts as zero there. DTensors (FSDP2) are averaged already. A gradient that several
-    ranks of a replica hold gets the same bits on all of them.
+    Ranks that share sequences (cp) are averaged over as well: the gradient of each is cp times its part. DTensors
+    (FSDP2) are averaged already. A gradient that several ranks of a replica hold gets the same bits on all of them.
     """
 
     def __init__(self, plan: Plan, stages: StagePlan, mpu: MPU, failures: FailureLog) -> None:

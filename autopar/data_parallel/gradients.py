@@ -30,32 +30,13 @@ LAYER = "autopar_layer"  # of a parameter: the class of the layer that was const
 
 
 def counted_here(names: Iterable[str], plan: Plan, mpu: MPU) -> frozenset[str]:
-    """Return the parameters of this stage, by canonical name, that no earlier stage holds too.
-
-    Tied embeddings lie on the first and on the last stage. A collective over pp.
-    """
+    """Return the canonical names of this stage's parameters that no earlier stage holds. A collective of pp."""
     mine = frozenset(plan.canonical(name) for name in names)
     if mpu.pp.size == 1:
         return mine
     held: list[frozenset[str]] = [mine] * mpu.pp.size
     dist.all_gather_object(held, mine, group=mpu.pp.group)
     return mine.difference(*held[: mpu.pp.rank])
-
-
-def gradient_norm(
-    parameters: Mapping[str, nn.Parameter], plan: Plan, mpu: MPU, counted: frozenset[str], p: float = 2.0
-) -> torch.Tensor:
-    """Return the p-norm over one model replica, a scalar in fp32 (fp64 for fp64 gradients), the same on every rank.
-
-    A shard counts where it lies; what several ranks hold (replicated parameters, KV heads on more ranks than one,
-    tied weights on two stages) counts once. A collective over all ranks of the replica.
-
-    Args:
-        parameters: name -> parameter, those of this rank; one without gradient counts as zeros.
-        counted: what :func:`counted_here` says of them.
-    """
-    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-    return tensor_norm(gradients, plan, mpu, counted, p, parameters.values())
 
 
 def tensor_norm(
@@ -68,11 +49,15 @@ def tensor_norm(
     *,
     of_stage: bool = False,
 ) -> torch.Tensor:
-    """Return :func:`gradient_norm` of these gradients, by the names of their parameters, or of weights.
+    """Return the p-norm over one model replica, a scalar in fp32 (fp64 for fp64 gradients); a collective of it.
+
+    Elements that several ranks hold (replicated parameters, KV heads, tied weights) count once.
 
     Args:
-        held: all parameters of this rank, which say of what dtype the norm is, and whether FSDP2 has sharded them.
-        of_stage: of this stage's alone; a collective of its ranks.
+        tensors: Gradients or weights by the names of their parameters.
+        counted: Result of :func:`counted_here`.
+        held: All parameters of this rank: the dtype of the norm, and whether FSDP2 has sharded them.
+        of_stage: Whether it is the norm of this stage; then a collective of its ranks.
     """
     parts = []
     for name, tensor in tensors.items():
@@ -103,11 +88,7 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: torch.Tensor) ->
 
 
 def own_axis(model: nn.Module) -> Axis | None:
-    """Return the axis of a model that was built of parallel layers by hand; None if there are none.
-
-    Raises:
-        ConfigError: they lie on several axes.
-    """
+    """Return the axis of a model that was built of parallel layers by hand, or None; several axes raise."""
     axes = {id(tp): tp for module in model.modules() if isinstance(tp := vars(module).get("tp"), Axis)}
     if len({axis.ranks for axis in axes.values()}) > 1:
         raise ConfigError(f"the parallel layers of {type(model).__name__} lie on {len(axes)} different groups")
@@ -166,11 +147,7 @@ def _combine(
 
 
 class ReplicaNorm:
-    """The norm over all ranks of one model replica; alive as long as the model is parallelized.
-
-    Args:
-        scaled: gradients are those of a scaled loss until the optimizer steps.
-    """
+    """The norm over all ranks of one model replica; ``scaled``: gradients are scaled until the optimizer steps."""
 
     def __init__(self, model: nn.Module, plan: Plan, mpu: MPU, failures: FailureLog, *, scaled: bool) -> None:
         self.plan, self.mpu, self.failures, self.scaled = plan, mpu, failures, scaled
@@ -204,12 +181,10 @@ class ReplicaNorm:
     def of(self, tensors: Mapping[str, torch.Tensor], norm_type: float, *, single: bool = False) -> torch.Tensor:
         """Return the norm of gradients (or weights), by the names of their parameters; a collective of the replica.
 
-        Args:
-            single: they are one parameter, of which other stages have nothing to say; a collective of the stage.
+        Scaled gradients, and those that ``FullyShardedDataParallel`` has flattened, raise.
 
-        Raises:
-            ConfigError: they are scaled, flattened by ``FullyShardedDataParallel``, or of a parameter that was added
-                after ``initialize``.
+        Args:
+            single: Whether they are one parameter; then a collective of the stage.
         """
         if self.scaled:
             raise ConfigError(
@@ -264,12 +239,8 @@ def _place(tensor: torch.Tensor) -> Any:
 def average_gradients(model: nn.Module) -> None:
     """Average the gradients of a parallelized model over data parallel, in place; every rank calls it.
 
-    For training loops without ``DistributedDataParallel``, after the backward pass of the last micro-batch and before
-    ``optimizer.step()``; also after ``execute_pipeline`` inside ``no_sync``. A gradient that some replicas lack counts
-    as zero there.
-
-    Raises:
-        ConfigError: the model is not parallelized.
+    For loops without ``DistributedDataParallel``, after the last backward of a step; also after ``execute_pipeline``
+    inside ``no_sync``. A gradient that some replicas lack counts as zero there.
     """
     with _averaged(model, early=False):
         pass
@@ -279,16 +250,8 @@ def average_gradients(model: nn.Module) -> None:
 def average_in_backward(model: nn.Module) -> Iterator[None]:
     """Average the gradients of a parallelized model over data parallel while the backward inside runs.
 
-    Use it in place of :func:`average_gradients` around the last ``loss.backward()`` of a step, which then hides the
-    exchange. From the second step on gradients travel in buckets, each as soon as it is complete. At the end of the
-    block all gradients are averaged. Inside of it gradients that travel are None.
-
-    Raises:
-        ConfigError: the model is not parallelized.
-
-    Example:
-        >>> with autopar.average_in_backward(model):  # doctest: +SKIP
-        ...     loss.backward()
+    Use it in place of :func:`average_gradients`, around the last ``loss.backward()`` of a step. From the second step on
+    each bucket of gradients starts as soon as it is complete; until the end of the block its gradients are None.
     """
     with _averaged(model, early=True):
         yield
@@ -311,17 +274,16 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip the gradients of a parallelized model to ``max_norm`` and return their norm, the same on every rank.
 
-    A shard counts where it lies, and what several ranks hold (replicated parameters, KV heads on more ranks than one,
-    tied weights, also on two pipeline stages) counts once. ``torch.nn.utils.clip_grad_norm_`` of parameters of a
-    parallelized model does the same, on every rank of a replica. Gradients are taken to be averaged over data parallel
-    already, as ``DistributedDataParallel`` leaves them.
+    Elements that several ranks hold (replicated parameters, KV heads, tied weights) count once.
+    ``torch.nn.utils.clip_grad_norm_`` of parameters of a parallelized model does the same, on every rank of a replica.
+    Gradients must be averaged over data parallel already.
 
     Args:
-        model: what ``autopar.initialize`` returned, or a model of ``ColumnParallelLinear`` and its like; or a wrapper
-            such as ``DistributedDataParallel`` around it.
-        max_norm: the largest norm that is left as it is.
+        model: A parallelized model, or a model of ``ColumnParallelLinear`` layers; or a wrapper such as
+            ``DistributedDataParallel`` around it.
+        max_norm: Largest norm that is not clipped.
         norm_type: p of the p-norm; ``math.inf`` for the largest absolute value.
-        error_if_nonfinite: raise, on every rank, if the norm is nan or infinite.
+        error_if_nonfinite: Whether to raise, on every rank, if the norm is nan or infinite.
 
     Returns:
         The norm before clipping, a scalar in fp32 (fp64 for fp64 gradients).

@@ -1,11 +1,10 @@
 """Wrap the ``step`` of the user's own optimizer: ZeRO-1, fp32 weights, loss scaling, clipping.
 
-The optimizer stays the same object with the same groups, so a scheduler made before goes on driving it. torch lets a
-hook replace the arguments of ``step``, of which the first one is the optimizer itself. So ``step`` runs on a proxy: an
-object of the same class whose groups hold what this rank has to step: the parameters that it owns, their fp32 weights,
-or full ones where the optimizer is not element-wise. The user's optimizer and model are never in a state in between,
-not even if ``step`` raises (only gradients are unscaled and clipped in place by then). Where nothing of this is
-configured, there are no hooks, and ``step`` is the optimizer's own.
+The optimizer stays the same object with the same groups, so a scheduler still drives it. A hook of torch may replace
+the arguments of ``step``, the first of which is the optimizer. So ``step`` runs on a proxy of the same class, whose
+groups hold the tensors that this rank steps: parameters that it owns, their fp32 weights, or full parameters. If
+``step`` raises, the optimizer and the weights are unchanged (gradients are unscaled and clipped by then). Where nothing
+is configured, there are no hooks.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from autopar.compat.tensors import local_part
 from autopar.config import ParallelConfig
 from autopar.data_parallel.grad_sync import broadcast, set_gradient
-from autopar.data_parallel.gradients import clip_factor, gradient_norm
-from autopar.data_parallel.optimizer_state import check_group, host_of, move_state
+from autopar.data_parallel.gradients import clip_factor, tensor_norm
+from autopar.data_parallel.optimizer_state import check_group, move_state
 from autopar.data_parallel.precision import (
     DTYPES,
     LossScale,
     MasterWeights,
-    agree_on_overflow,
     fp32_gradients,
     not_finite,
     to_fp32,
@@ -40,6 +39,7 @@ from autopar.data_parallel.whole_parameters import MuonSteps, WholeParameters, a
 from autopar.distributed.axis import Axis
 from autopar.distributed.digest import sums_of_bits
 from autopar.distributed.failures import FailureLog
+from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.guards.step import forget, listen
@@ -54,19 +54,16 @@ _LARGEST = 2.0**15  # of the powers of two that fp16 can hold
 class ParallelStep:
     """``optimizer._autopar``: the owner of each parameter, its fp32 weight, and the hooks around ``optimizer.step()``.
 
-    On the optimizer itself it sets ``scale_loss(loss)``, ``loss_scale`` (1.0 without fp16), ``skipped_steps``,
-    ``step_was_skipped`` and ``gradient_norm`` (a tensor, None before the first step or without clipping).
+    It sets ``scale_loss(loss)``, ``loss_scale`` (1.0 without fp16), ``skipped_steps``, ``step_was_skipped`` and
+    ``gradient_norm`` (None before the first step or without clipping) on the optimizer.
 
     Args:
-        optimizer: The user's optimizer of parameters of ``model``.
-        model: The parallelized model; its parameters become those of ``precision.dtype`` here.
-        inner: The Hugging Face model in it.
+        inner: The Hugging Face model in ``model``, the parameters of which become ``precision.dtype`` here.
         counted: Names that count in the norm here, see :func:`~autopar.data_parallel.gradients.counted_here`.
 
     Attributes:
         names: Parameter -> name in the model.
-        fp32_gradients: Context in which gradients of half-precision parameters accumulate in fp32, over micro-batches
-            and replicas.
+        fp32_gradients: Context in which gradients of half-precision parameters accumulate in fp32.
     """
 
     def __init__(
@@ -90,7 +87,8 @@ class ParallelStep:
         self.update()
         self.max_norm = config.gradient_clipping
         self.scale = LossScale(config) if config.precision == "fp16" else None
-        self.host = host_of(config, mpu)  # where the optimizer's state lies, and steps
+        offloads = config.zero_optimizer_offload and mpu.device.type != "cpu"
+        self.host = torch.device("cpu") if offloads else None  # of the optimizer's state, and its step
         self.masters = MasterWeights(self.host) if config.precision != "fp32" and not config.fully_sharded else None
         self.fp32_gradients: Callable[[], AbstractContextManager[None]]
         self.fp32_gradients = nullcontext if self.masters is None else lambda: fp32_gradients(model.parameters())
@@ -193,7 +191,7 @@ class ParallelStep:
 
     @torch.no_grad()
     def broadcast(self) -> None:
-        """Broadcast each parameter that is trained from its owner, in place. A collective of each axis."""
+        """Broadcast each trained parameter from its owner, in place. A collective of each axis."""
         owned = (p for p, owner in self._owners.items() if p.requires_grad and owner is not None)
         for axis, theirs in self._by_axis(owned).items():
             broadcast([(p.data, self._owners[p] or 0) for p in theirs], axis)
@@ -201,29 +199,21 @@ class ParallelStep:
     def _plan_of(self, name: str) -> TensorPlan | None:
         return self.plan.tensors.get(self.plan.names.get(name, name))
 
-    # -- what checkpoints ask --------------------------------------------------------------------------------------
-
     def keeps_state(self, parameter: torch.Tensor) -> bool:
         """Return whether this rank keeps the optimizer's state of ``parameter``."""
         return self.owns(parameter) and (parameter not in self.whole or self.whole.steps_here(parameter))
 
     def master(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the fp32 weight that the optimizer steps instead of ``parameter``; None if it steps the parameter.
-
-        Raises:
-            ConfigError: another rank owns the parameter.
-        """
+        """Return the fp32 weight that is stepped in place of a parameter that this rank owns, or None."""
         if not self.owns(parameter):
             owner, rank = self.owner(parameter), self.axis_of(parameter).rank
             raise ConfigError(f"dp rank {owner} owns {self.names[parameter]}, not {rank}")
         return None if self.masters is None else self.masters.of(parameter)
 
-    # -- what users call -------------------------------------------------------------------------------------------
-
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return ``loss`` times the loss scale, for ``optimizer.scale_loss(loss).backward()``; as it is without fp16.
+        """Return ``loss`` times the loss scale, for ``optimizer.scale_loss(loss).backward()``; ``loss`` without fp16.
 
-        A loss that is itself fp16 limits the scale to 32768: its gradient is the scale, and 65536 is infinite in fp16.
+        An fp16 loss limits the scale to 32768, because its gradient is the scale and 65536 is infinite in fp16.
         """
         if self.scale is None:
             return loss
@@ -235,10 +225,7 @@ class ParallelStep:
 
     @torch.no_grad()
     def give_back_weights(self) -> None:
-        """Put the fp32 weights into the model, on every replica; with ZeRO-1 a collective of the dp axis.
-
-        Half tensors without fp32 weights (frozen weights, buffers) become fp32 as they are.
-        """
+        """Write the fp32 weights into the model; other half tensors become fp32. With ZeRO-1 a collective of dp."""
         if self.masters is not None:
             to_fp32(self.model, {id(p): self.master(p) for p in self.names if p.requires_grad and self.owns(p)})
             self.broadcast()
@@ -250,8 +237,6 @@ class ParallelStep:
             handle.remove()
         for name in ("_autopar", "scale_loss", *SHOWN):
             vars(self.optimizer).pop(name, None)
-
-    # -- around step -----------------------------------------------------------------------------------------------
 
     def when_new(self, optimizer: Any) -> None:
         """Take parameters that were added to the optimizer: called before the next step."""
@@ -328,18 +313,15 @@ class ParallelStep:
             yield
 
     def _agree(self) -> bool:
-        """Return whether some rank's fp16 gradients overflowed, the same answer everywhere; one collective.
-
-        Raises:
-            ConfigError: fp16 gradients of a loss that was not scaled.
-        """
+        """Return whether fp16 gradients of some rank overflowed; one collective. An unscaled loss raises."""
         if self.scale is None:
             return False
         locals_ = [local_part(p.grad) for p in self.names if p.grad is not None]
         flags = torch.tensor([False, bool(locals_), self._used_scale], dtype=torch.float64)
         verdict = flags.to(self.mpu.device, non_blocking=True)
         verdict[0] = not_finite(locals_)
-        agree_on_overflow(verdict, self.mpu.world_size)
+        if self.mpu.world_size > 1:
+            all_reduce(verdict, op=dist.ReduceOp.MAX)
         overflow, any_gradient, scale = verdict.tolist()
         if scale:
             if scale < self.scale.scale:  # limited on the stage that has the loss
@@ -358,8 +340,8 @@ class ParallelStep:
         scale = 1.0 if self.scale is None else self.scale.scale
         if not self.max_norm:
             return 1 / scale
-        named: dict[str, Any] = {name: parameter for parameter, name in self.names.items()}
-        self.gradient_norm = gradient_norm(named, self.plan, self.mpu, self.counted) / scale
+        gradients = {name: p.grad for p, name in self.names.items() if p.grad is not None}
+        self.gradient_norm = tensor_norm(gradients, self.plan, self.mpu, self.counted, 2.0, self.names) / scale
         return clip_factor(self.max_norm, self.gradient_norm) / scale
 
     def _stepped(self, multiplier: torch.Tensor | float) -> dict[torch.Tensor, torch.Tensor]:
@@ -397,8 +379,6 @@ class ParallelStep:
         """Set on the optimizer what users read there."""
         for name in SHOWN:
             setattr(self.optimizer, name, getattr(self, name))
-
-    # -- state_dict and load_state_dict ----------------------------------------------------------------------------
 
     def _indexed(self) -> dict[int, torch.Tensor]:
         """Return parameters as torch numbers them in a state dict."""
@@ -448,16 +428,12 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class OptimizerProxy:
-    """``optimizer``: of the class of ``plain``, with other tensors in its groups; ``plain`` stays as it is meanwhile.
-
-    Its state is that of ``plain``, under the tensors that are stepped; what lies under any other key
-    (``state["global"]``) is the same in both.
+    """An optimizer of the class of ``plain`` with other tensors in its groups, and the state of ``plain`` for them.
 
     Args:
-        stepped: parameter -> the tensor that is stepped instead; parameters that are not in it are left out, and groups
-            stay, which may count steps. None: the step is to be skipped, and nothing that it does stays.
-        watched: parameter -> its name. An optimizer inside of ``plain``, or a list of its own, does not see the groups
-            here and steps parameters themselves, and what stands for them would be written over them.
+        stepped: Parameter -> the tensor that is stepped instead; other parameters are left out, and empty groups stay.
+            None: the step is skipped, and its changes are dropped.
+        watched: Parameter -> name. An optimizer inside of ``plain`` would step these, not the tensors of the groups.
     """
 
     def __init__(
@@ -494,11 +470,7 @@ class OptimizerProxy:
         return state
 
     def write_back(self) -> None:
-        """Write the step's changes of groups, state and attributes to the user's optimizer.
-
-        Raises:
-            ConfigError: it has changed weights of the model that are watched.
-        """
+        """Write changes of groups, state and attributes to the user's optimizer; changed watched weights raise."""
         if self.skips:
             return
         for parameter, gradient in self._gradients.items():

@@ -1,9 +1,8 @@
-"""An optimizer made before ``initialize``: that it belongs to the model, how it steps shards, its state sharded.
+"""Check an optimizer made before ``initialize``, find out how it steps shards, and shard its state.
 
-Known element-wise classes step shards, any other class is tried once. One that depends on the full matrix (Muon,
-Shampoo, LAMB, Adafactor, 8-bit blocks) steps full parameters (:mod:`autopar.data_parallel.whole_parameters`). One that
-takes statistics over several parameters (Prodigy, D-Adaptation), or draws random numbers, steps all of them on every
-rank.
+Element-wise classes step shards; a class that is not known is tried once. A class that depends on the full matrix
+(Muon, Shampoo, LAMB, Adafactor, 8-bit blocks) steps full parameters (:mod:`autopar.data_parallel.whole_parameters`). A
+class that takes statistics over parameters (Prodigy, D-Adaptation), or draws numbers, steps all of them on every rank.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from torch.optim.optimizer import Optimizer
 
 from autopar.config import ParallelConfig
 from autopar.data_parallel.whole_parameters import fused
-from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
 from autopar.guards.step import untried
 from autopar.plan.plan import Plan
@@ -40,16 +38,13 @@ _known: weakref.WeakKeyDictionary[Optimizer, dict[str, str | None]] = weakref.We
 
 
 def stepping(optimizer: Optimizer, group: dict[str, Any], config: ParallelConfig, *, given: bool = True) -> str:
-    """Return how a rank has to step the sharded parameters of a group so that the result is that of one process.
+    """Return how a rank must step the sharded parameters of a group; raise if that differs from one process.
 
     ``parts``: its shards. ``owned``: full parameters, each on one of the tensor-parallel ranks. ``duplicated``: all
     full parameters on each rank. ``sharded``: shards, except for Muon's directions.
 
     Args:
         given: Whether ``initialize`` gets the optimizer, so that full parameters can be stepped.
-
-    Raises:
-        ConfigError: the result would differ from that of one process.
     """
     tp, stages, experts = config.tensor_parallel_size, config.pipeline_parallel_size, config.expert_parallel_size
     name, alone, zero = type(optimizer).__name__, max(tp, experts) == 1, given and config.zero_stage == 1
@@ -94,11 +89,7 @@ def stepping(optimizer: Optimizer, group: dict[str, Any], config: ParallelConfig
 
 
 def refuse_unlike(optimizer: Optimizer, held: Iterable[nn.Parameter], config: ParallelConfig) -> None:
-    """Raise ConfigError if an optimizer that ``initialize`` did not get would not step as on one process.
-
-    Args:
-        held: The model's parameters; param groups without any of them are skipped.
-    """
+    """Raise ConfigError if an optimizer that ``initialize`` did not get would not step ``held`` as one process."""
     ids = set(map(id, held))
     for group in optimizer.param_groups:
         if not ids.isdisjoint(map(id, group["params"])):
@@ -109,10 +100,9 @@ def refuse_unlike(optimizer: Optimizer, held: Iterable[nn.Parameter], config: Pa
 
 
 def probe(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
-    """Return what a step with the settings of a group depends on; None if a copy of the optimizer cannot be tried.
+    """Return what a step of a group depends on; None if a copy of the optimizer cannot be tried.
 
-    ``parts``: each element by itself. ``matrices``: the full matrix. ``across``: several parameters. ``random``: random
-    numbers. Neither the optimizer nor the random generator changes.
+    ``parts``: each element. ``matrices``: the full matrix. ``across``: several parameters. ``random``: random numbers.
     """
     if type(optimizer) in ELEMENTWISE:
         return "parts"
@@ -128,10 +118,9 @@ def probe(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
 
 
 def _tried(optimizer: Optimizer, group: dict[str, Any]) -> str | None:
-    """Step a matrix in full, in halves along each dim, and next to another parameter.
+    """Step a matrix in full, in a large and a small half along each dim, and next to another parameter.
 
-    One half is large and the other one small. The gradients have one direction in common, along which estimates of a
-    distance (Prodigy) grow.
+    The gradients have a common direction, along which estimates of a distance (Prodigy) grow.
     """
     rows, columns = (torch.where(torch.arange(size) < size // 2, 0.1, 3.0) for size in _SHAPE)
     scale = rows[:, None] * columns
@@ -159,11 +148,7 @@ def _same(full: _Run, parts: Sequence[_Run], dim: int = 0) -> bool:
 
 
 def _run(optimizer: Optimizer, group: dict[str, Any], *trials: torch.Tensor) -> _Run:
-    """Step a copy of the optimizer on one parameter per trial.
-
-    Returns:
-        The first parameter's update, the numbers in its state and group, and whether its other state has its shape.
-    """
+    """Step a copy; return the first parameter's update, its numbers, and whether its other state has its shape."""
     parameters = [nn.Parameter(trial[0].clone()) for trial in trials]
     made = _fresh(optimizer, group, parameters)
     for step in range(1, len(trials[0])):
@@ -212,12 +197,11 @@ def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
 
 
 def check_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, config: ParallelConfig) -> list[list[str]]:
-    """Return of each of the optimizer's groups how it is stepped, and the names of its parameters; nothing is changed.
+    """Return how each group of an optimizer is stepped, followed by the names of its parameters.
 
     Raises:
-        ConfigError: the config asks for what only an optimizer can do and there is none, it is not a torch optimizer,
-            it has parameters that the model has not, its steps could not be those of one process, or
-            the scheduler drives another optimizer.
+        ConfigError: the config needs an optimizer and there is none, it is not a torch optimizer, it has parameters of
+            another model, its steps could not equal one process, or the scheduler drives another optimizer.
     """
     if optimizer is None:
         _refuse_without(config, lr_scheduler)
@@ -246,11 +230,7 @@ def check_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, config:
 
 
 def check_group(optimizer: Any, group: dict[str, Any], config: ParallelConfig) -> str:
-    """Return how a param group of an optimizer is stepped.
-
-    Raises:
-        ConfigError: ranks cannot step it like one process.
-    """
+    """Return how a param group is stepped; raise ConfigError if ranks cannot step it like one process."""
     how = stepping(optimizer, group, config)
     if how == "sharded":
         instead = "Write optimizer: {whole: owned}, which steps whole matrices."
@@ -273,7 +253,7 @@ def _refuse_unlike_muon(optimizer: Any, asked: str, instead: str) -> None:
 
 
 def stepped_whole(optimizer: Any, config: ParallelConfig) -> set[int]:
-    """Return ``id`` of the parameters of groups whose sharded ones are stepped whole, and have state of whole ones."""
+    """Return ``id`` of the parameters in groups that step full parameters."""
     sharded = max(config.tensor_parallel_size, config.expert_parallel_size) > 1
     groups = [group for group in optimizer.param_groups if group["params"]] if sharded else []
     whole = [group for group in groups if stepping(optimizer, group, config) not in ("parts", "sharded")]
@@ -302,12 +282,10 @@ def _refuse_without(config: ParallelConfig, lr_scheduler: Any) -> None:
 
 
 def check_state(optimizer: Any, model: nn.Module, plan: Plan, config: ParallelConfig) -> None:
-    """Check that an optimizer's state can be sharded like the weights, and fused ones split; nothing is changed.
+    """Raise ConfigError if an optimizer's state cannot be sharded like the weights.
 
-    Raises:
-        ConfigError: fused matrices are to be split, and it has none; a state tensor of a parameter that is stepped in
-            shards is neither of the parameter's shape nor a single number; or there is state at all and ZeRO's stage is
-            2 or 3, or state of a model that has no values yet (except Adagrad's).
+    There is no fused matrix to split; a state tensor of a parameter that is stepped in shards has neither its shape nor
+    one element; there is state with ZeRO 2 or 3; or state of a model without values (except Adagrad's).
     """
     whole = stepped_whole(optimizer, config)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -348,13 +326,12 @@ def check_state(optimizer: Any, model: nn.Module, plan: Plan, config: ParallelCo
 
 
 def look_at_new(plan: Plan, config: ParallelConfig, optimizer: Any, held: list[tuple[str, nn.Parameter]]) -> None:
-    """Check an optimizer before its first step.
+    """Raise ConfigError before the first step of an optimizer that ``initialize`` did not get and that would be wrong.
+
+    It has state of full weights, or is not element-wise.
 
     Args:
         held: Names and parameters of the model that it steps.
-
-    Raises:
-        ConfigError: ``initialize`` was not given it, and it has state of full weights, or is not element-wise.
     """
     sharded = any(hasattr(parameter, "autopar_shard") for _, parameter in held)
     if sharded and any(probe(optimizer, group) is None for group in optimizer.param_groups):
@@ -376,14 +353,11 @@ def look_at_new(plan: Plan, config: ParallelConfig, optimizer: Any, held: list[t
 
 
 def shard_state(optimizer: Any, names: Mapping[int, str], plan: Plan, rank: int, whole: set[int]) -> None:
-    """Shard the state of each parameter as the parameter was sharded.
-
-    State that Adagrad made from parameters without values gets Adagrad's initial values.
+    """Shard the state of each parameter as the parameter was sharded; state of Adagrad without values gets them.
 
     Args:
         names: ``id(parameter)`` -> name.
-        rank: in the tp axis.
-        whole: ``id`` of parameters whose state stays whole.
+        whole: ``id`` of parameters whose state stays full.
     """
     options = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     for parameter, entries in optimizer.state.items():
@@ -432,10 +406,3 @@ def rebind(optimizer: Any, names: Mapping[int, str], model: nn.Module) -> None:
     optimizer.state.clear()
     for group in optimizer.param_groups:
         group["params"] = [now[names[id(parameter)]] for parameter in group["params"]]
-
-
-def host_of(config: ParallelConfig, mpu: MPU) -> torch.device | None:
-    """Return the CPU where ``zero.optimizer_offload`` lets it step for another device; else None."""
-    if not config.zero_optimizer_offload or mpu.device.type == "cpu":
-        return None
-    return torch.device("cpu")

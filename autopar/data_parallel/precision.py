@@ -25,11 +25,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class MasterWeights:
     """The fp32 master weight of each half-precision parameter that this rank steps.
 
-    A parameter whose half-precision value was changed by somebody else (a loaded checkpoint) wins: what differs from
-    the rounded fp32 weight is taken over at the next step.
+    A half-precision value that was changed since (a loaded checkpoint) replaces the fp32 weight at the next step.
 
     Args:
-        device: where they lie; None: beside the parameters.
+        device: Device of the fp32 weights; None: that of the parameters.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -41,10 +40,7 @@ class MasterWeights:
         self._weights[parameter] = weight if self._device is None else weight.to(self._device)
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the fp32 weight of ``parameter`` as it is at this moment; None if that is not half-precision.
-
-        Made from the parameter if there was none (it was on the meta device).
-        """
+        """Return the current fp32 weight of a half-precision parameter; None for other parameters."""
         if parameter.dtype not in DTYPES.values():
             return None
         weight = self._weights.get(parameter)
@@ -66,14 +62,13 @@ def to_half(
     masters: MasterWeights,
     keep: Callable[[nn.Parameter], bool],
 ) -> None:
-    """Turn the floating parameters and saved buffers of ``model`` into ``dtype``, in place; ``id(parameter)`` stays.
+    """Convert the floating parameters and saved buffers of ``model`` to ``dtype``, in place; ``id(parameter)`` stays.
 
-    Tensors that transformers keeps in fp32 when it loads the model in that dtype stay or become fp32, and so do buffers
-    that are not saved (rotary frequencies).
+    Tensors that transformers keeps in fp32, and buffers that are not saved (rotary frequencies), stay or become fp32.
 
     Args:
-        masters: gets the fp32 weights, unrounded.
-        keep: whether this rank steps a parameter, and so needs its fp32 weight.
+        masters: Receives the unrounded fp32 weights.
+        keep: Whether this rank steps a parameter, and so needs its fp32 weight.
     """
     stays_fp32 = keeps_fp32(inner, dtype)
     for name, parameter in model.named_parameters():
@@ -102,11 +97,7 @@ def _replace(parameter: nn.Parameter, value: torch.Tensor) -> None:
 
 @torch.no_grad()
 def to_fp32(model: nn.Module, weights: Mapping[int, torch.Tensor | None]) -> None:
-    """Turn half-precision parameters and buffers of ``model`` into fp32, in place.
-
-    Args:
-        weights: ``id(parameter)`` -> its master weight; what has none becomes fp32 as it is.
-    """
+    """Convert half-precision parameters, from ``id`` -> master weight, and buffers of ``model`` to fp32, in place."""
     for parameter in model.parameters():
         if parameter.dtype in DTYPES.values():
             weight = weights.get(id(parameter))
@@ -153,11 +144,10 @@ def keeps_fp32(inner: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
 
 
 class LossScale:
-    """The factor of a loss before backward, so that small gradients survive in fp16: the config's ``precision``.
+    """The factor of a loss before backward, so that small gradients survive in fp16.
 
-    An overflow uses up one of ``hysteresis`` chances; when none is left it multiplies the scale by ``backoff_factor``,
-    down to ``min_scale``, and so does each further one. ``growth_interval`` steps in a row without an overflow multiply
-    it by ``growth_factor``, up to ``max_scale``, and give the chances back.
+    After ``hysteresis`` overflows each one multiplies the scale by ``backoff_factor``, down to ``min_scale``.
+    ``growth_interval`` steps in a row without an overflow multiply it by ``growth_factor``, up to ``max_scale``.
     """
 
     def __init__(self, config: ParallelConfig) -> None:
@@ -201,26 +191,17 @@ def not_finite(tensors: list[torch.Tensor]) -> torch.Tensor | bool:
     return bool(norms) and ~torch.isfinite(torch.stack([norm.to(norms[0].device) for norm in norms])).all()
 
 
-def agree_on_overflow(flags: torch.Tensor, size: int, group: Any = None) -> None:
-    """Replace flags by the largest of all ranks of a group of ``size``, in place: what one rank found counts for all.
-
-    Args:
-        group: the world without one.
-    """
-    if size > 1:
-        all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-
-
 def agree_on_found(found: dict[torch.device, torch.Tensor], axis: Axis, device: torch.device) -> None:
-    """Make what one rank of the axis found that of all, in place: ``found`` is what torch's scalers keep.
+    """Replace what torch's scalers found by the largest of all ranks of the axis, in place.
 
     Args:
-        found: device -> 1.0 if gradients there are not finite, else 0.0.
-        device: of collectives.
+        found: Device -> 1.0 if gradients there are not finite, else 0.0.
+        device: Device of collectives.
     """
     flags = [value.to(device).view(1) for value in found.values()]
     flag = torch.stack(flags).amax(0) if flags else torch.zeros(1, device=device)
-    agree_on_overflow(flag, axis.size, axis.group)
+    if axis.size > 1:
+        all_reduce(flag, op=dist.ReduceOp.MAX, group=axis.group)
     for value in found.values():
         value.copy_(flag.view(value.shape))
 
@@ -228,13 +209,12 @@ def agree_on_found(found: dict[torch.device, torch.Tensor], axis: Axis, device: 
 class GradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` for a parallelized model: an overflow on one rank skips the step on all of them.
 
-    It asks the ranks of ``mpu`` whatever the optimizer holds; of what ``initialize`` has made torch's own does so as
-    well. Use it as torch's: ``scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()``.
+    Use it as torch's: ``scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()``.
 
     Args:
-        mpu: ``model.mpu``; the ranks of one model replica agree.
-        device: ``cuda`` or ``cpu``; by default where the mpu computes.
-        kwargs: what ``torch.amp.GradScaler`` takes.
+        mpu: ``model.mpu``; the ranks of one model replica agree, whatever the optimizer holds.
+        device: ``cuda`` or ``cpu``; default: the device of ``mpu``.
+        kwargs: Arguments of ``torch.amp.GradScaler``.
     """
 
     def __init__(self, mpu: MPU, device: str | None = None, **kwargs: Any) -> None:

@@ -1,9 +1,8 @@
 """Step full parameters of which each tensor-parallel rank holds a shard, and torch's Muon on shards.
 
-Before a step the shards of a parameter and of its gradient are gathered where it is stepped: on its owner, as ZeRO-1
-has owners among the replicas, or on every rank. After the step each rank gets its shard of the new parameter. The state
-is that of full parameters, so a checkpoint holds it for any mesh. A sharded Muon gathers only the directions of the
-updates, where they are orthogonalized: momentum, weight decay and the update are element-wise, so they stay in shards.
+Before a step a parameter and its gradient are gathered where it is stepped: on its owner, or on every rank. After the
+step each rank gets its shard. The state is for full parameters, so a checkpoint fits any mesh. A sharded Muon gathers
+only the directions of updates, to orthogonalize them; momentum, weight decay and the update are element-wise.
 """
 
 from __future__ import annotations
@@ -43,14 +42,7 @@ class WholeParameters(dict[torch.Tensor, tuple[int, ...]]):
         self._stand_ins: dict[torch.Tensor, nn.Parameter] = {}
 
     def add(self, parameters: Mapping[torch.Tensor, TensorPlan], axis: Axis, replica: int, *, duplicated: bool) -> None:
-        """Add parameters, identical on all ranks of the axis.
-
-        Args:
-            parameters: Parameters with the plans of the full ones.
-            axis: The ranks over which they are sharded.
-            replica: The replica that steps them; its ranks share the matrices.
-            duplicated: Whether every rank steps them.
-        """
+        """Add parameters that are sharded over an axis, and stepped by a replica; ``duplicated``: by every rank."""
         for parameter, plan in parameters.items():
             assert plan.layout is not None
             self[parameter], self.axes[parameter] = plan.shape, axis
@@ -69,11 +61,7 @@ class WholeParameters(dict[torch.Tensor, tuple[int, ...]]):
 
     @torch.no_grad()
     def gather(self, shards: _Tensors) -> dict[torch.Tensor, torch.Tensor]:
-        """Return each full parameter that this rank steps, with its gradient. A collective of the axes.
-
-        Args:
-            shards: Parameter -> its shard (itself, or its fp32 weight) with the shard's gradient.
-        """
+        """Return each full parameter that this rank steps, with its gradient. A collective of the axes."""
         gradients = self.collect(self.gradients(shards))
         full: dict[torch.Tensor, torch.Tensor] = {}
         for parameter, weight in self.collect(shards).items():
@@ -158,8 +146,7 @@ class WholeParameters(dict[torch.Tensor, tuple[int, ...]]):
 def assign(sizes: Sequence[int], ranks: int, loads: list[int] | None = None) -> list[int]:
     """Assign an owner, a rank in ``[0, ranks)``, to each of ``sizes`` elements: largest first, to the least loaded.
 
-    Deterministic: among equal sizes the first one is assigned first, among equally loaded ranks the lowest is taken. No
-    rank gets more than the mean load plus the largest size.
+    No rank gets more than the mean load plus the largest size. Ties go to the first size and the lowest rank.
 
     Args:
         loads: The number of elements that each rank owns already; updated.

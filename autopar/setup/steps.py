@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from autopar import checkpoint, registry
 from autopar.data_parallel.apply import DataParallel
+from autopar.data_parallel.grad_sync import ReplicaGradients
 from autopar.deferred_init.materialize import Materializer
 from autopar.distributed.agree import same_on_every_rank
 from autopar.distributed.digest import extremes, sync_parameters
@@ -169,7 +170,8 @@ def compile_blocks(model: nn.Module, state: Parallelized, given: Given) -> None:
 def watch_replicas(model: nn.Module, state: Parallelized, given: Given) -> None:
     """Before stages release parameters: norms and averages know the parameters of all stages by name."""
     inner = state.inner_of(model)
-    state.dp = DataParallel(model, inner, state.plan, state.stages, state.mpu, state.config, state.failures)
+    state.dp = DataParallel(model, inner, state.plan, state.mpu, state.config, state.failures)
+    state.dp.replicas = ReplicaGradients(state.plan, state.stages, state.mpu, state.failures)
 
 
 def release_other_stages(model: nn.Module, state: Parallelized, given: Given) -> None:
