@@ -34,6 +34,11 @@ SECTIONS = {
         "The textbook's share is m / (m + p - 1) for m micro-batches and p stages. A schedule that splits backwards "
         "may reach more than it.",
     ),
+    "replicas": (
+        "Data-parallel replicas over 2 ranks",
+        "The rivals are torch's own; above 1 a way is faster than its rival. `in the backward` is "
+        "`autopar.average_in_backward`.",
+    ),
     "optimizers": (
         "Optimizers that look at whole matrices",
         "Muon's matrices are stepped on one rank each (`owned`), on all (`duplicated`), or in shards "
