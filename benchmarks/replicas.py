@@ -41,29 +41,33 @@ def rank_main(options: dict[str, Any]) -> list[dict[str, Any]]:
     """On every rank: measure; the results are identical on all."""
     turns, rows = Turns(options["folder"]), []
     for row in options["rows"]:
-        rival, stage = RIVALS[row], {"dp": 0, "ZeRO 1": 1, "ZeRO 3": 3}[row]
-        ways = {rival: _rival(rival), "autopar": _autopar(stage, early=False)}
-        if stage < 2:
-            ways["autopar, in the backward"] = _autopar(stage, early=True)
-        found = summary(
-            interleave({name: Variant(way) for name, way in ways.items()}, options["rounds"], turns), (), rival
-        )
-        for name, entry in found.items():
+        ways = {name: Variant(way) for name, way in ways_of(row, SIZE, torch.device("cpu")).items()}
+        taken = interleave(ways, options["rounds"], turns)
+        for name, entry in summary(taken, base=RIVALS[row]).items():
             rows.append({"row": row, "way": name, "ms": entry["ms"], "rival / way": entry["speedup"]})
     return rows
 
 
-def _batch() -> dict[str, torch.Tensor]:
-    ids = tokens(SIZE, batch=SIZE["batch"] * dist.get_world_size())[dist.get_rank() :: dist.get_world_size()]
-    return {"input_ids": ids, "labels": ids}
+def ways_of(row: str, size: Size, device: torch.device) -> dict[str, _Step]:
+    """Return the ways of a row, the rival first: a call is a training step."""
+    stage = {"dp": 0, "ZeRO 1": 1, "ZeRO 3": 3}[row]
+    ways = {RIVALS[row]: _rival(RIVALS[row], size, device), "autopar": _autopar(stage, size, device, early=False)}
+    if stage < 2:
+        ways["autopar, in the backward"] = _autopar(stage, size, device, early=True)
+    return ways
 
 
-def _rival(name: str) -> _Step:
+def _made(size: Size, device: torch.device) -> tuple[Any, dict[str, torch.Tensor]]:
+    ids = tokens(size, batch=size["batch"] * dist.get_world_size())[dist.get_rank() :: dist.get_world_size()]
+    return build("llama", size).to(device), {"input_ids": ids.to(device), "labels": ids.to(device)}
+
+
+def _rival(name: str, size: Size, device: torch.device) -> _Step:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
-    model, batch = build("llama", SIZE), _batch()
+    model, batch = _made(size, device)
     if name == "FSDP2":
         for block in model.model.layers:
             fully_shard(block)
@@ -83,10 +87,10 @@ def _rival(name: str) -> _Step:
     return step
 
 
-def _autopar(stage: int, *, early: bool) -> _Step:
+def _autopar(stage: int, size: Size, device: torch.device, *, early: bool) -> _Step:
     import autopar
 
-    model, batch = build("llama", SIZE), _batch()
+    model, batch = _made(size, device)
     made = torch.optim.AdamW(model.parameters(), lr=1e-4)
     model, optimizer = autopar.initialize(model, {"zero": {"stage": stage}}, optimizer=made)
 

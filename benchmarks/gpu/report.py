@@ -51,6 +51,7 @@ SECTIONS: dict[str, Section] = {
     "offload": Section(_SINGLE + "offload", 75),
     "tensor parallel, shared": Section(_SHARED + "tensor_parallel", 75, 2, BOTH, TWO_HOSTS),
     "pipeline, shared": Section(_SHARED + "pipeline", 75, 2, BOTH, TWO_HOSTS),
+    "replicas, shared": Section(_SHARED + "replicas", 75, 2, BOTH, TWO_HOSTS),
 }
 BUDGET = 520.0  # seconds of all sections: below 9 minutes with what starting takes
 

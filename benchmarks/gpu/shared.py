@@ -1,4 +1,4 @@
-"""Sections on two processes that share one GPU: tensor parallelism and a pipeline against the plain model.
+"""Sections on two processes that share one GPU: tensor parallelism, a pipeline, and replicas.
 
 What counts is that they compute the same. Two processes take turns on a GPU, so the times say what sharing costs.
 """
@@ -16,6 +16,7 @@ from benchmarks.gpu.device import Device, Notes
 from benchmarks.gpu.single import TINY
 from benchmarks.models import Size, build, tokens
 from benchmarks.pipeline import efficiency, one_process
+from benchmarks.replicas import RIVALS, ways_of
 from benchmarks.rounds import Turns, Variant, interleave, summary
 
 MEDIUM: Size = {"hidden": 1024, "layers": 8, "heads": 16, "ffn": 2816, "vocab": 32000, "seq": 512, "batch": 8}
@@ -70,6 +71,19 @@ def pipeline(options: dict[str, Any], device: Device, notes: Notes) -> None:
             samples, found = _timed(plain, work, alone, options, device, alone=True)
             textbook = efficiency(samples["plain"], samples["parallel"], len(ids), 2)
             notes(schedule, {**found["parallel"], **textbook})
+
+
+def replicas(options: dict[str, Any], device: Device, notes: Notes) -> None:
+    """Time a step of two replicas, and of torch's own data parallelism."""
+    turns = Turns(options["folder"])
+    for row, rival in RIVALS.items():
+        with notes.part(row):
+            ways = ways_of(row, TINY if options["tiny"] else MEDIUM, device.torch)
+            variants = {name: Variant(device.synced(way)) for name, way in ways.items()}
+            taken = interleave(variants, 1 if options["tiny"] else 7, turns, warm_up=2)
+            found = summary(taken, base=rival)
+            notes(row, {name: {"ms": e["ms"], "rival / way": e["speedup"]} for name, e in found.items()})
+            device.release()
 
 
 def _step(model: Any, ids: torch.Tensor) -> None:
