@@ -1,7 +1,6 @@
-"""Groups, ranks and sizes of an MPU, under OSLO's, Megatron-LM's and DeepSpeed's spellings.
+"""Groups, ranks and sizes of an MPU, under the names of OSLO, Megatron-LM and DeepSpeed.
 
-Most of them are ``get_AXIS_VALUE()``, such as ``get_tensor_parallel_rank()``: the names of the axes and of the values
-are tables, from which :class:`MeshAccessors` gets its methods.
+Most are ``get_AXIS_VALUE()``, such as ``get_tensor_parallel_rank()``: :class:`MeshAccessors` gets them from tables.
 """
 
 from __future__ import annotations
@@ -25,17 +24,14 @@ if TYPE_CHECKING:
 else:
     _Mesh = object
 
+_TP, _PP = ("tp", "the ranks that hold the shards of one layer"), ("pp", "the stages of a replica")
+_EP = ("ep", "the ranks that hold the experts of one layer")
 _AXES = {  # in a name -> the axis, and its ranks in words
-    "tensor_parallel": ("tp", "the ranks that hold the shards of one layer"),
-    "tensor_model_parallel": ("tp", "the ranks that hold the shards of one layer"),
-    "slice_parallel": ("tp", "the ranks that hold the shards of one layer"),
+    **dict.fromkeys(("tensor_parallel", "tensor_model_parallel", "slice_parallel"), _TP),
+    **dict.fromkeys(("pipeline_parallel", "pipeline_model_parallel", "pipe_parallel"), _PP),
+    **dict.fromkeys(("expert_parallel", "expert_model_parallel"), _EP),
     "context_parallel": ("cp", "the ranks that share a sequence"),
     "tensor_and_context_parallel": ("tp_cp", "the ranks of a stage that get the same batch"),
-    "pipeline_parallel": ("pp", "the stages of a replica"),
-    "pipeline_model_parallel": ("pp", "the stages of a replica"),
-    "pipe_parallel": ("pp", "the stages of a replica"),
-    "expert_parallel": ("ep", "the ranks that hold the experts of one layer"),
-    "expert_model_parallel": ("ep", "the ranks that hold the experts of one layer"),
     "expert_data_parallel": ("edp", "the ranks that hold the same experts, and read other data"),
     "model_parallel": ("tp_pp", "the ranks that hold each shard of the model once (tp x pp)"),
 }
@@ -91,11 +87,8 @@ class MeshAccessors(_Mesh):
 
     initialize_distributed = staticmethod(start_process_group)
 
-    # -- the tensor-parallel axis, under OSLO's names; more is in toolbox.py
-
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Enter a sharded region (Megatron's f): identity forward, all-reduce backward. As in OSLO nothing is sent
-        forward: ``x`` is Replicate already. To send values there is :meth:`broadcast_data`."""
+        """Enter a sharded region (Megatron's f): identity forward of ``x``, which is Replicate; all-reduce backward."""
         return collectives.copy(x, self.tp)
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -118,23 +111,20 @@ class MeshAccessors(_Mesh):
         return broadcast_data(keys, data, dtype, self)
 
 
-def _getter(value: Callable[[Any], Any], words: str) -> Callable[[Any], Any]:
+def _getter(value: Callable[[Any], Any], words: str, axis: Callable[[Any], Any] | None = None) -> Callable[[Any], Any]:
     def get(self: Any) -> Any:
-        return value(self)
+        return value(self if axis is None else axis(self))
 
     get.__doc__ = f"Return {words}."
     return get
-
-
-def _of_axis(axis: str, value: Callable[[Axis], Any]) -> Callable[[Any], Any]:
-    return lambda mpu: value(getattr(mpu, axis))
 
 
 for _name, (_of_mesh, _words) in _OTHERS.items():
     setattr(MeshAccessors, _name, _getter(_of_mesh, _words))
 for _name, (_axis, _ranks) in _AXES.items():
     for _ending, (_value, _words) in _VALUES.items():
-        setattr(MeshAccessors, f"get_{_name}_{_ending}", _getter(_of_axis(_axis, _value), f"{_words} {_ranks}"))
+        _found = _getter(_value, f"{_words} {_ranks}", attrgetter(_axis))
+        setattr(MeshAccessors, f"get_{_name}_{_ending}", _found)
 
 
 def _data_getter(value: Callable[[Axis], Any], words: str) -> Callable[..., Any]:

@@ -1,16 +1,14 @@
-"""broadcast_data: the first rank of a tensor-parallel group reads the batch, the other ranks get it from there.
+"""Send the first rank's batch to the other ranks of a tensor-parallel group.
 
-After Megatron-LM ``megatron/core/tensor_parallel/data.py`` (same name, same purpose). Three things differ: the data of
-the first rank is checked *before* the first collective and the result is sent ahead of the tensors, so bad data is one
-error on all ranks where Megatron's peers wait for ever; tensors may have any number of dims; each key may have a dtype
-of its own. The result of the check goes first, then the bytes of each tensor: gloo has no float8, and every dtype is
-bytes.
+After Megatron-LM ``megatron/core/tensor_parallel/data.py``. Three things differ: the first rank's data is checked
+*before* the first collective, so bad data is one error on all ranks, where Megatron's peers wait forever; tensors may
+have any number of dims; each key may have its own dtype. Tensors travel as bytes: gloo has no float8.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,12 +20,8 @@ from autopar.errors import ConfigError, nearest
 Dtypes = torch.dtype | Mapping[Any, torch.dtype]
 
 
-class _Spec(NamedTuple):
-    """Metadata of one tensor to receive."""
-
-    key: int | str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+Spec = tuple[int | str, torch.dtype, tuple[int, ...]]
+"""Key, dtype and shape of a tensor to receive."""
 
 
 def broadcast_data(
@@ -36,23 +30,22 @@ def broadcast_data(
     """Broadcast the tensors of the first rank of ``group`` to all of its ranks.
 
     Args:
-        keys: which entries of ``data``; int or str. Those of the first rank are used.
-        data: the batch on the first rank, on any device. It is ignored on the other ranks.
-        dtype: of every tensor, or for each key its own.
-        group: a process group or an MPU (its tensor-parallel group).
+        keys: Keys of ``data`` to send, int or str. Those of the first rank are used.
+        data: The batch on the first rank, on any device. It is ignored on the other ranks.
+        dtype: The dtype of every tensor, or a mapping with each key's.
+        group: A process group or an MPU (its tensor-parallel group).
 
     Returns:
-        ``{key: tensor}`` in the order of the keys, Replicate over the group, of the first rank's shapes (any number of
-        dims, zero-size dims too), on the group's device (nccl: this rank's GPU). Copies, the first rank's as well;
-        detached from autograd.
+        ``{key: tensor}`` in the order of the keys, Replicate over the group, on its device (nccl: this rank's GPU).
+        Copies with the first rank's shapes, detached from autograd.
 
     Raises:
-        ConfigError: the same on every rank of the group, if on the first rank ``data`` is not a mapping, a key is
-            missing, or a value is not a dense tensor of the dtype asked for. Lists everything that is wrong.
+        ConfigError: On the first rank ``data`` is not a mapping, a key is missing, or a value is not a dense tensor of
+            its dtype. Lists all problems, on every rank of the group.
     """
     axis = axis_of(group)
     device = device_of(axis)
-    specs: list[_Spec] = []
+    specs: list[Spec] = []
     problems: list[str] = []
     if axis.rank == 0:
         try:
@@ -67,24 +60,24 @@ def broadcast_data(
         origin = f"\n(the data of global rank {axis.ranks[0]}, the first of global ranks {list(axis.ranks)})"
         raise ConfigError("broadcast_data: " + "\n".join(problems) + origin, problems)
     received = {}
-    for spec in specs:
-        x = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+    for key, kind, shape in specs:
+        x = torch.empty(shape, dtype=kind, device=device)
         if axis.rank == 0:
             assert data is not None
-            x.copy_(data[spec.key].detach())
+            x.copy_(data[key].detach())
         if x.numel():
             collectives.broadcast(x.view(-1).view(torch.uint8), axis)
-        received[spec.key] = x
+        received[key] = x
     return received
 
 
-def _inspect(keys: Any, data: Any, dtype: Any) -> tuple[list[_Spec], list[str]]:
-    """Metadata of the tensors to send, and everything that is wrong with them."""
+def _inspect(keys: Any, data: Any, dtype: Any) -> tuple[list[Spec], list[str]]:
+    """Return the metadata of the tensors to send, and all problems."""
     if isinstance(keys, (str, int)) or not isinstance(keys, Iterable):
         return [], [f"keys must be a list of keys, not {keys!r}"]
     if not isinstance(data, Mapping):
         return [], [f"data must be a mapping of keys to tensors, not {type(data).__name__}"]
-    specs: list[_Spec] = []
+    specs: list[Spec] = []
     problems: list[str] = []
     for key in dict.fromkeys(keys):
         wanted = dtype.get(key) if isinstance(dtype, Mapping) else dtype
@@ -101,5 +94,5 @@ def _inspect(keys: Any, data: Any, dtype: Any) -> tuple[list[_Spec], list[str]]:
             found = f"{value.dtype}, {value.layout}" if isinstance(value, torch.Tensor) else type(value).__name__
             problems.append(f"data[{key!r}] must be a dense tensor of {wanted} with storage, not {found}")
         else:
-            specs.append(_Spec(key, value.dtype, tuple(value.shape)))
+            specs.append((key, value.dtype, tuple(value.shape)))
     return specs, problems

@@ -11,13 +11,10 @@
 | ``reduce_scatter_to_sequence_parallel_region``  | reduce-scatter        | all-gather sequence               |
 | ``all_to_all``                                  | all-to-all of rows    | all-to-all, splits swapped        |
 
-After ``megatron/core/tensor_parallel/mappings.py`` and ``utils.py``; the work is done in
-:mod:`autopar.distributed.collectives`. ``group`` is a process group or an MPU. The sequence is dim 0, as in Megatron;
-models that put the batch first pass ``dim=1``. Functions that split tensors and vocabularies have no autograd across
-ranks.
-
-No function mutates its input. Sizes that do not divide raise ConfigError with both numbers, before anything is sent,
-on every rank (Megatron truncates silently).
+After ``megatron/core/tensor_parallel/mappings.py`` and ``utils.py``; :mod:`autopar.distributed.collectives` does the
+work. ``group`` is a process group or an MPU. The sequence is dim 0, as in Megatron; ``dim=1`` is for models that put the
+batch first. No function mutates its input. Sizes that do not divide raise ConfigError with both numbers, before anything
+is sent, on every rank (Megatron truncates silently).
 """
 
 from __future__ import annotations
@@ -50,8 +47,8 @@ def gather_from_tensor_model_parallel_region(x: torch.Tensor, group: Group, *, s
     """All-gather ``[..., n/tp]`` Shard(-1) -> ``[..., n]`` Replicate.
 
     Args:
-        size: ``n`` if it does not divide evenly and was sharded by :func:`autopar.layout.even_shards` (the logits of
-            a vocabulary of 50257). Without it all ranks must bring the same width.
+        size: The full width ``n`` if it does not divide evenly (the logits of a vocabulary of 50257); None if all
+            ranks have the same width.
     """
     return _gather(x, group, -1, size)
 
@@ -67,8 +64,8 @@ def gather_from_sequence_parallel_region(
     """All-gather ``[seq/tp, ...]`` Shard(dim) -> ``[seq, ...]`` Replicate.
 
     Args:
-        tensor_parallel_output_grad: whether the result goes into a sharded region, so that its gradient is Partial:
-            backward is a reduce-scatter. If False the gradient is Replicate already and backward keeps its own part.
+        tensor_parallel_output_grad: Whether the result enters a sharded region, so that its gradient is Partial and
+            backward is a reduce-scatter. If False the gradient is Replicate and backward keeps its own shard.
     """
     axis = axis_of(group)
     return collectives.gather_sum(x, axis, dim) if tensor_parallel_output_grad else _gather(x, axis, dim)
@@ -89,11 +86,9 @@ def all_to_all(
 ) -> torch.Tensor:
     """Exchange rows, as of tokens between experts: ``[rows, ...] -> [sum(output_split_sizes), ...]``.
 
-    Megatron's order of arguments.
-
     Args:
-        output_split_sizes: rows that come from each rank; None for even parts.
-        input_split_sizes: rows of ``x`` that go to each rank; None for even parts.
+        output_split_sizes: Numbers of rows from each rank; None for even splits.
+        input_split_sizes: Numbers of rows of ``x`` for each rank; None for even splits.
     """
     axis = axis_of(group)
     for name, splits in (("output_split_sizes", output_split_sizes), ("input_split_sizes", input_split_sizes)):
@@ -128,7 +123,7 @@ def _gather(x: torch.Tensor, group: Group, dim: int, size: int | None = None) ->
 def split_tensor_along_last_dim(
     tensor: torch.Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Split ``[..., n] -> num_partitions x [..., n/num_partitions]``: views, or contiguous copies if asked for."""
+    """Split ``[..., n] -> num_partitions x [..., n/num_partitions]``, as views or as contiguous copies."""
     if num_partitions < 1 or tensor.shape[-1] % num_partitions:
         raise ConfigError(f"last dim of size {tensor.shape[-1]} does not divide into {num_partitions} partitions")
     chunks = tensor.tensor_split(num_partitions, dim=-1)
@@ -166,11 +161,7 @@ class VocabUtility:
 
 
 def check_divides(size: int, axis: Axis, what: str) -> int:
-    """Return ``size / axis.size``.
-
-    Raises:
-        ConfigError: if that is not whole; with both numbers. ``size`` is the same on every rank, so all of them raise.
-    """
+    """Return ``size / axis.size``; raise ConfigError, on every rank, if that is not an integer."""
     if size % axis.size:
         raise ConfigError(f"{what} of size {size} does not divide over {axis.size} ranks ({axis.name} axis)")
     return size // axis.size
