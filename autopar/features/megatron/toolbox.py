@@ -11,10 +11,10 @@
 | ``reduce_scatter_to_sequence_parallel_region``  | reduce-scatter        | all-gather sequence               |
 | ``all_to_all``                                  | all-to-all of rows    | all-to-all, splits swapped        |
 
-After ``megatron/core/tensor_parallel/mappings.py`` and ``utils.py``; :mod:`autopar.distributed.collectives` does the
-work. ``group`` is a process group or an MPU. The sequence is dim 0, as in Megatron; ``dim=1`` is for models that put the
-batch first. No function mutates its input. Sizes that do not divide raise ConfigError with both numbers, before anything
-is sent, on every rank (Megatron truncates silently).
+After ``megatron/core/tensor_parallel/mappings.py`` and ``utils.py``; the work is in
+:mod:`autopar.distributed.collectives`. ``group`` is a process group or an MPU. The sequence is dim 0, as in Megatron;
+``dim=1`` is for models that put the batch first. No function mutates its input. Sizes that do not divide raise
+ConfigError with both numbers, before anything is sent, on every rank (Megatron truncates silently).
 """
 
 from __future__ import annotations
