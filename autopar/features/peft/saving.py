@@ -1,7 +1,6 @@
-"""Save the adapters of a parallelized ``PeftModel`` alone, as PEFT writes them: readable without autopar.
+"""Save the adapters of a parallelized ``PeftModel`` in PEFT's own files.
 
-The ranks gather the adapters, and rank 0 lets PEFT write its files into a hidden folder, which then take the place of
-older ones.
+The ranks gather the adapters, and rank 0 lets PEFT write its files into a hidden folder, from which they are moved.
 """
 
 from __future__ import annotations
@@ -36,11 +35,7 @@ _CARD = "README.md"
 
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the whole adapters of a parallelized ``PeftModel`` by its parameters' names. Every rank takes all.
-
-    Raises:
-        CheckpointError: it holds no adapters, or of several models.
-    """
+    """Yield the full adapters of a parallelized ``PeftModel`` by its parameters' names. Every rank takes all."""
     yield from Adapters(model, state_of(model), {}).whole(local_tensors(model, fsdp=True))
 
 
@@ -50,15 +45,14 @@ def save_adapters(
     """Write ``adapter_model.safetensors`` and ``adapter_config.json`` of each adapter. Every rank calls it.
 
     Args:
-        model: parallelized; a ``PeftModel``, or with one inside.
-        directory: returns the folder. Files in it that PEFT does not write stay there.
-        timeout: seconds to wait for the other ranks to call.
-        options: further arguments of ``PeftModel.save_pretrained``: ``selected_adapters``, ``save_embedding_layers``,
-            ``safe_serialization``.
+        model: Parallelized model; a ``PeftModel``, or with one inside.
+        directory: Function that returns the folder. Other files in it stay.
+        timeout: Seconds to wait for the other ranks to call.
+        options: Further arguments of ``PeftModel.save_pretrained``.
 
     Raises:
-        CheckpointError: the same on every rank, with the folder as it was, if there are no adapters, an argument is
-            wrong, ranks hold different values of a replicated weight, a rank did not call, or could not write.
+        CheckpointError: There are no adapters, an argument is wrong, ranks hold different values of a replicated
+            weight, a rank did not call, or could not write. The same on every rank, with the folder as it was.
     """
 
     def prepare() -> tuple[dict[str, Any], tuple[Adapters, Path], Snapshot]:
@@ -73,14 +67,7 @@ def save_adapters(
 
 
 def save_alone(model: nn.Module, directory: Callable[[], object], timeout: float, others: Mapping[str, Any]) -> None:
-    """Save adapters for ``save_parallelized(adapter_only=True)``.
-
-    Args:
-        others: its other arguments, which must have their defaults.
-
-    Raises:
-        CheckpointError: as :func:`save_adapters`.
-    """
+    """Save adapters for ``save_parallelized(adapter_only=True)``, whose other arguments must have their defaults."""
     usual = {"format": "safetensors", "max_shard_size": "5GB"}
 
     def folder() -> object:
@@ -97,11 +84,7 @@ def save_alone(model: nn.Module, directory: Callable[[], object], timeout: float
 
 
 def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-    """``PeftModel.save_pretrained``; every rank calls it, and rank 0 writes the files that it writes.
-
-    Raises:
-        CheckpointError: the same on every rank, if a rank did not call, or an argument asks for something else.
-    """
+    """Save adapters for ``PeftModel.save_pretrained``, which every rank calls. Raise as :func:`save_adapters`."""
     saver = type(self).save_pretrained
     if shard_of(self) is None:
         saver(self, save_directory, *args, **kwargs)
@@ -111,11 +94,7 @@ def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -
 
 
 def check_merged(model: nn.Module) -> None:
-    """Check that the weights of the plain model in ``model`` are all that it computes with.
-
-    Raises:
-        CheckpointError: adapters are active that are not merged into them.
-    """
+    """Raise CheckpointError if adapters of ``model`` are active that are not merged into its weights."""
     for path, module in model.named_modules():
         adapted: Any = module if is_adapted(module) else None
         whole = adapted is not None and (adapted.merged or adapted.disable_adapters)
@@ -134,7 +113,7 @@ _NOT_OF_PEFT = ("state_dict", "path_initial_model_for_weight_conversion", "push_
 
 
 def _options_of_peft(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a call of ``PeftModel.save_pretrained``. Raises CheckpointError for what cannot be had."""
+    """Return the options of a call of ``PeftModel.save_pretrained``; raise CheckpointError for unsupported ones."""
     given = {**arguments, **arguments.get("kwargs", {})}
     for name in _NOT_OF_PEFT:
         if given.get(name):
@@ -146,11 +125,11 @@ class Adapters:
     """The adapters of one model, to be written by PEFT.
 
     Args:
-        model: parallelized; holds one ``PeftModel``.
-        options: of ``PeftModel.save_pretrained``.
+        model: Parallelized model that holds one ``PeftModel``.
+        options: Arguments of ``PeftModel.save_pretrained``.
 
     Raises:
-        CheckpointError: it holds none, or several; or PEFT would write something else than tensors of the model.
+        CheckpointError: The model holds none or several, or PEFT would write something else than its tensors.
     """
 
     def __init__(self, model: nn.Module, state: State, options: Mapping[str, Any]) -> None:
@@ -169,7 +148,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def _all_parameters(self) -> Iterator[None]:
-        """Show PEFT every parameter, also those of other stages: it writes what it finds in the modules."""
+        """Show PEFT every parameter, also of other stages: it writes the parameters that it finds in the modules."""
         here = [(module, dict(own_parameters(module))) for module, _ in self.elsewhere]
         try:
             for module, had in self.elsewhere:
@@ -182,7 +161,7 @@ class Adapters:
                 own_parameters(module).update(has)
 
     def _names(self) -> frozenset[str]:
-        """Return the tensors that PEFT writes, by canonical name: it picks them out of a state dict without data."""
+        """Return the canonical names of the tensors that PEFT picks out of a state dict without data."""
         from peft import get_peft_model_state_dict
 
         peft_model: Any = self.peft_model
@@ -211,7 +190,7 @@ class Adapters:
         return frozenset(found)
 
     def _by_peft_name(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return tensors by all of their names in the state dict of the ``PeftModel``, from canonical ones."""
+        """Return tensors, given by canonical names, by all their names in the state dict of the ``PeftModel``."""
         plans = self.state.plan.tensors
         return {
             alias.removeprefix(self._start): tensor
@@ -221,7 +200,7 @@ class Adapters:
         }
 
     def whole(self, local: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Gather the adapters from this rank's tensors by canonical names, one after the other. Collective."""
+        """Gather the adapters from this rank's tensors, one after the other. Collective."""
         weights = WholeWeights(self.state, local)
         yield from ((name, weights.whole(name)) for name in sorted(self.names))
 

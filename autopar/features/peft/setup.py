@@ -22,7 +22,7 @@ _PUSH = "Use model.save_pretrained(dir) on every rank, then huggingface_hub.uplo
 
 
 def adapt_methods(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """Last: saves know adapters, and methods of PEFT are replaced that would be wrong on shards."""
+    """Let saves know adapters, and replace the methods of PEFT that would be wrong on shards."""
     if not uses_peft(model):
         return
     saver = save_alone if any(is_peft_model(module) for module in model.modules()) else None
@@ -39,15 +39,13 @@ def adapt_methods(model: nn.Module, state: Parallelized, given: Given) -> None:
 
 
 def _refuse_methods(module: nn.Module, quantized: bool) -> None:
-    if is_peft_model(module):
-        names: tuple[str, ...] = ("add_adapter", "delete_adapter")
-    elif is_tuner(module):
+    names: tuple[str, ...] = ("add_adapter", "delete_adapter") if is_peft_model(module) else ()
+    if is_tuner(module):
         names = tuple(name for name in _OF_TREES if hasattr(type(module), name))
         if hasattr(type(module), "_enable_peft_forward_hooks"):
             bind(module, _OWNER, _enable_peft_forward_hooks=_hooks_without_names)
-    else:
-        return
-    bind(module, _OWNER, **{name: _refused(name, quantized) for name in names})
+    if names:
+        bind(module, _OWNER, **{name: _refused(name, quantized) for name in names})
 
 
 def _hooks_without_names(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +86,7 @@ def _refused(name: str, quantized: bool) -> Callable[..., NoReturn]:
 
 
 def _nb_trainable(self: Any) -> tuple[int, int]:
-    """Count what is trained and all of it, of the whole model, as ``PeftModel`` prints it; no communication."""
+    """Count the trained and all parameters of the full model, as ``PeftModel`` prints them; no communication."""
     if shard_of(self) is None:
         return type(self).get_nb_trainable_parameters(self)
     return counted(self, True, False), counted(self, False, False)
