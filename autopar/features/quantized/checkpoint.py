@@ -1,7 +1,7 @@
-"""The quantized weights of a checkpoint: the tensors that stand for them.
+"""The quantized weights of a checkpoint, left out under adapters, else a separate part.
 
-They are left out where adapters stand before them. Else they are a separate part: bytes and scales as their library
-has them in files, viewed with a dim for the outputs and one for the inputs. A rank reads its part of each.
+The part holds bytes and scales as their library writes them, viewed with a dim for the outputs and one for the inputs.
+A rank reads its shard of each.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Base:
 
     @staticmethod
     def collect(model: nn.Module, state: State) -> tuple[list[tuple[str, TensorPlan, torch.Tensor]], dict[str, str]]:
-        """Return what this rank holds: weight, plan and tensor of each; and notes for the heads of files."""
+        """Return weight, plan and tensor of each piece on this rank, and notes for the heads of files."""
         tensors: list[tuple[str, TensorPlan, torch.Tensor]] = []
         notes: dict[str, str] = {}
         found: dict[str, Any] = {**stored_weights(model)}
@@ -53,11 +53,7 @@ class Base:
 
     @staticmethod
     def restore(model: nn.Module, state: State, shards: Shards, *, check: bool = False) -> None:
-        """Read this rank's parts of the quantized weights of a checkpoint; or only check that they fit.
-
-        Raises:
-            CheckpointError: they do not stand for weights of these shapes.
-        """
+        """Read this rank's shards of quantized weights, or only ``check`` that they fit; raise CheckpointError if not."""
         saved = shards.manifest.quantized
         found: dict[str, Any] = {**stored_weights(model)}
         for path, stored in found.items():

@@ -1,8 +1,8 @@
 """Models that transformers quantizes: methods that are refused, and the sources of packed weights in files.
 
-Each rank reads its shard of the numbers and scales of quantized weights. transformers puts the tensors of a weight
-together in one operation of each library. While a model is loaded lazily, a :class:`Collector` takes the place of that
-operation and notes the tensors, after all renames.
+Each rank reads its shard of the numbers and scales of quantized weights. transformers assembles the tensors of a weight
+in one operation of each library. While a model is loaded lazily, a :class:`Collector` takes the place of this operation
+and notes the tensors, after all renames.
 """
 
 from __future__ import annotations
@@ -35,11 +35,7 @@ class Quantizers:
 
     @staticmethod
     def check(what: str, method: str) -> None:
-        """Check that weights quantized by a method can be sharded.
-
-        Raises:
-            ConfigError: They cannot; with the argument that dequantizes where there is one.
-        """
+        """Raise ConfigError if weights quantized by ``method`` cannot be sharded, with an argument that dequantizes."""
         if method in _SHARDED:
             return
         instead = (
@@ -51,11 +47,7 @@ class Quantizers:
 
     @staticmethod
     def check_config(what: str, text: bytes) -> None:
-        """Check that a ``config.json`` is one of weights that are plain, or can be sharded or dequantized.
-
-        Raises:
-            ConfigError: They cannot.
-        """
+        """Raise ConfigError if a ``config.json`` has quantized weights that cannot be sharded or dequantized."""
         try:
             method = json.loads(text)["quantization_config"]["quant_method"]
         except (ValueError, KeyError, TypeError):  # plain, or damaged: transformers says so
@@ -65,11 +57,7 @@ class Quantizers:
 
     @staticmethod
     def read(original: Callable[..., Any], model: Any, config: Any) -> tuple[Callable[..., Any], Any]:
-        """Return transformers' ``_load_pretrained_model`` and its config, for a quantized model without memory.
-
-        Raises:
-            ConfigError: It quantizes layers in a way that cannot be sharded.
-        """
+        """Return transformers' ``_load_pretrained_model`` and its config, for a quantized model without memory."""
         quantizer = config.hf_quantizer
         if not quantizer.pre_quantized:
             torchao.prepare(model, quantizer)
@@ -83,7 +71,7 @@ class Quantizers:
 
 
 def _with_argument(method: str) -> str:
-    """Return the name of the configuration class of a method whose weights transformers can dequantize; else ``""``."""
+    """Return the configuration class of a method whose weights transformers can dequantize, by name; else ``""``."""
     kind = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
     return kind.__name__ if kind is not None and "dequantize" in inspect.signature(kind).parameters else ""
 
@@ -112,18 +100,14 @@ def _quantizes(operation: Any) -> bool:
 
 
 class Collector(NotCopied):
-    """Stands for the operation of transformers that makes a quantized weight.
-
-    Attributes:
-        found: name of the weight -> its tensors.
-    """
+    """Stands for the operation of transformers that makes a quantized weight; notes its tensors in ``found``."""
 
     def __init__(self, operation: Any, found: dict[str, dict[str, LazyTensor]]) -> None:
-        self.hf_quantizer = operation.hf_quantizer  # by which transformers knows that no dtype is changed before it
+        self.hf_quantizer = operation.hf_quantizer  # with it transformers changes no dtype before the operation
         self.found = found
 
     def convert(self, tensors: dict[str, Any], full_layer_name: str, **_: Any) -> dict[str, Any]:
-        """Note what a weight is made of, and give its numbers back; a plain one is given back as it is."""
+        """Note the tensors of a weight, and return its numbers; an unquantized weight is returned as it is."""
         parts = {name: one[0] if isinstance(one, list) else one for name, one in tensors.items()}
         if len(parts) == 1:
             return parts if "weight" in parts else {full_layer_name: next(iter(parts.values()))}
@@ -134,14 +118,14 @@ class Collector(NotCopied):
 def _point_to_packed(
     model: Any, quantizer: Any, plain: Mapping[str, Any], found: Mapping[str, Mapping[str, LazyTensor]], folder: str
 ) -> None:
-    """Give the quantized layers of a model without memory their library's weights, and these their places in files.
+    """Give quantized layers without memory their library's weights, with their places in files.
 
     Args:
-        plain: weights by the path of their layer that the library made before anything was loaded.
-        found: tensors by the name of their weight, as :class:`Collector` finds them.
+        plain: Weights that the library made before anything was loaded, by the path of their layer.
+        found: Tensors by the name of their weight, from :class:`Collector`.
 
     Raises:
-        CheckpointError: a weight lacks its scales, or has them for another shape.
+        CheckpointError: A weight lacks its scales, or has scales for another shape.
     """
     lacking = [path for path in plain if f"{path}.weight" not in found]
     if lacking:
