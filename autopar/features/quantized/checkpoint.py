@@ -53,7 +53,7 @@ class Base:
 
     @staticmethod
     def restore(model: nn.Module, state: State, shards: Shards, *, check: bool = False) -> None:
-        """Read this rank's shards of quantized weights, or only ``check`` that they fit; raise CheckpointError if not."""
+        """Read this rank's shards of quantized weights, or only ``check`` that they fit, else raise CheckpointError."""
         saved = shards.manifest.quantized
         found: dict[str, Any] = {**stored_weights(model)}
         for path, stored in found.items():
