@@ -297,7 +297,7 @@ def _scaling(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) -
 
 def _cut(path: str, named: Iterable[tuple[str, torch.Tensor]], where: str, layout: Layout) -> TensorRule:
     """Return the rule of a module whose parameters are all sharded by one layout."""
-    tensors = [(name, tensor, layout) for name, tensor in named]
+    tensors: list[tuple[str, torch.Tensor, Layout | None]] = [(name, tensor, layout) for name, tensor in named]
     return TensorRule(ModulePlan(path, "sharded", where, layout, {name: layout for name, *_ in tensors}), tensors)
 
 

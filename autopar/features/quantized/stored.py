@@ -161,7 +161,7 @@ class QuantizedWeight(StoredWeight):
         """Keep the shard of ``rank``; raise ValueError if a rank would hold part of a block."""
         tensors = {
             name: layout.in_steps(step).shard(tensor, rank) if (step := block[layout.dim]) else tensor
-            for name, (tensor, block) in self.pieces(layout).items()
+            for name, (tensor, block, _) in self.pieces(layout).items()
         }
         self.take(tensors, layout, rank)
 
@@ -169,7 +169,7 @@ class QuantizedWeight(StoredWeight):
         """Undo :meth:`shard`."""
         tensors = {
             name: all_gather(tensor, axis, layout.in_steps(step)) if (step := block[layout.dim]) else tensor
-            for name, (tensor, block) in self.pieces().items()
+            for name, (tensor, block, _) in self.pieces().items()
         }
         whole = list(self.shape)
         whole[layout.dim] = layout.size
