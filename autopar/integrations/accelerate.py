@@ -1,10 +1,10 @@
-"""accelerate around a parallelized model: the replicas are the processes that it counts, and gradients are averaged.
+"""accelerate around a parallelized model: it counts replicas as its processes, and gradients are averaged over them.
 
-``Accelerator`` and the functions beside it count processes, deal batches out to them, gather, add up, and step
-schedulers by them. All ranks of a replica get the same batch and find the same, so such a loop has to see the replicas.
-accelerate's inner functions are patched; those below ask which model is meant, and hand everything else to its own.
-An accelerator means the models that it has prepared. One that has prepared none, and a function that knows no
-accelerator, means the parallelized model that is alive.
+``Accelerator`` and the functions around it count processes, deal out batches to them, gather, reduce, and step
+schedulers by them. All ranks of a replica have the same batch, so such a loop has to see the replicas. accelerate's
+inner functions are patched; those below find the model, and call accelerate's function for everything else. An
+accelerator stands for the models that it has prepared. One that has prepared none, and a function without an
+accelerator, stands for the parallelized model that is alive.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from autopar.guards.model_changes import listed_ranks
 from autopar.guards.step import listeners
 
 _UNSET: Any = object()
-_meant: ContextVar[Any] = ContextVar("the MPU of the model that is meant; None: all processes", default=_UNSET)
+_meant: ContextVar[Any] = ContextVar("the MPU of the chosen model; None: all processes", default=_UNSET)
 
 
 @contextlib.contextmanager
@@ -44,16 +44,12 @@ def meaning(mpu: MPU | None) -> Iterator[None]:
 
 
 def alive() -> list[ReplicaNorm]:
-    """Return those of the parallelized models that are larger than one rank."""
+    """Return the parallelized models over several ranks."""
     return [one for one in listeners(ReplicaNorm) if one.is_alive]
 
 
 def only(found: Iterable[MPU]) -> MPU | None:
-    """Return one of meshes that have the same replicas.
-
-    Raises:
-        ConfigError: they have not.
-    """
+    """Return one of the meshes; raise ConfigError if their replicas differ."""
     meshes = {tuple(mpu.dp.ranks): mpu for mpu in found}
     if len(meshes) > 1:
         sizes = " and ".join(str(mpu.dp.size) for mpu in meshes.values())
@@ -67,19 +63,19 @@ def only(found: Iterable[MPU]) -> MPU | None:
 
 
 def inside(model: nn.Module) -> MPU | None:
-    """Return the mesh of the parallelized model that ``model`` is, or wraps."""
+    """Return the mesh of the parallelized model in ``model``."""
     known = {id(one.model): one.mpu for one in alive()}
     return next((known[id(part)] for part in model.modules() if id(part) in known), None) if known else None
 
 
 def mesh() -> MPU | None:
-    """Return the mesh whose replicas a function has to see; None if it has to see all processes."""
+    """Return the mesh whose replicas a function sees; None if it sees all processes."""
     meant = _meant.get()
     return only(one.mpu for one in alive()) if meant is _UNSET else meant
 
 
 def mesh_of(accelerator: Any) -> MPU | None:
-    """Return the mesh whose replicas an accelerator has to see; None if it has to see all processes."""
+    """Return the mesh whose replicas an accelerator sees; None if it sees all processes."""
     meant = _meant.get()
     if meant is not _UNSET:
         return meant
@@ -95,7 +91,7 @@ _dealing: ContextVar[bool] = ContextVar("a process's index is that of its replic
 
 @contextlib.contextmanager
 def counting_replicas(mpu: MPU) -> Iterator[None]:
-    """Let ``process_index`` count replicas, too, where batches are split and gathered tensors are sliced by it."""
+    """Let ``process_index`` count replicas, too, for code that splits batches or slices gathered tensors by it."""
     token = _dealing.set(True)
     try:
         with meaning(mpu):
@@ -105,7 +101,7 @@ def counting_replicas(mpu: MPU) -> Iterator[None]:
 
 
 class Place:
-    """A state of accelerate's, whose process is a replica."""
+    """A state of accelerate whose process is a replica."""
 
     def __init__(self, state: Any, mpu: MPU) -> None:
         self._state, self.num_processes, self.process_index = state, mpu.dp.size, mpu.dp.rank
@@ -198,7 +194,7 @@ def prepare_data_loader(plain: Any, accelerator: Any, data_loader: Any, *args: A
 
 
 def _num_processes(plain: Callable[..., int], accelerator: Any) -> int:
-    """The body of ``Accelerator.num_processes``: by which loops multiply batch sizes and steps of schedulers."""
+    """The body of ``Accelerator.num_processes``, a factor of batch sizes and steps of schedulers."""
     mpu = mesh_of(accelerator)
     return plain(accelerator) if mpu is None else mpu.dp.size
 
@@ -257,7 +253,7 @@ def _for_accelerator(plain: Any, accelerator: Any, *args: Any, **kwargs: Any) ->
 
 
 def _for_all(plain: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """The body of methods and properties that ask every process, whichever replica it belongs to."""
+    """The body of methods and properties over every process."""
     with meaning(None):
         return plain(accelerator, *args, **kwargs)
 
