@@ -55,22 +55,22 @@ _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_ev
 
 
 class ParallelTrainerMixin(ReplicaView, StepMixin, CheckpointMixin):
-    """Make a trainer of transformers, or one that derives from it, parallel: put it first among the base classes.
+    """Makes a trainer of transformers, or a subclass of one, parallel, as the first of the base classes.
 
     ``class ParallelSFTTrainer(ParallelTrainerMixin, SFTTrainer)`` is TRL's. All arguments, callbacks, logs and folders
-    are the trainer's own; these two come in addition.
+    are the trainer's; two arguments come in addition.
 
     Args:
-        parallel_config: what :func:`autopar.initialize` takes as ``config``, or accelerate's ``ParallelismConfig``.
-            None for a model that is parallelized already. ``args.bf16``, ``args.fp16``, ``args.max_grad_norm`` and
+        parallel_config: Config of :func:`autopar.initialize`, or accelerate's ``ParallelismConfig``; None for a model
+            that is parallelized already. ``args.bf16``, ``args.fp16``, ``args.max_grad_norm`` and
             ``args.activation_checkpointing`` are added to it.
-        policy: what ``initialize`` takes.
+        policy: Policy of ``initialize``.
 
-    The batch size of ``args`` is that of a replica. Every rank calls every method (``train``, ``evaluate``,
+    The batch size of ``args`` counts one replica. Every rank calls every method (``train``, ``evaluate``,
     ``predict``, ``save_model``).
 
     Raises:
-        ConfigError: what cannot be done with a parallelized model, before anything is changed.
+        ConfigError: A parallelized model does not support an argument; before anything is changed.
     """
 
     def __init__(
@@ -85,8 +85,6 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, CheckpointMixin):
     def mpu(self) -> MPU:
         """Sizes, ranks and process groups of the model."""
         return self.model.mpu
-
-    # -- while transformers' __init__ runs ----------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
         """Check the arguments, and make an accelerator that neither wraps nor casts the model."""
@@ -147,8 +145,6 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, CheckpointMixin):
         config: ParallelConfig = self.autopar_config or state.config
         count_replicas(self.args, config.data_parallel_size(world))
 
-    # -- after it -----------------------------------------------------------------------------------------------------
-
     def _parallelize(self, policy: Any) -> None:
         model = self.model
         self._set_signature_columns_if_needed()  # of the plain model
@@ -203,14 +199,12 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, CheckpointMixin):
         if calls_more:  # on_log, on_evaluate or on_save
             _agree(self.control, self.mpu)
 
-    # -- what the trainer counts --------------------------------------------------------------------------------------
-
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the samples of one optimizer step, of all replicas."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.mpu.dp.size)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
-        """Return this rank's part of the operations of its replica; the trainer sums over all ranks."""
+        """Return this rank's share of its replica's operations; the trainer sums over all ranks."""
         return super().floating_point_ops(inputs) / self.mpu.model.size
 
 
@@ -242,15 +236,12 @@ def __getattr__(name: str) -> Any:
     return globals().setdefault(name, made)
 
 
-# -- what the trainer has: its accelerator, and its handler of callbacks -----------------------------------------------
-
-
 def show_replicas(accelerator: Any, model: nn.Module, mpu: MPU) -> None:
     """Let ``accelerator`` count, shard and gather over the data-parallel axis of ``mpu``; changed in place.
 
     Args:
-        accelerator: an ``accelerate.Accelerator`` without mixed precision that has prepared nothing yet.
-        model: the parallelized model, which it leaves as it is.
+        accelerator: An ``accelerate.Accelerator`` without mixed precision that has prepared nothing yet.
+        model: The parallelized model, which the accelerator does not wrap.
     """
     accelerator.dataloader_config.dispatch_batches = False  # every rank reads its replica's samples
     swap(accelerator, _Replicas, autopar_model=model, autopar_mpu=mpu)
@@ -289,17 +280,13 @@ class _Replicas:
         super().backward(loss, **kwargs)  # type: ignore[misc]
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip by the norm of the whole model's gradients, the same on every rank.
-
-        Raises:
-            ConfigError: ``parameters`` are not those of the model, all of them.
-        """
+        """Clip by the norm of the full model's gradients; raise ConfigError unless ``parameters`` are all of its."""
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         _check_all(listed, self.autopar_model)
         return clip_grad_norm_(self.autopar_model, max_norm, norm_type)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather over the replicas; of the last batch only the samples that the dataset has."""
+        """Gather over the replicas, without the samples that fill up the last batch."""
         if use_gather_object or not _only_tensors(input_data):
             raise ConfigError(
                 "gather_for_metrics of objects (eval_use_gather_object) is not supported for a parallelized model: "
@@ -325,7 +312,7 @@ def _check_all(parameters: Iterable[Any], model: nn.Module) -> None:
 
 
 def agree_in_events(handler: Any, mpu: MPU) -> None:
-    """Let the trainer's ``CallbackHandler`` agree after the other events whose flags the trainer reads at once."""
+    """Let the trainer's ``CallbackHandler`` agree after the other events with flags that the trainer reads."""
     swap(handler, _AgreedEvents, autopar_mpu=mpu, autopar_log_follows=False)
 
 
@@ -333,8 +320,8 @@ class _AgreedEvents:
     """Class before that of a ``CallbackHandler``.
 
     Attributes:
-        autopar_log_follows: Whether the next log is the trainer's own in a step, which every rank makes. User code
-            may call ``trainer.log`` on one rank alone at any other time.
+        autopar_log_follows: Whether the next log is the trainer's own in a step, on every rank. User code may call
+            ``trainer.log`` on one rank alone at any other time.
     """
 
     autopar_mpu: MPU
@@ -355,7 +342,7 @@ class _AgreedEvents:
 
 
 def _agree(control: TrainerControl, mpu: MPU) -> TrainerControl:
-    """Set each flag that some rank has set, on all ranks. One small collective on the CPU, over the world."""
+    """Set each flag that some rank has set, on all ranks. A collective on the CPU, over the world."""
     if mpu.world_size > 1:
         flags = torch.tensor([getattr(control, flag) for flag in _FLAGS], dtype=torch.int32, device="cpu")
         with waiting(mpu, "the flags that callbacks set", range(mpu.world_size)):
