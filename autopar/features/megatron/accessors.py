@@ -16,8 +16,7 @@ from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import even_layout
 from autopar.distributed.mesh import rank_groups
 from autopar.distributed.process import start_process_group
-from autopar.features.megatron.data import Dtypes, broadcast_data
-from autopar.features.megatron.toolbox import check_divides
+from autopar.features.megatron.toolbox import Dtypes, broadcast_data, check_divides
 
 if TYPE_CHECKING:
     from autopar.distributed.mesh import MPU as _Mesh
@@ -107,7 +106,7 @@ class MeshAccessors(_Mesh):
     def broadcast_data(
         self, keys: Iterable[int | str], data: Mapping[Any, Any] | None, dtype: Dtypes
     ) -> dict[int | str, torch.Tensor]:
-        """Broadcast the first tensor-parallel rank's tensors, see :mod:`autopar.features.megatron.data`."""
+        """Broadcast the first tensor-parallel rank's tensors, see :func:`autopar.tensor_parallel.broadcast_data`."""
         return broadcast_data(keys, data, dtype, self)
 
 

@@ -193,8 +193,6 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, CheckpointMixin):
         _agree(self.control, self.mpu)
         control = self.control
         calls_more = control.should_log or control.should_evaluate or control.should_save
-        handler: Any = self.callback_handler
-        handler.autopar_log_follows = control.should_log and self.state.global_step > self._globalstep_last_logged
         super()._maybe_log_save_evaluate(*args, **kwargs)
         if calls_more:  # on_log, on_evaluate or on_save
             _agree(self.control, self.mpu)
@@ -248,7 +246,7 @@ def show_replicas(accelerator: Any, model: nn.Module, mpu: MPU) -> None:
 
 
 class _Replicas:
-    """Class before that of an ``Accelerator``."""
+    """A mixin before the class of an ``Accelerator``."""
 
     autopar_model: nn.Module
     autopar_mpu: MPU
@@ -313,26 +311,13 @@ def _check_all(parameters: Iterable[Any], model: nn.Module) -> None:
 
 def agree_in_events(handler: Any, mpu: MPU) -> None:
     """Let the trainer's ``CallbackHandler`` agree after the other events with flags that the trainer reads."""
-    swap(handler, _AgreedEvents, autopar_mpu=mpu, autopar_log_follows=False)
+    swap(handler, _AgreedEvents, autopar_mpu=mpu)
 
 
 class _AgreedEvents:
-    """Class before that of a ``CallbackHandler``.
-
-    Attributes:
-        autopar_log_follows: Whether the next log is the trainer's own in a step, on every rank. User code may call
-            ``trainer.log`` on one rank alone at any other time.
-    """
+    """A mixin before the class of a ``CallbackHandler``."""
 
     autopar_mpu: MPU
-    autopar_log_follows: bool
-
-    def on_log(self, *args: Any, **kwargs: Any) -> Any:
-        control = super().on_log(*args, **kwargs)  # type: ignore[misc]
-        if not self.autopar_log_follows:
-            return control
-        self.autopar_log_follows = False
-        return _agree(control, self.autopar_mpu)
 
     def on_substep_end(self, *args: Any, **kwargs: Any) -> Any:
         return _agree(super().on_substep_end(*args, **kwargs), self.autopar_mpu)  # type: ignore[misc]
