@@ -23,6 +23,7 @@ from autopar.call_site import frames_of
 from autopar.compat.patches import patch_body, patch_member, patch_name
 from autopar.compat.tensors import steps_of
 from autopar.data_parallel.gradients import ReplicaNorm
+from autopar.distributed.collectives import all_gather, even_layout
 from autopar.distributed.failures import waiting
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
@@ -267,11 +268,9 @@ def _gather(plain: Any, tensor: Any) -> Any:
         return plain(tensor)
 
     def joined(part: torch.Tensor) -> torch.Tensor:
-        local = (part.reshape(1) if part.ndim == 0 else part).contiguous()  # single numbers as [replicas]
-        parts = [torch.empty_like(local) for _ in range(mpu.dp.size)]
-        if mpu.dp.size > 1:
-            dist.all_gather(parts, local, group=mpu.dp.group)
-        return torch.cat(parts) if mpu.dp.size > 1 else local
+        local = part.reshape(1) if part.ndim == 0 else part  # single numbers as [replicas]
+        layout = even_layout(len(local) * mpu.dp.size, mpu.dp.size)
+        return all_gather(local, mpu.dp, layout, 0) if mpu.dp.size > 1 else local.contiguous()
 
     with waiting(mpu, "accelerate's gather", mpu.dp.ranks):
         return recursively_apply(joined, tensor, error_on_other_type=True)

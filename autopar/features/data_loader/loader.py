@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
+from autopar.distributed.collectives import all_gather, even_layout
 from autopar.distributed.failures import waiting
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError, ConsistencyError
@@ -249,14 +250,13 @@ def gather_for_metrics(
     if samples is not None and total < samples:
         raise ConsistencyError(f"gather_for_metrics: {total} values for samples={samples}: some were left out")
     ((shape, dtype),) = kinds
-    parts = [torch.zeros(max(counts), *shape, dtype=dtype, device=mpu.device) for _ in range(dp.size)]
-    own = parts[dp.rank]
+    own = torch.zeros(max(counts), *shape, dtype=dtype, device=mpu.device)
     if mine is not None:
         own[: len(mine)] = mine
     if dp.size > 1:
         with waiting(mpu, "gather_for_metrics", dp.ranks):
-            dist.all_gather(parts, own.clone(), group=dp.group)
-    return torch.stack(parts, dim=1).flatten(0, 1)[:total][:samples]  # sample by sample
+            own = all_gather(own, dp, even_layout(len(own) * dp.size, dp.size), 0)
+    return own.unflatten(0, (dp.size, -1)).transpose(0, 1).flatten(0, 1)[:total][:samples]  # sample by sample
 
 
 class ResumableSampler(DistributedSampler[Any]):

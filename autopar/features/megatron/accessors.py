@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,11 +17,6 @@ from autopar.distributed.collectives import even_layout
 from autopar.distributed.mesh import rank_groups
 from autopar.distributed.process import start_process_group
 from autopar.features.megatron.toolbox import Dtypes, broadcast_data, check_divides
-
-if TYPE_CHECKING:
-    from autopar.distributed.mesh import MPU as _Mesh
-else:
-    _Mesh = object
 
 _TP, _PP = ("tp", "the ranks that hold the shards of one layer"), ("pp", "the stages of a replica")
 _EP = ("ep", "the ranks that hold the experts of one layer")
@@ -81,30 +76,30 @@ _OTHERS: dict[str, tuple[Callable[[Any], Any], str]] = {  # whole name -> what o
 }
 
 
-class MeshAccessors(_Mesh):
+class MeshAccessors:
     """Methods of :class:`~autopar.distributed.mesh.MPU`."""
 
     initialize_distributed = staticmethod(start_process_group)
 
-    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+    def broadcast(self: Any, x: torch.Tensor) -> torch.Tensor:
         """Enter a sharded region (Megatron's f): identity forward of ``x``, which is Replicate; all-reduce backward."""
         return collectives.copy(x, self.tp)
 
-    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+    def reduce(self: Any, x: torch.Tensor) -> torch.Tensor:
         """Leave a sharded region (Megatron's g): all-reduce forward (Partial -> Replicate), identity backward."""
         return collectives.reduce(x, self.tp)
 
-    def scatter(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    def scatter(self: Any, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Keep own shard, ``[..., n] -> [..., n/tp]``; backward is an all-gather. ConfigError if it does not divide."""
         check_divides(x.shape[dim], self.tp, f"dim {dim}")
         return collectives.scatter(x, self.tp, even_layout(x.shape[dim], self.tp.size), dim)
 
-    def gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    def gather(self: Any, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """All-gather ``[..., n/tp] -> [..., n]`` of equal widths; backward keeps the own shard."""
         return collectives.gather(x, self.tp, even_layout(x.shape[dim] * self.tp.size, self.tp.size), dim)
 
     def broadcast_data(
-        self, keys: Iterable[int | str], data: Mapping[Any, Any] | None, dtype: Dtypes
+        self: Any, keys: Iterable[int | str], data: Mapping[Any, Any] | None, dtype: Dtypes
     ) -> dict[int | str, torch.Tensor]:
         """Broadcast the first tensor-parallel rank's tensors, see :func:`autopar.tensor_parallel.broadcast_data`."""
         return broadcast_data(keys, data, dtype, self)

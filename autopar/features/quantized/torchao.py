@@ -37,15 +37,11 @@ def find(module: nn.Module) -> EightBitTensor | None:
     if library is None or not isinstance(weight, library.TorchAOBaseTensor):
         return None
     kind, layer = type(weight).__name__, type(module).__name__
-    if kind not in _FORMATS or not isinstance(module, nn.Linear):
+    inputs = any(getattr(weight, name, None) is not None for name in _OF_INPUTS)
+    if kind not in _FORMATS or inputs or not isinstance(module, nn.Linear):
         raise ConfigError(
-            f"the weight of a layer ({layer}) is torchao's {kind}: Int8WeightOnlyConfig and Float8WeightOnlyConfig "
-            "of linear layers\n  are what autopar takes."
-        )
-    if any(getattr(weight, name, None) is not None for name in _OF_INPUTS):
-        raise ConfigError(
-            f"torchao's {kind} with quantized inputs: Int8WeightOnlyConfig and Float8WeightOnlyConfig quantize weights "
-            "alone,\n  and that is what autopar takes."
+            f"the weight of a layer ({layer}) is torchao's {kind}{' with quantized inputs' * inputs}: "
+            "Int8WeightOnlyConfig and Float8WeightOnlyConfig\n  of linear layers are supported."
         )
     return EightBitTensor(module)
 

@@ -134,27 +134,26 @@ def check_arguments(args: Any) -> None:
         raise ConfigError("\n".join([f"the arguments have {len(problems)} problems:", *lines]), problems)
 
 
+_REFUSED = {  # argument -> the reason and what to use instead, after its name
+    "fsdp": " would shard what is sharded already: zero: {stage: 3} in parallel_config is torch's FSDP2",
+    "deepspeed": " would take over the model and the optimizer: zero: {stage: 1} is in parallel_config",
+    "torch_compile": " compiles the plain model: write compile: {enable: true} into parallel_config",
+    "use_liger_kernel": " replaces layers that are sharded already: apply it to the plain model before",
+    "use_vllm": (
+        " would send vLLM this rank's shards: leave it out, the model samples on its own ranks; an engine beside it "
+        "gets whole weights from autopar.hf_weights(model)"
+    ),
+    "auto_find_batch_size": ": the rank that runs out of memory would go on alone; give a batch size",
+    "save_on_each_node": ": a checkpoint is one folder, on a file system that all nodes share",
+    "eval_use_gather_object": ": objects are not gathered over the replicas; tensors are, padded",
+}
+
+
 def _refused(args: Any) -> Iterator[str]:
-    if args.fsdp:
-        yield "args.fsdp would shard what is sharded already: zero: {stage: 3} in parallel_config is torch's FSDP2"
-    if args.deepspeed:
-        yield "args.deepspeed would take over the model and the optimizer: zero: {stage: 1} is in parallel_config"
-    if args.torch_compile:
-        yield "args.torch_compile compiles the plain model: write compile: {enable: true} into parallel_config"
-    if args.use_liger_kernel:
-        yield "args.use_liger_kernel replaces layers that are sharded already: apply it to the plain model before"
-    if getattr(args, "use_vllm", False):
-        yield (
-            "args.use_vllm would send vLLM this rank's shards: leave it out, the model samples on its own ranks; an "
-            "engine beside it gets whole weights from autopar.hf_weights(model)"
-        )
-    if args.auto_find_batch_size:
-        yield "args.auto_find_batch_size: the rank that runs out of memory would go on alone; give a batch size"
+    yield from (f"args.{name}{reason}" for name, reason in _REFUSED.items() if getattr(args, name, None))
     for name in ("fp16_full_eval", "bf16_full_eval"):
         if getattr(args, name):
             yield f"args.{name} would leave the model in {name[:4]}: write precision: {{dtype: {name[:4]}}} instead"
-    if args.save_on_each_node:
-        yield "args.save_on_each_node: a checkpoint is one folder, on a file system that all nodes share"
     if args.train_sampling_strategy == "batch_rebalance":
         yield "args.train_sampling_strategy='batch_rebalance' deals batches out to processes, not to replicas"
     if _recomputes(args) and (
@@ -169,8 +168,6 @@ def _refused(args: Any) -> Iterator[str]:
         yield "accelerator_config.dispatch_batches=True reads on rank 0 only; every rank reads its replica's samples"
     if not loading.even_batches:
         yield "accelerator_config.even_batches=False: a replica with fewer batches would keep the others waiting"
-    if args.eval_use_gather_object:
-        yield "args.eval_use_gather_object: objects are not gathered over the replicas; tensors are, padded"
     if optim_of(args) in _IN_BACKWARD:
         yield (
             f"args.optim={optim_of(args)} steps inside of backward, before gradients are averaged and clipped: take "
