@@ -32,12 +32,17 @@ from autopar.guards.model_changes import listed_ranks
 from autopar.guards.step import listeners
 
 _UNSET: Any = object()
-_meant: ContextVar[Any] = ContextVar("the MPU of the chosen model; None: all processes", default=_UNSET)
+_meant: ContextVar[tuple[Any, bool]] = ContextVar("the chosen MPU, see meaning", default=(_UNSET, False))
 
 
 @contextlib.contextmanager
-def meaning(mpu: MPU | None) -> Iterator[None]:
-    token = _meant.set(mpu)
+def meaning(mpu: MPU | None, *, deals: bool = False) -> Iterator[None]:
+    """Let functions without an accelerator see the replicas of ``mpu``, or all processes.
+
+    Args:
+        deals: True if ``process_index`` counts replicas, too, for code that splits batches or slices gathered tensors.
+    """
+    token = _meant.set((mpu, deals))
     try:
         yield
     finally:
@@ -71,13 +76,13 @@ def inside(model: nn.Module) -> MPU | None:
 
 def mesh() -> MPU | None:
     """Return the mesh whose replicas a function sees; None if it sees all processes."""
-    meant = _meant.get()
+    meant, _ = _meant.get()
     return only(one.mpu for one in alive()) if meant is _UNSET else meant
 
 
 def mesh_of(accelerator: Any) -> MPU | None:
     """Return the mesh whose replicas an accelerator sees; None if it sees all processes."""
-    meant = _meant.get()
+    meant, _ = _meant.get()
     if meant is not _UNSET:
         return meant
     own: MPU | None = vars(accelerator).get("autopar_mpu")  # a parallel trainer's
@@ -85,20 +90,6 @@ def mesh_of(accelerator: Any) -> MPU | None:
         return own
     found = [mpu for mpu in map(inside, accelerator._models) if mpu is not None]
     return only(found) if accelerator._models else mesh()
-
-
-_dealing: ContextVar[bool] = ContextVar("a process's index is that of its replica", default=False)
-
-
-@contextlib.contextmanager
-def counting_replicas(mpu: MPU) -> Iterator[None]:
-    """Let ``process_index`` count replicas, too, for code that splits batches or slices gathered tensors by it."""
-    token = _dealing.set(True)
-    try:
-        with meaning(mpu):
-            yield
-    finally:
-        _dealing.reset(token)
 
 
 class Place:
@@ -184,7 +175,7 @@ def prepare_data_loader(plain: Any, accelerator: Any, data_loader: Any, *args: A
             "theirs:\n  leave it out. The loader of autopar.prepare_dataloader(dataset, batch_size, mpu=model.mpu) has "
             "state_dict and load_state_dict."
         )
-    with counting_replicas(mpu):
+    with meaning(mpu, deals=True):
         made = plain(accelerator, data_loader, *args, **kwargs)
     if isinstance(made, DataLoaderDispatcher):
         made.state = Place(made.state, mpu)
@@ -201,8 +192,8 @@ def _num_processes(plain: Callable[..., int], accelerator: Any) -> int:
 
 
 def _process_index(plain: Callable[..., int], accelerator: Any) -> int:
-    """The body of ``Accelerator.process_index``, the rank in the world; of the replica in :func:`counting_replicas`."""
-    mpu = mesh_of(accelerator) if _dealing.get() else None
+    """The body of ``Accelerator.process_index``, the rank in the world; or of the replica in :func:`meaning`."""
+    mpu = mesh_of(accelerator) if _meant.get()[1] else None
     return plain(accelerator) if mpu is None else mpu.dp.rank
 
 

@@ -105,8 +105,8 @@ class WeightTransfer:
         """Send the weights and return the number of tensors. Every rank calls it.
 
         Args:
-            only_changed: Whether tensors are left out that have not changed since this object sent them.
-            adapters_only: Whether only the adapters of a ``PeftModel`` are sent, by its parameters' names.
+            only_changed: True if tensors are left out that have not changed since this object sent them.
+            adapters_only: True if only the adapters of a ``PeftModel`` are sent, by its parameters' names.
 
         Raises:
             CheckpointError: The engine does not answer, or answers an error; on every rank. The next call sends all.

@@ -157,8 +157,8 @@ def prepare_dataloader(
         dataset: Map-style dataset, or ``IterableDataset`` (every ``dp``-th element; it shuffles by itself).
         batch_size: Samples per replica and step; the global batch is ``batch_size * dp``.
         mpu: ``model.mpu``.
-        drop_last: Whether samples are dropped that do not fill a batch on every replica.
-        even_batches: Whether some samples are repeated so that replicas have equally many (of a stream, the last ones
+        drop_last: True if samples are dropped that do not fill a batch on every replica.
+        even_batches: True if some samples are repeated so that replicas have equally many (of a stream, the last ones
             dropped). False, for evaluation, gives every sample exactly once, in as many batches on every replica, of
             which the last may be smaller; for a stream replicas may differ by a batch, so not with ``zero.stage`` 2 and
             3. :func:`gather_for_metrics` puts the replicas' results in the order of the dataset.

@@ -256,7 +256,7 @@ def expert_load(model: nn.Module, *, reset: bool = True) -> dict[str, torch.Tens
 
     Args:
         model: Model parallelized with ``expert_parallel_size`` above 1, or a wrapper around it.
-        reset: Whether the counts start again from zero.
+        reset: True if the counts start again from zero.
 
     Returns:
         Path of the experts of this rank's stage -> ``[experts]``, int64, over all replicas; the same on every rank of

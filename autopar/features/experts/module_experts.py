@@ -200,7 +200,7 @@ class ModuleExperts(ExpertParallel):
     """A list of experts, of which this rank holds some. Each parameter lies on one rank.
 
     Attributes:
-        idle_zeros: Whether an expert without calls has a gradient of zeros.
+        idle_zeros: True if an expert without calls has a gradient of zeros.
     """
 
     autopar_names: tuple[str, ...]

@@ -45,7 +45,7 @@ class RouterLoss(NotCopied):
     """The auxiliary loss of one model over the ranks that hold the same weights. Every rank makes it.
 
     Args:
-        apart: Whether each replica balances its own tokens.
+        apart: True if each replica balances its own tokens.
     """
 
     def __init__(self, model: nn.Module, module: ModuleType, mpu: MPU, failures: FailureLog, *, apart: bool) -> None:

@@ -99,7 +99,7 @@ class HostTransport(NotCopied):
         axis: The axis, whose ranks all run on this machine.
         processes: The processes of these ranks.
         segment: Mapped memory of :func:`segment_bytes`, initially zero.
-        own_cores: Whether each rank of the machine has a core for itself.
+        own_cores: True if each rank of the machine has a core for itself.
     """
 
     def __init__(

@@ -200,14 +200,14 @@ class ColumnParallelLinear(layers.ColumnParallelLinear, metaclass=_Swapped):
 
     Args:
         input_size, output_size: Features of the full layer; ``output_size`` need not divide.
-        bias: Whether the layer has a bias, ``[out/tp]``.
-        gather_output: Whether the full ``[..., out]`` is returned.
+        bias: True if the layer has a bias, ``[out/tp]``.
+        gather_output: True if the full ``[..., out]`` is returned.
         init_method: Function that fills the full weight in place, ``init_method(weight)``; the bias is 0 then. None
             draws as ``nn.Linear`` does.
         stride: Number of parts side by side, each sharded by itself (``q | k | v``: 3, ``gate | up``: 2).
         unit: Number of features that stay together on one rank (the width of a head).
-        keep_master_weight_for_test: Whether the full weight is kept as ``master_weight``.
-        skip_bias_add: Whether ``(output, bias)`` is returned, without adding the bias, for a fused kernel to add.
+        keep_master_weight_for_test: True if the full weight is kept as ``master_weight``.
+        skip_bias_add: True if ``(output, bias)`` is returned, without adding the bias, for a fused kernel to add.
         group: A process group or an MPU.
         device, dtype: Those of ``nn.Linear``.
 
@@ -247,7 +247,7 @@ class RowParallelLinear(layers.RowParallelLinear, metaclass=_Swapped):
     ``weight`` is ``[out, in/tp]``, this rank's shard of the full one. The bias is replicated and added once.
 
     Args:
-        input_is_parallel: Whether the input is ``[..., in/tp]`` already, from a ``ColumnParallelLinear``; otherwise it
+        input_is_parallel: True if the input is ``[..., in/tp]`` already, from a ``ColumnParallelLinear``; otherwise it
             is ``[..., in]`` and is scattered here.
 
     The other arguments are as in :class:`ColumnParallelLinear`; ``stride`` and ``unit`` are those of the column layer

@@ -39,7 +39,7 @@ class RandomStateTracker:
     """Named random streams in addition to the default one, for the CPU and for the current GPU.
 
     Args:
-        cuda: Whether the GPU's generator is tracked, too; by default if there is a GPU.
+        cuda: True if the GPU's generator is tracked, too; by default if there is a GPU.
     """
 
     def __init__(self, cuda: bool | None = None) -> None:

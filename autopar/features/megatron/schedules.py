@@ -66,7 +66,7 @@ def forward_backward(
         data_iterator: Iterator of micro-batches, identical on every stage; None where the step function gets its data
             otherwise (``broadcast_data``). A list holds one for each chunk of the model on this rank, or one for all.
         model: The model from ``autopar.initialize``, or a list of it.
-        forward_only: Whether the backward is left out.
+        forward_only: True if the backward is left out.
 
     Returns:
         The reports of ``loss_func``, one entry per micro-batch; an empty list on every stage but the last. Where the

@@ -74,7 +74,7 @@ def gather_from_sequence_parallel_region(
     """All-gather ``[seq/tp, ...]`` Shard(dim) -> ``[seq, ...]`` Replicate.
 
     Args:
-        tensor_parallel_output_grad: Whether the result enters a sharded region, so that its gradient is Partial and
+        tensor_parallel_output_grad: True if the result enters a sharded region, so that its gradient is Partial and
             backward is a reduce-scatter. If False the gradient is Replicate and backward keeps its own shard.
     """
     axis = axis_of(group)

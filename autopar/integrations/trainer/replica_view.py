@@ -30,7 +30,7 @@ from autopar.distributed.failures import waiting
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.process import device_of_numbers
 from autopar.errors import ConfigError, ConsistencyError
-from autopar.integrations.accelerate import counting_replicas
+from autopar.integrations.accelerate import meaning
 from autopar.integrations.trainer.steps import ParallelBase
 from autopar.swap import bind, unbind
 
@@ -52,12 +52,12 @@ class ReplicaView(ParallelBase):
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run a step of the trainer, which may sample, score and slice in it."""
-        with counting_replicas(self.model.mpu):
+        with meaning(self.model.mpu, deals=True):
             return super().training_step(*args, **kwargs)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch, which a trainer may sample first."""
-        with counting_replicas(self.model.mpu):
+        with meaning(self.model.mpu, deals=True):
             return super().prediction_step(*args, **kwargs)
 
     def _prepare_inputs(self, inputs: Any) -> Any:

@@ -43,13 +43,13 @@ class ParallelBase(Trainer):
 
     Attributes:
         model: The model, with ``mpu`` and ``_autopar``.
-        autopar_ready: Whether the model is parallelized already.
-        autopar_alone: Whether the trainer must not multiply the loss that is computed, see ``get_tp_size``.
-        autopar_evaluates: Whether a loss is evaluated.
+        autopar_ready: True if the model is parallelized already.
+        autopar_alone: True if the trainer must not multiply the loss that is computed, see ``get_tp_size``.
+        autopar_evaluates: True if a loss is evaluated.
         autopar_weight: Weight of this replica's loss in a training step; None for no weight.
-        autopar_reached: Whether ``compute_loss`` of this class computed the last loss, and weighted it.
+        autopar_reached: True if ``compute_loss`` of this class computed the last loss, and weighted it.
         autopar_counts: Numbers of labels of the replicas' last batches, where they differ.
-        autopar_told: Whether the warning about equally averaged losses was given.
+        autopar_told: True if the warning about equally averaged losses was given.
     """
 
     model: Any
