@@ -35,7 +35,7 @@ def _find(tensors: list[torch.Tensor]) -> tuple[_Given, list[torch.Tensor]]:
     """
     given: _Given = [] if tensors else _empty_share()
     rest, find = tensors, ReplicaNorm.mine
-    while True:  # a copy may be there beside the parameter, and a second one
+    while True:  # a copy may be given in addition to the parameter, and a second one
         found = [(one, mine) for one in listeners(ReplicaNorm) if (mine := find(one, rest))]
         if not found and find is ReplicaNorm.made:
             return given, rest

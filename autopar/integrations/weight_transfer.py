@@ -99,7 +99,7 @@ class WeightTransfer:
 
     def __init__(self, engine: Engine, bucket_size: int | str = "512MB") -> None:
         self.engine, self.limit = engine, parse_size(bucket_size)
-        self._sent: dict[str, int] = {}  # name -> digest of what the engine has
+        self._sent: dict[str, int] = {}  # name -> digest of the engine's tensor
 
     def send(self, model: nn.Module, *, only_changed: bool = False, adapters_only: bool = False) -> int:
         """Send the weights and return the number of tensors. Every rank calls it.

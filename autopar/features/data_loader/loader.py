@@ -175,7 +175,7 @@ def prepare_dataloader(
         kwargs["generator"] = torch.Generator().manual_seed(seed)
     if isinstance(dataset, IterableDataset):
         if shuffle:
-            raise ConfigError("shuffle=True needs a map-style dataset; shuffle the stream itself, alike on all ranks")
+            raise ConfigError("shuffle=True needs a map-style dataset; shuffle the stream itself, equally on all ranks")
         source: Dataset[Any] = _EveryNth(dataset, dp.rank, dp.size, even_batches) if dp.size > 1 else dataset
         loader = ReplicaDataLoader(source, batch_size, drop_last=drop_last, **kwargs)
     elif not even_batches:
@@ -218,7 +218,7 @@ def gather_for_metrics(
     """All-gather every replica's values of samples, in the order of the dataset (as the loader shuffled it).
 
     All ranks of a data-parallel group call it, once after a pass over the loader of :func:`prepare_dataloader`
-    (with stages, those of the last one)::
+    (with stages, the ranks of the last one)::
 
         losses = [loss_of_each_sample(model, batch) for batch in loader]
         mean = autopar.gather_for_metrics(losses, mpu=model.mpu, samples=len(dataset)).mean()

@@ -1,7 +1,7 @@
 """Expert parallelism: tokens go to the ranks that hold the experts they chose, and back.
 
 Lepikhin et al., "GShard" (2020), section 3; Megatron-LM, core/transformer/moe/token_dispatcher.py. Experts lie on the
-tp ranks of a replica, or on those of several replicas. The tp ranks of one replica hold the same tokens, so each takes
+tp ranks of one replica or of several. The tp ranks of one replica hold the same tokens, so each takes
 an equal share of them. By ``all_to_all`` it sends every (token, chosen expert) pair to the expert's rank, gets the
 output back, and weights it. By ``all_reduce`` all tokens go to all ranks, which compute the pairs that chose their
 experts: an all-gather and a reduce-scatter, in which no rank waits for the choices of other tokens. Then the shares are

@@ -1,6 +1,6 @@
 """Expert parallelism of experts that are modules in a list: each rank has some of them, and the rest without weights.
 
-Rows travel as those of stacked experts do (:mod:`autopar.features.experts.layers`). Weights, masks and dropout after
+Rows travel as for stacked experts (:mod:`autopar.features.experts.layers`). Weights, masks and dropout after
 the experts stay on the rank of the tokens; only the experts compute elsewhere.
 
 Classes choose experts in many ways: by indices, by masks, in a loop over all of them or over the chosen ones, with
@@ -217,7 +217,7 @@ class ModuleExperts(ExpertParallel):
 
     @property
     def calls_itself(self) -> bool:
-        """Whether the list has a forward of its own, which calls the experts."""
+        """Whether the list has its forward, which calls the experts."""
         kind: Any = type(self)
         return kind._autopar_plain.forward is not nn.Module.forward
 

@@ -68,7 +68,7 @@ def shard_by_expert(
     for found in matches:
         match = found
         if any(match.path.startswith(f"{path}.") for path in listed):
-            continue  # an expert that is whole needs no rules inside
+            continue  # an undivided expert needs no rules inside
         holder = next((path for path in mixtures if match.path.startswith(f"{path}.")), "")
         if match.path in mixtures or holder:
             table = tables.setdefault(id(match.scope.table), match.scope.table.of_experts(ranks))

@@ -5,7 +5,7 @@ probabilities. This product of two means is not the mean of the replicas' produc
 they are summed over the ranks that hold the same weights before the product is made. Gradients are averaged over these
 ranks afterwards, so each rank's own part is scaled to count as often.
 
-transformers' models call ``load_balancing_loss_func`` of their own module. It is patched there; a function that
+transformers' models call their module's ``load_balancing_loss_func``. It is patched there; a function that
 computes something else on a sample is left as it is.
 """
 

@@ -25,7 +25,7 @@ from autopar.errors import ConsistencyError, PipelineError
 
 _FLUSH, _HARD = 1, 2  # how soon a rank wants to stop, in transformers' numbers
 _LONG = 365 * 24 * 3600.0
-_NONE = -(2**62)  # less than what a rank may tell
+_NONE = -(2**62)  # less than any number of a rank
 _NUMBERS = 7  # of a turn: failed, payload, stop, -stop, pause, digest, -digest
 
 Progress = dict[str, tuple[int, int]]

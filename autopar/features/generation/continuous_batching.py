@@ -1,7 +1,7 @@
 """Continuous batching of a tensor-parallel model: ``generate_batch`` and transformers' managers.
 
-transformers' own manager runs in its thread. Where ranks share a model it takes requests on the first rank of a group
-and does on the other ranks what the first one does. autopar gives it the ranks (:mod:`.batching_turns`), this rank's KV
+transformers' own manager runs in its thread. Where ranks share a model it takes requests on the first rank of a group,
+and the other ranks follow it. autopar gives it the ranks (:mod:`.batching_turns`), this rank's KV
 heads for the paged cache, and deadlines around its steps.
 """
 

@@ -32,7 +32,7 @@ _OF_TOKENS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria, Confidenc
 
 
 def generate_together(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """Replace the methods, after the hooks of forwards, which keep what the methods need on each Hugging Face model."""
+    """Replace the methods, after the hooks of forwards, which keep their data on each Hugging Face model."""
     methods: dict[str, Any] = {"generate": _generate}
     for module in (each for each in state.inner_of(model).modules() if isinstance(each, PreTrainedModel)):
         names = generating_methods(module, state.plan, state.mpu)

@@ -123,7 +123,7 @@ class HostTransport(NotCopied):
         """Run a collective by torch's name, with the same sizes on all ranks; False if shared memory has none of it.
 
         ``all_reduce(x)`` sums in place, ``all_gather_into_tensor(out, x)`` and ``reduce_scatter_tensor(out, x)`` take
-        flat contiguous tensors. The answer depends only on what is identical on all ranks.
+        flat contiguous tensors. The answer is identical on all ranks.
 
         Raises:
             DistBackendError: A rank has ended, has failed, or did not come within the timeout of the axis's group.
@@ -172,7 +172,7 @@ class HostTransport(NotCopied):
                 raise dist.DistBackendError(f"{self}: no collective is possible any more: {self._failed}")
             try:
                 method(*args)
-            except BaseException as error:  # an interrupt, too: the others must not take what is half written
+            except BaseException as error:  # an interrupt, too: no other rank may take half written data
                 self._leave(f"{type(error).__name__}: {error}")
                 raise
 
@@ -334,7 +334,7 @@ _ORDERED = ("x86_64", "AMD64")  # processors on which flags are seen after the d
 
 
 class _Offer(NamedTuple):
-    """A rank's message to the others.
+    """A rank's message to the other ranks.
 
     Attributes:
         cores: Numbers of the cores on which it may run.

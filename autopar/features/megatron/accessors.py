@@ -29,20 +29,20 @@ _AXES = {  # in a name -> the axis, and its ranks in words
     "expert_data_parallel": ("edp", "the ranks that hold the same experts, and read other data"),
     "model_parallel": ("tp_pp", "the ranks that hold each shard of the model once (tp x pp)"),
 }
-_VALUES: dict[str, tuple[Callable[[Axis], Any], str]] = {  # in a name -> what of the axis it is, and that in words
+_VALUES: dict[str, tuple[Callable[[Axis], Any], str]] = {  # in a name -> value of the axis, and its description
     "group": (attrgetter("group"), "the process group of"),
     "rank": (attrgetter("rank"), "this rank's place among"),
     "world_size": (attrgetter("size"), "the number of"),
     "src_rank": (lambda axis: axis.ranks[0], "the global rank of the first of"),
     "first_rank": (lambda axis: axis.ranks[0], "the global rank of the first of"),
     "last_rank": (lambda axis: axis.ranks[-1], "the global rank of the last of"),
-    "next_rank": (lambda axis: axis.ranks[(axis.rank + 1) % axis.size], "the global rank behind this one in a ring of"),
-    "prev_rank": (lambda axis: axis.ranks[axis.rank - 1], "the global rank in front of this one in a ring of"),
+    "next_rank": (lambda axis: axis.ranks[(axis.rank + 1) % axis.size], "the global rank after this one in a ring of"),
+    "prev_rank": (lambda axis: axis.ranks[axis.rank - 1], "the global rank before this one in a ring of"),
     "global_ranks": (lambda axis: list(axis.ranks), "the global ranks of"),
     "global_ranks_per_group": (lambda axis: list(axis.ranks), "the global ranks of"),
 }
 
-_DATA = {  # get_data_parallel_VALUE(with_context_parallel=False), over ``dp`` or ``dp_cp`` -> what it returns
+_DATA = {  # get_data_parallel_VALUE(with_context_parallel=False), over ``dp`` or ``dp_cp`` -> its value and description
     "group": ("group", "the process group for ``DistributedDataParallel(model, process_group=...)``"),
     "rank": ("rank", "the index of this rank's replica: ``DistributedSampler(rank=...)``"),
     "world_size": ("world_size", "the number of replicas: ``DistributedSampler(num_replicas=...)``"),
@@ -54,7 +54,7 @@ _DATA = {  # get_data_parallel_VALUE(with_context_parallel=False), over ``dp`` o
 _EMBEDDING = "the process group of the first and last stage, which hold tied embeddings; None between"
 _CHUNKS = "None: which chunks of a schedule a stage holds is the pipeline's affair"
 _ALIVE = "whether the process groups are there: from the start until ``destroy``"
-_OTHERS: dict[str, tuple[Callable[[Any], Any], str]] = {  # whole name -> what of the MPU it is, and that in words
+_OTHERS: dict[str, tuple[Callable[[Any], Any], str]] = {  # name -> value of the MPU, and its description
     "is_pipeline_first_stage": (lambda mpu: mpu.pp.rank == 0, "whether this rank holds the embeddings"),
     "is_pipeline_last_stage": (lambda mpu: mpu.pp.rank == mpu.pp.size - 1, "whether this rank holds the head"),
     "get_embedding_group": (lambda mpu: mpu._embedding and mpu._embedding.group, _EMBEDDING),

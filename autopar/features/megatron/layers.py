@@ -47,7 +47,7 @@ def seeded_axis(group: Group | None, layer: str) -> Axis:
     """Return the axis of ``group``. A collective of the axis.
 
     Raises:
-        ConfigError: There is no group.
+        ConfigError: ``group`` is None.
         ConsistencyError: The ranks' random states differ, so they would draw different weights; on all ranks.
     """
     if group is None:
@@ -212,7 +212,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear, metaclass=_Swapped):
         device, dtype: Those of ``nn.Linear``.
 
     Raises:
-        ConfigError: There is no group, or there are more ranks than units.
+        ConfigError: ``group`` is missing, or there are more ranks than units.
         ConsistencyError: The ranks would draw different weights.
     """
 
@@ -250,11 +250,11 @@ class RowParallelLinear(layers.RowParallelLinear, metaclass=_Swapped):
         input_is_parallel: True if the input is ``[..., in/tp]`` already, from a ``ColumnParallelLinear``; otherwise it
             is ``[..., in]`` and is scattered here.
 
-    The other arguments are as in :class:`ColumnParallelLinear`; ``stride`` and ``unit`` are those of the column layer
+    The other arguments are as in :class:`ColumnParallelLinear`; ``stride`` and ``unit`` describe the column layer
     that makes the input.
 
     Raises:
-        ConfigError: There is no group, or there are more ranks than units.
+        ConfigError: ``group`` is missing, or there are more ranks than units.
         ConsistencyError: The ranks would draw different weights.
     """
 

@@ -3,7 +3,7 @@
 Dropout on replicated activations must drop the same elements on every rank of the group, dropout on sharded activations
 must not. So there are two streams: the default generator, with the same seed everywhere, and a named one, seeded per
 rank, that replaces it inside :meth:`RandomStateTracker.fork` (``torch.nn.functional.dropout`` takes no generator). The
-idea and the seeds are Megatron-LM's (``megatron/core/tensor_parallel/random.py``). There is no module-level state.
+idea and the seeds are Megatron-LM's (``megatron/core/tensor_parallel/random.py``). Nothing is module-level state.
 
     tracker = manual_seed(1234, mpu)         # also mpu.random_tracker
     x = dropout(x)                           # Replicate: equal on all ranks
@@ -64,7 +64,7 @@ class RandomStateTracker:
         Forks nest. A fork of a stream that an outer fork draws from continues where the outer fork is.
 
         Raises:
-            ConfigError: There is no such stream.
+            ConfigError: The stream does not exist.
         """
         if name not in self._seeds:
             known = ", ".join(map(repr, self._seeds)) or "none: call manual_seed first"

@@ -207,7 +207,7 @@ def broadcast_data(
     if axis.rank == 0:
         try:
             specs, problems = _inspect(keys, data, dtype)
-        except Exception as error:  # whatever it is, the others must not wait
+        except Exception as error:  # of any kind: the other ranks must not wait
             problems = [f"{type(error).__name__}: {error}"]
     if axis.size > 1:
         checked: list[Any] = [(specs, problems)]

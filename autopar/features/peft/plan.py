@@ -158,7 +158,7 @@ def _low_rank(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) 
         elif plan.rule == "sharded" and isinstance(layer.get_base_layer(), nn.Linear):
             yield from _inside(path, name, layer, plan)
             kind = "dropout_alike" if plan.layouts["weight"].dim == 0 else ""
-        elif plan.rule == "replicated" and plan.summed:  # the base works on sharded activations, as a whole
+        elif plan.rule == "replicated" and plan.summed:  # the full base works on sharded activations
             yield _summed(a, first, where)
             yield _summed(b, second, where)
         else:
@@ -258,7 +258,7 @@ def _of_whole_experts(path: str, layer: Any, plan: ModulePlan, layout: Layout, t
     """Yield the rules of ``A``, ``[experts * r, in]``, and ``B``, ``[out, r * experts]``, of full experts' weights."""
     (block,) = layout.blocks
     few = [rank for rank in range(layout.axis_size) if layout.local_size(rank) == 1]
-    if few and layout.size > 1:  # PEFT takes the weights of one expert for those of a plain layer
+    if few and layout.size > 1:  # PEFT takes the weights of one expert for a plain layer's
         raise ConfigError(
             f"adapters at {path}: {layout.size} experts over {layout.axis_size} ranks leave one on rank {few[0]}, and "
             f"PEFT's adapters of weights of experts need two.\n  Use an expert_parallel_size of at most "

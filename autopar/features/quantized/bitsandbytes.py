@@ -217,7 +217,7 @@ class FourBit(QuantizedWeight):
         """Quantize the scales as the full weight's."""
         state, (rows, columns) = self._state, self.shape
         blocks, steps = columns // state.blocksize, layout.in_steps(self.block[layout.dim])
-        scales = all_gather(state.absmax.view(rows, blocks), axis, steps)  # [out, in/64] of the whole
+        scales = all_gather(state.absmax.view(rows, blocks), axis, steps)  # [out, in/64] of the full weight
         mean = scales.mean()
         codes, state2 = functional().quantize_blockwise(scales.reshape(-1) - mean, blocksize=_GROUP)
         state.nested, state.state2, state.offset = True, state2, mean
@@ -365,7 +365,7 @@ class EightBit(QuantizedWeight):
         """Quantize this rank's shard of a pending weight."""
         shape = (values.shape[0], values.shape[1])
         values = values.to(torch.float16)
-        if layout is not None and layout.dim == 1:  # the scale of an output is that of all its inputs
+        if layout is not None and layout.dim == 1:  # an output has one scale for all its inputs
             most = largest(values.abs().amax(1, keepdim=True).float(), axis)
             values = torch.cat([values, most.to(values.dtype)], 1)
             self.shape = (shape[0], layout.size)

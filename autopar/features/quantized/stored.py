@@ -113,7 +113,7 @@ def largest(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 class QuantizedWeight(StoredWeight):
-    """The weight of one linear layer in the form of one library; ``block`` is that of its :class:`Kind`."""
+    """The weight of one linear layer in the form of one library; ``block`` as in its :class:`Kind`."""
 
     block: tuple[int, int] = (1, 1)
     _module: Any
@@ -146,7 +146,7 @@ class QuantizedWeight(StoredWeight):
         self.put((rows, columns), tensors)
 
     def put(self, shape: tuple[int, int], tensors: dict[str, torch.Tensor]) -> None:
-        """Replace the tensors of the weight by other ones; the parameter stays the same object."""
+        """Replace the tensors of the weight; the parameter stays the same object."""
         raise NotImplementedError
 
     def fill(self, values: torch.Tensor, layout: Layout | None, axis: Any) -> None:

@@ -27,7 +27,7 @@ _TIMEOUT = 600.0  # seconds to wait for the other ranks at a save or a load; cal
 class CheckpointMixin(ParallelBase):
     """Saving and resuming. Every rank calls all of it."""
 
-    _restored: Any = None  # random states of the checkpoint that training goes on from
+    _restored: Any = None  # random states of the checkpoint that training continues from
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write the files of ``save_pretrained`` (of a ``PeftModel`` its adapters), processing class and arguments."""
@@ -66,7 +66,7 @@ class CheckpointMixin(ParallelBase):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._restored is not None:
-            restore(self._restored)  # a rank's own file is that of one place in one mesh
+            restore(self._restored)  # a rank's own file is valid for one place in one mesh
 
     def _load_best_model(self) -> None:
         folder = Path(str(self.state.best_model_checkpoint))

@@ -147,7 +147,7 @@ class ParallelBase(Trainer):
         """Count the labels of a batch, or its samples, over which its loss is a mean.
 
         Returns:
-            The count, and ``mean``, or ``sum`` for a loss that is no mean; or the count of each target, and
+            The count, and ``mean``, or ``sum`` for a sum; or the count of each target, and
             ``unknown``, for any other loss, and for one that is made of several means.
         """
         model, main_input = base_of(self.model), getattr(base_of(self.model), "main_input_name", "")
@@ -359,7 +359,7 @@ class _SeededAlike(DataLoader[Any]):
     autopar_mpu: Any
 
     def __iter__(self) -> Any:
-        if self._iterator is not None:  # persistent workers go on
+        if self._iterator is not None:  # persistent workers continue
             return super().__iter__()
         mpu, own = self.autopar_mpu, torch.get_rng_state()
         shared = own.to(device_of_numbers(mpu.model.group), copy=True)
