@@ -8,7 +8,6 @@ parallelized model that is alive, and call torch's functions for everything else
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -83,8 +82,7 @@ def _clip_grad_norm(
     given, rest = _find(listed)
     _refuse_layers(rest, "torch.nn.utils.clip_grad_norm_", "autopar.clip_grad_norm_(model, max_norm)")
     if not given:
-        again = (each for each in listed) if isinstance(parameters, types.GeneratorType) else listed
-        return plain(again, max_norm, norm_type, error_if_nonfinite, foreach)
+        return plain(listed, max_norm, norm_type, error_if_nonfinite, foreach)
     gradients = [(one, {name: p.grad for name, p in mine.items() if p.grad is not None}) for one, mine in given]
     others, single = [p.grad for p in rest if p.grad is not None], isinstance(parameters, torch.Tensor)
     norm = _norm(gradients, others, float(norm_type), error_if_nonfinite, single=single)

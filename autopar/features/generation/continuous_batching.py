@@ -23,7 +23,6 @@ from autopar.distributed.digest import of_text
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.features.generation.generate import keep_activations
 from autopar.swap import config_view, set_value, swap
 from autopar.tensor_parallel.hooks import cache_layouts
 
@@ -75,6 +74,19 @@ def _check_thread(manager: weakref.ref[_OverRanks]) -> None:
     running = manager()
     if running is not None:
         running.check_thread()
+
+
+@contextlib.contextmanager
+def keep_activations(model: nn.Module) -> Iterator[None]:
+    """Keep activations inside of ``with``: transformers' blocks that recompute in training mode forget their cache."""
+    on = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+    for module in on:
+        module.gradient_checkpointing = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module in on:
+            module.gradient_checkpointing = True  # type: ignore[assignment]
 
 
 def forget(model: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from autopar.distributed import gloo_collectives
 from autopar.distributed.collectives import run
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.rng import sync_generators
+from autopar.features.generation import continuous_batching as batching
 from autopar.setup.steps import Given, Parallelized
 from autopar.swap import bind, unbind
 from autopar.tensor_parallel.apply import generating_methods
@@ -33,13 +34,10 @@ _OF_TOKENS = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria, Confidenc
 
 def generate_together(model: nn.Module, state: Parallelized, given: Given) -> None:
     """Replace the methods, after the hooks of forwards, which keep their data on each Hugging Face model."""
-    methods: dict[str, Any] = {"generate": _generate}
+    methods = {each.__name__: each for each in (batching.init_continuous_batching, batching.generate_batch)}
+    methods["generate"] = _generate
     for module in (each for each in state.inner_of(model).modules() if isinstance(each, PreTrainedModel)):
         names = generating_methods(module, state.plan, state.mpu)
-        if "generate_batch" in names:
-            from autopar.features.generation import continuous_batching as batching
-
-            methods |= {each.__name__: each for each in (batching.init_continuous_batching, batching.generate_batch)}
         bind(module, _OWNER, **{name: methods[name] for name in names})
         if "generate" in names:
             bind(module, _OWNER, _get_stopping_criteria=_get_stopping_criteria)
@@ -47,11 +45,8 @@ def generate_together(model: nn.Module, state: Parallelized, given: Given) -> No
 
 
 def _undo(model: nn.Module, state: Parallelized) -> None:
-    if state.mpu.world_size > 1:
-        from autopar.features.generation import continuous_batching
-
-        for module in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
-            continuous_batching.forget(module)
+    for module in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
+        batching.forget(module)
     unbind(model, _OWNER)
 
 
@@ -92,21 +87,8 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             check.check_call("generate")
         sync_generators(mpu.model)
         first = contextlib.nullcontext() if check is None else check.first_only()
-        with first, keep_activations(self):
+        with first, batching.keep_activations(self):
             return type(self).generate(self, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def keep_activations(model: nn.Module) -> Iterator[None]:
-    """Keep activations inside of ``with``: transformers' blocks that recompute in training mode forget their cache."""
-    on = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
-    for module in on:
-        module.gradient_checkpointing = False  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for module in on:
-            module.gradient_checkpointing = True  # type: ignore[assignment]
 
 
 def _get_stopping_criteria(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -96,7 +96,11 @@ def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -
         saver(self, save_directory, *args, **kwargs)
         return
     named = inspect.signature(saver).bind(self, save_directory, *args, **kwargs).arguments
-    save_adapters(self, lambda: save_directory, 20.0, _options_of_peft(named))
+    given = {**named, **named.get("kwargs", {})}
+    for name in (name for name in _NOT_OF_PEFT if given.get(name)):
+        raise CheckpointError(f"PeftModel.save_pretrained of a parallelized model does not support {name}=")
+    options = {name: given[name] for name in _OF_PEFT if name in given}
+    save_adapters(self, lambda: save_directory, 20.0, options)
 
 
 def check_merged(model: nn.Module) -> None:
@@ -116,15 +120,6 @@ def check_merged(model: nn.Module) -> None:
 
 _OF_PEFT = ("selected_adapters", "save_embedding_layers", "safe_serialization")
 _NOT_OF_PEFT = ("state_dict", "path_initial_model_for_weight_conversion", "push_to_hub")
-
-
-def _options_of_peft(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a call of ``PeftModel.save_pretrained``; raise CheckpointError for unsupported ones."""
-    given = {**arguments, **arguments.get("kwargs", {})}
-    for name in _NOT_OF_PEFT:
-        if given.get(name):
-            raise CheckpointError(f"PeftModel.save_pretrained of a parallelized model does not support {name}=")
-    return {name: given[name] for name in _OF_PEFT if name in given}
 
 
 class Adapters:

@@ -1,4 +1,4 @@
-"""Models that transformers quantizes: methods that are refused, and the sources of packed weights in files.
+"""Quantized weights in files: folders of transformers, methods that it quantizes by, and checkpoints.
 
 Each rank reads its shard of the numbers and scales of quantized weights. transformers assembles the tensors of a weight
 in one operation of each library. While a model is loaded lazily, a :class:`Collector` takes the place of this operation
@@ -11,19 +11,25 @@ import dataclasses
 import functools
 import inspect
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+from autopar.checkpoint.shards import Shards
+from autopar.checkpoint.state import State
 from autopar.compat.tensors import own_parameters
 from autopar.compat.transformers import INITIALIZED
 from autopar.deferred_init.files import set_source
 from autopar.errors import CheckpointError, ConfigError
 from autopar.features.quantized import torchao
 from autopar.features.quantized.stored import Packed, QuantizedWeight
+from autopar.plan.plan import Piece, TensorPlan
 from autopar.storage.lazy_tensor import LazyTensor
+from autopar.storage.safetensors_io import dtype_name
 from autopar.stored import stored_weight, stored_weights
 from autopar.swap import NotCopied
 
@@ -149,3 +155,58 @@ def _point_to_packed(
             stored.located(parts, (module.out_features, module.in_features), None, torch.device("cpu"))
         except (ValueError, KeyError, AssertionError) as error:
             raise CheckpointError(f"{folder} does not hold {name} as {stored.kind.form}: {error}") from error
+
+
+class Base:
+    """The part ``base`` of a checkpoint, which is left out under adapters.
+
+    It holds bytes and scales as their library writes them, viewed with a dim for the outputs and one for the inputs.
+    """
+
+    @staticmethod
+    def collect(model: nn.Module, state: State) -> tuple[list[tuple[str, TensorPlan, torch.Tensor]], dict[str, str]]:
+        """Return weight, plan and tensor of each piece on this rank, and notes for the heads of files."""
+        tensors: list[tuple[str, TensorPlan, torch.Tensor]] = []
+        notes: dict[str, str] = {}
+        found: dict[str, Any] = {**stored_weights(model)}
+        for path, stored in found.items():
+            weight = state.quantized[f"{path}.weight"]
+            form = (weight.shape[0], weight.shape[1])
+            layout = weight.layout if state.plan.shards > 1 else None
+            saved = (weight.saved_as or weight.name).removesuffix("weight")
+            if note := stored.note(form):
+                notes[weight.name] = note
+            for name, (tensor, block, flat) in stored.files(form).items():
+                step = 0 if layout is None else block[layout.dim]
+                cut = layout.in_steps(step) if layout is not None and step else None
+                whole = list(tensor.shape)
+                if cut is not None:
+                    whole[cut.dim] = cut.size
+                count = math.prod(whole)
+                sizes = ((count, 1) if flat == 2 else (count,)) if flat else tuple(whole)
+                steps = tuple(torch.empty(sizes, device="meta").stride())
+                pieces = (Piece(f"{saved}{name}", sizes, steps, 0),)
+                full = f"{path}.{name}"
+                plan = TensorPlan(full, tuple(whole), dtype_name(tensor.dtype), cut, pieces=pieces)
+                tensors.append((weight.name, plan, tensor))
+        return tensors, notes
+
+    @staticmethod
+    def restore(model: nn.Module, state: State, shards: Shards, *, check: bool = False) -> None:
+        """Read this rank's shards of quantized weights, or only ``check`` that they fit, else raise CheckpointError."""
+        saved = shards.manifest.quantized
+        found: dict[str, Any] = {**stored_weights(model)}
+        for path, stored in found.items():
+            weight, start = state.quantized[f"{path}.weight"], f"{path}."
+            parts = {name[len(start) :]: shards.lazy(name, "base") for name in saved if name.startswith(start)}
+            layout = weight.layout if state.plan.shards > 1 else None
+            shape = (weight.shape[0], weight.shape[1])
+            try:
+                if check:
+                    stored.located(parts, shape, layout, state.mpu.device)
+                else:
+                    stored.read(parts, shape, layout, state.mpu)
+            except (ValueError, KeyError) as error:
+                raise CheckpointError(
+                    f"{shards.folder} does not hold {weight.name} as {stored.kind.form}: {error}"
+                ) from error
