@@ -79,17 +79,8 @@ def _header_bytes(size: int) -> int:
     return -(-size * _LINE * 8 // _PAGE) * _PAGE
 
 
-class _Views(NamedTuple):
-    """The slots as tensors of one dtype and shape.
-
-    Attributes:
-        blocks: All slots of each buffer, ``[size, *shape]``.
-        slots: The slot of each rank in each buffer, ``[*shape]``.
-    """
-
-    signature: int
-    blocks: list[torch.Tensor]
-    slots: list[list[torch.Tensor]]
+_Views = tuple[int, list[torch.Tensor], list[list[torch.Tensor]]]
+"""Signature of a dtype and shape, all slots of each buffer, ``[size, *shape]``, and each rank's, ``[*shape]``."""
 
 
 class HostTransport(NotCopied):
@@ -223,17 +214,12 @@ class HostTransport(NotCopied):
     # -- the protocol ----------------------------------------------------------------------------------------------
 
     def _put(self, x: torch.Tensor) -> tuple[int, torch.Tensor, list[torch.Tensor]]:
-        """Begin a collective: write ``x`` into this rank's slot of the next buffer.
-
-        Returns:
-            The signature, and the slots of that buffer, as one tensor and one by one.
-        """
-        views = self._views.get((x.dtype, x.shape)) or self._make_views(x)
+        """Begin a collective: write ``x`` into the next buffer, and return its signature and slots."""
+        signature, blocks, slots = self._views.get((x.dtype, x.shape)) or self._make_views(x)
         self._count += 1
         turn = self._count & 1
-        slots = views.slots[turn]
-        slots[self._rank].copy_(x)
-        return views.signature, views.blocks[turn], slots
+        slots[turn][self._rank].copy_(x)
+        return signature, blocks[turn], slots[turn]
 
     def _make_views(self, x: torch.Tensor) -> _Views:
         if len(self._views) >= _CACHED:
@@ -242,7 +228,7 @@ class HostTransport(NotCopied):
             blocks = [buffer[:, : x.nbytes].view(x.dtype).view(self._size, *x.shape) for buffer in self._data]
             slots = [list(block.unbind(0)) for block in blocks]
         signature = zlib.crc32(f"{x.dtype} {x.numel()}".encode()) >> (32 - _SIGNATURE)
-        made = self._views[x.dtype, x.shape] = _Views(signature, blocks, slots)
+        made = self._views[x.dtype, x.shape] = (signature, blocks, slots)
         return made
 
     def _meet(self, signature: int, step: int = 0) -> None:
@@ -256,20 +242,15 @@ class HostTransport(NotCopied):
 
     def _wait(self, place: int, mark: int) -> None:
         flags, number = self._flags, mark >> _SIGNATURE
-        start = time.monotonic()
-        while True:
-            found = flags[place]
-            if found == mark or found >> _SIGNATURE > number:  # that rank may have gone on
-                return
-            if time.monotonic() - start > self._spin:
-                break
-            os.sched_yield()
-        seconds = _timeout(self._axis.group)
-        pause, looked = _SLEEPS[0], start
+        pause, start = _SLEEPS[0], time.monotonic()
+        looked = start
         while True:
             found, now = flags[place], time.monotonic()
-            if found == mark or found >> _SIGNATURE > number:
+            if found == mark or found >> _SIGNATURE > number:  # that rank may be in a later collective
                 return
+            if now - start < self._spin:
+                os.sched_yield()
+                continue
             if found >> _SIGNATURE == number:
                 both = [self._axis.ranks[own // _LINE] for own in sorted((self._own, place))]
                 raise RuntimeError(
@@ -282,7 +263,7 @@ class HostTransport(NotCopied):
                 if gone and flags[place] >> _SIGNATURE < number:  # it may have come since, and ended then
                     raise dist.DistBackendError(f"{self}: {gone}")
                 looked = now
-            if now - start > seconds:
+            if now - start > (seconds := _timeout(self._axis.group)):
                 late = [self._axis.ranks[o // _LINE] for o in self._others if flags[o] >> _SIGNATURE < number]
                 raise dist.DistBackendError(f"{self}: timed out after {seconds:g} s of waiting for ranks {late}")
             time.sleep(pause)
@@ -316,9 +297,6 @@ def _timeout(group: Any) -> float:
 
 def _add_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """Write the sum of the parts, in their order, into ``out``; half precision is summed in fp32 and rounded once."""
-    if len(parts) == 1:
-        out.copy_(parts[0])
-        return
     if out.dtype in _HALF and len(parts) > 2:
         total = parts[0].float()
         for part in parts[1:]:

@@ -31,7 +31,6 @@ from autopar.features.quantized.stored import InFile, Piece, QuantizedKind, Quan
 from autopar.layout import Layout
 
 _BLOCK = 64  # numbers that share a scale
-_NESTED = " with quantized scales"
 _GROUP = 256  # scales that are quantized together
 _CODES = "_autopar_codes"  # attribute of a state: the quantized one, of a shard with parts of groups
 _IN_FILES = {"bytes": "weight", "scales": "weight.absmax", "groups": "weight.nested_absmax"}
@@ -131,8 +130,8 @@ class FourBit(QuantizedWeight):
         """Return bytes, scales, groups, and the rest of the full weight's state."""
         state, found = vars(self._state).get(_CODES) or self._state, {"weight": Piece(self._weight.data)}
         if shape[1] % state.blocksize == 0:
-            flat = {"bytes": 2}
-            found = {_IN_FILES[name]: each._replace(flat=flat.get(name, 1)) for name, each in self.pieces().items()}
+            pieces = self.pieces().items()
+            found = {_IN_FILES[name]: piece._replace(flat=1 + (name == "bytes")) for name, piece in pieces}
         whole = copy.copy(state)
         whole.shape = torch.Size(shape)
         rest = whole.as_dict(packed=True).items()
@@ -141,11 +140,13 @@ class FourBit(QuantizedWeight):
     def take(self, tensors: dict[str, torch.Tensor], layout: Layout | None, rank: int) -> None:
         """Take the pieces of a shard; codes whose groups lie on several ranks become numbers."""
         if layout is not None and "codes" in tensors:
-            state, blocks = self._state, self.shape[1] // self._state.blocksize
-            places = [torch.arange(count, device=tensors["codes"].device) for count in (self.shape[0], blocks)]
+            state, blocks, codes = self._state, self.shape[1] // self._state.blocksize, tensors["codes"]
+            places = [torch.arange(count, device=codes.device) for count in (self.shape[0], blocks)]
             held = Layout(0, layout.in_steps(self.block[layout.dim]).blocks)
             places[layout.dim] = held.shard(places[layout.dim], rank)
-            tensors = tensors | {"scales": _numbers(tensors["codes"], tensors["groups"], state, places, blocks)}
+            group = (places[0][:, None] * blocks + places[1]) // state.state2.blocksize  # [out, in/64] of the shard
+            numbers = state.state2.code[codes.int()] * tensors["groups"][group] + state.offset
+            tensors = tensors | {"scales": numbers}
         super().take(tensors, layout, rank)
 
     def beside(self) -> dict[str, torch.Tensor]:
@@ -241,19 +242,6 @@ class FourBit(QuantizedWeight):
         return functional().dequantize_4bit(self._weight.data, self._state)
 
 
-def _numbers(
-    codes: torch.Tensor, groups: torch.Tensor, state: Any, places: list[torch.Tensor], blocks: int
-) -> torch.Tensor:
-    """Return the scales, ``[out, in/64]``, for the codes of a shard.
-
-    Args:
-        groups: Scales of the full weight's groups, one for 256 codes.
-        places: Rows and columns of the shard's scales among the full weight's, which has ``blocks`` in a row.
-    """
-    group = (places[0][:, None] * blocks + places[1]) // state.state2.blocksize
-    return state.state2.code[codes.int()] * groups[group] + state.offset
-
-
 def _groups(rows: int, blocks: int, width: int) -> tuple[tuple[int, int], tuple[int, int]] | None:
     """Return shape and block of the groups of ``[rows, blocks]`` scales; None if some are no rectangles."""
     if blocks % _GROUP == 0:
@@ -289,7 +277,7 @@ def _divides(block: tuple[int, int], layout: Layout) -> bool:
 
 def _kind_of(name: str, nested: bool) -> QuantizedKind:
     how = {"load_in_4bit": True, "bnb_4bit_quant_type": name, "bnb_4bit_use_double_quant": nested}
-    form = f"bitsandbytes {name}{_NESTED if nested else ''}"
+    form = f"bitsandbytes {name}{' with quantized scales' * nested}"
     nbytes, config = functools.partial(_four_bit, nested=nested), functools.partial(BitsAndBytesConfig, **how)
     return QuantizedKind(form, (1, _BLOCK), False, nbytes, config)
 
