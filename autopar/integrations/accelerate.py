@@ -198,13 +198,11 @@ def _process_index(plain: Callable[..., int], accelerator: Any) -> int:
 
 
 def _split(plain: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-    """The body of ``PartialState.split_between_processes``."""
     mpu = mesh()
     return plain(state if mpu is None else Place(state, mpu), *args, **kwargs)
 
 
 def _split_of(plain: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """The body of ``Accelerator.split_between_processes``."""
     from accelerate import PartialState
 
     with meaning(mesh_of(accelerator)):

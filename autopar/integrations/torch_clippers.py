@@ -77,7 +77,6 @@ def _clip_grad_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Any:
-    """The body of ``torch.nn.utils.clip_grad_norm_``."""
     listed = _listed(parameters)
     given, rest = _find(listed)
     _refuse_layers(rest, "torch.nn.utils.clip_grad_norm_", "autopar.clip_grad_norm_(model, max_norm)")
@@ -97,7 +96,6 @@ def _get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Any:
-    """The body of ``torch.nn.utils.get_total_norm``."""
     listed = _listed(tensors)
     given, rest = _find(listed)
     if not given:
@@ -115,7 +113,6 @@ def _get_total_norm(
 def _clip_grads_with_norm(
     plain: Callable[..., Any], parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None
 ) -> None:
-    """The body of ``torch.nn.utils.clip_grads_with_norm_``."""
     listed = _listed(parameters)
     given, rest = _find(listed)
     _refuse_layers(rest, "torch.nn.utils.clip_grads_with_norm_", "autopar.clip_grad_norm_(model, max_norm)")

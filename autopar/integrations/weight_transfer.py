@@ -69,7 +69,6 @@ class HttpEngine:
         self.address, self.timeout = address.rstrip("/"), timeout
 
     def update(self, tensors: Sequence[TensorInfo], data: bytearray) -> None:
-        """POST ``update`` with the tensors."""
         text = json.dumps([one._asdict() for one in tensors]).encode()
         self._post("update", struct.pack("<Q", len(text)) + text, data)
 

@@ -59,11 +59,7 @@ class RankTurns(DistributedHelper):
         for backend in backends_of(self.cpu_comm_group):
             set_timeout(backend, timedelta(seconds=_LONG if seconds is None else seconds))
         self.progress, self.own_error = progress, own_error
-        self.begin()
-
-    def begin(self) -> None:
-        """Forget the stops of the previous session."""
-        self._asked_to_stop = 0  # turns in which all ranks did
+        self.asked_to_stop = 0  # turns of a session in which all ranks did
 
     def destroy_cpu_comm_group(self) -> None:
         """Return the group to the idle ones, unless a turn failed on it."""
@@ -76,10 +72,6 @@ class RankTurns(DistributedHelper):
             self.destroy_cpu_comm_group()
 
     # -- what transformers asks ------------------------------------------------------------------------------------
-
-    def are_kv_heads_tp_ed(self) -> bool:
-        """Return False: the config has this rank's number of heads already."""
-        return False
 
     def tp_all_reduce_state(
         self, payload_size: int, stop_status: int, pause_requested: int = 0
@@ -100,8 +92,8 @@ class RankTurns(DistributedHelper):
         if told[5] != -told[6] and told[2] < _HARD:
             self._over = True
             raise self._apart()
-        self._asked_to_stop = self._asked_to_stop + 1 if -told[3] >= _FLUSH else 0
-        status = _HARD if told[2] >= _HARD else _FLUSH if self._asked_to_stop > 1 else 0
+        self.asked_to_stop = self.asked_to_stop + 1 if -told[3] >= _FLUSH else 0
+        status = _HARD if told[2] >= _HARD else _FLUSH if self.asked_to_stop > 1 else 0
         return told[1], status, told[4]
 
     def tp_all_reduce_min(self, value: torch.Tensor, on_cpu: bool = False) -> torch.Tensor:

@@ -212,7 +212,7 @@ class _OverRanks:
         """Start the thread; weights are compared in its first step."""
         if not self.is_running():
             self.autopar_compare, self.autopar_told = True, False
-            self.distributed_helper.begin()
+            self.distributed_helper.asked_to_stop = 0
         super().start()  # type: ignore[misc]
 
     @contextlib.contextmanager

@@ -197,7 +197,6 @@ class FourBit(QuantizedWeight):
         self._module.support_avx512bf16_for_cpu = not keep and may()
 
     def fill(self, values: torch.Tensor, layout: Layout | None, axis: Any) -> None:
-        """Quantize this rank's shard of a pending weight."""
         library, then = sys.modules["bitsandbytes.nn.modules"], self._weight
         nested = then.compress_statistics and layout is not None
         weight = library.Params4bit(
@@ -233,12 +232,10 @@ class FourBit(QuantizedWeight):
         self.take(tensors, layout, axis.rank)
 
     def drop(self) -> None:
-        """Free bytes and scales."""
         self._weight.data = self._weight.data.new_empty(0)
         self._weight.quant_state = self._module.quant_state = None
 
     def dequantized(self) -> torch.Tensor:
-        """Return the weight, ``[out, in]``."""
         return functional().dequantize_4bit(self._weight.data, self._state)
 
 
@@ -320,7 +317,6 @@ class EightBit(QuantizedWeight):
     def open(
         self, small: Mapping[str, torch.Tensor], shape: tuple[int, int], layout: Layout | None
     ) -> dict[str, InFile]:
-        """Return the places of numbers and scales."""
         self.shape = shape
         return {"numbers": InFile("weight", shape, self.block), "scales": InFile("SCB", (shape[0], 1), (1, 0))}
 
@@ -331,11 +327,9 @@ class EightBit(QuantizedWeight):
         return {"weight": numbers, "SCB": scales._replace(flat=1), "weight_format": row_major}
 
     def layer_class(self, rule: str) -> Any:
-        """Return the class of a layer with sharded outputs or inputs."""
         return RowParallelEightBit if rule == "row" else super().layer_class(rule)
 
     def beside(self) -> dict[str, torch.Tensor]:
-        """Return the scales."""
         return {} if self.pending else {"scales": self._scales}
 
     def put(self, shape: tuple[int, int], tensors: dict[str, torch.Tensor]) -> None:
@@ -350,7 +344,6 @@ class EightBit(QuantizedWeight):
         self.shape = shape
 
     def fill(self, values: torch.Tensor, layout: Layout | None, axis: Any) -> None:
-        """Quantize this rank's shard of a pending weight."""
         shape = (values.shape[0], values.shape[1])
         values = values.to(torch.float16)
         if layout is not None and layout.dim == 1:  # an output has one scale for all its inputs
@@ -364,7 +357,6 @@ class EightBit(QuantizedWeight):
         self.put(shape, {"numbers": numbers[:, : shape[1]].contiguous(), "scales": scales})
 
     def drop(self) -> None:
-        """Free numbers and scales."""
         self._weight.data = self._weight.data.new_empty(0)
         self._weight.CB = self._weight.SCB = self._module.state.CB = self._module.state.SCB = None
 

@@ -103,7 +103,6 @@ class EightBitTensor(QuantizedWeight):
     def open(
         self, small: Mapping[str, torch.Tensor], shape: tuple[int, int], layout: Layout | None
     ) -> dict[str, InFile]:
-        """Return the places of all tensors."""
         self.shape = shape
         blocks = {name: (1, 1) if name == "qdata" else self._step for name in self._held()}
         sizes = {
@@ -113,7 +112,6 @@ class EightBitTensor(QuantizedWeight):
         return {name: InFile(f"_weight_{name}", sizes[name], block) for name, block in blocks.items()}
 
     def files(self, shape: tuple[int, int]) -> dict[str, Piece]:
-        """Return all tensors."""
         return {f"_weight_{name}": piece for name, piece in self.pieces().items()}
 
     def note(self, shape: tuple[int, int]) -> str:
@@ -151,7 +149,6 @@ class EightBitTensor(QuantizedWeight):
             vars(self._module)[_STEP] = step
 
     def fill(self, values: torch.Tensor, layout: Layout | None, axis: Any) -> None:
-        """Quantize this rank's shard of a pending weight."""
         library, step = sys.modules["torchao.quantization"], self._step
         shape, kind = (values.shape[0], values.shape[1]), type(self._weight)
         if layout is not None and step[layout.dim] == 0:  # a scale covers the other ranks' numbers, too
@@ -177,11 +174,9 @@ class EightBitTensor(QuantizedWeight):
             )
 
     def drop(self) -> None:
-        """Free numbers and scales."""
         self.put((0, 0), {name: x.new_empty(0, 0) for name, x in self._held().items()})
 
     def dequantized(self) -> torch.Tensor:
-        """Return the weight, ``[out, in]``."""
         return self._weight.dequantize()
 
 

@@ -9,7 +9,7 @@ import importlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,10 +46,8 @@ from autopar.integrations.trainer.replica_view import (
     seed_by_replica,
 )
 from autopar.integrations.trainer.steps import StepMixin, base_of
+from autopar.policy.schema import Policy
 from autopar.swap import swap
-
-if TYPE_CHECKING:
-    from autopar.policy.schema import Policy
 
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
