@@ -129,17 +129,14 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, CheckpointMixin):
                 f"{', because this machine has no GPU' if without_gpu else ''}\n  {fix}"
             )
         state = vars(model).get("_autopar")
-        if state is None:
-            self.autopar_config = parse_parallel_config(self.autopar_given, self.args, world)
-            check_arguments(self.args)
-            self.autopar_config = merge_arguments(self.autopar_config, self.args)
-        elif self.autopar_given is not None:
+        if state is not None and self.autopar_given is not None:
             raise ConfigError(
                 f"parallel_config is given, and the model is parallelized already ({model.mpu.sizes.in_words()}): "
                 "leave parallel_config out, or give the plain model."
             )
-        else:
-            check_arguments(self.args)
+        given = None if state is not None else parse_parallel_config(self.autopar_given, self.args, world)
+        check_arguments(self.args)
+        self.autopar_config = None if given is None else merge_arguments(given, self.args)
         config: ParallelConfig = self.autopar_config or state.config
         count_replicas(self.args, config.data_parallel_size(world))
 
@@ -170,10 +167,11 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, CheckpointMixin):
             register_fsdp_forward_method(model, "generate")  # an encoder is called without the model around it
         if has_fused_head(base_of(model)):
             give_whole_head(base_of(model), model)
-        show_replicas(self.accelerator, model, model.mpu)
+        self.accelerator.dataloader_config.dispatch_batches = False  # every rank reads its replica's samples
+        swap(self.accelerator, _Replicas, autopar_model=model, autopar_mpu=model.mpu)
         seed_by_replica(model, self.args)
         self._watch_norm()
-        agree_in_events(self.callback_handler, model.mpu)
+        swap(self.callback_handler, _AgreedEvents, autopar_mpu=model.mpu)
         self.autopar_ready = True
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -232,19 +230,8 @@ def __getattr__(name: str) -> Any:
     return globals().setdefault(name, made)
 
 
-def show_replicas(accelerator: Any, model: nn.Module, mpu: MPU) -> None:
-    """Let ``accelerator`` count, shard and gather over the data-parallel axis of ``mpu``; changed in place.
-
-    Args:
-        accelerator: An ``accelerate.Accelerator`` without mixed precision that has prepared nothing yet.
-        model: The parallelized model, which the accelerator does not wrap.
-    """
-    accelerator.dataloader_config.dispatch_batches = False  # every rank reads its replica's samples
-    swap(accelerator, _Replicas, autopar_model=model, autopar_mpu=mpu)
-
-
 class _Replicas:
-    """A mixin before the class of an ``Accelerator``."""
+    """A mixin before the class of an ``Accelerator``, which counts, shards and gathers over the replicas."""
 
     autopar_model: nn.Module
     autopar_mpu: MPU
@@ -307,13 +294,8 @@ def _check_all(parameters: Iterable[Any], model: nn.Module) -> None:
         )
 
 
-def agree_in_events(handler: Any, mpu: MPU) -> None:
-    """Let the trainer's ``CallbackHandler`` agree after the other events with flags that the trainer reads."""
-    swap(handler, _AgreedEvents, autopar_mpu=mpu)
-
-
 class _AgreedEvents:
-    """A mixin before the class of a ``CallbackHandler``."""
+    """A mixin before the class of a ``CallbackHandler``, for flags that the trainer reads right after an event."""
 
     autopar_mpu: MPU
 
