@@ -211,7 +211,9 @@ def _split_of(plain: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _step(plain: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """The body of ``AcceleratedScheduler.step``, which steps once a process."""
-    mpu = _stepped_by(scheduler)
+    optimizers = scheduler.optimizers or [scheduler.scheduler.optimizer]
+    given = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    mpu = only(one.mpu for one in alive() if one.mine(given))
     stepping = scheduler.step_with_optimizer and scheduler.gradient_state.sync_gradients and not scheduler.split_batches
     if mpu is None or not stepping:
         plain(scheduler, *args, **kwargs)
@@ -224,13 +226,6 @@ def _step(plain: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
                 plain(scheduler, *args, **kwargs)
     finally:
         scheduler.split_batches = False
-
-
-def _stepped_by(scheduler: Any) -> MPU | None:
-    """Return the mesh of the model whose parameters the scheduler's optimizers step."""
-    optimizers = scheduler.optimizers or [scheduler.scheduler.optimizer]
-    given = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    return only(one.mpu for one in alive() if one.mine(given))
 
 
 # -- gathering ---------------------------------------------------------------------------------------------------------

@@ -95,12 +95,21 @@ def forward_backward(
         count = (lambda _: 1) if backward and pipeline.averages else None
         report = functools.partial(pipeline.report, microbatches=num_microbatches, backward=backward)
         batches = read_batch(read, report, pipeline.p2p, pipeline.mpu, count)[0]
+        left = [chunks] * len(batches)
+
+        def call(microbatch: int) -> Any:
+            batch = batches[microbatch]
+            left[microbatch] -= 1
+            if not left[microbatch]:  # all chunks on this rank have seen it
+                batches[microbatch] = None
+            return forward_step_func(iter([batch]) if iterators else None, chosen)
+
         step = Step(
             microbatches=[{"microbatch": number} for number in range(num_microbatches)],
             weights=[1 / num_microbatches] * num_microbatches,
             loss_of=loss_of,
             backward=backward,
-            call=_StepFunction(forward_step_func, batches, chosen, chunks, bool(iterators)),
+            call=call,
         )
         pipeline.run(chosen, step)
     return reported
@@ -157,20 +166,3 @@ def _take(iterators: list[Any], count: int) -> list[Any]:
     """Read the micro-batches before the step function, where a loader would shuffle by the stage's numbers."""
     batches = [[next(iterator) for iterator in iterators] for _ in range(count)]
     return [of_chunks[0] if of_chunks else None for of_chunks in batches]
-
-
-class _StepFunction:
-    """Calls ``forward_step_func`` with the number of a micro-batch, which all chunks on one rank share."""
-
-    def __init__(
-        self, function: Callable[..., Any], batches: list[Any], model: nn.Module, chunks: int, has_data: bool
-    ) -> None:
-        self.function, self.batches, self.model, self.has_data = function, batches, model, has_data
-        self.left = [chunks] * len(batches)
-
-    def __call__(self, microbatch: int) -> Any:
-        batch = self.batches[microbatch]
-        self.left[microbatch] -= 1
-        if not self.left[microbatch]:
-            self.batches[microbatch] = None
-        return self.function(iter([batch]) if self.has_data else None, self.model)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -249,8 +250,13 @@ class StepMixin(ParallelBase):
             weight = self._weight_of(batch)
         if reduction == "microbatch":
             scale, weight = scale * weight, 1.0  # the gradients of a mean are weighted already
-        scaling = _Scaling(scale, getattr(self._torch_optimizer(), "scale_loss", None))
+        own = getattr(self._torch_optimizer(), "scale_loss", None)
+
+        def scale_loss(loss: torch.Tensor) -> torch.Tensor:
+            return loss * scale if own is None else own(loss * scale)
+
         with model.no_sync():
+            scaling = SimpleNamespace(scale_loss=scale_loss)
             out = model.execute_pipeline(batch, optimizer=scaling, broadcast_loss=True)
         return _times(out.loss.to(self.args.device), weight) * scale
 
@@ -376,17 +382,6 @@ class _SeededAlike(DataLoader[Any]):
 def _times(loss: torch.Tensor, weight: float) -> torch.Tensor:
     """Multiply a loss by its weight; a mean over no labels is nan, and counts nothing."""
     return (loss if weight else loss.nan_to_num()) * weight
-
-
-class _Scaling:
-    """Stands for an optimizer in ``execute_pipeline``: scales a micro-batch's loss before its backward pass."""
-
-    def __init__(self, factor: float, scale_loss: Any) -> None:
-        self.factor, self._scale_loss = factor, scale_loss
-
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        loss = loss * self.factor
-        return loss if self._scale_loss is None else self._scale_loss(loss)
 
 
 def rows_of(inputs: Any) -> int:

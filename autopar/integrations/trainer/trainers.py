@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -265,7 +264,15 @@ class _Replicas:
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip by the norm of the full model's gradients; raise ConfigError unless ``parameters`` are all of its."""
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        _check_all(listed, self.autopar_model)
+        given = {id(parameter) for parameter in listed}
+        named = self.autopar_model.named_parameters()
+        missing = next((name for name, p in named if p.grad is not None and id(p) not in given), None)
+        if missing is not None:
+            raise ConfigError(
+                f"clip_grad_norm_ got {len(given)} parameters, without {missing}: a parallelized model is clipped by "
+                "the norm of all its gradients.\n  Give model.parameters(), or autopar.clip_grad_norm_(model, "
+                "max_norm)."
+            )
         return clip_grad_norm_(self.autopar_model, max_norm, norm_type)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -282,16 +289,6 @@ def _only_tensors(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(_only_tensors, value.values()))
     return all(map(_only_tensors, value)) if isinstance(value, tuple | list) else isinstance(value, torch.Tensor)
-
-
-def _check_all(parameters: Iterable[Any], model: nn.Module) -> None:
-    given = {id(parameter) for parameter in parameters}
-    missing = [name for name, p in model.named_parameters() if p.grad is not None and id(p) not in given]
-    if missing:
-        raise ConfigError(
-            f"clip_grad_norm_ got {len(given)} parameters, without {missing[0]}: a parallelized model is clipped by "
-            "the norm of all its gradients.\n  Give model.parameters(), or autopar.clip_grad_norm_(model, max_norm)."
-        )
 
 
 class _AgreedEvents:
