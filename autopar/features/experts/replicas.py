@@ -71,15 +71,13 @@ class SharedExperts(NotCopied):
         with self.failures.wait("the forward of replicas that share experts", axis.ranks):
             mine = torch.tensor([model.training, torch.is_grad_enabled()], dtype=torch.int64, device=self.mpu.device)
             everyone = all_gather(mine, axis, even_layout(2 * axis.size, axis.size)).view(-1, 2).tolist()
-        told = {
-            rank: f"{'trains' if training else 'evaluates'} {'with' if with_grad else 'without'} gradients"
-            for rank, (training, with_grad) in zip(axis.ranks, everyone, strict=True)
-        }
-        other = next((rank for rank, text in told.items() if text != told[axis.ranks[0]]), None)
+        words = (("evaluates", "trains"), ("without", "with"))
+        modes = [f"{words[0][train]} {words[1][grad]} gradients" for train, grad in everyone]
+        other = next((place for place, mode in enumerate(modes) if mode != modes[0]), None)
         if other is not None:
             raise ConsistencyError(
                 f"replicas share the experts of {type(model).__name__}, and do different things with it: rank "
-                f"{axis.ranks[0]} {told[axis.ranks[0]]},\n  rank {other} {told[other]}. Tokens of all of ranks "
+                f"{axis.ranks[0]} {modes[0]},\n  rank {axis.ranks[other]} {modes[other]}. Tokens of all of ranks "
                 f"{list(axis.ranks)} meet in each layer: train and evaluate\n  on all of them at the same time, with "
                 "as many batches each."
             )
