@@ -182,9 +182,6 @@ def prepare_data_loader(plain: Any, accelerator: Any, data_loader: Any, *args: A
     return made
 
 
-# -- counting ----------------------------------------------------------------------------------------------------------
-
-
 def _num_processes(plain: Callable[..., int], accelerator: Any) -> int:
     """The body of ``Accelerator.num_processes``, a factor of batch sizes and steps of schedulers."""
     mpu = mesh_of(accelerator)
@@ -226,9 +223,6 @@ def _step(plain: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
                 plain(scheduler, *args, **kwargs)
     finally:
         scheduler.split_batches = False
-
-
-# -- gathering ---------------------------------------------------------------------------------------------------------
 
 
 def _for_accelerator(plain: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -291,8 +285,6 @@ def _reduce(plain: Any, tensor: Any, reduction: str = "mean", scale: float = 1.0
     with waiting(mpu, "accelerate's reduce", mpu.dp.ranks):
         return recursively_apply(reduced, tensor, error_on_other_type=True)
 
-
-# -- the patches ------------------------------------------------------------------------------------------------------
 
 _MEMBERS: dict[str, Callable[..., Any]] = {
     "num_processes": _num_processes,

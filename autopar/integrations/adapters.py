@@ -13,7 +13,7 @@ from torch import nn
 
 from autopar.api import Parallelized, deparallelize, initialize
 from autopar.compat.peft import is_peft_model, is_tuner
-from autopar.errors import AutoparError, ConfigError
+from autopar.errors import ConfigError
 
 
 def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default", **options: Any) -> Any:
@@ -100,13 +100,10 @@ def _state_of(model: nn.Module, name: str) -> Parallelized | None:
 
 def _again(state: Parallelized, model: Any, change: Callable[[], Any], undo: Callable[[Any], Any]) -> Any:
     """Change a full model, and parallelize it as it was, without the change if that fails."""
+    changed = None
     try:
         changed = change()
-    except Exception:
-        initialize(model, state.config, policy=state.own_policy)
-        raise
-    try:
         return initialize(changed, state.config, policy=state.own_policy)
-    except AutoparError:
-        initialize(undo(changed), state.config, policy=state.own_policy)
+    except Exception:
+        initialize(model if changed is None else undo(changed), state.config, policy=state.own_policy)
         raise

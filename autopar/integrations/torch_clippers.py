@@ -66,9 +66,6 @@ def _refuse_layers(parameters: Iterable[torch.Tensor], name: str, instead: str) 
             )
 
 
-# -- the bodies --------------------------------------------------------------------------------------------------------
-
-
 def _clip_grad_norm(
     plain: Callable[..., Any],
     parameters: Any,
@@ -178,8 +175,6 @@ def _unscale(plain: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any,
         _agree(one, found, mine.values())
     return found
 
-
-# -- the patches ------------------------------------------------------------------------------------------------------
 
 _PLAIN: dict[str, Callable[..., Any]] = {}
 _BODIES: dict[str, Callable[..., Any]] = {

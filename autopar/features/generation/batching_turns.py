@@ -71,8 +71,6 @@ class RankTurns(DistributedHelper):
         if vars(self).get("cpu_comm_group") is not None:
             self.destroy_cpu_comm_group()
 
-    # -- what transformers asks ------------------------------------------------------------------------------------
-
     def tp_all_reduce_state(
         self, payload_size: int, stop_status: int, pause_requested: int = 0
     ) -> tuple[int, int, int]:
@@ -111,8 +109,6 @@ class RankTurns(DistributedHelper):
         """Return the first rank's requests and cancellations."""
         self._turn([0])
         return super().tp_broadcast_object_from_rank_0(obj)
-
-    # -- turns -----------------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
         """Take part in the next turn of the other ranks, and let it fail there."""

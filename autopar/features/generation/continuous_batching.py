@@ -8,7 +8,6 @@ heads for the paged cache, and deadlines around its steps.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import threading
 import weakref
@@ -46,7 +45,13 @@ def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(manager, _OverRanks):
         swap(manager, _OverRanks)
         manager.over_ranks(failures, self._autopar_check, heads)
-    self._autopar_region.check_thread = functools.partial(_check_thread, weakref.ref(manager))
+    here = weakref.ref(manager)
+
+    def check_thread() -> None:
+        if (running := here()) is not None:
+            running.check_thread()
+
+    self._autopar_region.check_thread = check_thread
     return manager
 
 
@@ -68,12 +73,6 @@ def generate_batch(self: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         digest = of_text(repr((inputs, args, sorted(kwargs.items()))))
         self._autopar_check.check_call(f"generate_batch of {len(inputs)} prompts (with settings {digest:x})")
     return type(self).generate_batch(self, inputs, *args, **kwargs)
-
-
-def _check_thread(manager: weakref.ref[_OverRanks]) -> None:
-    running = manager()
-    if running is not None:
-        running.check_thread()
 
 
 @contextlib.contextmanager

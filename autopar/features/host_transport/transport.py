@@ -150,8 +150,6 @@ class HostTransport(NotCopied):
             self._views.clear()
             del self._flags, self._data
 
-    # -- collectives -----------------------------------------------------------------------------------------------
-
     def _call(self, method: Callable[..., None], args: tuple[Any, ...]) -> None:
         if os.getpid() != self._pid:
             raise RuntimeError(
@@ -210,8 +208,6 @@ class HostTransport(NotCopied):
             signature, _, slots = self._put(rows[:, start : start + width])
             self._meet(signature ^ 5)
             _add_in_order([slot[self._rank] for slot in slots], out[start : start + width])
-
-    # -- the protocol ----------------------------------------------------------------------------------------------
 
     def _put(self, x: torch.Tensor) -> tuple[int, torch.Tensor, list[torch.Tensor]]:
         """Begin a collective: write ``x`` into the next buffer, and return its signature and slots."""
