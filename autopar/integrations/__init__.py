@@ -1,6 +1,16 @@
 """Other libraries' training loops with a parallelized model. Each name imports its library when it is first used."""
 
+from typing import TYPE_CHECKING
+
 from autopar.registry import lazy_names
+
+if TYPE_CHECKING:
+    from autopar.integrations.adapters import add_adapter as add_adapter, get_peft_model as get_peft_model
+    from autopar.integrations.trainer.trainers import (
+        ParallelSeq2SeqTrainer as ParallelSeq2SeqTrainer,
+        ParallelTrainer as ParallelTrainer,
+        ParallelTrainerMixin as ParallelTrainerMixin,
+    )
 
 _HOMES = {
     name: f"autopar.integrations.{home}"
