@@ -35,6 +35,8 @@ from autopar.pipeline_parallel.batch_checks import read_batch
 from autopar.pipeline_parallel.engine import Step
 from autopar.pipeline_parallel.pipeline import Pipeline, pipeline_of
 
+__all__ = ["get_forward_backward_func"]
+
 
 def get_forward_backward_func(*_: Any, **__: Any) -> Callable[..., list[Any]]:
     """Return the function that runs one batch. Megatron-LM's arguments (sizes of the pipeline) are ignored."""

@@ -240,7 +240,7 @@ class FourBit(QuantizedWeight):
 
 
 def _groups(rows: int, blocks: int, width: int) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Return shape and block of the groups of ``[rows, blocks]`` scales; None if some are no rectangles."""
+    """Return shape and block of the groups of ``[rows, blocks]`` scales; None if some are not rectangular."""
     if blocks % _GROUP == 0:
         return (rows, blocks // _GROUP), (1, _GROUP * width)
     if _GROUP % blocks == 0 and rows * blocks % _GROUP == 0:
