@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -134,23 +135,21 @@ def check_arguments(args: Any) -> None:
         raise ConfigError("\n".join([f"the arguments have {len(problems)} problems:", *lines]), problems)
 
 
-_REFUSED = {  # argument -> the reason, and what to use instead
-    "fsdp": "args.fsdp would shard what is sharded already: zero: {stage: 3} in parallel_config is torch's FSDP2",
-    "deepspeed": "args.deepspeed would take over the model and the optimizer: zero: {stage: 1} is in parallel_config",
-    "torch_compile": "args.torch_compile compiles the plain model: write compile: {enable: true} into parallel_config",
-    "use_liger_kernel": "args.use_liger_kernel replaces layers that are sharded already: apply it to the plain model before",
-    "use_vllm": (
-        "args.use_vllm would send vLLM this rank's shards: leave it out, the model samples on its own ranks; an engine beside it "
-        "gets whole weights from autopar.hf_weights(model)"
-    ),
-    "auto_find_batch_size": "args.auto_find_batch_size: the rank that runs out of memory would go on alone; give a batch size",
-    "save_on_each_node": "args.save_on_each_node: a checkpoint is one folder, on a file system that all nodes share",
-    "eval_use_gather_object": "args.eval_use_gather_object: objects are not gathered over the replicas; tensors are, padded",
-}
+_REFUSED = (  # each begins with the name of the argument
+    "args.fsdp would shard what is sharded already: zero: {stage: 3} in parallel_config is torch's FSDP2",
+    "args.deepspeed would take over the model and the optimizer: zero: {stage: 1} is in parallel_config",
+    "args.torch_compile compiles the plain model: write compile: {enable: true} into parallel_config",
+    "args.use_liger_kernel replaces layers that are sharded already: apply it to the plain model before",
+    "args.use_vllm would send vLLM this rank's shards: leave it out, the model samples on its own ranks; an engine "
+    "beside it gets whole weights from autopar.hf_weights(model)",
+    "args.auto_find_batch_size: the rank that runs out of memory would go on alone; give a batch size",
+    "args.save_on_each_node: a checkpoint is one folder, on a file system that all nodes share",
+    "args.eval_use_gather_object: objects are not gathered over the replicas; tensors are, padded",
+)
 
 
 def _refused(args: Any) -> Iterator[str]:
-    yield from (reason for name, reason in _REFUSED.items() if getattr(args, name, None))
+    yield from (text for text in _REFUSED if getattr(args, re.findall(r"\w+", text)[1], None))
     for name in ("fp16_full_eval", "bf16_full_eval"):
         if getattr(args, name):
             yield f"args.{name} would leave the model in {name[:4]}: write precision: {{dtype: {name[:4]}}} instead"
