@@ -5,34 +5,24 @@ from typing import TYPE_CHECKING
 from autopar.registry import lazy_names
 
 if TYPE_CHECKING:
-    from autopar.integrations.adapters import add_adapter, get_peft_model
+    from autopar.integrations.adapters import add_adapter as add_adapter, get_peft_model as get_peft_model
     from autopar.integrations.trainer.trainers import (
-        ParallelDPOTrainer,
-        ParallelGRPOTrainer,
-        ParallelKTOTrainer,
-        ParallelRewardTrainer,
-        ParallelRLOOTrainer,
-        ParallelSeq2SeqTrainer,
-        ParallelSFTTrainer,
-        ParallelTrainer,
-        ParallelTrainerMixin,
+        ParallelSeq2SeqTrainer as ParallelSeq2SeqTrainer,
+        ParallelTrainer as ParallelTrainer,
+        ParallelTrainerMixin as ParallelTrainerMixin,
     )
 
-__all__ = [
-    "ParallelDPOTrainer",
-    "ParallelGRPOTrainer",
-    "ParallelKTOTrainer",
-    "ParallelRLOOTrainer",
-    "ParallelRewardTrainer",
-    "ParallelSFTTrainer",
-    "ParallelSeq2SeqTrainer",
-    "ParallelTrainer",
-    "ParallelTrainerMixin",
-    "add_adapter",
-    "get_peft_model",
-]
-
-_HOMES = dict.fromkeys(__all__, "autopar.integrations.trainer.trainers")
-_HOMES |= dict.fromkeys(("add_adapter", "get_peft_model"), "autopar.integrations.adapters")
+_HOMES = {
+    name: f"autopar.integrations.{home}"
+    for home, names in {
+        "adapters": "add_adapter get_peft_model",
+        "trainer.trainers": (
+            "ParallelDPOTrainer ParallelGRPOTrainer ParallelKTOTrainer ParallelRLOOTrainer ParallelRewardTrainer "
+            "ParallelSFTTrainer ParallelSeq2SeqTrainer ParallelTrainer ParallelTrainerMixin"
+        ),
+    }.items()
+    for name in names.split()
+}
+__all__ = list(_HOMES)
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -1,10 +1,10 @@
-"""accelerate around a parallelized model: the replicas are the processes that it counts, and gradients are averaged.
+"""accelerate around a parallelized model: it counts replicas as its processes, and gradients are averaged over them.
 
-``Accelerator`` and the functions beside it count processes, deal batches out to them, gather, add up, and step
-schedulers by them. All ranks of a replica get the same batch and find the same, so such a loop has to see the replicas.
-accelerate's inner functions are patched; those below ask which model is meant, and hand everything else to its own.
-An accelerator means the models that it has prepared. One that has prepared none, and a function that knows no
-accelerator, means the parallelized model that is alive.
+``Accelerator`` and the functions around it count processes, deal out batches to them, gather, reduce, and step
+schedulers by them. All ranks of a replica have the same batch, so such a loop has to see the replicas. accelerate's
+inner functions are patched; those below find the model, and call accelerate's function for everything else. An
+accelerator stands for the models that it has prepared. One that has prepared none, and a function without an
+accelerator, stands for the parallelized model that is alive.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from autopar.call_site import frames_of
 from autopar.compat.patches import patch_body, patch_member, patch_name
 from autopar.compat.tensors import steps_of
 from autopar.data_parallel.gradients import ReplicaNorm
+from autopar.distributed.collectives import all_gather, even_layout
 from autopar.distributed.failures import waiting
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.mesh import MPU
@@ -31,12 +32,17 @@ from autopar.guards.model_changes import listed_ranks
 from autopar.guards.step import listeners
 
 _UNSET: Any = object()
-_meant: ContextVar[Any] = ContextVar("the MPU of the model that is meant; None: all processes", default=_UNSET)
+_meant: ContextVar[tuple[Any, bool]] = ContextVar("the chosen MPU, see meaning", default=(_UNSET, False))
 
 
 @contextlib.contextmanager
-def meaning(mpu: MPU | None) -> Iterator[None]:
-    token = _meant.set(mpu)
+def meaning(mpu: MPU | None, *, deals: bool = False) -> Iterator[None]:
+    """Let functions without an accelerator see the replicas of ``mpu``, or all processes.
+
+    Args:
+        deals: True if ``process_index`` counts replicas, too, for code that splits batches or slices gathered tensors.
+    """
+    token = _meant.set((mpu, deals))
     try:
         yield
     finally:
@@ -44,16 +50,12 @@ def meaning(mpu: MPU | None) -> Iterator[None]:
 
 
 def alive() -> list[ReplicaNorm]:
-    """Return those of the parallelized models that are larger than one rank."""
+    """Return the parallelized models over several ranks."""
     return [one for one in listeners(ReplicaNorm) if one.is_alive]
 
 
 def only(found: Iterable[MPU]) -> MPU | None:
-    """Return one of meshes that have the same replicas.
-
-    Raises:
-        ConfigError: they have not.
-    """
+    """Return one of the meshes; raise ConfigError if their replicas differ."""
     meshes = {tuple(mpu.dp.ranks): mpu for mpu in found}
     if len(meshes) > 1:
         sizes = " and ".join(str(mpu.dp.size) for mpu in meshes.values())
@@ -67,20 +69,20 @@ def only(found: Iterable[MPU]) -> MPU | None:
 
 
 def inside(model: nn.Module) -> MPU | None:
-    """Return the mesh of the parallelized model that ``model`` is, or wraps."""
+    """Return the mesh of the parallelized model in ``model``."""
     known = {id(one.model): one.mpu for one in alive()}
     return next((known[id(part)] for part in model.modules() if id(part) in known), None) if known else None
 
 
 def mesh() -> MPU | None:
-    """Return the mesh whose replicas a function has to see; None if it has to see all processes."""
-    meant = _meant.get()
+    """Return the mesh whose replicas a function sees; None if it sees all processes."""
+    meant, _ = _meant.get()
     return only(one.mpu for one in alive()) if meant is _UNSET else meant
 
 
 def mesh_of(accelerator: Any) -> MPU | None:
-    """Return the mesh whose replicas an accelerator has to see; None if it has to see all processes."""
-    meant = _meant.get()
+    """Return the mesh whose replicas an accelerator sees; None if it sees all processes."""
+    meant, _ = _meant.get()
     if meant is not _UNSET:
         return meant
     own: MPU | None = vars(accelerator).get("autopar_mpu")  # a parallel trainer's
@@ -90,22 +92,8 @@ def mesh_of(accelerator: Any) -> MPU | None:
     return only(found) if accelerator._models else mesh()
 
 
-_dealing: ContextVar[bool] = ContextVar("a process's index is that of its replica", default=False)
-
-
-@contextlib.contextmanager
-def counting_replicas(mpu: MPU) -> Iterator[None]:
-    """Let ``process_index`` count replicas, too, where batches are split and gathered tensors are sliced by it."""
-    token = _dealing.set(True)
-    try:
-        with meaning(mpu):
-            yield
-    finally:
-        _dealing.reset(token)
-
-
 class Place:
-    """A state of accelerate's, whose process is a replica."""
+    """A state of accelerate whose process is a replica."""
 
     def __init__(self, state: Any, mpu: MPU) -> None:
         self._state, self.num_processes, self.process_index = state, mpu.dp.size, mpu.dp.rank
@@ -187,36 +175,31 @@ def prepare_data_loader(plain: Any, accelerator: Any, data_loader: Any, *args: A
             "theirs:\n  leave it out. The loader of autopar.prepare_dataloader(dataset, batch_size, mpu=model.mpu) has "
             "state_dict and load_state_dict."
         )
-    with counting_replicas(mpu):
+    with meaning(mpu, deals=True):
         made = plain(accelerator, data_loader, *args, **kwargs)
     if isinstance(made, DataLoaderDispatcher):
         made.state = Place(made.state, mpu)
     return made
 
 
-# -- counting ----------------------------------------------------------------------------------------------------------
-
-
 def _num_processes(plain: Callable[..., int], accelerator: Any) -> int:
-    """The body of ``Accelerator.num_processes``: by which loops multiply batch sizes and steps of schedulers."""
+    """The body of ``Accelerator.num_processes``, a factor of batch sizes and steps of schedulers."""
     mpu = mesh_of(accelerator)
     return plain(accelerator) if mpu is None else mpu.dp.size
 
 
 def _process_index(plain: Callable[..., int], accelerator: Any) -> int:
-    """The body of ``Accelerator.process_index``, the rank in the world; of the replica in :func:`counting_replicas`."""
-    mpu = mesh_of(accelerator) if _dealing.get() else None
+    """The body of ``Accelerator.process_index``, the rank in the world; or of the replica in :func:`meaning`."""
+    mpu = mesh_of(accelerator) if _meant.get()[1] else None
     return plain(accelerator) if mpu is None else mpu.dp.rank
 
 
 def _split(plain: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-    """The body of ``PartialState.split_between_processes``."""
     mpu = mesh()
     return plain(state if mpu is None else Place(state, mpu), *args, **kwargs)
 
 
 def _split_of(plain: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """The body of ``Accelerator.split_between_processes``."""
     from accelerate import PartialState
 
     with meaning(mesh_of(accelerator)):
@@ -225,7 +208,9 @@ def _split_of(plain: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _step(plain: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """The body of ``AcceleratedScheduler.step``, which steps once a process."""
-    mpu = _stepped_by(scheduler)
+    optimizers = scheduler.optimizers or [scheduler.scheduler.optimizer]
+    given = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    mpu = only(one.mpu for one in alive() if one.mine(given))
     stepping = scheduler.step_with_optimizer and scheduler.gradient_state.sync_gradients and not scheduler.split_batches
     if mpu is None or not stepping:
         plain(scheduler, *args, **kwargs)
@@ -240,16 +225,6 @@ def _step(plain: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         scheduler.split_batches = False
 
 
-def _stepped_by(scheduler: Any) -> MPU | None:
-    """Return the mesh of the model whose parameters the scheduler's optimizers step."""
-    optimizers = scheduler.optimizers or [scheduler.scheduler.optimizer]
-    given = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    return only(one.mpu for one in alive() if one.mine(given))
-
-
-# -- gathering ---------------------------------------------------------------------------------------------------------
-
-
 def _for_accelerator(plain: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
     """The body of methods that call the functions below."""
     with meaning(mesh_of(accelerator)):
@@ -257,7 +232,7 @@ def _for_accelerator(plain: Any, accelerator: Any, *args: Any, **kwargs: Any) ->
 
 
 def _for_all(plain: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """The body of methods and properties that ask every process, whichever replica it belongs to."""
+    """The body of methods and properties over every process."""
     with meaning(None):
         return plain(accelerator, *args, **kwargs)
 
@@ -271,11 +246,9 @@ def _gather(plain: Any, tensor: Any) -> Any:
         return plain(tensor)
 
     def joined(part: torch.Tensor) -> torch.Tensor:
-        local = (part.reshape(1) if part.ndim == 0 else part).contiguous()  # single numbers as [replicas]
-        parts = [torch.empty_like(local) for _ in range(mpu.dp.size)]
-        if mpu.dp.size > 1:
-            dist.all_gather(parts, local, group=mpu.dp.group)
-        return torch.cat(parts) if mpu.dp.size > 1 else local
+        local = part.reshape(1) if part.ndim == 0 else part  # single numbers as [replicas]
+        layout = even_layout(len(local) * mpu.dp.size, mpu.dp.size)
+        return all_gather(local, mpu.dp, layout, 0) if mpu.dp.size > 1 else local.contiguous()
 
     with waiting(mpu, "accelerate's gather", mpu.dp.ranks):
         return recursively_apply(joined, tensor, error_on_other_type=True)
@@ -312,8 +285,6 @@ def _reduce(plain: Any, tensor: Any, reduction: str = "mean", scale: float = 1.0
     with waiting(mpu, "accelerate's reduce", mpu.dp.ranks):
         return recursively_apply(reduced, tensor, error_on_other_type=True)
 
-
-# -- the patches ------------------------------------------------------------------------------------------------------
 
 _MEMBERS: dict[str, Callable[..., Any]] = {
     "num_processes": _num_processes,

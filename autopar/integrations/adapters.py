@@ -1,7 +1,7 @@
 """Adapters of PEFT for a model that is parallelized already.
 
-PEFT makes an adapter by the sizes of its layer, which are a shard's there, and draws the initial values from them. So
-the model is made whole, gets its adapters as on one process, with the same random numbers, and is parallelized again.
+PEFT makes an adapter by the sizes of its layer, here of a shard, and draws its initial values. So the model is made
+full, gets its adapters as on one process, with the same random numbers, and is parallelized again.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from torch import nn
 
 from autopar.api import Parallelized, deparallelize, initialize
 from autopar.compat.peft import is_peft_model, is_tuner
-from autopar.errors import AutoparError, ConfigError
+from autopar.errors import ConfigError
 
 
 def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default", **options: Any) -> Any:
-    """Put adapters into a parallelized model, as ``peft.get_peft_model`` into a plain one; every rank calls it.
+    """Put adapters into a parallelized model, as ``peft.get_peft_model`` does; every rank calls it.
 
-    For a while every rank holds the whole model. Parameters of the model keep their identity; ``model.mpu`` is a new
-    one, and so must be the optimizer. A plain model gets its adapters and stays plain.
+    Meanwhile every rank holds the full model. Parameters of the model keep their identity; ``model.mpu`` is a new one,
+    so make the optimizer afterwards. A model that is not parallelized gets its adapters, too.
 
     Args:
-        model: what ``initialize`` returned, without adapters.
-        peft_config: ``LoraConfig`` and such.
-        options: of ``peft.get_peft_model``.
+        model: The model from ``initialize``, without adapters.
+        peft_config: ``LoraConfig`` or another configuration of PEFT.
+        options: Other arguments of ``peft.get_peft_model``.
 
     Returns:
         The ``PeftModel``, parallelized with the config and policy of ``model``.
 
     Raises:
-        ConfigError: the model was initialized with an optimizer or ``zero.stage`` 2 or 3, nothing is changed; or these
-            adapters cannot be sharded: the model is parallelized as before then.
+        ConfigError: The model was initialized with an optimizer or ``zero.stage`` 2 or 3, and nothing is changed; or
+            these adapters cannot be sharded, and the model is parallelized as before.
     """
     import peft
 
@@ -52,10 +52,9 @@ def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default", 
 
 
 def add_adapter(model: Any, adapter_name: str, peft_config: Any, **options: Any) -> None:
-    """Add an adapter to a parallelized ``PeftModel``, as its ``add_adapter`` does to a plain one; every rank calls it.
+    """Add an adapter to a parallelized ``PeftModel``; every rank calls it. See :func:`get_peft_model`.
 
-    ``model.load_adapter(dir, adapter_name)`` then reads one from files. Everything else is as in
-    :func:`get_peft_model`.
+    ``model.load_adapter(dir, adapter_name)`` then reads an adapter from files.
 
     Raises:
         ConfigError: ``model`` is not a ``PeftModel``, or as in :func:`get_peft_model`.
@@ -84,7 +83,7 @@ def add_adapter(model: Any, adapter_name: str, peft_config: Any, **options: Any)
 
 
 def _state_of(model: nn.Module, name: str) -> Parallelized | None:
-    """Return what ``initialize`` left on the model, if it can be taken back and done again."""
+    """Return the state of a parallelized model; raise ConfigError if it cannot be parallelized again."""
     state: Parallelized | None = vars(model).get("_autopar")
     if state is None:
         return None
@@ -100,14 +99,11 @@ def _state_of(model: nn.Module, name: str) -> Parallelized | None:
 
 
 def _again(state: Parallelized, model: Any, change: Callable[[], Any], undo: Callable[[Any], Any]) -> Any:
-    """Change a model that was made whole, and parallelize it as it was; without the change if that cannot be."""
+    """Change a full model, and parallelize it as it was, without the change if that fails."""
+    changed = None
     try:
         changed = change()
-    except Exception:
-        initialize(model, state.config, policy=state.own_policy)
-        raise
-    try:
         return initialize(changed, state.config, policy=state.own_policy)
-    except AutoparError:
-        initialize(undo(changed), state.config, policy=state.own_policy)
+    except Exception:
+        initialize(model if changed is None else undo(changed), state.config, policy=state.own_policy)
         raise

@@ -1,7 +1,7 @@
-"""DeepSpeed's engine around a parallelized model: its mesh is given, and its norm is that of the full model.
+"""DeepSpeed's engine around a parallelized model: its mesh is given, and its norm covers the full model.
 
-DeepSpeed counts a parameter on every rank or on the first one only, as its marks say. Both are wrong for a fused
-``q | k | v`` with fewer KV heads than ranks, where several ranks hold the same KV heads. Without ZeRO torch's own
+DeepSpeed counts a parameter on every rank or on the first one only, by its marks. Both are wrong for a fused
+``q | k | v`` with fewer KV heads than ranks, where several ranks hold the same KV heads. Without ZeRO torch's
 ``clip_grad_norm_`` counts them; with ZeRO clipping is refused.
 """
 
@@ -30,7 +30,7 @@ def install() -> None:
 
 
 def _init(plain: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
-    """The body of ``DeepSpeedEngine.__init__``, which makes all that it takes for replicas alike."""
+    """The body of ``DeepSpeedEngine.__init__``, which broadcasts the weights to all replicas."""
     given = inspect.signature(plain).bind(engine, *args, **kwargs).arguments
     _check_mesh(given["model"], given.get("mpu"))
     plain(engine, *args, **kwargs)
@@ -81,7 +81,7 @@ def _check_norm(engine: Any) -> None:
 
 
 def _is_partly_counted(one: ReplicaNorm, name: str) -> bool:
-    """Return whether ranks hold some elements of a parameter together, and others alone: no mark says that."""
+    """Return whether only some elements of a parameter lie on several ranks, which no mark describes."""
     layout = one.plan.tensors[one.plan.canonical(name)].layout
     if layout is None or not layout.replicated:
         return False

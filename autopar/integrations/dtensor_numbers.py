@@ -1,15 +1,15 @@
-"""Numbers of DTensors under ZeRO's stages 2 and 3: those that a user's code reads, and those that it draws.
+"""Numbers of DTensors under ZeRO's stages 2 and 3, which user code reads or draws.
 
-A norm or a sum of a DTensor is one with a sum over the ranks still to come. torch takes it when another operation needs
-the result, but gives ``.item()`` and its kin what this rank has: another number on each. Here they get the whole of
-parameters that FSDP2 shards for a parallelized model, and of what is made of them; other DTensors stay torch's.
+A norm or a sum of a DTensor has a sum over the ranks still pending. torch does it when another operation needs the
+result, but ``.item()`` returns this rank's share: another number on each. Here it returns the full number, for
+parameters that FSDP2 shards for a parallelized model and for results of them; other DTensors are left to torch.
 
-A tensor that is put in the place of such a parameter by ``.data`` would be lost: a DTensor does not compute with it.
+A tensor that replaces such a parameter by ``.data`` would be lost: a DTensor does not compute with it.
 
-Random numbers for such a parameter are drawn for all of it, and a rank keeps those of its rows: under one seed they are
-those of one process. (On the CPU torch would draw the same numbers for the rows of each rank.)
+Random numbers for such a parameter are drawn for the full tensor, and a rank keeps its rows: under one seed they equal
+the draws of one process. (On the CPU torch would draw the same numbers for the rows of each rank.)
 
-``torch.autograd.grad`` does not reach such parameters: FSDP2 computes with others, gathered ones, and frees them.
+``torch.autograd.grad`` does not reach such parameters: FSDP2 computes with gathered ones, and frees them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ADVICE = (
 
 
 def install() -> None:
-    """Let DTensors answer with whole numbers."""
+    """Patch torch's functions of DTensors."""
     table, kind = operators_of_dtensors(), "torch.distributed.tensor.DTensor"
     patch_entry(table, f"{kind}.item", ITEM, _read)
     for operator in RANDOM:
@@ -66,7 +66,7 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @torch.no_grad()
 def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return ``args[0]``, or one like it, with numbers that are drawn for the whole."""
+    """Return ``args[0]``, or a tensor like it, with numbers drawn for the full tensor."""
     tensor: DTensor = args[0]
     local, mesh, last = tensor.to_local(), tensor.device_mesh, tensor.device_mesh.ndim - 1
     in_place = name_of_operator(func).endswith("_")
@@ -88,7 +88,7 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _assign(plain: Any, tensor: DTensor, value: Any) -> None:
-    """Write ``value`` into ``tensor``, of which FSDP2 has a part, for ``tensor.data = value``."""
+    """Write ``value`` into ``tensor``, which FSDP2 shards, for ``tensor.data = value``."""
     if _model_of(tensor)[0] is None or not isinstance(value, torch.Tensor):
         plain(tensor, value)
         return
@@ -104,7 +104,7 @@ def _assign(plain: Any, tensor: DTensor, value: Any) -> None:
 
 
 def _grad(plain: Any, outputs: Any, inputs: Any, *args: Any, **how: Any) -> Any:
-    """The body of ``torch.autograd.grad``: raise where it cannot differentiate a loss by sharded parameters."""
+    """The body of ``torch.autograd.grad``: raise for sharded parameters."""
     listed = [inputs] if isinstance(inputs, torch.Tensor | GradientEdge) else list(inputs)
     sharded = [each for each in listed if isinstance(each, DTensor) and _model_of(each)[0] is not None]
     gathered = [id(each) for each in listed] if how.get("create_graph") else []
@@ -125,7 +125,7 @@ def _grad(plain: Any, outputs: Any, inputs: Any, *args: Any, **how: Any) -> Any:
 
 
 def _model_of(tensor: DTensor) -> tuple[FullySharded | None, Any]:
-    """Return the model whose parameters lie on the tensor's mesh, and the axis of its ranks."""
+    """Return the model with parameters on the tensor's mesh, and the axis of its ranks."""
     for model in listeners(FullySharded):
         axis = model.axis_of(tensor.device_mesh)
         if axis is not None:

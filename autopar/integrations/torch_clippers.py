@@ -1,14 +1,13 @@
-"""torch's own clippers and loss scalers, which see this rank's shards only, made right for a parallelized model.
+"""torch's clippers and loss scalers, which see this rank's shards only, made right for a parallelized model.
 
 ``torch.nn.utils.clip_grad_norm_``, ``get_total_norm`` and ``clip_grads_with_norm_`` (accelerate and transformers call
-them) and ``torch.amp.GradScaler`` get plain tensors, and nothing of torch's asks whose. So what these functions call is
-patched: the function objects stay, also those that somebody imported before. The new bodies look whether a tensor
-belongs to a parallelized model that is alive, and hand everything else to torch's.
+them) and ``torch.amp.GradScaler`` get plain tensors without their model. So the functions inside these are patched: the
+function objects stay, also in modules that imported them before. The new bodies look up whether a tensor belongs to a
+parallelized model that is alive, and call torch's functions for everything else.
 """
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -28,16 +27,14 @@ _Given = list[tuple[ReplicaNorm, dict[str, torch.Tensor]]]
 
 
 def _find(tensors: list[torch.Tensor]) -> tuple[_Given, list[torch.Tensor]]:
-    """Return the tensors of each parallelized model, in the order in which these were made, and what is left.
+    """Return the tensors of each parallelized model, oldest model first, and the rest.
 
-    No tensors at all are the share of a pipeline stage that holds none of those that other stages give.
-
-    Raises:
-        ConfigError: there are none, and several models have stages.
+    An empty list is the share of a pipeline stage that holds none of the parameters; raise ConfigError if several
+    models have stages.
     """
     given: _Given = [] if tensors else _empty_share()
     rest, find = tensors, ReplicaNorm.mine
-    while True:  # a copy may be there beside the parameter, and a second one
+    while True:  # a copy may be given in addition to the parameter, and a second one
         found = [(one, mine) for one in listeners(ReplicaNorm) if (mine := find(one, rest))]
         if not found and find is ReplicaNorm.made:
             return given, rest
@@ -69,9 +66,6 @@ def _refuse_layers(parameters: Iterable[torch.Tensor], name: str, instead: str) 
             )
 
 
-# -- the bodies --------------------------------------------------------------------------------------------------------
-
-
 def _clip_grad_norm(
     plain: Callable[..., Any],
     parameters: Any,
@@ -80,13 +74,11 @@ def _clip_grad_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Any:
-    """The body of ``torch.nn.utils.clip_grad_norm_``."""
     listed = _listed(parameters)
     given, rest = _find(listed)
     _refuse_layers(rest, "torch.nn.utils.clip_grad_norm_", "autopar.clip_grad_norm_(model, max_norm)")
     if not given:
-        again = (each for each in listed) if isinstance(parameters, types.GeneratorType) else listed
-        return plain(again, max_norm, norm_type, error_if_nonfinite, foreach)
+        return plain(listed, max_norm, norm_type, error_if_nonfinite, foreach)
     gradients = [(one, {name: p.grad for name, p in mine.items() if p.grad is not None}) for one, mine in given]
     others, single = [p.grad for p in rest if p.grad is not None], isinstance(parameters, torch.Tensor)
     norm = _norm(gradients, others, float(norm_type), error_if_nonfinite, single=single)
@@ -101,7 +93,6 @@ def _get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Any:
-    """The body of ``torch.nn.utils.get_total_norm``."""
     listed = _listed(tensors)
     given, rest = _find(listed)
     if not given:
@@ -119,7 +110,6 @@ def _get_total_norm(
 def _clip_grads_with_norm(
     plain: Callable[..., Any], parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None
 ) -> None:
-    """The body of ``torch.nn.utils.clip_grads_with_norm_``."""
     listed = _listed(parameters)
     given, rest = _find(listed)
     _refuse_layers(rest, "torch.nn.utils.clip_grads_with_norm_", "autopar.clip_grad_norm_(model, max_norm)")
@@ -134,11 +124,7 @@ def _clip_grads_with_norm(
 
 
 def _check_factor(one: ReplicaNorm, factor: torch.Tensor) -> None:
-    """Check that all ranks of the replica are about to scale alike; a collective of it.
-
-    Raises:
-        ConsistencyError: on all of them, if not.
-    """
+    """Raise ConsistencyError on all ranks of the replica unless they scale equally; a collective of it."""
     value = factor.item()
     axis = one.mpu.shards_pp if one.plan.experts else one.mpu.model
     with one.failures.wait("torch.nn.utils.clip_grads_with_norm_", axis.ranks):
@@ -153,7 +139,7 @@ def _check_factor(one: ReplicaNorm, factor: torch.Tensor) -> None:
 
 
 def _agree(one: ReplicaNorm, found: dict[torch.device, torch.Tensor], parameters: Iterable[torch.Tensor]) -> None:
-    """Make an overflow that one rank of the replica found that of all; a collective of it."""
+    """Share an overflow on one rank with all ranks of the replica; a collective of it."""
     sharded = any(isinstance(parameter, DTensor) for parameter in parameters)  # FSDP2 over dp x cp
     beside = [one.mpu.dp_cp] if sharded else [one.mpu.shards] if one.plan.experts else []
     with one.failures.wait("torch.amp.GradScaler", one.mpu.model.ranks):
@@ -164,7 +150,7 @@ def _agree(one: ReplicaNorm, found: dict[torch.device, torch.Tensor], parameters
 def _norm(
     given: _Given, rest: list[torch.Tensor], norm_type: float, error_if_nonfinite: bool, *, single: bool = False
 ) -> torch.Tensor:
-    """Return the norm over tensors of parallelized models, and over others, which each rank holds whole."""
+    """Return the norm over tensors of parallelized models, and over full tensors ``rest``."""
     norms = [one.of(mine, norm_type, single=single) for one, mine in given]
     if rest:
         norms.append(_PLAIN["_get_total_norm"](rest, norm_type).to(norms[0]))
@@ -178,7 +164,7 @@ def _norm(
 
 
 def _unscale(plain: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """The body of ``GradScaler._unscale_grads_``, which returns what overflowed: device -> 1.0 if something did."""
+    """The body of ``GradScaler._unscale_grads_``, which returns device -> 1.0 after an overflow."""
     found = plain(scaler, optimizer, *args, **kwargs)
     if isinstance(scaler, GradScaler):  # has agreed already
         return found
@@ -189,8 +175,6 @@ def _unscale(plain: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any,
         _agree(one, found, mine.values())
     return found
 
-
-# -- the patches ------------------------------------------------------------------------------------------------------
 
 _PLAIN: dict[str, Callable[..., Any]] = {}
 _BODIES: dict[str, Callable[..., Any]] = {

@@ -1,18 +1,19 @@
-"""Send a model's whole weights to a serving engine that runs in other processes: start, updates in buckets, finish.
+"""Send a model's full weights to a serving engine in other processes: start, updates in buckets, finish.
 
-The ranks gather one tensor after the other (:func:`autopar.hf_weights`), and rank 0 alone speaks to the engine. An
-update names its tensors first, with dtypes and shapes, and has their bytes behind that, in the same order. All ranks
-learn the engine's answer to each call before they gather the next tensor.
+The ranks gather one tensor after the other (:func:`autopar.hf_weights`), and rank 0 alone talks to the engine. An
+update lists its tensors with dtypes and shapes, followed by their bytes in the same order. All ranks learn the engine's
+answer to each call before they gather the next tensor.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import json
 import struct
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -27,11 +28,7 @@ from autopar.errors import CheckpointError, first_line
 
 
 class TensorInfo(NamedTuple):
-    """A tensor as an update announces it before its bytes.
-
-    Attributes:
-        dtype: torch's name without the module: ``bfloat16``.
-    """
+    """A tensor in the list of an update; ``dtype`` is torch's name without the module, such as ``bfloat16``."""
 
     name: str
     dtype: str
@@ -39,10 +36,10 @@ class TensorInfo(NamedTuple):
 
 
 class Engine(Protocol):
-    """The engine's side. Rank 0 calls it; each method returns when the engine has answered, and raises if it cannot."""
+    """The engine's side, called on rank 0. Each method returns after the engine's answer, or raises."""
 
     address: str
-    """Names the engine in errors."""
+    """The engine's name in errors."""
 
     def start(self) -> None:
         """Announce updates: an engine stops, or takes no new requests."""
@@ -51,88 +48,79 @@ class Engine(Protocol):
         """Load tensors, whose bytes lie one after the other in ``data``."""
 
     def finish(self) -> None:
-        """All updates are sent: go on with the new weights."""
+        """Continue with the new weights: all updates are sent."""
 
     def abandon(self) -> None:
-        """No more updates come, as something failed: the weights are part old and part new."""
+        """Expect no more updates after a failure: the weights are part old and part new."""
 
 
 class HttpEngine:
     """An engine that answers HTTP: POST of ``start``, ``update``, ``finish`` and ``abandon`` below an address.
 
     The body of an update is the length of a JSON text in 8 bytes (little-endian), the text (a list of names, dtypes
-    and shapes), and the packed bytes. Every answer but one of status 200 is an error; its body is quoted.
+    and shapes), and the packed bytes. Every status but 200 is an error; its body is quoted.
 
     Args:
-        address: ``http://host:port/path``.
-        timeout: seconds that the engine has for an answer.
+        address: Base of the URLs, ``http://host:port/path``.
+        timeout: Limit of an answer in seconds.
     """
 
     def __init__(self, address: str, timeout: float = 300.0) -> None:
         self.address, self.timeout = address.rstrip("/"), timeout
 
-    def start(self) -> None:
-        """POST ``start``."""
-        self._post("start", b"")
-
     def update(self, tensors: Sequence[TensorInfo], data: bytearray) -> None:
-        """POST ``update`` with the tensors."""
         text = json.dumps([one._asdict() for one in tensors]).encode()
         self._post("update", struct.pack("<Q", len(text)) + text, data)
-
-    def finish(self) -> None:
-        """POST ``finish``."""
-        self._post("finish", b"")
-
-    def abandon(self) -> None:
-        """POST ``abandon``."""
-        self._post("abandon", b"")
 
     def _post(self, name: str, *parts: bytes | bytearray) -> None:
         place = urllib.parse.urlsplit(f"{self.address}/{name}")
         kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
-        connection = kinds[place.scheme](place.netloc, timeout=self.timeout)
-        try:
-            connection.putrequest("POST", place.path)
-            connection.putheader("Content-Type", "application/octet-stream")
-            connection.putheader("Content-Length", str(sum(map(len, parts))))
-            connection.endheaders()
-            for part in parts:
-                connection.send(part)
+        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(sum(map(len, parts)))}
+        with contextlib.closing(kinds[place.scheme](place.netloc, timeout=self.timeout)) as connection:
+            connection.request("POST", place.path, iter(parts), headers)
             answer = connection.getresponse()
             text = answer.read(2000).decode(errors="replace")
-        finally:
-            connection.close()
         if answer.status != 200:
             raise CheckpointError(f"it answered {answer.status} {answer.reason}: {first_line(Exception(text))}")
 
+    start = functools.partialmethod(_post, "start")
+    finish = functools.partialmethod(_post, "finish")
+    abandon = functools.partialmethod(_post, "abandon")
+
 
 class WeightTransfer:
-    """Weights on their way to one engine, as often as they change. Made on every rank, with the same arguments.
+    """Transfers of a model's weights to one engine. Made on every rank, with the same arguments.
 
     Args:
-        engine: used on rank 0 alone.
-        bucket_size: bytes of an update; a tensor that is larger goes by itself. Rank 0 holds one bucket and one tensor.
+        engine: The engine, used on rank 0 alone.
+        bucket_size: Bytes of an update; a larger tensor is sent alone. Rank 0 holds one bucket and one tensor.
     """
 
     def __init__(self, engine: Engine, bucket_size: int | str = "512MB") -> None:
         self.engine, self.limit = engine, parse_size(bucket_size)
-        self._sent: dict[str, int] = {}  # name -> digest of what the engine has
+        self._sent: dict[str, int] = {}  # name -> digest of the engine's tensor
 
     def send(self, model: nn.Module, *, only_changed: bool = False, adapters_only: bool = False) -> int:
-        """Send the weights; return how many tensors were sent. Every rank calls it.
+        """Send the weights and return the number of tensors. Every rank calls it.
 
         Args:
-            only_changed: leave out tensors that are as they were when this object has sent them.
-            adapters_only: send the adapters of a ``PeftModel``, named as its parameters, and no other weights.
+            only_changed: True if tensors are left out that have not changed since this object sent them.
+            adapters_only: True if only the adapters of a ``PeftModel`` are sent, by its parameters' names.
 
         Raises:
-            CheckpointError: on every rank: the engine does not answer, or answers an error. The next call sends all.
+            CheckpointError: The engine does not answer, or answers an error; on every rank. The next call sends all.
         """
         mpu: Any = model.mpu
         before, self._sent = self._sent, {}
         bucket, now, count = _Bucket(keeps=mpu.rank == 0), dict(before), 0
-        weights: Any = _adapter_weights(model) if adapters_only else hf_weights(model, bucket_size=self.limit)
+        weights: Any
+        if adapters_only:
+            registry.need("peft", "adapters_only=True")
+            from autopar.features.peft.saving import adapter_weights
+
+            weights = adapter_weights(model)
+        else:
+            weights = hf_weights(model, bucket_size=self.limit)
         try:
             self._tell(mpu, "start")
             for name, tensor in weights:
@@ -156,7 +144,7 @@ class WeightTransfer:
         return count
 
     def _tell(self, mpu: Any, name: str, bucket: _Bucket | None = None) -> None:
-        """Call a method of the engine on rank 0; all ranks learn how it went. Empties the bucket."""
+        """Call a method of the engine on rank 0; all ranks learn the result. Empties the bucket."""
 
         def call() -> None:
             try:
@@ -173,15 +161,8 @@ class WeightTransfer:
             bucket.clear()
 
 
-def _adapter_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    registry.need("peft", "adapters_only=True")
-    from autopar.features.peft.saving import adapter_weights
-
-    return adapter_weights(model)
-
-
 class _Bucket:
-    """Tensors of one update; every rank counts their bytes, and one keeps them."""
+    """Tensors of one update; every rank counts their bytes, and rank 0 keeps them."""
 
     def __init__(self, *, keeps: bool) -> None:
         self.keeps = keeps

@@ -20,18 +20,15 @@ class SetFlags(TrainerCallback):
 
     def __init__(self, event: str, flags: list[str], everywhere: bool) -> None:
         self.seen: list[tuple[str, int]] = []
-        self.trainer = None
         if everywhere or dist.get_rank() == 1:
-            setattr(self, event, lambda *args, logs=(), **kwargs: self.set_flags(flags, *args, logs))
+            setattr(self, event, lambda *args, **kwargs: self.set_flags(flags, *args))
 
-    def set_flags(self, flags, args, state, control, logs):
-        for flag in flags if state.global_step >= 2 and "own" not in logs else ():
+    def set_flags(self, flags, args, state, control):
+        for flag in flags if state.global_step >= 2 else ():
             setattr(control, flag, True)
 
     def on_evaluate(self, args, state, control, **kwargs):
         self.seen.append(("evaluated", state.global_step))
-        if self.trainer is not None and dist.get_rank() == 0:
-            self.trainer.log({"own": 1.0})  # of one rank, as user code does
 
     def on_save(self, args, state, control, **kwargs):
         self.seen.append(("saved", state.global_step))
@@ -64,23 +61,6 @@ def test_flags_of_one_rank(tmp_path):
             )
         assert alone[:2] == together[:2] and alone[0] == steps, (event, flags, alone[:2], together[:2])
         assert all(bool((alone[2][name] == weight).all()) for name, weight in together[2].items()), (event, flags)
-
-
-@pooled(world_size=2)
-def test_an_evaluation_and_a_save_from_a_log_of_one_rank(tmp_path):
-    """The trainer reads the flags directly after ``on_log``; other logs of one rank wait for no rank."""
-    seen = []
-    for everywhere in (False, True):
-        with launched():
-            trainer = trainer_of(tmp_path / str(everywhere), 2, logging_steps=2, max_steps=4)
-            callback = SetFlags("on_log", ["should_evaluate", "should_save"], everywhere)
-            callback.trainer = trainer
-            trainer.add_callback(callback)
-            if dist.get_rank() == 0:
-                trainer.log({"own": 1.0})
-            trainer.train()
-        seen.append(callback.seen)
-    assert seen[0] == seen[1] and seen[0][:2] == [("evaluated", 2), ("saved", 2)], seen
 
 
 @pooled(world_size=2)

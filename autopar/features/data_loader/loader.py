@@ -1,4 +1,4 @@
-"""prepare_dataloader: the data sharded over data-parallel replicas, the same batches on all tp ranks of a replica."""
+"""Shard data over data-parallel replicas, with identical batches on all tp ranks of a replica."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
+from autopar.distributed.collectives import all_gather, even_layout
 from autopar.distributed.failures import waiting
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError, ConsistencyError
@@ -22,35 +23,33 @@ class ReplicaDataLoader(DataLoader[Any]):
     """A ``DataLoader`` with :meth:`set_epoch`, whose place in the data can be saved."""
 
     is_of_replicas = True  # batches are this replica's already
+    _seed: int | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle differently in each epoch, alike on all ranks. Call it before iterating, with the epoch's number."""
+        """Shuffle by the epoch's number, identically on all ranks. Call it before iterating."""
         targets: tuple[Any, ...] = (self.batch_sampler, self.sampler, self.dataset)
-        for target in targets:
-            if hasattr(target, "set_epoch"):
-                target.set_epoch(epoch)
+        for target in (target for target in targets if hasattr(target, "set_epoch")):
+            target.set_epoch(epoch)
         if self._seed is not None and self.generator is not None:
             self.generator.manual_seed(self._seed + epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the data, for ``save_parallelized(extra={"loader": loader.state_dict()})``.
 
-        Batches that the loop was given count as seen. Plain data, the same on every rank.
-
-        Raises:
-            ConfigError: of a stream, or with ``even_batches=False``.
+        Batches that the loop has received count as seen. Plain data, the same on every rank. Raises ConfigError for a
+        stream, or with ``even_batches=False``.
         """
         sampler = self._resumable()
         return {"epoch": sampler.epoch, "samples": sampler.samples, **sampler.order()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken: the next iteration gives the rest of that epoch, later ones all.
+        """Continue from :meth:`state_dict`: the next iteration has the rest of that epoch, later ones all samples.
 
-        Call ``set_epoch(state["epoch"])`` as before, or not at all. The number of replicas and the batch size may be
-        others; the order of the samples is the same.
+        Call ``set_epoch(state["epoch"])`` as before, or not at all. The number of replicas and the batch size may
+        change; the order of the samples is the same.
 
         Raises:
-            ConfigError: another dataset, seed or order; a stream, or ``even_batches=False``.
+            ConfigError: The dataset, seed or order is another one; a stream, or ``even_batches=False``.
         """
         sampler = self._resumable()
         different = {name: (state.get(name), x) for name, x in sampler.order().items() if state.get(name) != x}
@@ -84,14 +83,9 @@ class ReplicaDataLoader(DataLoader[Any]):
             )
         return self.sampler
 
-    _seed: int | None = None
-
 
 class _EveryNth(IterableDataset[Any]):
-    """Samples ``rank, rank + size, ...`` of a stream.
-
-    A last round that is not full is dropped if ``even``, so that ranks agree; else the first ranks have one more.
-    """
+    """Samples ``rank, rank + size, ...`` of a stream, without an incomplete last round if ``even``."""
 
     def __init__(self, stream: IterableDataset[Any], rank: int, size: int, even: bool) -> None:
         self.stream, self.rank, self.size, self.even = stream, rank, size, even
@@ -153,26 +147,26 @@ def prepare_dataloader(
     even_batches: bool = True,
     **kwargs: Any,
 ) -> ReplicaDataLoader:
-    """Return a ``DataLoader`` that is right under tensor and data parallelism.
+    """Return a ``DataLoader`` for tensor and data parallelism.
 
     Replica ``d`` of ``dp`` sees every ``dp``-th sample of the (shuffled) dataset; the tensor-parallel ranks of one
     replica see the same batches in the same order. The order follows from ``seed`` and the epoch alone: the global
-    random state is neither read nor changed. Workers seed their augmentations alike too.
+    random state is neither read nor changed. Workers of all ranks have the same seeds.
 
     Args:
-        dataset: map-style, or an ``IterableDataset`` (every ``dp``-th element; ``shuffle`` is then the stream's own).
-        batch_size: samples per replica and step; the global batch is ``batch_size * dp``.
+        dataset: Map-style dataset, or ``IterableDataset`` (every ``dp``-th element; it shuffles by itself).
+        batch_size: Samples per replica and step; the global batch is ``batch_size * dp``.
         mpu: ``model.mpu``.
-        drop_last: drop what does not fill a batch on every replica.
-        even_batches: repeat some samples so that replicas have equally many (of a stream, drop the last ones). False,
-            for evaluation: every sample exactly once, in as many batches on every replica, of which the last may be
-            smaller; of a stream, whose length nobody knows, replicas may differ by a batch, so not with
-            ``zero.stage`` 2 and 3. :func:`gather_for_metrics` puts the replicas' results in the order of the dataset.
-        kwargs: anything else that ``DataLoader`` takes.
+        drop_last: True if samples are dropped that do not fill a batch on every replica.
+        even_batches: True if some samples are repeated so that replicas have equally many (of a stream, the last ones
+            dropped). False, for evaluation, gives every sample exactly once, in as many batches on every replica, of
+            which the last may be smaller; for a stream replicas may differ by a batch, so not with ``zero.stage`` 2 and
+            3. :func:`gather_for_metrics` puts the replicas' results in the order of the dataset.
+        kwargs: Other arguments of ``DataLoader``.
 
     Raises:
-        ConfigError: ``sampler`` or ``batch_sampler`` is given (this call makes the sampler), ``batch_size`` is not a
-            positive integer, or ``even_batches=False`` with too few samples to give every replica as many batches.
+        ConfigError: ``sampler`` or ``batch_sampler`` is given, ``batch_size`` is not a positive integer, or
+            ``even_batches=False`` with too few samples to give every replica as many batches.
     """
     _check_arguments(batch_size, drop_last, even_batches, kwargs)
     dp = mpu.dp
@@ -181,7 +175,7 @@ def prepare_dataloader(
         kwargs["generator"] = torch.Generator().manual_seed(seed)
     if isinstance(dataset, IterableDataset):
         if shuffle:
-            raise ConfigError("shuffle=True needs a map-style dataset; shuffle the stream itself, alike on all ranks")
+            raise ConfigError("shuffle=True needs a map-style dataset; shuffle the stream itself, equally on all ranks")
         source: Dataset[Any] = _EveryNth(dataset, dp.rank, dp.size, even_batches) if dp.size > 1 else dataset
         loader = ReplicaDataLoader(source, batch_size, drop_last=drop_last, **kwargs)
     elif not even_batches:
@@ -224,18 +218,17 @@ def gather_for_metrics(
     """All-gather every replica's values of samples, in the order of the dataset (as the loader shuffled it).
 
     All ranks of a data-parallel group call it, once after a pass over the loader of :func:`prepare_dataloader`
-    (those of the last stage, if only they have values)::
+    (with stages, the ranks of the last one)::
 
         losses = [loss_of_each_sample(model, batch) for batch in loader]
         mean = autopar.gather_for_metrics(losses, mpu=model.mpu, samples=len(dataset)).mean()
 
     Args:
-        values: ``[samples, ...]``, what this replica found for each of its samples; or one such tensor for each batch.
-        samples: how many the dataset has; what a loader with ``even_batches`` repeated is left out. None keeps all.
+        values: One value per sample of this replica, ``[samples, ...]``; or one such tensor for each batch.
+        samples: Size of the dataset, which leaves out the samples that ``even_batches`` repeated; None keeps all.
 
     Raises:
-        ConsistencyError: on every rank of the group, if the replicas' values do not fit together: their shapes differ,
-            or some replica has not one for each of its samples.
+        ConsistencyError: The replicas' values differ in shape or dtype, or some replica lacks values; on every rank.
     """
     batches, dp = [values] if isinstance(values, torch.Tensor) else list(values), mpu.dp
     alike = len({(x.shape[1:], x.dtype) for x in batches}) == 1 and all(x.ndim for x in batches)
@@ -257,36 +250,32 @@ def gather_for_metrics(
     if samples is not None and total < samples:
         raise ConsistencyError(f"gather_for_metrics: {total} values for samples={samples}: some were left out")
     ((shape, dtype),) = kinds
-    parts = [torch.zeros(max(counts), *shape, dtype=dtype, device=mpu.device) for _ in range(dp.size)]
-    own = parts[dp.rank]
+    own = torch.zeros(max(counts), *shape, dtype=dtype, device=mpu.device)
     if mine is not None:
         own[: len(mine)] = mine
     if dp.size > 1:
         with waiting(mpu, "gather_for_metrics", dp.ranks):
-            dist.all_gather(parts, own.clone(), group=dp.group)
-    return torch.stack(parts, dim=1).flatten(0, 1)[:total][:samples]  # sample by sample
-
-
-# -- the place in the data ---------------------------------------------------------------------------------------------
+            own = all_gather(own, dp, even_layout(len(own) * dp.size, dp.size), 0)
+    return own.unflatten(0, (dp.size, -1)).transpose(0, 1).flatten(0, 1)[:total][:samples]  # sample by sample
 
 
 class ResumableSampler(DistributedSampler[Any]):
-    """A ``DistributedSampler`` that can go on in the middle of an epoch, on any number of replicas.
+    """A ``DistributedSampler`` that can continue in the middle of an epoch, on any number of replicas.
 
-    Replicas take turns along one order of all samples, so what any number of them has seen is a beginning of it. The
-    rest is split in the same way.
+    Replicas take turns along one order of all samples, so the samples that they have seen are its beginning. The rest
+    is dealt out in the same way.
 
     Attributes:
-        samples: of the epoch's order, those that were given out so far; the loader counts.
-        first: where the running iteration began.
-        resume: epoch in which, and samples after which, the next iteration begins.
+        samples: Number of samples of the epoch's order that were given out; the loader counts.
+        first: Value of ``samples`` where the running iteration began.
+        resume: Epoch and number of samples with which the next iteration begins.
     """
 
     samples = first = 0
     resume: tuple[int, int] | None = None
 
     def order(self) -> dict[str, Any]:
-        """Return what the order of all samples depends on, besides the epoch."""
+        """Return the settings that determine the order of all samples, besides the epoch."""
         return {"dataset": len(self.dataset), "seed": self.seed, "shuffle": self.shuffle}  # type: ignore[arg-type]
 
     def __len__(self) -> int:
@@ -297,8 +286,6 @@ class ResumableSampler(DistributedSampler[Any]):
         size = len(self)
         self.samples = self.first = skipped = self._skipped()
         self.resume = None
-        if not skipped:
-            return super().__iter__()
         everything: DistributedSampler[Any] = DistributedSampler(
             self.dataset, 1, 0, shuffle=self.shuffle, seed=self.seed
         )

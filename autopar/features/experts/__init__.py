@@ -1,4 +1,4 @@
-"""Ranks hold whole experts of a mixture, to which tokens travel, and replicas balance its routers together."""
+"""Ranks hold undivided experts of a mixture, to which tokens travel, and replicas balance its routers together."""
 
 from autopar.registry import Feature, Step
 

@@ -1,20 +1,16 @@
 """Expert parallelism: tokens go to the ranks that hold the experts they chose, and back.
 
 Lepikhin et al., "GShard" (2020), section 3; Megatron-LM, core/transformer/moe/token_dispatcher.py. Experts lie on the
-tp ranks of a replica, or on those of several replicas. Every tp rank of one replica holds the same tokens, so each
-takes an equal part of them. By ``all_to_all`` it sends every (token, chosen expert) pair to the expert's rank, and gets
-the output back, which it weights. By ``all_reduce`` all tokens go to all ranks, which compute those pairs that
-chose their experts; an all-gather and a reduce-scatter, in which no rank waits for what another one's tokens chose.
-Then the parts are gathered. The experts' own forward computes: it sees one chosen expert per row, counted from this
-rank's first one.
+tp ranks of one replica or of several. The tp ranks of one replica hold the same tokens, so each takes
+an equal share of them. By ``all_to_all`` it sends every (token, chosen expert) pair to the expert's rank, gets the
+output back, and weights it. By ``all_reduce`` all tokens go to all ranks, which compute the pairs that chose their
+experts: an all-gather and a reduce-scatter, in which no rank waits for the choices of other tokens. Then the shares are
+gathered. The experts' own forward computes: it sees one chosen expert per row, counted from this rank's first one.
 
 [Note: gradients over replicas] Tokens of several replicas meet in one expert, so its gradient is the sum over their
-losses, where that of any other weight is the mean over replicas. The gradient that comes to the expert's output is
-divided by the number of these replicas, and what goes on to the tokens is multiplied by it again: a weight of an expert
-then has the mean over them, and replicas that hold the same experts are averaged over like those of other weights.
-
-Experts may also be given rows sorted by expert (:class:`SortedExperts`). :func:`expert_load` counts which experts the
-tokens of all ranks have chosen.
+losses, where any other weight's is the mean over replicas. The gradient of the expert's output is divided by the number
+of these replicas, and the gradient of the tokens is multiplied by it again: an expert's weight then has the mean over
+them, and replicas that hold the same experts are averaged as for other weights.
 """
 
 from __future__ import annotations
@@ -50,9 +46,9 @@ class ExpertParallel(RegionModule):
     """Experts, of which this rank holds some: ``[tokens, hidden] -> [tokens, hidden]``. Parameters Shard(0).
 
     Attributes:
-        tp: the ranks over which experts are sharded.
+        tp: The ranks over which experts are sharded.
         dispatch: ``all_to_all`` or ``all_reduce``.
-        tokens: how many each of this rank's experts has been given, ``[experts here]``, int64; None before the first.
+        tokens: Number of tokens of each of this rank's experts, ``[experts here]``, int64; None before the first.
     """
 
     dispatch: str = "all_to_all"
@@ -92,7 +88,7 @@ class ExpertParallel(RegionModule):
         return gather(y, self.beside, layout, 0)
 
     def _without_experts(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return what tokens get from modules that indices behind the last expert stand for, ``[tokens, hidden]``."""
+        """Return the weighted outputs of modules with indices after the last expert's, ``[tokens, hidden]``."""
         assert self.autopar.layout is not None
         w = weights.masked_fill(chosen < self.autopar.layout.size, 0).sum(-1, keepdim=True)
         return sum((getattr(self, name)(x) * w for name in self.autopar.once), torch.zeros_like(x)).to(x.dtype)
@@ -133,12 +129,12 @@ class ExpertParallel(RegionModule):
         return reduce_scatter(outputs, axis, 0, layout)
 
     def _placed(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the rank of each expert, its number there, and whether there is such an expert."""
+        """Return the rank of each expert, its number there, and whether it exists."""
         axis, experts = self.tp, self.autopar.layout
         assert experts is not None
         starts, ends = zip(*(experts.ranges(rank)[0] for rank in range(axis.size)), strict=True)
         owner = torch.bucketize(ids, torch.tensor(ends, device=ids.device), right=True)
-        known = ids < experts.size  # a router may say "none" with an index behind the last
+        known = ids < experts.size  # a router may choose no expert with an index after the last
         owner = torch.where(known, owner, axis.rank)
         return owner, torch.where(known, ids - torch.tensor(starts, device=ids.device)[owner], 0), known
 
@@ -157,7 +153,7 @@ class ExpertParallel(RegionModule):
         return _ScaledGradient.apply(y, 1 / replicas) if replicas > 1 else y
 
     def _outputs(self, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-        """Return ``[rows, hidden]``, of this rank's experts of those numbers."""
+        """Return the outputs of this rank's experts ``local``, ``[rows, hidden]``."""
         if rows.shape[0]:
             ids, w = local.unsqueeze(-1), torch.ones_like(rows[:, :1])
             if self.autopar.once:  # LongCat Flash's experts take two choices or more: one of no expert, without weight
@@ -171,7 +167,7 @@ class ExpertParallel(RegionModule):
 
 
 def _splits(owner: torch.Tensor, axis: Axis) -> tuple[list[int], list[int]]:
-    """Return how many rows come from each rank, and go to it; without data: even routes."""
+    """Return the numbers of rows from and to each rank; without data even ones."""
     even = [stop - start for start, stop in even_shards(owner.numel(), axis.size)] if owner.is_meta else []
     if axis.group is None:
         return even, even
@@ -182,7 +178,7 @@ def _splits(owner: torch.Tensor, axis: Axis) -> tuple[list[int], list[int]]:
 
 
 def _layout_of_tokens(x: torch.Tensor, axis: Axis) -> Layout:
-    """Lay the tokens of all ranks side by side; each may have another number of them."""
+    """Return the layout of all ranks' tokens, of which each rank may have another number."""
     counts = [x.shape[0]] * axis.size
     if axis.group is not None:
         own = torch.tensor([x.shape[0]], device=x.device)
@@ -194,10 +190,10 @@ def _layout_of_tokens(x: torch.Tensor, axis: Axis) -> Layout:
 
 
 class SortedExperts(ExpertParallel):
-    """Experts, of which this rank holds some: ``[rows, in] -> [rows, out]``, the rows of one expert after the other.
+    """Experts, of which this rank holds some: ``[rows, in] -> [rows, out]``, sorted by expert.
 
-    The second argument says how many rows each expert has. Without one all have equally many, of which those that are
-    not an expert's own are zeros; these stay here, as experts without biases make zeros of them.
+    The second argument is the number of rows of each expert. Without it all have equally many, padded with zeros; zeros
+    stay on this rank, as experts without biases map them to zeros.
     """
 
     def forward(self, hidden: torch.Tensor, sizes: list[int] | None = None) -> Any:  # type: ignore[override]
@@ -237,12 +233,12 @@ class SortedExperts(ExpertParallel):
 
 
 def stacked_experts(plain: type[nn.Module]) -> type[ExpertParallel]:
-    """Return the mixin of stacked experts: those that take no indices of experts and no weights get sorted rows."""
+    """Return the mixin of stacked experts; experts without arguments for indices and weights get sorted rows."""
     return ExpertParallel if len(argument_names(plain)) >= 3 else SortedExperts  # type: ignore[arg-type]
 
 
 def choose_dispatch(model: nn.Module, dispatch: str) -> None:
-    """Let tokens travel to the experts of a parallelized model in this way."""
+    """Set how tokens travel to the experts of a parallelized model."""
     for module in model.modules():
         if isinstance(module, ExpertParallel):
             module.dispatch = dispatch
@@ -250,24 +246,24 @@ def choose_dispatch(model: nn.Module, dispatch: str) -> None:
 
 @torch.no_grad()
 def expert_load(model: nn.Module, *, reset: bool = True) -> dict[str, torch.Tensor]:
-    """Return how many tokens each expert has been given since the last call; every rank calls it.
+    """Return the number of tokens of each expert since the last call. Collective.
 
     A token counts once for each expert that it has chosen, padding too; recomputed blocks count once. No token is
-    dropped: experts have no capacity. Collective::
+    dropped: experts have no capacity::
 
         for path, tokens in autopar.expert_load(model).items():
             print(path, "busiest", int(tokens.max()), "idle", int((tokens == 0).sum()))
 
     Args:
-        model: parallelized with ``expert_parallel_size`` above 1, or a wrapper around it.
-        reset: begin anew.
+        model: Model parallelized with ``expert_parallel_size`` above 1, or a wrapper around it.
+        reset: True if the counts start again from zero.
 
     Returns:
-        Path of the experts, of this rank's stage -> ``[experts]``, int64, over all replicas and rows; the same on every
-        rank of the stage.
+        Path of the experts of this rank's stage -> ``[experts]``, int64, over all replicas; the same on every rank of
+        the stage.
 
     Raises:
-        ConfigError: no experts of ``model`` are held whole by ranks.
+        ConfigError: The experts of ``model`` are not distributed over ranks.
     """
     root: Any = next((module for module in model.modules() if "_autopar" in vars(module)), None)
     if root is None or root.mpu.ep.size == 1:
@@ -295,7 +291,7 @@ def expert_load(model: nn.Module, *, reset: bool = True) -> dict[str, torch.Tens
 
 
 class _ScaledGradient(torch.autograd.Function):
-    """A tensor with ``factor`` times the gradient, which cannot be differentiated again."""
+    """Multiply the gradient by ``factor``; it cannot be differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:

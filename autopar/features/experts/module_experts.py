@@ -1,21 +1,21 @@
-"""Expert parallelism of experts that are modules in a list: each rank has some of them, and the others without weights.
+"""Expert parallelism of experts that are modules in a list: each rank has some of them, and the rest without weights.
 
-Rows travel as those of stacked experts do (:mod:`autopar.features.experts.layers`). Weights, masks and dropout after
-the experts stay as they are on the rank of the tokens, and only the experts compute elsewhere.
+Rows travel as for stacked experts (:mod:`autopar.features.experts.layers`). Weights, masks and dropout after
+the experts stay on the rank of the tokens; only the experts compute elsewhere.
 
-Classes choose experts in many ways: by indices, by masks, in a loop over all of them or over those that are hit, with
+Classes choose experts in many ways: by indices, by masks, in a loop over all of them or over the chosen ones, with
 weights before or after them. All of them call the experts as modules. So the forward that calls them, of the list or of
 the module around it, runs twice: first with outputs of zeros, while the rows of each call are noted; then, when the
-rows have been to the ranks that hold the experts, with their outputs. The first run's result is dropped, and costs no
-memory in the backward pass.
+rows have been to the ranks of the experts, with their outputs. The first run's result is dropped, and costs no memory
+in the backward pass.
 
 [Note: what runs once] Modules that are called before the first expert, a router among them, cannot depend on experts:
-the second run is given what they returned, so that their hooks and what they count happen once. Both runs draw the same
-random numbers, each works on copies of the arguments, and buffers that the first one writes into are put back.
+the second run gets their outputs, so that their hooks and counters run once. Both runs draw the same random numbers and
+work on copies of the arguments, and buffers that the first run writes into are restored.
 
-[Note: gradients of idle experts] An expert that nobody calls has no gradient on one process, and has none here: an
-optimizer leaves it alone, weight decay too. One that is called without rows has zeros; with FSDP2, which reduces the
-same gradients on all ranks, so has any.
+[Note: gradients of idle experts] An expert without calls has no gradient on one process, and has none here: an
+optimizer skips it, weight decay too. An expert that is called without rows has zeros; with FSDP2, which reduces the
+same gradients on all ranks, any idle expert has zeros.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ class _Call(NamedTuple):
     """One call of an expert.
 
     Attributes:
-        place: number of its list; ``number``: its own in it.
-        rows: ``[..., hidden]``; ``version``: how often they had been written into.
-        dtype: of what it returns.
+        place, number: Indices of its list, and in the list.
+        rows: Argument of the call, ``[..., hidden]``.
+        version: Number of writes into ``rows`` at the call.
+        dtype: Dtype of the result.
     """
 
     place: int
@@ -56,8 +57,8 @@ class Calls:
     """The calls of experts in one forward.
 
     Args:
-        path: of the module that calls them, for messages; ``caller``: itself.
-        lists: of experts, each list in order.
+        path: Path of ``caller``, the module that calls them, for messages.
+        lists: Lists of experts, each in order.
     """
 
     def __init__(self, path: str, caller: nn.Module, lists: Sequence[Sequence[nn.Module]]) -> None:
@@ -70,7 +71,7 @@ class Calls:
         self._start = TorchGenerators.now()
 
     def note(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run ``forward`` on copies, with outputs of zeros; return what it makes of them."""
+        """Run ``forward`` on copies, with outputs of zeros, and return its result."""
         buffers = {n: (b, version_of(b), b.clone()) for n, b in own_buffers(self._caller).items() if b is not None}
         args, kwargs = _copied((args, kwargs))
         with called_instead(self._in_place(self._note, self._keep)):
@@ -88,10 +89,10 @@ class Calls:
         return out
 
     def rows(self, place: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return all rows given to the experts of one list, ``[rows, hidden]``, and their experts, ``[rows]``.
+        """Return all rows for the experts of one list, ``[rows, hidden]``, and their experts, ``[rows]``.
 
         Args:
-            like: ``[..., hidden]``, of which there are no rows where none were given.
+            like: Tensor of the form of the rows, ``[..., hidden]``, for a list without calls.
         """
         calls = [call for call in self._made if call.place == place]
         width = like.shape[-1]
@@ -107,12 +108,12 @@ class Calls:
         ids = numbers.repeat_interleave(counts).to(like.device)
         return torch.cat(parts), ids
 
-    def without_rows(self, place: int) -> set[int]:
+    def without_rows(self, place: int) -> frozenset[int]:
         """Return the experts of one list that were called with no rows, as some code calls all."""
-        return {call.number for call in self._made if call.place == place and not call.rows.numel()}
+        return frozenset(call.number for call in self._made if call.place == place and not call.rows.numel())
 
     def take(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Take what experts return for the rows of each list, ``[rows, hidden]``."""
+        """Take the experts' outputs for the rows of each list, ``[rows, hidden]``."""
         sizes = [call.rows.numel() // max(call.rows.shape[-1], 1) for call in self._made]
         found = [
             iter(out.split([size for size, call in zip(sizes, self._made, strict=True) if call.place == place]))
@@ -185,7 +186,7 @@ def _copied(values: Any) -> Any:
 
 
 def _outermost(module: nn.Module, experts: set[int]) -> Iterator[nn.Module]:
-    """Yield the modules inside that have a forward, but those inside of others, and experts."""
+    """Yield the outermost modules inside that have a forward, but no experts."""
     for child in module.children():
         if id(child) in experts:
             continue
@@ -199,24 +200,24 @@ class ModuleExperts(ExpertParallel):
     """A list of experts, of which this rank holds some. Each parameter lies on one rank.
 
     Attributes:
-        idle_zeros: whether an expert that nobody calls has a gradient of zeros.
+        idle_zeros: True if an expert without calls has a gradient of zeros.
     """
 
     autopar_names: tuple[str, ...]
     autopar_state = (*ExpertParallel.autopar_state, "autopar_names", "idle_zeros", "_called", "_inside")
     idle_zeros = False
     _called: frozenset[int] = frozenset()  # without rows, in the forward that runs
-    _inside: TorchGenerators | None = None  # what this rank's experts draw from; None: nothing is drawn
+    _inside: TorchGenerators | None = None  # generators of this rank's experts; None if they draw nothing
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the list's own forward; of a list without one, return ``[rows, hidden]`` of rows and their experts."""
+        """Run the list's own forward; without one, return :meth:`computed`."""
         if not self.calls_itself:
             return self.computed(*args)
         return _run(self, [self], super(RegionModule, self).forward, args, kwargs)  # type: ignore[misc]
 
     @property
     def calls_itself(self) -> bool:
-        """Whether the list has a forward of its own, which calls the experts."""
+        """Whether the list has its forward, which calls the experts."""
         kind: Any = type(self)
         return kind._autopar_plain.forward is not nn.Module.forward
 
@@ -228,7 +229,7 @@ class ModuleExperts(ExpertParallel):
         return [own_modules(self)[name] for name in self.autopar_names]
 
     def computed(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return what experts make of ``rows``, ``[rows, hidden]``, given to those with numbers ``ids``, ``[rows]``."""
+        """Return the outputs of experts ``ids``, ``[rows]``, for ``rows``, ``[rows, hidden]``."""
         self._refuse_hooks()
         return self._exchanged(rows, ids.unsqueeze(-1), torch.ones_like(rows[:, :1]))
 
@@ -262,7 +263,7 @@ class ExpertCaller(RegionModule):
 
 
 class _Present(torch.autograd.Function):
-    """``x``, which is part of the graph as on other ranks; neither it nor the weight gets a gradient."""
+    """Put ``x`` into the graph, as on other ranks; neither it nor the weight gets a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -273,10 +274,9 @@ class _Present(torch.autograd.Function):
         return None, None
 
 
-# What is called depends on data.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _run(caller: Any, lists: Sequence[Any], forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Run the forward of a module that calls experts, with outputs from the ranks that hold them."""
+    """Run the forward of a module that calls experts, with outputs from their ranks. The calls depend on data."""
     path, given = caller.autopar.path, (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
     like = next((x for x in given if x.is_floating_point() and x.ndim > 1), None)
     if like is None:
@@ -292,7 +292,7 @@ def _run(caller: Any, lists: Sequence[Any], forward: Callable[..., Any], args: t
         rows, ids = calls.rows(place, like)
         if weight is not None and torch.is_grad_enabled() and not rows.requires_grad:
             rows = _Present.apply(rows, weight)
-        experts._called, experts._inside = frozenset(calls.without_rows(place)), inside
+        experts._called, experts._inside = calls.without_rows(place), inside
         outputs.append(experts.computed(rows, ids) if experts is caller else experts(rows, ids))
     calls.take(outputs)
     out = calls.replay(forward, args, kwargs)
@@ -301,7 +301,7 @@ def _run(caller: Any, lists: Sequence[Any], forward: Callable[..., Any], args: t
 
 
 def _of_this_rank(caller: Any) -> TorchGenerators | None:
-    """Return the generators that this rank's experts draw from, as in a sharded region; None if nothing is drawn."""
+    """Return the generators of this rank's experts, as in a sharded region; None if they draw nothing."""
     if not caller.region.draws(caller.training):
         return None
     caller.region.draw_per_rank(caller.training)

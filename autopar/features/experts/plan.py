@@ -1,8 +1,8 @@
-"""Rules of mixtures whose experts lie on ranks as a whole: stacked in parameters, or modules in a list.
+"""Rules of mixtures whose experts lie on ranks undivided: stacked in parameters, or modules in a list.
 
-Stacked experts are units along dim 0 of their parameters. An expert that is a module of its own lies on one rank with
-all of its parameters: each of them has one unit along its dim 0, which the other ranks do not have. They keep the
-module with empty parameters, so that names, checkpoints and optimizers are the same on all ranks.
+Stacked experts are units along dim 0 of their parameters. An expert that is a module lies on one rank with all of its
+parameters: each of them has one unit along its dim 0. The other ranks keep the module with empty parameters, so that
+names, checkpoints and optimizers are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -28,15 +28,12 @@ from autopar.stored import StandIn
 
 # Rules of plans for modules that have experts, are one, or call them.
 MIXTURES = frozenset(("experts", "expert_modules", "calls_experts", "one_expert"))
-_NO_EXPERT = "no expert"  # the kind of a module that indices behind the last expert stand for
+_NO_EXPERT = "no expert"  # the kind of a module for indices after the last expert
 _ARGUMENTS = 3  # hidden states, indices of the chosen experts, their weights
 
 
 def expert_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the children that are experts, in order: those that end in a number; none if there are none.
-
-    ``0``, ``1``, ... of a list, ``expert_0``, ``expert_1``, ... of a dict. Others beside them hold no parameters.
-    """
+    """Return the names of the children that are experts, in order: ``0``, ``1``, ... or ``expert_0``, ..."""
     found: dict[str, list[tuple[int, str]]] = {}
     for name, child in module.named_children():
         numbered = re.fullmatch(r"(.*?)(\d+)", name)
@@ -51,14 +48,14 @@ def expert_names(module: nn.Module) -> tuple[str, ...]:
 def shard_by_expert(
     matches: Sequence[RuleMatch], root: nn.Module, ranks: int
 ) -> tuple[list[RuleMatch], list[AttributePlan], frozenset[str]]:
-    """Return the matches with each mixture that names ``by_expert`` sharded so, and the attributes that change.
+    """Return the matches with each ``by_expert`` mixture sharded by expert, and the attributes that change.
 
     Args:
         root: The model. A list of experts without a forward is called by the module around it.
         ranks: Number of ranks over which experts are sharded.
 
     Raises:
-        ConfigError: the model has no such mixture, or one whose forward does not take the choice of experts.
+        ConfigError: The model has no such mixture, or one whose forward does not take the choice of experts.
     """
     mixtures = {match.path: match for match in matches if match.rule.by_expert is not None}
     if not mixtures:
@@ -71,7 +68,7 @@ def shard_by_expert(
     for found in matches:
         match = found
         if any(match.path.startswith(f"{path}.") for path in listed):
-            continue  # an expert that is whole needs no rules inside
+            continue  # an undivided expert needs no rules inside
         holder = next((path for path in mixtures if match.path.startswith(f"{path}.")), "")
         if match.path in mixtures or holder:
             table = tables.setdefault(id(match.scope.table), match.scope.table.of_experts(ranks))
@@ -93,7 +90,7 @@ def shard_by_expert(
 
 
 def _stacked(match: RuleMatch, unit: str) -> tuple[Part, ...]:
-    """Return what lies along dim 0 of a parameter: the experts, and rows behind them that no expert reads."""
+    """Return the parts along dim 0 of a parameter: the experts, and rows after them that no expert reads."""
     assert isinstance(match.module, torch.Tensor)
     count, rows = match.count(unit), match.module.shape[0]
     beyond = match.rule.repeat is None and count is not None and rows > count
@@ -130,7 +127,7 @@ def _no_expert(match: RuleMatch) -> Iterator[TensorRule]:
 
 
 def _rules_of(match: RuleMatch, root: nn.Module) -> Iterator[TensorRule]:
-    """Yield the rules of a mixture. Raises ConfigError if an expert cannot lie on a rank as a whole."""
+    """Yield the rules of a mixture; raise ConfigError if an expert cannot lie on one rank."""
     module = match.module
     assert isinstance(module, nn.Module)
     where, names = str(match.rule.where), expert_names(module)

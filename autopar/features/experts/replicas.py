@@ -1,8 +1,8 @@
-"""Experts that replicas share: checked before a forward, and averaged beside ``DistributedDataParallel``.
+"""Experts that replicas share: checked before a forward, and averaged next to ``DistributedDataParallel``.
 
-DDP averages over all replicas, of which each group holds other experts: it is told to leave these out. Ranks that hold
-the same experts average them here, in a backward pass in which DDP averages the other gradients. Where no two ranks do,
-nothing is left to average (:mod:`autopar.features.experts.layers`, note on gradients).
+DDP averages over all replicas, whose groups hold different experts, so it leaves experts out. Ranks that hold the same
+experts average them here, in a backward pass in which DDP averages the other gradients. Where no two ranks do, nothing
+is left to average (:mod:`autopar.features.experts.layers`, note on gradients).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autopar.swap import NotCopied
 
 
 def share_experts(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """On the model in one piece: wrappers leave experts of all stages out. FSDP2 averages them by itself."""
+    """Let wrappers leave out the experts of all stages of the undivided model. FSDP2 averages them by itself."""
     choose_dispatch(model, state.config.expert_dispatch)
     if state.plan.experts:
         state.inner_of(model).register_forward_pre_hook(SharedExperts(state.mpu, state.failures))
@@ -41,7 +41,7 @@ def share_experts(model: nn.Module, state: Parallelized, given: Given) -> None:
 
 
 def _leave_to_us(mpu: MPU, wrapper: nn.Module, inside: nn.Module) -> None:
-    """Check that a wrapper leaves the experts out, which other replicas hold others of."""
+    """Raise ConfigError if a wrapper would average experts, which differ between replicas."""
     states = (vars(module).get("_autopar") for module in inside.modules())  # of the model, or of a copy
     found = [state.features["expert_gradients"] for state in states if state is not None and state.mpu is mpu]
     own = {parameter for experts in found for parameter in experts.parameters}
@@ -58,10 +58,7 @@ def _leave_to_us(mpu: MPU, wrapper: nn.Module, inside: nn.Module) -> None:
 
 
 class SharedExperts(NotCopied):
-    """Compare, when the model is called, whether all ranks with other experts of its layers do the same.
-
-    A replica that has no batch left, or evaluates while others train, would otherwise let them wait inside a layer.
-    """
+    """Compare the modes of all ranks with experts of a layer, before a forward in which one would wait."""
 
     def __init__(self, mpu: MPU, failures: FailureLog) -> None:
         self.mpu, self.failures = mpu, failures
@@ -74,22 +71,20 @@ class SharedExperts(NotCopied):
         with self.failures.wait("the forward of replicas that share experts", axis.ranks):
             mine = torch.tensor([model.training, torch.is_grad_enabled()], dtype=torch.int64, device=self.mpu.device)
             everyone = all_gather(mine, axis, even_layout(2 * axis.size, axis.size)).view(-1, 2).tolist()
-        told = {
-            rank: f"{'trains' if training else 'evaluates'} {'with' if with_grad else 'without'} gradients"
-            for rank, (training, with_grad) in zip(axis.ranks, everyone, strict=True)
-        }
-        other = next((rank for rank, text in told.items() if text != told[axis.ranks[0]]), None)
+        words = (("evaluates", "trains"), ("without", "with"))
+        modes = [f"{words[0][train]} {words[1][grad]} gradients" for train, grad in everyone]
+        other = next((place for place, mode in enumerate(modes) if mode != modes[0]), None)
         if other is not None:
             raise ConsistencyError(
                 f"replicas share the experts of {type(model).__name__}, and do different things with it: rank "
-                f"{axis.ranks[0]} {told[axis.ranks[0]]},\n  rank {other} {told[other]}. Tokens of all of ranks "
+                f"{axis.ranks[0]} {modes[0]},\n  rank {axis.ranks[other]} {modes[other]}. Tokens of all of ranks "
                 f"{list(axis.ranks)} meet in each layer: train and evaluate\n  on all of them at the same time, with "
                 "as many batches each."
             )
 
 
 class ExpertGradients:
-    """The experts' parameters of a model, and the DDP around it, if there is one."""
+    """The experts' parameters of a model, averaged with the DDP around it."""
 
     def __init__(self, model: nn.Module, state: Parallelized) -> None:
         self.axis, self.failures = state.mpu.copies, state.failures
@@ -100,14 +95,13 @@ class ExpertGradients:
         self._hooked: set[torch.Tensor] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertGradients:
-        """Return that of the copied model, which no wrapper is around yet."""
         copied = memo[id(self)] = copy.copy(self)
         copied.parameters = {memo.get(id(p), p): name for p, name in self.parameters.items()}
         copied._averages, copied._handles, copied._hooked = False, [], set()
         return copied
 
     def inside(self, ddp: DistributedDataParallel) -> None:
-        """Average from now on when ``ddp`` does."""
+        """Average when ``ddp`` does."""
         self._handles.append(ddp.register_forward_pre_hook(self._on_forward))
 
     def _on_forward(self, ddp: nn.Module, _: Any) -> None:

@@ -1,11 +1,11 @@
-"""The auxiliary loss of a mixture's routers, of the whole batch: replicas and ranks of rows balance it together.
+"""The auxiliary loss of a mixture's routers, over all batches: replicas and ranks of one sequence balance it together.
 
 Fedus et al., "Switch Transformers" (2021), equations 4 to 6: the experts' shares of choices, times their mean
-probabilities. This product of two means differs from the mean of such products, so losses of replicas do not add up to
-that of their batches. The 2 x experts sums in it do: they are summed over the ranks that hold the same weights before
-the product is made. Gradients are averaged over these ranks afterwards, so that each rank's own part counts as often.
+probabilities. This product of two means is not the mean of the replicas' products. The 2 x experts sums in it add up:
+they are summed over the ranks that hold the same weights before the product is made. Gradients are averaged over these
+ranks afterwards, so each rank's own part is scaled to count as often.
 
-transformers' models call ``load_balancing_loss_func`` of their own module. It is patched there; a function that
+transformers' models call their module's ``load_balancing_loss_func``. It is patched there; a function that
 computes something else on a sample is left as it is.
 """
 
@@ -32,7 +32,7 @@ _balancing: contextvars.ContextVar[RouterLoss | None] = contextvars.ContextVar("
 
 
 def balance_routers(model: nn.Module, state: Parallelized, given: Given) -> None:
-    """On the model in one piece: the loss is one of the batches of all replicas."""
+    """Let the routers' loss of the undivided model be computed from all replicas' batches."""
     inner = state.inner_of(model)
     module = balancing_module(inner) if state.mpu.dp_cp.size > 1 else None
     if module is not None:
@@ -45,7 +45,7 @@ class RouterLoss(NotCopied):
     """The auxiliary loss of one model over the ranks that hold the same weights. Every rank makes it.
 
     Args:
-        apart: each replica balances its own tokens.
+        apart: True if each replica balances its own tokens.
     """
 
     def __init__(self, model: nn.Module, module: ModuleType, mpu: MPU, failures: FailureLog, *, apart: bool) -> None:
@@ -72,7 +72,7 @@ class RouterLoss(NotCopied):
     def over_ranks(
         self, logits: tuple[torch.Tensor, ...], experts: int, k: int, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the loss of the batches of all ranks, the same on each. A collective of the axis."""
+        """Return the loss of all ranks' batches, identical on each. A collective of the axis."""
         chosen, probability, rows = _sums(logits, experts, k, mask)
         own = torch.cat([chosen, probability.detach(), rows.view(1)])
         total = own.clone()
@@ -85,7 +85,7 @@ class RouterLoss(NotCopied):
 
     @contextlib.contextmanager
     def share_of_sum(self, shares: int) -> Iterator[None]:
-        """Make it a share of the loss inside, of which there are so many; in evaluation, too, which all ranks run."""
+        """Divide the loss inside by ``shares``; in evaluation, too, which all ranks run."""
         self._factor, self._always = 1 / shares, True
         try:
             yield
@@ -112,12 +112,12 @@ def _loss(plain: Any, logits: Any, num_experts: int | None = None, top_k: int = 
 def _sums(
     logits: tuple[torch.Tensor, ...], experts: int, k: int, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return over all layers' tokens how often each expert was chosen, its probabilities, and the number of tokens.
+    """Return the number of choices and the summed probability of each expert, and the number of tokens of all layers.
 
     Args:
-        logits: of each layer, ``[tokens, experts]``.
-        k: experts of each token.
-        mask: ``[batch, seq]``: 0 for tokens that do not count.
+        logits: Logits of each layer, ``[tokens, experts]``.
+        k: Number of experts of each token.
+        mask: Mask of the tokens that count, ``[batch, seq]``.
     """
     device = logits[0].device
     weight = None if mask is None else mask.reshape(-1).to(device, torch.float32)
@@ -138,14 +138,14 @@ def _product(chosen: torch.Tensor, probability: torch.Tensor, rows: torch.Tensor
 
 
 def balancing_module(model: nn.Module) -> ModuleType | None:
-    """Return the module of transformers whose function makes the auxiliary loss of ``model``, if it is this one."""
+    """Return the module of transformers whose function computes the auxiliary loss of ``model``, if it is this one."""
     module = router_loss_module(model)
     function = getattr(module, ROUTER_LOSS, None)
     return module if function is not None and is_switch_loss(getattr(function, "__wrapped__", function)) else None
 
 
 def is_switch_loss(function: Callable[..., Any]) -> bool:
-    """Return whether a function computes what :class:`RouterLoss` does, on a sample with a mask and one without."""
+    """Return whether a function computes the same as :class:`RouterLoss` on samples with and without a mask."""
     drawn = torch.Generator().manual_seed(0)
     logits = tuple(torch.randn(6, 4, generator=drawn) for _ in range(2))
     for mask in (None, torch.tensor([[1, 1, 0], [1, 0, 1]])):

@@ -1,14 +1,13 @@
 """Continuous batching of a tensor-parallel model: ``generate_batch`` and transformers' managers.
 
-transformers' own manager runs, in a thread of its own. Where ranks share a model it takes requests on the first rank
-of a group and does on the others what that one does. autopar gives it the ranks (:mod:`.batching_turns`), this rank's
-KV heads for the paged cache, and deadlines around its steps.
+transformers' own manager runs in its thread. Where ranks share a model it takes requests on the first rank of a group,
+and the other ranks follow it. autopar gives it the ranks (:mod:`.batching_turns`), this rank's KV
+heads for the paged cache, and deadlines around its steps.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import threading
 import weakref
@@ -23,7 +22,6 @@ from autopar.distributed.digest import of_text
 from autopar.distributed.failures import FailureLog
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.features.generation.generate import keep_activations
 from autopar.swap import config_view, set_value, swap
 from autopar.tensor_parallel.hooks import cache_layouts
 
@@ -32,14 +30,14 @@ def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Make transformers' manager, over the ranks of a tensor-parallel group. Every rank of a replica calls it."""
     failures: FailureLog = self._autopar_failures
     mpu = failures.mpu
-    reason = _refusal(self, mpu)
-    if reason:
+    if reason := _refusal(self, mpu):
         _refuse(self, reason)
     if mpu.tp.size == 1:
         return _sharing_host(self, mpu, *args, **kwargs)
     heads = _own_kv_heads(self, mpu)
     if self._autopar_check is not None:
-        self._autopar_check.check_call("init_continuous_batching")
+        digest = of_text(repr((args, sorted(kwargs.items()))))
+        self._autopar_check.check_call(f"init_continuous_batching (with settings {digest:x})")
     cached = kept_manager(self)
     if cached is not None and not isinstance(cached, _OverRanks):
         self.destroy_cached_continuous_batching_manager()  # of the plain model
@@ -47,15 +45,18 @@ def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(manager, _OverRanks):
         swap(manager, _OverRanks)
         manager.over_ranks(failures, self._autopar_check, heads)
-    self._autopar_region.check_thread = functools.partial(_check_thread, weakref.ref(manager))
+    here = weakref.ref(manager)
+
+    def check_thread() -> None:
+        if (running := here()) is not None:
+            running.check_thread()
+
+    self._autopar_region.check_thread = check_thread
     return manager
 
 
 def _sharing_host(model: Any, mpu: MPU, *args: Any, **kwargs: Any) -> Any:
-    """Make transformers' manager; on the CPU its cache leaves memory to the other ranks of the host.
-
-    Ranks take the smallest size, before any allocates.
-    """
+    """Make transformers' manager; on the CPU its cache leaves memory to the other ranks of the host."""
     kept = kept_manager(model)
     manager = type(model).init_continuous_batching(model, *args, **kwargs)
     config, ranks = manager.continuous_batching_config, int(os.environ.get("LOCAL_WORLD_SIZE") or mpu.world_size)
@@ -66,8 +67,7 @@ def _sharing_host(model: Any, mpu: MPU, *args: Any, **kwargs: Any) -> Any:
 
 def generate_batch(self: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """``generate_batch`` with the same prompts and settings on all ranks of a replica; every rank gets all tokens."""
-    reason = _refusal(self, self._autopar_failures.mpu)
-    if reason:
+    if reason := _refusal(self, self._autopar_failures.mpu):
         _refuse(self, reason)
     if self._autopar_check is not None:
         digest = of_text(repr((inputs, args, sorted(kwargs.items()))))
@@ -75,10 +75,17 @@ def generate_batch(self: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     return type(self).generate_batch(self, inputs, *args, **kwargs)
 
 
-def _check_thread(manager: weakref.ref[_OverRanks]) -> None:
-    running = manager()
-    if running is not None:
-        running.check_thread()
+@contextlib.contextmanager
+def keep_activations(model: nn.Module) -> Iterator[None]:
+    """Keep activations inside of ``with``: transformers' blocks that recompute in training mode forget their cache."""
+    on = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+    for module in on:
+        module.gradient_checkpointing = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module in on:
+            module.gradient_checkpointing = True  # type: ignore[assignment]
 
 
 def forget(model: nn.Module) -> None:
@@ -88,7 +95,7 @@ def forget(model: nn.Module) -> None:
 
 
 def _refusal(model: nn.Module, mpu: MPU) -> str:
-    """Return why the ranks cannot run requests together; nothing if they can."""
+    """Return why the ranks cannot run requests together; empty if they can."""
     if mpu.pp.size > 1:
         return f"its {mpu.pp.size} pipeline stages would each need a paged cache and a part of every step"
     if mpu.cp.size > 1:
@@ -112,11 +119,7 @@ def _refuse(model: nn.Module, reason: str) -> NoReturn:
 
 
 def _own_kv_heads(model: Any, mpu: MPU) -> int:
-    """Return how many KV heads of each layer are here: several ranks may hold a copy of one.
-
-    Raises:
-        ConfigError: on all ranks, if layers differ in that on one of them.
-    """
+    """Return the number of this rank's KV heads in a layer; raise ConfigError if layers differ on any rank."""
     config = model.config.get_text_config()
     whole = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     layouts = cache_layouts(model)
@@ -135,7 +138,7 @@ def _own_kv_heads(model: Any, mpu: MPU) -> int:
 
 
 class _Seen:
-    """An object with other values for some of its attributes."""
+    """An object with other values of some attributes."""
 
     def __init__(self, seen: Any, **own: Any) -> None:
         vars(self).update(own, _seen=seen)
@@ -153,7 +156,7 @@ class _OverRanks:
     distributed_helper: Any
 
     def over_ranks(self: Any, failures: FailureLog, check: Any, heads: int) -> None:
-        """Go on over the ranks; the manager was made for one process. Collective over tp."""
+        """Continue over the ranks; the manager was made for one process. Collective over tp."""
         from autopar.features.generation.batching_turns import RankTurns
 
         here = weakref.ref(self)
@@ -166,19 +169,15 @@ class _OverRanks:
         self.autopar_told = False
 
     def _create_batch_processor(self: Any) -> Any:
-        """Make the paged cache of this rank's heads, or find it; where a rank cannot, all learn it."""
-        turns, whole = self.distributed_helper, self.model
+        """Make or find the paged cache of this rank's heads; where a rank cannot, all ranks learn it."""
+        whole = self.model
         text = config_view(whole.config.get_text_config())
         set_value(text, "num_key_value_heads", self.autopar_heads)
         self.model = _Seen(whole, config=_Seen(whole.config, get_text_config=lambda: text))
         try:
-            processor = super()._create_batch_processor()  # type: ignore[misc]
-            cache = processor.cache
-            sizes = {name: one.blocks_per_sector for name, one in cache.cache_allocators.items()}
-            turns.alike("the paged cache", f"{cache.num_sectors} sectors of {sizes} blocks")
-            return processor
+            return super()._create_batch_processor()  # type: ignore[misc]
         except BaseException as error:
-            turns.fail(error)
+            self.distributed_helper.fail(error)
             raise
         finally:
             self.model = whole
@@ -212,26 +211,22 @@ class _OverRanks:
         """Start the thread; weights are compared in its first step."""
         if not self.is_running():
             self.autopar_compare, self.autopar_told = True, False
-            self.distributed_helper.begin()
+            self.distributed_helper.asked_to_stop = 0
         super().start()  # type: ignore[misc]
 
     @contextlib.contextmanager
     def pause(self: Any) -> Iterator[None]:
-        """Pause as transformers does, on all ranks; weights are compared after it, as they may have changed."""
+        """Pause on all ranks; weights are compared afterwards, as they may have changed."""
         with super().pause():  # type: ignore[misc]
             self.autopar_compare = True
             yield
 
     def stop(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Stop when all ranks do, and raise what ended the thread before that.
-
-        Raises:
-            AutoparError: a rank failed, or was given requests that the first one was not. Raised once.
-        """
+        """Stop when all ranks do, and raise the error that ended the thread before that, once."""
         super().stop(*args, **kwargs)  # type: ignore[misc]
         if self.is_running() or self.autopar_told:
             return
-        error = self.background_thread_status.fatal_error or self.distributed_helper.left_over()
+        error = self.background_thread_status.fatal_error
         if error is not None:
             self.autopar_told = True
             self.autopar_failures.publish_error(error)
@@ -251,7 +246,7 @@ class _OverRanks:
 
 
 def _progress(manager: Any) -> dict[str, tuple[int, int]]:
-    """Return of each request that runs how many tokens it has, and the last one."""
+    """Return the number of tokens and the last one of each request that runs."""
     processor = None if manager is None else manager.batch_processor
     active = {} if processor is None else processor.scheduler.active_requests
     tokens = {name: state.generated_tokens for name, state in active.items()}

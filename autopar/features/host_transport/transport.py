@@ -1,30 +1,29 @@
 """Collectives of CPU tensors through memory that the ranks of one machine share, instead of gloo's sockets.
 
-vLLM, SGLang and DeepSpeed have the same for inference on CPUs, in C++. Here every step is one operation of torch on
-views made beforehand, and a flag of 8 bytes.
+vLLM, SGLang and DeepSpeed have the same for inference on CPUs, in C++. Here every step is one torch operation on views
+made in advance, and a flag of 8 bytes.
 
-**Protocol.** Every rank has a slot in each of two buffers, and a flag. A collective is: copy into the own slot of the
-buffer whose turn it is, set the own flag to the number of the collective, wait until no flag is behind, read the slots.
-Two buffers suffice: a rank that writes into a buffer again has seen all flags of the collective between, and each rank
-sets its flag only after it has read. Sums are added up in the order of ranks on every rank: the same bits everywhere.
-Large sums go over three ranks and more in two steps (reduce-scatter, all-gather); what is larger than a slot goes in
-parts.
+**Protocol.** Every rank has a slot in each of two buffers, and a flag. A collective is: copy into the rank's slot of
+the next buffer, set the rank's flag to the number of the collective, wait until no flag has a lower number, read the
+slots. Two buffers suffice: a rank that writes into a buffer again has seen all flags of the collective in between, and
+each rank sets its flag only after it has read. Sums are added in the order of ranks on every rank: the same bits
+everywhere. Large sums over three or more ranks take two steps (reduce-scatter, all-gather); a tensor larger than a slot
+is chunked.
 
-**Memory order.** A flag must not be seen before the data that it announces. On x86 stores become visible in the order
-of the program, and loads are done in it (Intel SDM 3A 8.2.2; AMD APM 2 7.2); string instructions are ordered with a
-later store to a flag (8.2.4), and the non-temporal stores of memcpy end with a fence. Flag and data are written by
-separate calls into compiled code, which no compiler reorders, and an aligned flag of 8 bytes is one store. Python has
-no barrier for weaker orders, as that of ARM: there gloo is used.
+**Memory order.** A flag must not be seen before the data that it announces. On x86 stores become visible in program
+order, and loads are done in it (Intel SDM 3A 8.2.2; AMD APM 2 7.2); string instructions are ordered with a later store
+to a flag (8.2.4), and the non-temporal stores of memcpy end with a fence. Flag and data are written by separate calls
+into compiled code, which no compiler reorders, and an aligned flag of 8 bytes is one store. Python has no barrier for
+weaker orders, such as ARM's: there gloo is used.
 
-**Waiting.** Spin for some milliseconds (where ranks share cores for a tenth of one) and give the core to other
-processes; then sleep, and look for processes that have ended. A rank that fails inside a collective says so to the
-others, and can use the transport no more.
+**Waiting.** Spin for some milliseconds (a tenth of one where ranks share cores), giving the core to other processes;
+then sleep, and look for processes that have ended. A rank that fails inside a collective marks it for the other ranks,
+and can use the transport no more.
 
-**Memory.** An anonymous file (memfd) of the group's first rank, which the others open through /proc: it has no name
-that could stay behind, and the kernel frees it with the last process that maps it.
+**Memory.** An anonymous file (memfd) of the group's first rank, which the other ranks open through /proc: it has no
+name that could stay, and the kernel frees it with the last process that maps it.
 
-**Choice.** The config's ``cpu_transport`` is ``shm`` for this transport and ``gloo`` for the process group. All groups
-of a mesh get the same one, because all ranks decide from the facts of all ranks (:func:`attach`).
+**Choice.** All groups of a mesh get the same transport, because all ranks decide from the facts of all ranks.
 """
 
 from __future__ import annotations
@@ -51,9 +50,8 @@ from autopar.registry import TRACE
 from autopar.swap import NotCopied
 
 _SLOT = 1 << 20  # bytes
-_ONE_STEP = 1 << 16  # bytes up to which three ranks and more add up everything themselves
-_BROADCAST = 1 << 18  # bytes above which gloo's broadcast is the faster one (benchmarks/collectives.py)
-_LINE = 16  # flags are so many words apart: two cache lines, which are fetched together
+_ONE_STEP = 1 << 16  # bytes up to which three or more ranks add up everything themselves
+_LINE = 16  # words between flags: two cache lines, which are fetched together
 _PAGE = 4096
 _SIGNATURE = 24  # bits of a flag that say which collective it is, below its number
 _SPIN = 1e-4  # seconds; longer ones keep from its core the rank that is waited for, where cores are shared
@@ -65,7 +63,6 @@ _METHODS = {  # collective of autopar.distributed.gloo_collectives -> method
     "all_reduce": "_all_reduce",
     "reduce_scatter_tensor": "_reduce_scatter",
     "all_gather_into_tensor": "_all_gather",
-    "broadcast": "_broadcast",
 }
 
 
@@ -74,7 +71,7 @@ _SUMMABLE = frozenset({*_HALF, torch.float32, torch.float64, torch.uint8, torch.
 
 
 def segment_bytes(size: int) -> int:
-    """Return the size of the memory that so many ranks share."""
+    """Return the size of the memory that ``size`` ranks share."""
     return _header_bytes(size) + 2 * size * _SLOT
 
 
@@ -82,27 +79,18 @@ def _header_bytes(size: int) -> int:
     return -(-size * _LINE * 8 // _PAGE) * _PAGE
 
 
-class _Views(NamedTuple):
-    """The slots as tensors of one dtype and shape.
-
-    Attributes:
-        blocks: of each buffer all slots, ``[size, *shape]``.
-        slots: of each buffer each rank's, ``[*shape]``.
-    """
-
-    signature: int
-    blocks: list[torch.Tensor]
-    slots: list[list[torch.Tensor]]
+_Views = tuple[int, list[torch.Tensor], list[list[torch.Tensor]]]
+"""Signature of a dtype and shape, all slots of each buffer, ``[size, *shape]``, and each rank's, ``[*shape]``."""
 
 
 class HostTransport(NotCopied):
     """Collectives of one axis through shared memory; one at a time, whichever thread calls them.
 
     Args:
-        axis: whose ranks all run on this machine.
-        processes: theirs.
-        segment: mapped memory of :func:`segment_bytes`, zeros at first.
-        own_cores: whether each rank of the machine has a core for itself.
+        axis: The axis, whose ranks all run on this machine.
+        processes: The processes of these ranks.
+        segment: Mapped memory of :func:`segment_bytes`, initially zero.
+        own_cores: True if each rank of the machine has a core for itself.
     """
 
     def __init__(
@@ -123,23 +111,20 @@ class HostTransport(NotCopied):
         self._failed = ""
 
     def run(self, collective: str, *args: Any) -> bool:
-        """Run a collective of torch's name, all ranks with the same sizes; False if it is none for shared memory.
+        """Run a collective by torch's name, with the same sizes on all ranks; False if shared memory has none of it.
 
         ``all_reduce(x)`` sums in place, ``all_gather_into_tensor(out, x)`` and ``reduce_scatter_tensor(out, x)`` take
-        flat contiguous tensors, ``broadcast(x, source)`` has a global rank. The answer depends on what is the
-        same on all ranks.
+        flat contiguous tensors. The answer is identical on all ranks.
 
         Raises:
-            DistBackendError: a rank has ended, has failed, or did not come within the timeout of the axis's group.
-            RuntimeError: ranks are in different collectives; or this process is a fork of a rank.
+            DistBackendError: A rank has ended, has failed, or did not come within the timeout of the axis's group.
+            RuntimeError: The ranks are in different collectives, or this process is a fork of a rank.
         """
         name = _METHODS.get(collective, "")
         first: torch.Tensor = args[0]
         if not name or not first.is_cpu or torch.compiler.is_compiling():
             return False
         if first.dtype not in _SUMMABLE and name in ("_all_reduce", "_reduce_scatter"):
-            return False
-        if name == "_broadcast" and first.nbytes > _BROADCAST:
             return False
         if first.numel() == 0:
             return True
@@ -149,7 +134,7 @@ class HostTransport(NotCopied):
         if not is_in_torch_dispatch_mode():
             self._call(method, args)
             return True
-        # Whoever follows tensors through operations sees of what the result is made, and nothing of the slots.
+        # A dispatch mode that follows tensors sees the sources of the result, and none of the slots.
         if name == "_all_gather":
             args[0].view(self._size, -1).copy_(args[1])
         elif name == "_reduce_scatter":
@@ -159,13 +144,11 @@ class HostTransport(NotCopied):
         return True
 
     def close(self) -> None:
-        """Give up the memory; a rank that waits for this one learns it."""
+        """Release the memory; a rank that waits for this one learns it."""
         with self._lock:
             self._leave("the transport was closed")
             self._views.clear()
             del self._flags, self._data
-
-    # -- collectives -----------------------------------------------------------------------------------------------
 
     def _call(self, method: Callable[..., None], args: tuple[Any, ...]) -> None:
         if os.getpid() != self._pid:
@@ -178,7 +161,7 @@ class HostTransport(NotCopied):
                 raise dist.DistBackendError(f"{self}: no collective is possible any more: {self._failed}")
             try:
                 method(*args)
-            except BaseException as error:  # an interrupt, too: the others must not take what is half written
+            except BaseException as error:  # an interrupt, too: no other rank may take half written data
                 self._leave(f"{type(error).__name__}: {error}")
                 raise
 
@@ -226,28 +209,13 @@ class HostTransport(NotCopied):
             self._meet(signature ^ 5)
             _add_in_order([slot[self._rank] for slot in slots], out[start : start + width])
 
-    def _broadcast(self, x: torch.Tensor, global_source: int) -> None:
-        source = self._axis.ranks.index(global_source)
-        signature, _, slots = self._put(x, write=self._rank == source)
-        self._meet(signature ^ 6)
-        if self._rank != source:
-            x.copy_(slots[source])
-
-    # -- the protocol ----------------------------------------------------------------------------------------------
-
-    def _put(self, x: torch.Tensor, *, write: bool = True) -> tuple[int, torch.Tensor, list[torch.Tensor]]:
-        """Begin a collective: write ``x`` into this rank's slot of the buffer whose turn it is.
-
-        Returns:
-            The signature, and the slots of that buffer, as one tensor and one by one.
-        """
-        views = self._views.get((x.dtype, x.shape)) or self._make_views(x)
+    def _put(self, x: torch.Tensor) -> tuple[int, torch.Tensor, list[torch.Tensor]]:
+        """Begin a collective: write ``x`` into the next buffer, and return its signature and slots."""
+        signature, blocks, slots = self._views.get((x.dtype, x.shape)) or self._make_views(x)
         self._count += 1
         turn = self._count & 1
-        slots = views.slots[turn]
-        if write:
-            slots[self._rank].copy_(x)
-        return views.signature, views.blocks[turn], slots
+        slots[turn][self._rank].copy_(x)
+        return signature, blocks[turn], slots[turn]
 
     def _make_views(self, x: torch.Tensor) -> _Views:
         if len(self._views) >= _CACHED:
@@ -256,7 +224,7 @@ class HostTransport(NotCopied):
             blocks = [buffer[:, : x.nbytes].view(x.dtype).view(self._size, *x.shape) for buffer in self._data]
             slots = [list(block.unbind(0)) for block in blocks]
         signature = zlib.crc32(f"{x.dtype} {x.numel()}".encode()) >> (32 - _SIGNATURE)
-        made = self._views[x.dtype, x.shape] = _Views(signature, blocks, slots)
+        made = self._views[x.dtype, x.shape] = (signature, blocks, slots)
         return made
 
     def _meet(self, signature: int, step: int = 0) -> None:
@@ -270,20 +238,15 @@ class HostTransport(NotCopied):
 
     def _wait(self, place: int, mark: int) -> None:
         flags, number = self._flags, mark >> _SIGNATURE
-        start = time.monotonic()
-        while True:
-            found = flags[place]
-            if found == mark or found >> _SIGNATURE > number:  # that rank may have gone on
-                return
-            if time.monotonic() - start > self._spin:
-                break
-            os.sched_yield()
-        seconds = _timeout(self._axis.group)
-        pause, looked = _SLEEPS[0], start
+        pause, start = _SLEEPS[0], time.monotonic()
+        looked = start
         while True:
             found, now = flags[place], time.monotonic()
-            if found == mark or found >> _SIGNATURE > number:
+            if found == mark or found >> _SIGNATURE > number:  # that rank may be in a later collective
                 return
+            if now - start < self._spin:
+                os.sched_yield()
+                continue
             if found >> _SIGNATURE == number:
                 both = [self._axis.ranks[own // _LINE] for own in sorted((self._own, place))]
                 raise RuntimeError(
@@ -296,14 +259,14 @@ class HostTransport(NotCopied):
                 if gone and flags[place] >> _SIGNATURE < number:  # it may have come since, and ended then
                     raise dist.DistBackendError(f"{self}: {gone}")
                 looked = now
-            if now - start > seconds:
+            if now - start > (seconds := _timeout(self._axis.group)):
                 late = [self._axis.ranks[o // _LINE] for o in self._others if flags[o] >> _SIGNATURE < number]
                 raise dist.DistBackendError(f"{self}: timed out after {seconds:g} s of waiting for ranks {late}")
             time.sleep(pause)
             pause = min(1.5 * pause, _SLEEPS[1])
 
     def _gone(self, left: bool) -> str:
-        """Describe ranks that have ended, or have left after an error; empty if there are none."""
+        """Return which ranks have ended, or have left after an error; empty if none."""
         for rank, process in zip(self._axis.ranks, self._processes, strict=True):
             if process.is_alive() is False:
                 return f"rank {rank} has ended: its process {process.pid} is gone"
@@ -322,17 +285,14 @@ class HostTransport(NotCopied):
 
 
 def _timeout(group: Any) -> float:
-    """Return the seconds that a collective of the group may take now (FailureLog.deadline sets them)."""
+    """Return the current timeout of the group in seconds (FailureLog.deadline sets it)."""
     backend = backend_of(group, torch.device("cpu"))
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
     return backend.options._timeout.total_seconds()
 
 
 def _add_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Write the sum of the parts, in their order, into ``out``; halves are added up in fp32 and rounded once."""
-    if len(parts) == 1:
-        out.copy_(parts[0])
-        return
+    """Write the sum of the parts, in their order, into ``out``; half precision is summed in fp32 and rounded once."""
     if out.dtype in _HALF and len(parts) > 2:
         total = parts[0].float()
         for part in parts[1:]:
@@ -348,12 +308,12 @@ _ORDERED = ("x86_64", "AMD64")  # processors on which flags are seen after the d
 
 
 class _Offer(NamedTuple):
-    """A rank's message to the others.
+    """A rank's message to the other ranks.
 
     Attributes:
-        cores: numbers of those on which it may run.
-        descriptor: of the memory that it made for its group; -1 if it is not the group's first rank.
-        problem: what keeps it from sharing memory.
+        cores: Numbers of the cores on which it may run.
+        descriptor: Descriptor of the memory that it made for its group; -1 on every rank but the group's first.
+        problem: The reason why it cannot share memory; empty if it can.
     """
 
     process: Process
@@ -368,13 +328,13 @@ def choose_transport(axis: Axis, groups: Sequence[Sequence[int]], choice: str, c
     Collective over the world, unless ``choice`` is gloo or the axis has one rank.
 
     Args:
-        axis: this rank's.
-        groups: global ranks of the axis's groups, on all ranks of the world.
+        axis: The axis of this rank.
+        groups: Global ranks of the axis's groups, of all ranks of the world.
         choice: ``auto``, ``gloo`` or ``shm``.
-        control: gloo group of the world.
+        control: The gloo group of the world.
 
     Raises:
-        ConfigError: on every rank, if ``shm`` is chosen and impossible for one of them; says why.
+        ConfigError: ``shm`` is chosen and impossible for a rank; on every rank.
     """
     if choice == "gloo" or axis.size == 1:
         return None
@@ -428,7 +388,7 @@ def _offer(axis: Axis) -> _Offer:
 
 
 def _obstacle(offers: list[_Offer], groups: Sequence[Sequence[int]], choice: str) -> str:
-    """Return why the groups do not get shared memory; empty if nothing speaks against it."""
+    """Return why the groups do not get shared memory; empty if they do."""
     problem = _first([offer.problem for offer in offers])
     if problem:
         return problem
@@ -441,7 +401,7 @@ def _obstacle(offers: list[_Offer], groups: Sequence[Sequence[int]], choice: str
 
 
 def _crowded(offers: list[_Offer]) -> str:
-    """Return on which machine a core has more than one rank; empty if each rank has its own."""
+    """Return which machine has more ranks than cores; empty if each rank has a core."""
     by_place: dict[str, list[_Offer]] = {}
     for offer in offers:
         by_place.setdefault(offer.process.place, []).append(offer)
@@ -463,7 +423,7 @@ def _first(problems: list[str]) -> str:
 
 
 def _connect(axis: Axis, offers: list[_Offer], *, own_cores: bool) -> tuple[HostTransport | None, str]:
-    """Map the memory of the group's first rank; or say what keeps this rank from that."""
+    """Map the memory of the group's first rank, or return why this rank cannot."""
     owner, size = offers[0], segment_bytes(axis.size)
     path = f"/proc/{owner.process.pid}/fd/{owner.descriptor}"
     try:

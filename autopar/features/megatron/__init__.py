@@ -9,18 +9,18 @@ _TOOLBOX = {  # module -> its names
         *("load_full_state_dict", "vocab_parallel_cross_entropy"),
     ),
     "toolbox": (
-        *("VocabUtility", "all_to_all", "copy_to_tensor_model_parallel_region", "gather_split_1d_tensor"),
+        *("VocabUtility", "all_to_all", "broadcast_data", "gather_split_1d_tensor"),
+        *("copy_to_tensor_model_parallel_region", "reduce_from_tensor_model_parallel_region"),
         *("gather_from_sequence_parallel_region", "gather_from_tensor_model_parallel_region"),
-        *("reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequence_parallel_region"),
         *("scatter_to_sequence_parallel_region", "scatter_to_tensor_model_parallel_region"),
-        *("split_tensor_along_last_dim", "split_tensor_into_1d_equal_chunks", "vocab_range_from_global_vocab_size"),
+        *("reduce_scatter_to_sequence_parallel_region", "split_tensor_along_last_dim"),
+        *("split_tensor_into_1d_equal_chunks", "vocab_range_from_global_vocab_size"),
         "vocab_range_from_per_partition_vocab_size",
     ),
     "random": (
         *("MODEL_PARALLEL_STREAM", "RandomStateTracker", "checkpoint", "get_cuda_rng_tracker", "manual_seed"),
         "model_parallel_cuda_manual_seed",
     ),
-    "data": ("broadcast_data",),
 }
 
 FEATURE = Feature(

@@ -1,14 +1,13 @@
-"""Groups, ranks and sizes of an MPU, under OSLO's, Megatron-LM's and DeepSpeed's spellings.
+"""Groups, ranks and sizes of an MPU, under the names of OSLO, Megatron-LM and DeepSpeed.
 
-Most of them are ``get_AXIS_VALUE()``, such as ``get_tensor_parallel_rank()``: the names of the axes and of the values
-are tables, from which :class:`MeshAccessors` gets its methods.
+Most are ``get_AXIS_VALUE()``, such as ``get_tensor_parallel_rank()``: :class:`MeshAccessors` gets them from tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,42 +16,33 @@ from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import even_layout
 from autopar.distributed.mesh import rank_groups
 from autopar.distributed.process import start_process_group
-from autopar.features.megatron.data import Dtypes, broadcast_data
-from autopar.features.megatron.toolbox import check_divides
+from autopar.features.megatron.toolbox import Dtypes, broadcast_data, check_divides
 
-if TYPE_CHECKING:
-    from autopar.distributed.mesh import MPU as _Mesh
-else:
-    _Mesh = object
-
+_TP, _PP = ("tp", "the ranks that hold the shards of one layer"), ("pp", "the stages of a replica")
+_EP = ("ep", "the ranks that hold the experts of one layer")
 _AXES = {  # in a name -> the axis, and its ranks in words
-    "tensor_parallel": ("tp", "the ranks that hold the shards of one layer"),
-    "tensor_model_parallel": ("tp", "the ranks that hold the shards of one layer"),
-    "slice_parallel": ("tp", "the ranks that hold the shards of one layer"),
+    **dict.fromkeys(("tensor_parallel", "tensor_model_parallel", "slice_parallel"), _TP),
+    **dict.fromkeys(("pipeline_parallel", "pipeline_model_parallel", "pipe_parallel"), _PP),
+    **dict.fromkeys(("expert_parallel", "expert_model_parallel"), _EP),
     "context_parallel": ("cp", "the ranks that share a sequence"),
     "tensor_and_context_parallel": ("tp_cp", "the ranks of a stage that get the same batch"),
-    "pipeline_parallel": ("pp", "the stages of a replica"),
-    "pipeline_model_parallel": ("pp", "the stages of a replica"),
-    "pipe_parallel": ("pp", "the stages of a replica"),
-    "expert_parallel": ("ep", "the ranks that hold the experts of one layer"),
-    "expert_model_parallel": ("ep", "the ranks that hold the experts of one layer"),
     "expert_data_parallel": ("edp", "the ranks that hold the same experts, and read other data"),
     "model_parallel": ("tp_pp", "the ranks that hold each shard of the model once (tp x pp)"),
 }
-_VALUES: dict[str, tuple[Callable[[Axis], Any], str]] = {  # in a name -> what of the axis it is, and that in words
+_VALUES: dict[str, tuple[Callable[[Axis], Any], str]] = {  # in a name -> value of the axis, and its description
     "group": (attrgetter("group"), "the process group of"),
     "rank": (attrgetter("rank"), "this rank's place among"),
     "world_size": (attrgetter("size"), "the number of"),
     "src_rank": (lambda axis: axis.ranks[0], "the global rank of the first of"),
     "first_rank": (lambda axis: axis.ranks[0], "the global rank of the first of"),
     "last_rank": (lambda axis: axis.ranks[-1], "the global rank of the last of"),
-    "next_rank": (lambda axis: axis.ranks[(axis.rank + 1) % axis.size], "the global rank behind this one in a ring of"),
-    "prev_rank": (lambda axis: axis.ranks[axis.rank - 1], "the global rank in front of this one in a ring of"),
+    "next_rank": (lambda axis: axis.ranks[(axis.rank + 1) % axis.size], "the global rank after this one in a ring of"),
+    "prev_rank": (lambda axis: axis.ranks[axis.rank - 1], "the global rank before this one in a ring of"),
     "global_ranks": (lambda axis: list(axis.ranks), "the global ranks of"),
     "global_ranks_per_group": (lambda axis: list(axis.ranks), "the global ranks of"),
 }
 
-_DATA = {  # get_data_parallel_VALUE(with_context_parallel=False), over ``dp`` or ``dp_cp`` -> what it returns
+_DATA = {  # get_data_parallel_VALUE(with_context_parallel=False), over ``dp`` or ``dp_cp`` -> its value and description
     "group": ("group", "the process group for ``DistributedDataParallel(model, process_group=...)``"),
     "rank": ("rank", "the index of this rank's replica: ``DistributedSampler(rank=...)``"),
     "world_size": ("world_size", "the number of replicas: ``DistributedSampler(num_replicas=...)``"),
@@ -64,7 +54,7 @@ _DATA = {  # get_data_parallel_VALUE(with_context_parallel=False), over ``dp`` o
 _EMBEDDING = "the process group of the first and last stage, which hold tied embeddings; None between"
 _CHUNKS = "None: which chunks of a schedule a stage holds is the pipeline's affair"
 _ALIVE = "whether the process groups are there: from the start until ``destroy``"
-_OTHERS: dict[str, tuple[Callable[[Any], Any], str]] = {  # whole name -> what of the MPU it is, and that in words
+_OTHERS: dict[str, tuple[Callable[[Any], Any], str]] = {  # name -> value of the MPU, and its description
     "is_pipeline_first_stage": (lambda mpu: mpu.pp.rank == 0, "whether this rank holds the embeddings"),
     "is_pipeline_last_stage": (lambda mpu: mpu.pp.rank == mpu.pp.size - 1, "whether this rank holds the head"),
     "get_embedding_group": (lambda mpu: mpu._embedding and mpu._embedding.group, _EMBEDDING),
@@ -86,55 +76,49 @@ _OTHERS: dict[str, tuple[Callable[[Any], Any], str]] = {  # whole name -> what o
 }
 
 
-class MeshAccessors(_Mesh):
+class MeshAccessors:
     """Methods of :class:`~autopar.distributed.mesh.MPU`."""
 
     initialize_distributed = staticmethod(start_process_group)
 
-    # -- the tensor-parallel axis, under OSLO's names; more is in toolbox.py
-
-    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Enter a sharded region (Megatron's f): identity forward, all-reduce backward. As in OSLO nothing is sent
-        forward: ``x`` is Replicate already. To send values there is :meth:`broadcast_data`."""
+    def broadcast(self: Any, x: torch.Tensor) -> torch.Tensor:
+        """Enter a sharded region (Megatron's f): identity forward of ``x``, which is Replicate; all-reduce backward."""
         return collectives.copy(x, self.tp)
 
-    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+    def reduce(self: Any, x: torch.Tensor) -> torch.Tensor:
         """Leave a sharded region (Megatron's g): all-reduce forward (Partial -> Replicate), identity backward."""
         return collectives.reduce(x, self.tp)
 
-    def scatter(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    def scatter(self: Any, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Keep own shard, ``[..., n] -> [..., n/tp]``; backward is an all-gather. ConfigError if it does not divide."""
         check_divides(x.shape[dim], self.tp, f"dim {dim}")
         return collectives.scatter(x, self.tp, even_layout(x.shape[dim], self.tp.size), dim)
 
-    def gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    def gather(self: Any, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """All-gather ``[..., n/tp] -> [..., n]`` of equal widths; backward keeps the own shard."""
         return collectives.gather(x, self.tp, even_layout(x.shape[dim] * self.tp.size, self.tp.size), dim)
 
     def broadcast_data(
-        self, keys: Iterable[int | str], data: Mapping[Any, Any] | None, dtype: Dtypes
+        self: Any, keys: Iterable[int | str], data: Mapping[Any, Any] | None, dtype: Dtypes
     ) -> dict[int | str, torch.Tensor]:
-        """Broadcast the first tensor-parallel rank's tensors, see :mod:`autopar.features.megatron.data`."""
+        """Broadcast the first tensor-parallel rank's tensors, see :func:`autopar.tensor_parallel.broadcast_data`."""
         return broadcast_data(keys, data, dtype, self)
 
 
-def _getter(value: Callable[[Any], Any], words: str) -> Callable[[Any], Any]:
+def _getter(value: Callable[[Any], Any], words: str, axis: Callable[[Any], Any] | None = None) -> Callable[[Any], Any]:
     def get(self: Any) -> Any:
-        return value(self)
+        return value(self if axis is None else axis(self))
 
     get.__doc__ = f"Return {words}."
     return get
-
-
-def _of_axis(axis: str, value: Callable[[Axis], Any]) -> Callable[[Any], Any]:
-    return lambda mpu: value(getattr(mpu, axis))
 
 
 for _name, (_of_mesh, _words) in _OTHERS.items():
     setattr(MeshAccessors, _name, _getter(_of_mesh, _words))
 for _name, (_axis, _ranks) in _AXES.items():
     for _ending, (_value, _words) in _VALUES.items():
-        setattr(MeshAccessors, f"get_{_name}_{_ending}", _getter(_of_axis(_axis, _value), f"{_words} {_ranks}"))
+        _found = _getter(_value, f"{_words} {_ranks}", attrgetter(_axis))
+        setattr(MeshAccessors, f"get_{_name}_{_ending}", _found)
 
 
 def _data_getter(value: Callable[[Axis], Any], words: str) -> Callable[..., Any]:

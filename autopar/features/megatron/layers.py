@@ -1,21 +1,20 @@
-"""Megatron-LM's layers and loss, for a model of one's own, and its marks on the parameters of any parallelized model.
+"""Megatron-LM's layers and loss for a user-defined model, and its marks on the parameters of any parallelized model.
 
 A constructor draws the full weight on every rank from the same random state and keeps this rank's shard. So a model has
-the same full weights for any tensor-parallel size, and without ``init_method`` those that ``nn.Linear`` and
-``nn.Embedding`` draw. The forwards are those of :mod:`autopar.tensor_parallel.layers`.
+the same full weights for any tensor-parallel size, and without ``init_method`` the values of ``nn.Linear`` and
+``nn.Embedding``. The forwards are in :mod:`autopar.tensor_parallel.layers`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from autopar.compat.patches import hold
-from autopar.compat.tensors import own_parameters
 from autopar.data_parallel.gradients import LAYER
 from autopar.distributed import collectives
 from autopar.distributed.axis import Axis, Group, axis_of, device_of
@@ -32,9 +31,9 @@ Reduction = Literal["none", "mean", "sum"]
 
 
 class _LayerRegion(Region):
-    """The region of a layer without a parallelized model around it: nothing is kept from one layer to the next.
+    """The region of a layer without a parallelized model around it, which keeps nothing for the next layer.
 
-    Its random draws are the user's affair (:func:`autopar.tensor_parallel.get_cuda_rng_tracker`).
+    Its random draws are the user's responsibility (:func:`autopar.tensor_parallel.get_cuda_rng_tracker`).
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _LayerRegion:
@@ -45,11 +44,11 @@ class _LayerRegion(Region):
 
 
 def seeded_axis(group: Group | None, layer: str) -> Axis:
-    """Return the axis of ``group``, whose ranks are about to draw the same weights. A collective of the axis.
+    """Return the axis of ``group``. A collective of the axis.
 
     Raises:
-        ConfigError: there is no group.
-        ConsistencyError: on all ranks, if their random states differ.
+        ConfigError: ``group`` is None.
+        ConsistencyError: The ranks' random states differ, so they would draw different weights; on all ranks.
     """
     if group is None:
         raise ConfigError(f"{layer} needs group=, a torch ProcessGroup or an MPU: there is no global one")
@@ -69,10 +68,10 @@ def seeded_axis(group: Group | None, layer: str) -> Axis:
 
 
 def layout_of(layer: str, what: str, size: int, dim: int, axis: Axis, stride: int = 1, unit: int = 1) -> Layout:
-    """Return the layout of ``size`` features: ``stride`` parts side by side, units of ``unit`` features each.
+    """Return the layout of ``size`` features: ``stride`` parts side by side, in units of ``unit`` features.
 
     Raises:
-        ConfigError: they do not divide into such units, or a rank would hold none (rows of an embedding may be few).
+        ConfigError: The features do not divide into such units, or a rank would hold none (allowed for embeddings).
     """
     if stride < 1 or unit < 1 or size % (stride * unit):
         raise ConfigError(
@@ -88,55 +87,34 @@ def layout_of(layer: str, what: str, size: int, dim: int, axis: Axis, stride: in
     return Layout.of(dim, [Block("feature", count, unit, even_shards(count, axis.size))] * stride)
 
 
-class FullWeight(NamedTuple):
-    """How the full weight of a constructed layer is made.
-
-    Attributes:
-        init_method: fills it, and a bias is 0 then; None: as torch does.
-        stride: parts side by side, each sharded by itself.
-        unit: features that stay together on one rank.
-    """
-
-    init_method: InitMethod | None
-    stride: int = 1
-    unit: int = 1
-    device: Any = None
-    dtype: torch.dtype | None = None
-
-
-def make_layer(
-    layer: Any, axis: Axis, plan: ModulePlan, plain: Callable[..., nn.Module], how: FullWeight
-) -> torch.Tensor:
-    """Give a layer under construction what every parallel layer has, and its shards of the full parameters.
+def draw_full(
+    layer: nn.Module, begin: Callable[..., None], init_method: InitMethod | None, device: Any, dtype: torch.dtype | None
+) -> None:
+    """Give a layer under construction its full parameters, as torch does, or by ``init_method`` and with a bias of 0.
 
     Args:
-        plain: makes the layer with full parameters.
-
-    Returns:
-        The full weight.
+        begin: The ``__init__`` of the layer's torch class, bound to its sizes.
     """
-    if how.init_method is None:
-        full = plain(device=how.device, dtype=how.dtype)
-    else:  # without torch's own draws
-        full = plain(device="meta", dtype=how.dtype).to_empty(device=how.device or torch.get_default_device())
-        with torch.no_grad():
-            for name, parameter in full.named_parameters():
-                how.init_method(parameter.data) if name == "weight" else parameter.zero_()
+    if init_method is None:
+        begin(device=device, dtype=dtype)
+        return
+    begin(device="meta", dtype=dtype)  # without torch's draws
+    layer.to_empty(device=device or torch.get_default_device())
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            init_method(parameter.data) if name == "weight" else parameter.zero_()
+
+
+def keep_shards(layer: Any, axis: Axis, plan: ModulePlan, stride: int = 1) -> None:
+    """Replace the full parameters of a layer by this rank's shards, and set the attributes of a parallel layer."""
     layer.tp, layer.region, layer.autopar, layer.autopar_layouts = axis, _LayerRegion(axis), plan, dict(plan.layouts)
-    for name, tensor in own_parameters(full).items():
-        layout = plan.layouts.get(name)
-        if tensor is None:
-            layer.register_parameter(name, None)
-        elif layout is None:
-            setattr(layer, name, nn.Parameter(tensor.data))
-        else:
-            shard = nn.Parameter(layout.shard(tensor.data, axis.rank))
-            setattr(layer, name, shard)
-            mark_shard(shard, layout.dim, how.stride)
-            if axis.size > 1:  # torch's clippers refuse it
-                hold(layer)
-                setattr(shard, LAYER, type(layer).__name__)
-    return full.get_parameter("weight").data
+    for name, layout in plan.layouts.items():
+        shard = nn.Parameter(layout.shard(getattr(layer, name).data, axis.rank))
+        setattr(layer, name, shard)
+        mark_shard(shard, layout.dim, stride)
+        if axis.size > 1:  # torch's clippers refuse it
+            hold(layer)
+            setattr(shard, LAYER, type(layer).__name__)
 
 
 def make_linear(
@@ -144,34 +122,37 @@ def make_linear(
     rule: Literal["column", "row"],
     shape: tuple[int, int],
     bias: bool,
-    how: FullWeight,
+    stride: int,
+    unit: int,
     group: Group | None,
+    draws: tuple[InitMethod | None, Any, torch.dtype | None],
     **options: Any,
 ) -> torch.Tensor:
     """Construct a linear layer, column- or row-parallel.
 
     Args:
-        shape: of the full weight, ``[out, in]``.
-        options: of its :class:`~autopar.plan.plan.ModulePlan`.
+        shape: Shape of the full weight, ``[out, in]``.
+        draws: Initialization, device and dtype of :func:`draw_full`.
+        options: Attributes of the layer's :class:`~autopar.plan.plan.ModulePlan`.
 
     Returns:
         The full weight.
     """
     name, dim = type(layer).__name__, 0 if rule == "column" else 1
     axis = seeded_axis(group, name)
-    layout = layout_of(name, ("output_size", "input_size")[dim], shape[dim], dim, axis, how.stride, how.unit)
+    layout = layout_of(name, ("output_size", "input_size")[dim], shape[dim], dim, axis, stride, unit)
+    draw_full(layer, functools.partial(nn.Linear.__init__, layer, shape[1], shape[0], bias), *draws)
+    full = layer.weight.data
     layouts = {"weight": layout, **({"bias": layout} if bias and rule == "column" else {})}
-    nn.Module.__init__(layer)
+    keep_shards(layer, axis, ModulePlan("", rule, "", layout, layouts, **options), stride)
     layer.output_size, layer.input_size = shape
-    layer.out_features, layer.in_features = (
-        shape if options.get("gather_output") else layout.local_shape(shape, axis.rank)
-    )
-    plan = ModulePlan("", rule, "", layout, layouts, **options)
-    return make_layer(layer, axis, plan, functools.partial(nn.Linear, shape[1], shape[0], bias), how)
+    local = shape if options.get("gather_output") else layout.local_shape(shape, axis.rank)
+    layer.out_features, layer.in_features = local
+    return full
 
 
 class _Swapped(type):
-    """Makes layers that ``initialize`` swapped instances of Megatron-LM's classes, too."""
+    """Makes the layers that ``initialize`` swapped instances of Megatron-LM's classes."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return super().__instancecheck__(instance) or isinstance(instance, vars(cls).get("swapped", ()))
@@ -181,9 +162,10 @@ class VocabParallelEmbedding(layers.VocabParallelEmbedding, metaclass=_Swapped):
     """An embedding with its rows sharded: mask, look up, sum. ``[...] -> [..., hidden]``, weight Shard(0).
 
     Args:
-        num_embeddings, embedding_dim, padding_idx, device, dtype: of the full table, as for ``nn.Embedding``.
-        init_method: what fills the full table, ``init_method(weight)``; None: as ``nn.Embedding`` does.
-        group: a process group or an MPU.
+        num_embeddings, embedding_dim, padding_idx, device, dtype: Those of ``nn.Embedding``, for the full table.
+        init_method: Function that fills the full table in place, ``init_method(weight)``; None draws as
+            ``nn.Embedding`` does.
+        group: A process group or an MPU.
 
     Raises:
         IndexError: an id outside the full table, on every rank (on CUDA a device-side assertion, as in torch).
@@ -206,13 +188,9 @@ class VocabParallelEmbedding(layers.VocabParallelEmbedding, metaclass=_Swapped):
             raise ConfigError(f"padding_idx={padding_idx} lies outside of num_embeddings={num_embeddings}")
         axis = seeded_axis(group, type(self).__name__)
         layout = layout_of(type(self).__name__, "num_embeddings", num_embeddings, 0, axis)
-        nn.Module.__init__(self)
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
-        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
-        plan = ModulePlan("", "embedding", "", layout, {"weight": layout})
-        plain = functools.partial(nn.Embedding, num_embeddings, embedding_dim, padding_idx)
-        make_layer(self, axis, plan, plain, FullWeight(init_method, device=device, dtype=dtype))
+        begin = functools.partial(nn.Embedding.__init__, self, num_embeddings, embedding_dim, padding_idx)
+        draw_full(self, begin, init_method, device, dtype)
+        keep_shards(self, axis, ModulePlan("", "embedding", "", layout, {"weight": layout}))
 
 
 class ColumnParallelLinear(layers.ColumnParallelLinear, metaclass=_Swapped):
@@ -221,21 +199,21 @@ class ColumnParallelLinear(layers.ColumnParallelLinear, metaclass=_Swapped):
     ``weight`` is ``[out/tp, in]``, this rank's shard of the full one that every rank draws.
 
     Args:
-        input_size, output_size: features of the full layer; ``output_size`` need not divide.
-        bias: ``[out/tp]``, or none.
-        gather_output: return the full ``[..., out]``.
-        init_method: what fills the full weight, ``init_method(weight)``; the bias is 0 then. None: as ``nn.Linear``.
-        stride: parts side by side that are sharded each by itself (``q | k | v``: 3, ``gate | up``: 2).
-        unit: features that stay together on one rank (the width of a head).
-        keep_master_weight_for_test: keep the full weight as ``master_weight``.
-        skip_bias_add: return ``(output, bias)`` without adding the bias, for a fused kernel to add. Otherwise the
-            output alone, as every ``nn.Module`` of a ``Sequential`` does.
-        group: a process group or an MPU.
-        device, dtype: as for ``nn.Linear``.
+        input_size, output_size: Features of the full layer; ``output_size`` need not divide.
+        bias: True if the layer has a bias, ``[out/tp]``.
+        gather_output: True if the full ``[..., out]`` is returned.
+        init_method: Function that fills the full weight in place, ``init_method(weight)``; the bias is 0 then. None
+            draws as ``nn.Linear`` does.
+        stride: Number of parts side by side, each sharded by itself (``q | k | v``: 3, ``gate | up``: 2).
+        unit: Number of features that stay together on one rank (the width of a head).
+        keep_master_weight_for_test: True if the full weight is kept as ``master_weight``.
+        skip_bias_add: True if ``(output, bias)`` is returned, without adding the bias, for a fused kernel to add.
+        group: A process group or an MPU.
+        device, dtype: Those of ``nn.Linear``.
 
     Raises:
-        ConfigError: no group, or more ranks than units.
-        ConsistencyError: the ranks would draw different weights.
+        ConfigError: ``group`` is missing, or there are more ranks than units.
+        ConsistencyError: The ranks would draw different weights.
     """
 
     swapped = layers.ColumnParallelLinear
@@ -256,8 +234,8 @@ class ColumnParallelLinear(layers.ColumnParallelLinear, metaclass=_Swapped):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        how = FullWeight(init_method, stride, unit, device, dtype)
-        weight = make_linear(self, "column", (output_size, input_size), bias, how, group, gather_output=gather_output)
+        shape, draws = (output_size, input_size), (init_method, device, dtype)
+        weight = make_linear(self, "column", shape, bias, stride, unit, group, draws, gather_output=gather_output)
         self.master_weight = weight if keep_master_weight_for_test else None
         self.skip_bias_add = skip_bias_add
         self.output_size_per_partition, self.gather_output = len(self.weight), gather_output
@@ -269,15 +247,15 @@ class RowParallelLinear(layers.RowParallelLinear, metaclass=_Swapped):
     ``weight`` is ``[out, in/tp]``, this rank's shard of the full one. The bias is replicated and added once.
 
     Args:
-        input_is_parallel: the input is ``[..., in/tp]`` already, as a ``ColumnParallelLinear`` made it; else it is
-            ``[..., in]`` and is scattered here.
+        input_is_parallel: True if the input is ``[..., in/tp]`` already, from a ``ColumnParallelLinear``; otherwise it
+            is ``[..., in]`` and is scattered here.
 
-    The other arguments are those of :class:`ColumnParallelLinear`; ``stride`` and ``unit`` are those of the column
-    layer that makes the input.
+    The other arguments are as in :class:`ColumnParallelLinear`; ``stride`` and ``unit`` describe the column layer
+    that makes the input.
 
     Raises:
-        ConfigError: no group, or more ranks than units.
-        ConsistencyError: the ranks would draw different weights.
+        ConfigError: ``group`` is missing, or there are more ranks than units.
+        ConsistencyError: The ranks would draw different weights.
     """
 
     swapped = layers.RowParallelLinear
@@ -298,10 +276,8 @@ class RowParallelLinear(layers.RowParallelLinear, metaclass=_Swapped):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        how = FullWeight(init_method, stride, unit, device, dtype)
-        weight = make_linear(
-            self, "row", (output_size, input_size), bias, how, group, split_input=not input_is_parallel
-        )
+        shape, draws = (output_size, input_size), (init_method, device, dtype)
+        weight = make_linear(self, "row", shape, bias, stride, unit, group, draws, split_input=not input_is_parallel)
         self.master_weight = weight if keep_master_weight_for_test else None
         self.skip_bias_add = skip_bias_add
         self.input_size_per_partition, self.input_is_parallel = self.in_features, input_is_parallel
@@ -319,25 +295,24 @@ def vocab_parallel_cross_entropy(
     """Compute ``torch.nn.functional.cross_entropy`` from sharded logits: the same values and gradients.
 
     Args:
-        logits: ``[..., vocab/tp]`` Shard(-1), this rank's columns; not changed. Ranks may hold different numbers of
-            columns, some none at all. The vocabulary is the last dim, not dim 1 as in torch.
-        target: ``[...]`` Replicate: class indices in the whole vocabulary.
-        label_smoothing: share of the target probability that is spread evenly over the whole vocabulary.
-        ignore_index: targets of this value have loss 0 and no gradient, and do not count in the mean.
+        logits: This rank's columns, ``[..., vocab/tp]`` Shard(-1). Ranks may hold different numbers of columns, also
+            none. The vocabulary is the last dim, not dim 1 as in torch.
+        target: Class indices in the full vocabulary, ``[...]`` Replicate.
+        label_smoothing: Share of the target probability that is spread evenly over the full vocabulary.
+        ignore_index: Target value with loss 0 and no gradient, which does not count in the mean.
         reduction: ``"none"`` (Megatron's), ``"mean"`` over the tokens that are not ignored (nan if all are, as in
             torch), or ``"sum"``.
-        vocab_size: columns of all ranks together, sharded by :func:`autopar.layout.even_shards`. If None, ranks
-            exchange their widths first: one more, tiny, all-gather (and, on a GPU, a wait for it).
-        group: a process group or an MPU; required.
+        vocab_size: Number of columns of all ranks, sharded by :func:`autopar.layout.even_shards`. None exchanges the
+            widths first: one more small all-gather (and, on a GPU, a wait for it).
+        group: A process group or an MPU; required.
 
     Returns:
-        Replicate; ``[...]`` for ``"none"``, else a scalar. float32, or float64 for float64 logits: half-precision
-        logits are computed in float32.
+        The loss, Replicate; ``[...]`` for ``"none"``, else a scalar. float32, or float64 for float64 logits.
 
     Raises:
-        ConfigError: on every rank, if the shapes do not match, a target is outside the vocabulary, ``label_smoothing``
-            or ``reduction`` is none of torch's, or the ranks' widths are not the shares of ``vocab_size``. On GPUs
-            targets and widths are asserted on the device, as in torch, to spare a wait.
+        ConfigError: The shapes do not match, a target is outside the vocabulary, ``label_smoothing`` or ``reduction``
+            is not one of torch's, or the widths are not the shards of ``vocab_size``; on every rank. On GPUs targets
+            and widths are asserted on the device, as in torch.
     """
     axis = axis_of(group)
     _check_arguments(logits, target, label_smoothing, reduction)
@@ -368,10 +343,7 @@ def _check_arguments(logits: torch.Tensor, target: torch.Tensor, label_smoothing
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state dict of the plain model, with full weights, on every rank. A collective of the group.
-
-    Its names are the model's own, so that a plain model with the same names loads it, on any number of ranks.
-    """
+    """Return the state dict with full weights, by the model's own names, on every rank. A collective of the group."""
     sharded = dict(_sharded(model))
     full: dict[str, torch.Tensor] = {}
     done: dict[int, torch.Tensor] = {}  # tied weights are gathered once
@@ -388,10 +360,10 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Load the state dict of the plain model: every rank keeps its shards. No communication.
+    """Load a state dict with full weights: every rank keeps its shards. No communication.
 
     Raises:
-        CheckpointError: names or full shapes differ; nothing is loaded.
+        CheckpointError: Names or full shapes differ; nothing is loaded.
     """
     sharded = dict(_sharded(model))
     own = model.state_dict(keep_vars=True)
@@ -424,16 +396,15 @@ def _sharded(model: nn.Module) -> Iterator[tuple[str, tuple[Axis, Layout]]]:
 # ``partition_stride``, the number of blocks that lie side by side (two for ``gate | up``). ``shared`` and
 # ``ds_pipe_replicated``: an earlier pipeline stage holds and counts it, too.
 #
-# The first of the ranks that hold a KV head counts it. One flag cannot describe a weight that is held twice only in
-# part (a fused ``q | k | v`` with fewer KV heads than ranks): it counts on every rank. DeepSpeed's norms are given what
-# counts (:mod:`autopar.integrations.deepspeed`), one of your own is too large by the repeated heads;
-# ``autopar.clip_grad_norm_`` is exact there, too.
+# The first of the ranks that hold a KV head counts it. One flag cannot describe a weight of which two ranks hold a part
+# (a fused ``q | k | v`` with fewer KV heads than ranks): it counts on every rank, so a custom norm is too large by the
+# repeated heads. DeepSpeed's is right (:mod:`autopar.integrations.deepspeed`); ``autopar.clip_grad_norm_`` is exact.
 
 _NAMES = ("tensor_model_parallel", "partition_dim", "partition_stride", "shared", "ds_pipe_replicated")
 
 
 def mark_parameters(model: nn.Module, state: Any, given: Any) -> None:
-    """On parameters that stay: the attributes by which Megatron-LM's and DeepSpeed's norms count each once.
+    """Set the attributes by which the norms of Megatron-LM and DeepSpeed count each parameter once.
 
     ``copy.deepcopy`` drops them, ``.to`` keeps them.
     """
@@ -446,17 +417,16 @@ def mark_parameters(model: nn.Module, state: Any, given: Any) -> None:
             mark_shard(parameter, -1 if layout is None else layout.dim, len(layout.blocks) if layout else 1, counts)
         if name in due and name in stages.tensors and min(stages.holders(name), default=mpu.pp.rank) < mpu.pp.rank:
             parameter.shared = parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
-    state.undo.append(lambda model, own: unmark(model))
+    state.undo.append(_unmark)
 
 
 def mark_shard(parameter: torch.Tensor, dim: int, stride: int = 1, counts: bool = True) -> None:
-    """Set the attributes of one parameter; ``dim`` is -1 if it is replicated, ``counts``: whether it counts here."""
+    """Set the attributes of one parameter, whose ``dim`` is -1 if it is replicated."""
     marked: Any = parameter
     marked.tensor_model_parallel, marked.partition_dim, marked.partition_stride = counts, dim, stride
 
 
-def unmark(model: nn.Module) -> None:
-    """Remove the attributes that :func:`mark_parameters` set."""
+def _unmark(model: nn.Module, state: Any) -> None:
     for parameter in model.parameters():
         for name in _NAMES:
             vars(parameter).pop(name, None)

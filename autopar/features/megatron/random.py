@@ -1,10 +1,9 @@
-"""Random state in a tensor-parallel group: a replicated stream, and one of each rank's own.
+"""Random state in a tensor-parallel group: a replicated stream, and one stream per rank.
 
 Dropout on replicated activations must drop the same elements on every rank of the group, dropout on sharded activations
-must not. So there are two streams: the default generator, seeded alike everywhere, and a named one, seeded per rank,
-that replaces the default generator's inside :meth:`RandomStateTracker.fork`. (``torch.nn.functional.dropout``
-takes no generator, so there is no other way.) The idea and the seeds are Megatron-LM's
-(``megatron/core/tensor_parallel/random.py``). A tracker is an object: there is no module-level state.
+must not. So there are two streams: the default generator, with the same seed everywhere, and a named one, seeded per
+rank, that replaces it inside :meth:`RandomStateTracker.fork` (``torch.nn.functional.dropout`` takes no generator). The
+idea and the seeds are Megatron-LM's (``megatron/core/tensor_parallel/random.py``). Nothing is module-level state.
 
     tracker = manual_seed(1234, mpu)         # also mpu.random_tracker
     x = dropout(x)                           # Replicate: equal on all ranks
@@ -16,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import Any, cast
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -27,31 +26,20 @@ from autopar.distributed.rng import TorchGenerators
 from autopar.errors import ConfigError, nearest
 
 MODEL_PARALLEL_STREAM = "model-parallel-rng"
-"""Name of the stream that differs between the ranks of a tensor-parallel group."""
+"""The name of the stream that differs between the ranks of a tensor-parallel group."""
 
 _MODEL_PARALLEL_OFFSET = 2718  # Megatron-LM's: runs of the two can be compared
 
 
-class StreamState(TypedDict):
-    """One named stream, as plain data that ``torch.save`` can write. ``cuda`` is None on a machine without a GPU."""
-
-    seed: int
-    cpu: torch.Tensor
-    cuda: torch.Tensor | None
-
-
-class _Snapshot(NamedTuple):
-    """Everything that random numbers drawn from now on depend on."""
-
-    states: dict[str | None, TorchGenerators]
-    forks: tuple[str | None, ...]
+Snapshot = tuple[dict[str | None, TorchGenerators], list[str | None]]
+"""The states of all streams, and the active forks."""
 
 
 class RandomStateTracker:
-    """Named random streams beside the default one, for the CPU and for the current GPU.
+    """Named random streams in addition to the default one, for the CPU and for the current GPU.
 
     Args:
-        cuda: whether to track the GPU's generator too; by default if there is a GPU.
+        cuda: True if the GPU's generator is tracked, too; by default if there is a GPU.
     """
 
     def __init__(self, cuda: bool | None = None) -> None:
@@ -61,11 +49,7 @@ class RandomStateTracker:
         self._forks: list[str | None] = [None]  # around this point of the program, innermost last
 
     def add(self, name: str, seed: int) -> None:
-        """Start a stream; the default generators are left as they are.
-
-        Raises:
-            ConfigError: if there is a stream of this name, or of this seed (the two would draw the same numbers).
-        """
+        """Start a stream. Raise ConfigError if one has this name, or this seed, and would draw the same numbers."""
         if name in self._seeds:
             raise ConfigError(f"random stream {name!r} exists already (seed {self._seeds[name]})")
         for other, known in self._seeds.items():
@@ -77,10 +61,10 @@ class RandomStateTracker:
     def fork(self, name: str = MODEL_PARALLEL_STREAM) -> Iterator[None]:
         """Draw from stream ``name`` inside the ``with``; afterwards, also after an exception, from the stream before.
 
-        Forks nest. A fork of a stream that an outer fork draws from goes on where that one is, it repeats nothing.
+        Forks nest. A fork of a stream that an outer fork draws from continues where the outer fork is.
 
         Raises:
-            ConfigError: if there is no such stream.
+            ConfigError: The stream does not exist.
         """
         if name not in self._seeds:
             known = ", ".join(map(repr, self._seeds)) or "none: call manual_seed first"
@@ -95,17 +79,16 @@ class RandomStateTracker:
             self._forks.pop()
             self._load()
 
-    def get_states(self) -> dict[str, StreamState]:
-        """Copy every named stream; the default generator is not among them."""
+    def get_states(self) -> dict[str, dict[str, Any]]:
+        """Return each named stream's ``seed`` and states, ``cpu`` and ``cuda`` (None on a machine without a GPU)."""
         self._store()
-        named = ((name, seed, self._states[name]) for name, seed in self._seeds.items())
-        return {name: StreamState(seed=seed, cpu=state.cpu, cuda=state.cuda) for name, seed, state in named}
+        return {name: {"seed": seed, **self._states[name]._asdict()} for name, seed in self._seeds.items()}
 
-    def set_states(self, states: Mapping[str, StreamState]) -> None:
-        """Replace all named streams by what :meth:`get_states` returned. A missing GPU state starts at the seed.
+    def set_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replace all named streams by the result of :meth:`get_states`. A missing GPU state starts at the seed.
 
         Raises:
-            ConfigError: inside a fork of a stream that ``states`` lacks.
+            ConfigError: The call is inside a fork of a stream that ``states`` lacks.
         """
         missing = [name for name in self._forks[1:] if name not in states]
         if missing:
@@ -121,25 +104,19 @@ class RandomStateTracker:
         self._load()
 
     def reset(self) -> None:
-        """Remove all named streams.
-
-        Raises:
-            ConfigError: inside a fork.
-        """
+        """Remove all named streams; raise ConfigError inside a fork."""
         if len(self._forks) > 1:
             raise ConfigError(f"reset inside a fork of {self._forks[-1]!r}")
         self._seeds, self._states = {}, {}
 
-    # -- the state as a whole, for recomputation -------------------------------------------------------------------
-
-    def snapshot(self) -> _Snapshot:
-        """Return the default generators, all streams, and the active forks."""
+    def snapshot(self) -> Snapshot:
+        """Return the default generators, all streams, and the active forks, for recomputation."""
         self._store()
-        return _Snapshot(dict(self._states), tuple(self._forks))
+        return dict(self._states), list(self._forks)
 
-    def restore(self, snapshot: _Snapshot) -> None:
-        """Go back to a :meth:`snapshot`, into the middle of the forks it was taken in."""
-        self._states, self._forks = dict(snapshot.states), list(snapshot.forks)
+    def restore(self, snapshot: Snapshot) -> None:
+        """Return to a :meth:`snapshot`, into the middle of its forks."""
+        self._states, self._forks = dict(snapshot[0]), list(snapshot[1])
         self._load()
 
     # -- the default generators hold the innermost fork's stream ----------------------------------------------------
@@ -155,11 +132,8 @@ class RandomStateTracker:
 def manual_seed(seed: int, group: Group) -> RandomStateTracker:
     """Seed both streams: the replicated one with ``seed``, the tensor-parallel one with ``seed + 2718 + tp rank``.
 
-    The replicated stream is torch's default generator (CPU and all GPUs). The tracker that is returned holds the other
-    as ``"model-parallel-rng"``; an MPU keeps it as ``mpu.random_tracker`` as well.
-
-    Raises:
-        ConfigError: if ``group`` is neither a process group nor an MPU.
+    The replicated stream is torch's default generator (CPU and all GPUs). The tracker holds the other stream as
+    ``"model-parallel-rng"``; an MPU keeps the tracker as ``mpu.random_tracker``.
     """
     axis = axis_of(group)
     torch.manual_seed(seed)
@@ -174,11 +148,7 @@ model_parallel_cuda_manual_seed = manual_seed  # Megatron-LM's name; the CPU is 
 
 
 def get_cuda_rng_tracker(group: Group) -> RandomStateTracker:
-    """Return the tracker that :func:`manual_seed` left on this MPU.
-
-    Raises:
-        ConfigError: if there is none, or ``group`` is a bare process group, which cannot keep one.
-    """
+    """Return the tracker that :func:`manual_seed` left on this MPU; raise ConfigError if there is none."""
     tracker = getattr(group, "random_tracker", None)
     if not isinstance(tracker, RandomStateTracker):
         raise ConfigError(f"{type(group).__name__} has no random state tracker: call manual_seed(seed, mpu) first")
@@ -186,15 +156,12 @@ def get_cuda_rng_tracker(group: Group) -> RandomStateTracker:
 
 
 class _Rewind:
-    """Context of a recomputation: random state as it was at the forward pass, afterwards as it is now.
-
-    May be entered again (``backward(retain_graph=True)`` recomputes twice).
-    """
+    """Restore the random state of the forward pass during a recomputation. Reusable, for ``retain_graph=True``."""
 
     def __init__(self, tracker: RandomStateTracker) -> None:
         self._tracker = tracker
         self._then = tracker.snapshot()
-        self._now: list[_Snapshot] = []
+        self._now: list[Snapshot] = []
 
     def __enter__(self) -> None:
         self._now.append(self._tracker.snapshot())
@@ -207,14 +174,13 @@ class _Rewind:
 def checkpoint(function: Callable[..., Any], tracker: RandomStateTracker | None, *args: Any) -> Any:
     """Run ``function(*args)`` without keeping its activations: backward recomputes them, with the same random numbers.
 
-    Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016). torch's non-reentrant checkpoint does the work
-    (nested tensors in ``args``, autocast and checkpoints inside checkpoints are all right); it knows only the default
-    generators, so both streams and the forks around this call are restored here. Backward leaves the random state,
-    the default's and the tracker's, as it found it.
+    Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016). torch's non-reentrant checkpoint does the work;
+    it knows only the default generators, so both streams and the forks around this call are restored here. Backward
+    leaves all random state as it found it.
 
     Args:
-        function: what to run; called once now and once in backward.
-        tracker: of the streams that ``function`` forks to; None if it draws from the default generator only.
+        function: Callable that runs once now and once in backward.
+        tracker: Tracker of the streams that ``function`` forks to; None if it draws from the default generator only.
     """
     rewind = _Rewind(RandomStateTracker() if tracker is None else tracker)
     return torch_checkpoint(

@@ -1,4 +1,4 @@
-"""Megatron-LM's mappings between replicated, sharded and partial activations, and its splits, under Megatron's names.
+"""Megatron-LM's mappings between replicated, sharded and partial activations, its splits, and ``broadcast_data``.
 
 | function                                        | forward               | backward                          |
 |-------------------------------------------------|-----------------------|-----------------------------------|
@@ -11,24 +11,31 @@
 | ``reduce_scatter_to_sequence_parallel_region``  | reduce-scatter        | all-gather sequence               |
 | ``all_to_all``                                  | all-to-all of rows    | all-to-all, splits swapped        |
 
-After ``megatron/core/tensor_parallel/mappings.py`` and ``utils.py``; the work is done in
+After ``megatron/core/tensor_parallel/mappings.py`` and ``utils.py``; the work is in
 :mod:`autopar.distributed.collectives`. ``group`` is a process group or an MPU. The sequence is dim 0, as in Megatron;
-models that put the batch first pass ``dim=1``. Functions that split tensors and vocabularies have no autograd across
-ranks.
-
-No function mutates its input. Sizes that do not divide raise ConfigError with both numbers, before anything is sent,
-on every rank (Megatron truncates silently).
+``dim=1`` is for models that put the batch first. No function mutates its input. Sizes that do not divide raise
+ConfigError with both numbers, before anything is sent, on every rank (Megatron truncates silently).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 import torch
+import torch.distributed as dist
 
 from autopar.distributed import collectives
-from autopar.distributed.axis import Axis, Group, axis_of
+from autopar.distributed.axis import Axis, Group, axis_of, device_of
 from autopar.distributed.collectives import even_layout
-from autopar.errors import ConfigError
+from autopar.errors import ConfigError, nearest
 from autopar.layout import Range, even_shards
+
+Dtypes = torch.dtype | Mapping[Any, torch.dtype]
+
+
+Spec = tuple[int | str, torch.dtype, tuple[int, ...]]
+"""Key, dtype and shape of a tensor to receive."""
 
 
 def copy_to_tensor_model_parallel_region(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -50,8 +57,8 @@ def gather_from_tensor_model_parallel_region(x: torch.Tensor, group: Group, *, s
     """All-gather ``[..., n/tp]`` Shard(-1) -> ``[..., n]`` Replicate.
 
     Args:
-        size: ``n`` if it does not divide evenly and was sharded by :func:`autopar.layout.even_shards` (the logits of
-            a vocabulary of 50257). Without it all ranks must bring the same width.
+        size: The full width ``n`` if it does not divide evenly (the logits of a vocabulary of 50257); None if all
+            ranks have the same width.
     """
     return _gather(x, group, -1, size)
 
@@ -67,8 +74,8 @@ def gather_from_sequence_parallel_region(
     """All-gather ``[seq/tp, ...]`` Shard(dim) -> ``[seq, ...]`` Replicate.
 
     Args:
-        tensor_parallel_output_grad: whether the result goes into a sharded region, so that its gradient is Partial:
-            backward is a reduce-scatter. If False the gradient is Replicate already and backward keeps its own part.
+        tensor_parallel_output_grad: True if the result enters a sharded region, so that its gradient is Partial and
+            backward is a reduce-scatter. If False the gradient is Replicate and backward keeps its own shard.
     """
     axis = axis_of(group)
     return collectives.gather_sum(x, axis, dim) if tensor_parallel_output_grad else _gather(x, axis, dim)
@@ -89,11 +96,9 @@ def all_to_all(
 ) -> torch.Tensor:
     """Exchange rows, as of tokens between experts: ``[rows, ...] -> [sum(output_split_sizes), ...]``.
 
-    Megatron's order of arguments.
-
     Args:
-        output_split_sizes: rows that come from each rank; None for even parts.
-        input_split_sizes: rows of ``x`` that go to each rank; None for even parts.
+        output_split_sizes: Numbers of rows from each rank; None for even splits.
+        input_split_sizes: Numbers of rows of ``x`` for each rank; None for even splits.
     """
     axis = axis_of(group)
     for name, splits in (("output_split_sizes", output_split_sizes), ("input_split_sizes", input_split_sizes)):
@@ -128,7 +133,7 @@ def _gather(x: torch.Tensor, group: Group, dim: int, size: int | None = None) ->
 def split_tensor_along_last_dim(
     tensor: torch.Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Split ``[..., n] -> num_partitions x [..., n/num_partitions]``: views, or contiguous copies if asked for."""
+    """Split ``[..., n] -> num_partitions x [..., n/num_partitions]``, as views or as contiguous copies."""
     if num_partitions < 1 or tensor.shape[-1] % num_partitions:
         raise ConfigError(f"last dim of size {tensor.shape[-1]} does not divide into {num_partitions} partitions")
     chunks = tensor.tensor_split(num_partitions, dim=-1)
@@ -166,11 +171,85 @@ class VocabUtility:
 
 
 def check_divides(size: int, axis: Axis, what: str) -> int:
-    """Return ``size / axis.size``.
-
-    Raises:
-        ConfigError: if that is not whole; with both numbers. ``size`` is the same on every rank, so all of them raise.
-    """
+    """Return ``size / axis.size``; raise ConfigError, on every rank, if that is not an integer."""
     if size % axis.size:
         raise ConfigError(f"{what} of size {size} does not divide over {axis.size} ranks ({axis.name} axis)")
     return size // axis.size
+
+
+def broadcast_data(
+    keys: Iterable[int | str], data: Mapping[Any, Any] | None, dtype: Dtypes, group: Group
+) -> dict[int | str, torch.Tensor]:
+    """Broadcast the tensors of the first rank of ``group`` to all of its ranks.
+
+    After ``megatron/core/tensor_parallel/data.py``. Three things differ: the first rank's data is checked *before* the
+    first collective, so bad data is one error on all ranks, where Megatron's peers wait forever; tensors may have any
+    number of dims; each key may have its own dtype. Tensors travel as bytes: gloo has no float8.
+
+    Args:
+        keys: Keys of ``data`` to send, int or str. Those of the first rank are used.
+        data: The batch on the first rank, on any device. It is ignored on the other ranks.
+        dtype: The dtype of every tensor, or a mapping with each key's.
+        group: A process group or an MPU (its tensor-parallel group).
+
+    Returns:
+        ``{key: tensor}`` in the order of the keys, Replicate over the group, on its device (nccl: this rank's GPU).
+        Copies with the first rank's shapes, detached from autograd.
+
+    Raises:
+        ConfigError: On the first rank ``data`` is not a mapping, a key is missing, or a value is not a dense tensor of
+            its dtype. Lists all problems, on every rank of the group.
+    """
+    axis = axis_of(group)
+    device = device_of(axis)
+    specs: list[Spec] = []
+    problems: list[str] = []
+    if axis.rank == 0:
+        try:
+            specs, problems = _inspect(keys, data, dtype)
+        except Exception as error:  # of any kind: the other ranks must not wait
+            problems = [f"{type(error).__name__}: {error}"]
+    if axis.size > 1:
+        checked: list[Any] = [(specs, problems)]
+        dist.broadcast_object_list(checked, group_src=0, group=axis.group)
+        specs, problems = checked[0]
+    if problems:
+        origin = f"\n(the data of global rank {axis.ranks[0]}, the first of global ranks {list(axis.ranks)})"
+        raise ConfigError("broadcast_data: " + "\n".join(problems) + origin, problems)
+    received = {}
+    for key, kind, shape in specs:
+        x = torch.empty(shape, dtype=kind, device=device)
+        if axis.rank == 0:
+            assert data is not None
+            x.copy_(data[key].detach())
+        if x.numel():
+            collectives.broadcast(x.view(-1).view(torch.uint8), axis)
+        received[key] = x
+    return received
+
+
+def _inspect(keys: Any, data: Any, dtype: Any) -> tuple[list[Spec], list[str]]:
+    """Return the metadata of the tensors to send, and all problems."""
+    if isinstance(keys, (str, int)) or not isinstance(keys, Iterable):
+        return [], [f"keys must be a list of keys, not {keys!r}"]
+    if not isinstance(data, Mapping):
+        return [], [f"data must be a mapping of keys to tensors, not {type(data).__name__}"]
+    specs: list[Spec] = []
+    problems: list[str] = []
+    for key in dict.fromkeys(keys):
+        wanted = dtype.get(key) if isinstance(dtype, Mapping) else dtype
+        value: Any = data[key] if key in data else None  # noqa: SIM401  # what reading it raises is the error
+        dense = isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta
+        if not isinstance(key, (int, str)):
+            problems.append(f"a key must be an int or a str, not {key!r}")
+        elif not isinstance(wanted, torch.dtype):
+            problems.append(f"the dtype of key {key!r} must be a torch.dtype, not {wanted!r}")
+        elif key not in data:
+            held = ", ".join(map(repr, data)) or "no key at all"
+            problems.append(f"key {key!r} is missing; the data has {held}.{nearest(str(key), map(str, data))}")
+        elif not dense or value.is_quantized or value.dtype != wanted:
+            found = f"{value.dtype}, {value.layout}" if isinstance(value, torch.Tensor) else type(value).__name__
+            problems.append(f"data[{key!r}] must be a dense tensor of {wanted} with storage, not {found}")
+        else:
+            specs.append((key, value.dtype, tuple(value.shape)))
+    return specs, problems

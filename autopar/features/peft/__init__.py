@@ -14,5 +14,5 @@ FEATURE = Feature(
         "magnitude": "autopar.features.peft.layers:Magnitude",
         "magnitude_of_parts": "autopar.features.peft.layers:MagnitudeOfParts",
     },
-    steps={"adapt_methods": Step("autopar.features.peft.setup:adapt_methods", after="prepare_optimizer")},
+    steps={"adapt_methods": Step("autopar.features.peft.saving:adapt_methods", after="prepare_optimizer")},
 )

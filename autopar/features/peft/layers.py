@@ -1,8 +1,8 @@
 """Modules of PEFT in a tensor-parallel model that are not parallel layers: dropout in front of adapters, embeddings.
 
-Dropout in front of an adapter zeroes elements of the base layer's input. Where that is replicated (a column-parallel
-base layer, which has begun a region by then) all ranks must draw the same mask; where it is sharded (a row-parallel
-one, which has ended the region by then) each rank must draw its own.
+Dropout in front of an adapter zeroes elements of the base layer's input. Where the input is replicated (column-parallel
+base layer, inside its region) all ranks must draw the same mask; where it is sharded (row-parallel base layer, after
+its region) each rank must draw its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.tensor_parallel.region_modules import RegionModule
 
 
 class DropoutAlike(RegionModule):
-    """Dropout of a replicated activation inside a region: the same mask on all tp ranks."""
+    """Dropout of a replicated activation inside a region: one mask on all tp ranks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self.region.outside():
@@ -26,7 +26,7 @@ class DropoutAlike(RegionModule):
 
 
 class DropoutApart(RegionModule):
-    """Dropout of a sharded activation behind a region: a mask of its own on each tp rank."""
+    """Dropout of a sharded activation after a region: another mask on each tp rank."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.region.draw_per_rank(self.training)  # type: ignore[attr-defined]
@@ -37,13 +37,13 @@ class DropoutApart(RegionModule):
 
 
 class Magnitude(RegionModule):
-    """PEFT's magnitudes of DoRA, of outputs of which this rank has all inputs.
+    """PEFT's magnitudes of DoRA, for outputs with all inputs on this rank.
 
-    PEFT takes the weight and its norms as constants. A dry run would follow them, so there they are of no weight.
+    PEFT takes the weight and its norms as constants, which a dry run must not follow.
     """
 
     def get_lora_weight(self, lora_A: Any, lora_B: Any, adapter_name: str | None = None) -> torch.Tensor:
-        """Return what an adapter adds to this rank's weight, ``[out, in]``."""
+        """Return the product that an adapter adds to this rank's weight, ``[out, in]``."""
         a, b = lora_A.weight.detach(), lora_B.weight.detach()
         return b @ a if not a.is_meta else b.new_empty(b.shape[0], a.shape[1])
 
@@ -61,7 +61,7 @@ class Magnitude(RegionModule):
 
 
 class MagnitudeOfParts(Magnitude):
-    """The same of outputs of which each rank has some inputs: squares are summed over tp."""
+    """The same for outputs with some inputs on each rank: squares are summed over tp."""
 
     def _norm(self, weight: torch.Tensor) -> torch.Tensor:
         return all_reduce(weight.float().square().sum(1), self.tp).sqrt().to(weight.dtype)

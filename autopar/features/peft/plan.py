@@ -1,10 +1,10 @@
-"""Adapters follow their base layer: the layouts of PEFT's parameters, and what becomes of its modules.
+"""Layouts of PEFT's parameters, and changes to its modules: adapters follow their base layer.
 
 Low-rank adapters (Hu et al., "LoRA", 2021) add ``B A x`` to ``W x``. Where ``W`` is column-parallel, ``A`` is
-replicated and ``B`` is column-parallel with the layout of ``W``: what enters the region is ``A x``, of ``r`` features,
-so that the gradient of ``A`` is whole. Where ``W`` is row-parallel, ``A`` is row-parallel with the layout of ``W`` and
-``B`` is replicated: what is summed over the ranks is ``A x`` again. In both cases the ranks exchange ``r`` numbers a
-token, and ``W + B A`` is sharded as ``W`` is, which merging relies on.
+replicated and ``B`` is column-parallel with the layout of ``W``: ``A x``, of ``r`` features, enters the region, so the
+gradient of ``A`` is full. Where ``W`` is row-parallel, ``A`` is row-parallel with the layout of ``W`` and ``B`` is
+replicated: ``A x`` is summed over the ranks. Either way the ranks exchange ``r`` numbers a token, and ``W + B A`` is
+sharded as ``W`` is, which merging relies on.
 """
 
 from __future__ import annotations
@@ -45,11 +45,7 @@ class Adapters:
         self._root = root
 
     def check(self, tp: int, pp: int) -> None:
-        """Check that the adapters compute on ``tp`` x ``pp`` ranks what they compute on one.
-
-        Raises:
-            ConfigError: names the first method, layer or setting that does not.
-        """
+        """Raise ConfigError for the first method, layer or setting that ``tp`` x ``pp`` ranks do not support."""
         for what in _unsupported(self._root, tp, pp) if tp > 1 or pp > 1 else ():
             size = f"pipeline_parallel_size={pp}" if pp > 1 else f"tensor_parallel_size={tp}"
             raise ConfigError(f"{size} does not go together with {what}.\n{_INSTEAD}")
@@ -57,13 +53,10 @@ class Adapters:
     def rules(
         self, matches: Sequence[RuleMatch], modules: Mapping[str, ModulePlan], tp: int
     ) -> Iterator[tuple[RuleMatch, TensorRule]]:
-        """Yield the rules of all adapters, each with the match of its base layer.
-
-        Args:
-            modules: plans of the base layers.
+        """Yield the rules of all adapters, each with the match of its base layer, whose plans are ``modules``.
 
         Raises:
-            ConfigError: an adapter sits on a layer whose rule it cannot follow.
+            ConfigError: An adapter sits on a layer whose rule it cannot follow.
         """
         by_path = {match.path: match for match in matches}
         first = {id(module): path for path, module in self._root.named_modules()}
@@ -72,7 +65,7 @@ class Adapters:
             ends = [base[:end] for end in range(len(base), 0, -1) if end == len(base) or base[end] == "."]
             match = next((by_path[end] for end in ends if end in by_path), None)
             if match is None:
-                continue  # the base layer has no rule either, which is another error
+                continue  # the base layer has no rule, which is another error
             plan = modules.get(base)
             if plan is not None and plan.rule == "one_expert":
                 continue  # it lies with all that is in it on one rank
@@ -83,7 +76,7 @@ class Adapters:
             except ConfigError:
                 if tp > 1 or (plan is not None and plan.rule == "experts"):
                     raise
-                rules = list(_replicated(path, layer))  # one rank computes whatever PEFT has
+                rules = [_replicated(layer)]  # one rank computes whatever PEFT has
             if hasattr(layer, "parameter_name") and plan is not None and plan.rule == "experts":
                 rules.append(_counts(path, layer, plan))
             yield from ((match, rule) for rule in rules)
@@ -134,44 +127,38 @@ def _rules_of(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) 
     return _low_rank(path, layer, plan, match)
 
 
-def _replicated(path: str, layer: Any) -> Iterator[TensorRule]:
+def _replicated(layer: Any) -> TensorRule:
     base = {id(parameter) for parameter in layer.base_layer.parameters()}
-    own: list[tuple[str, torch.Tensor, Layout | None]] = [
-        (name, parameter, None) for name, parameter in layer.named_parameters() if id(parameter) not in base
-    ]
-    yield TensorRule(None, own)
+    return TensorRule(None, [(name, p, None) for name, p in layer.named_parameters() if id(p) not in base])
 
 
 def _low_rank(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) -> Iterator[TensorRule]:
-    """``A`` and ``B`` of linear layers and convolutions."""
+    """Yield the rules of ``A`` and ``B`` of linear layers and convolutions."""
     whole = plan is None or (plan.rule == "" and not plan.layouts)
     where = str(match.rule.where) if plan is None else plan.where
     for name in layer.lora_A:
         a, b = join(path, "lora_A", name), join(path, "lora_B", name)
         first, second, kind = layer.lora_A[name], layer.lora_B[name], ""
+        entering = ModulePlan(b, "enter_output", where, enter_output=True)
         if name in layer.lora_magnitude_vector:
             yield _magnitude(join(path, "lora_magnitude_vector", name), layer, name, None if whole else plan, match)
         if plan is None or whole or plan.rule == "enter_output":
-            yield TensorRule(None, _whole(first))
-            entering = ModulePlan(b, "enter_output", where, enter_output=True)
-            yield TensorRule(None if whole else entering, _whole(second))
+            yield _full(first)
+            yield _full(second, None if whole else entering)
             kind = "dropout_alike"
         elif plan.rule == "column":
             # With ``inside`` x has entered already: its gradient is summed further up, and so is A's.
-            yield _summed(a, first, where) if plan.inside else TensorRule(None, _whole(first))
-            yield _sharded(b, second, "column", 0, plan, aside=True)
+            yield _summed(a, first, where) if plan.inside else _full(first)
+            yield _sharded(b, second, "column", plan)
             kind = "dropout_alike"
         elif plan.rule == "row":
-            yield _sharded(a, first, "row", 1, plan)
-            if plan.enter_output:
-                yield TensorRule(ModulePlan(b, "enter_output", where, enter_output=True), _whole(second))
-            else:
-                yield TensorRule(None, _whole(second))
+            yield _sharded(a, first, "row", plan)
+            yield _full(second, entering if plan.enter_output else None)
             kind = "dropout_alike" if plan.split_input else "dropout_apart"
         elif plan.rule == "sharded" and isinstance(layer.get_base_layer(), nn.Linear):
             yield from _inside(path, name, layer, plan)
             kind = "dropout_alike" if plan.layouts["weight"].dim == 0 else ""
-        elif plan.rule == "replicated" and plan.summed:  # the base works on sharded activations, as a whole
+        elif plan.rule == "replicated" and plan.summed:  # the full base works on sharded activations
             yield _summed(a, first, where)
             yield _summed(b, second, where)
         else:
@@ -181,15 +168,12 @@ def _low_rank(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) 
 
 
 def _magnitude(path: str, layer: Any, name: str, plan: ModulePlan | None, match: RuleMatch) -> TensorRule:
-    """The magnitudes of a weight's outputs (Liu et al., "DoRA", 2024): sharded as its outputs are, or whole.
-
-    The norms that they are divided by are of whole outputs: a rank has all of each, or a part of each.
-    """
+    """Return the rule of the magnitudes of a weight's outputs (Liu et al., "DoRA", 2024), sharded as its outputs."""
     module = layer.lora_magnitude_vector[name]
     if plan is None:
-        return TensorRule(None, _whole(module))
+        return _full(module)
     if plan.rule == "row":
-        return TensorRule(ModulePlan(path, "magnitude_of_parts", plan.where), _whole(module))
+        return _full(module, ModulePlan(path, "magnitude_of_parts", plan.where))
     if plan.rule != "column" or plan.gather_output or plan.layout is None:
         raise _cannot_follow(path, plan, match)
     layout = Layout.of(0, plan.layout.blocks)
@@ -198,7 +182,7 @@ def _magnitude(path: str, layer: Any, name: str, plan: ModulePlan | None, match:
 
 
 def _inside(path: str, name: str, layer: Any, plan: ModulePlan) -> Iterator[TensorRule]:
-    """``A`` and ``B`` of a linear layer inside a region that others open and close: the gradient of one is partial."""
+    """Yield the rules of ``A`` and ``B`` of a linear layer inside a region: the gradient of one is partial."""
     blocks, of_output = plan.layouts["weight"].blocks, plan.layouts["weight"].dim == 0
     whole, cut = ("lora_A", "lora_B") if of_output else ("lora_B", "lora_A")
     module = getattr(layer, whole)[name]
@@ -208,32 +192,28 @@ def _inside(path: str, name: str, layer: Any, plan: ModulePlan) -> Iterator[Tens
     yield _cut(join(path, cut, name), getattr(layer, cut)[name].named_parameters(), plan.where, layout)
 
 
-def _sharded(path: str, module: Any, rule: str, dim: int, base: ModulePlan, *, aside: bool = False) -> TensorRule:
-    """``A`` or ``B`` as a parallel layer with the units of the base layer along ``dim``."""
+def _sharded(path: str, module: Any, rule: str, base: ModulePlan) -> TensorRule:
+    """Return the rule of ``A`` or ``B`` as a parallel layer with the units of the base layer."""
     assert base.layout is not None
-    layout = Layout.of(dim, base.layout.blocks)
-    tensors: list[tuple[str, torch.Tensor, Layout | None]] = [("weight", module.weight, layout)]
-    layouts = {"weight": layout}
-    if module.bias is not None:
-        if rule == "column":
-            layouts["bias"] = Layout.of(0, base.layout.blocks)
-        tensors.append(("bias", module.bias, layouts.get("bias")))
+    column = rule == "column"
+    layout = Layout.of(0 if column else 1, base.layout.blocks)
+    layouts = {name: layout for name, _ in module.named_parameters() if column or name == "weight"}
     plan = ModulePlan(
         path,
         rule,
         base.where,
         layout,
         layouts,
-        gather_output=rule == "column" and base.gather_output,
-        split_input=rule == "row" and base.split_input,
-        inside=rule == "column" and base.inside,
-        aside=aside,
+        gather_output=column and base.gather_output,
+        split_input=not column and base.split_input,
+        inside=column and base.inside,
+        aside=column,
     )
-    return TensorRule(plan, tensors)
+    return TensorRule(plan, [(name, parameter, layouts.get(name)) for name, parameter in module.named_parameters()])
 
 
 def _of_embedding(path: str, layer: Any, plan: ModulePlan) -> Iterator[TensorRule]:
-    """``A`` [r, vocabulary] and ``B`` [hidden, r] of a vocabulary-parallel embedding."""
+    """Yield the rules of ``A`` [r, vocabulary] and ``B`` [hidden, r] of a vocabulary-parallel embedding."""
     if plan.by_hidden:
         raise ConfigError(
             f"adapters at {path}: the rule of the embedding shards its columns ({plan.where}), which LoRA does not "
@@ -247,13 +227,14 @@ def _of_embedding(path: str, layer: Any, plan: ModulePlan) -> Iterator[TensorRul
 
 
 def _of_parameter(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) -> Iterator[TensorRule]:
-    """``A`` and ``B`` of a bare parameter, such as the weights of all experts: ``W + B A`` is made in each forward.
+    """Yield the rules of ``A`` and ``B`` of a bare parameter, such as the weights of all experts.
 
-    The factor that has the sharded dim is sharded along it; what each rank has of the other's gradient is partial.
+    ``W + B A`` is made in each forward. The factor that has the sharded dim is sharded; the other's gradient is
+    partial.
     """
     layout = None if plan is None else plan.layouts.get(layer.parameter_name)
     if plan is None or (layout is None and layer.parameter_name not in plan.summed):
-        yield from _replicated(path, layer)
+        yield _replicated(layer)
         return
     if match.rule.kind == "experts" and (plan.rule != "experts" or (layout is not None and len(layout.blocks) > 1)):
         raise _cannot_follow(path, plan, match)
@@ -267,21 +248,17 @@ def _of_parameter(path: str, layer: Any, plan: ModulePlan | None, match: RuleMat
     of_output = (layout.dim == dims - 2) is (dims == 2 or swaps_features(layer))
     yield TensorRule(ModulePlan(path, "", plan.where))  # while its forward runs, gradients are summed
     for name in layer.lora_A:
-        a, b = (("lora_A", 1), ("lora_B", 0))
-        (cut, dim), (other, _) = (b, a) if of_output else (a, b)
+        cut, other, dim = ("lora_B", "lora_A", 0) if of_output else ("lora_A", "lora_B", 1)
         factor = getattr(layer, cut)[name]
         yield _cut(join(path, cut, name), [("weight", factor.weight)], plan.where, Layout.of(dim, layout.blocks))
         yield _summed(join(path, other, name), getattr(layer, other)[name], plan.where)
 
 
 def _of_whole_experts(path: str, layer: Any, plan: ModulePlan, layout: Layout, tp: int) -> Iterator[TensorRule]:
-    """``A``, ``[experts * r, in]``, and ``B``, ``[out, r * experts]``, of the weights of experts that ranks hold whole.
-
-    PEFT counts experts in the rows of ``A`` before their ranks, in the columns of ``B`` behind them.
-    """
+    """Yield the rules of ``A``, ``[experts * r, in]``, and ``B``, ``[out, r * experts]``, of full experts' weights."""
     (block,) = layout.blocks
     few = [rank for rank in range(layout.axis_size) if layout.local_size(rank) == 1]
-    if few and layout.size > 1:  # PEFT takes the weights of one expert for those of a plain layer
+    if few and layout.size > 1:  # PEFT takes the weights of one expert for a plain layer's
         raise ConfigError(
             f"adapters at {path}: {layout.size} experts over {layout.axis_size} ranks leave one on rank {few[0]}, and "
             f"PEFT's adapters of weights of experts need two.\n  Use an expert_parallel_size of at most "
@@ -295,16 +272,16 @@ def _of_whole_experts(path: str, layer: Any, plan: ModulePlan, layout: Layout, t
 
 
 def _counts(path: str, layer: Any, plan: ModulePlan) -> TensorRule:
-    """Return how many experts adapters of their weights have on each rank."""
+    """Return the rule of the number of experts on each rank that adapters of their weights read."""
     assert plan.layout is not None
     counts = tuple(plan.layout.local_size(rank) for rank in range(plan.layout.axis_size))
     return TensorRule(None, attributes=(AttributePlan(path, "num_experts", plan.where, layer.num_experts, counts),))
 
 
 def _scaling(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) -> Iterator[TensorRule]:
-    """The vector of (IA)3 (Liu et al., 2022): one factor for each feature in front of or behind the base layer."""
+    """Yield the rule of (IA)3's vector (Liu et al., 2022): one factor per input or output feature of the base layer."""
     if plan is None or (plan.rule == "" and not plan.layouts):
-        yield from _replicated(path, layer)
+        yield _replicated(layer)
         return
     dim = 1 if layer.is_feedforward else 0  # [1, in] or [out, 1]
     of_column = plan.rule == "column" and not layer.is_feedforward and not plan.gather_output
@@ -315,24 +292,23 @@ def _scaling(path: str, layer: Any, plan: ModulePlan | None, match: RuleMatch) -
     elif of_column or of_row or plan.rule not in ("column", "row") or plan.inside or plan.enter_output:
         raise _cannot_follow(path, plan, match)
     else:
-        yield from _replicated(path, layer)
+        yield _replicated(layer)
 
 
 def _cut(path: str, named: Iterable[tuple[str, torch.Tensor]], where: str, layout: Layout) -> TensorRule:
     """Return the rule of a module whose parameters are all sharded by one layout."""
-    tensors = list(named)
-    plan = ModulePlan(path, "sharded", where, layout, {name: layout for name, _ in tensors})
-    return TensorRule(plan, [(name, tensor, layout) for name, tensor in tensors])
+    tensors: list[tuple[str, torch.Tensor, Layout | None]] = [(name, tensor, layout) for name, tensor in named]
+    return TensorRule(ModulePlan(path, "sharded", where, layout, {name: layout for name, *_ in tensors}), tensors)
 
 
 def _summed(path: str, module: nn.Module, where: str, once: frozenset[str] = frozenset()) -> TensorRule:
-    """Return the rule of a full module of whose gradients each rank has a part."""
+    """Return the rule of a full module whose gradients are partial on each rank."""
     names = frozenset(name for name, _ in module.named_parameters())
-    return TensorRule(ModulePlan(path, "replicated", where, summed=names, once=once), _whole(module))
+    return _full(module, ModulePlan(path, "replicated", where, summed=names, once=once))
 
 
-def _whole(module: nn.Module) -> list[tuple[str, torch.Tensor, Layout | None]]:
-    return [(name, parameter, None) for name, parameter in module.named_parameters()]
+def _full(module: nn.Module, plan: ModulePlan | None = None) -> TensorRule:
+    return TensorRule(plan, [(name, parameter, None) for name, parameter in module.named_parameters()])
 
 
 def _cannot_follow(path: str, plan: ModulePlan, match: RuleMatch) -> ConfigError:

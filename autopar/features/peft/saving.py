@@ -1,7 +1,6 @@
-"""Save the adapters of a parallelized ``PeftModel`` alone, as PEFT writes them: readable without autopar.
+"""Methods of PEFT on a parallelized model: its adapters are saved in PEFT's own files, other methods are refused.
 
-The ranks gather the adapters, and rank 0 lets PEFT write its files into a hidden folder, which then take the place of
-older ones.
+The ranks gather the adapters, and rank 0 lets PEFT write its files into a hidden folder, from which they are moved.
 """
 
 from __future__ import annotations
@@ -13,34 +12,36 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from autopar.checkpoint.arguments import absolute
 from autopar.checkpoint.hf_weights import WholeWeights
+from autopar.checkpoint.methods import PART, counted, refused
 from autopar.checkpoint.save import Snapshot, prepare_alike, snapshot
 from autopar.checkpoint.staging import fsync
-from autopar.checkpoint.state import State, local_tensors, parameters_elsewhere, state_of
+from autopar.checkpoint.state import STATE, State, local_tensors, parameters_elsewhere, state_of
 from autopar.checkpoint.state_dict import shard_of
-from autopar.compat.peft import is_adapted, is_peft_model, is_wrapper
+from autopar.compat.peft import is_adapted, is_peft_model, is_tuner, is_wrapper, uses_peft
 from autopar.compat.tensors import own_parameters
 from autopar.distributed.agree import rank_zero
 from autopar.distributed.failures import waiting
-from autopar.errors import CheckpointError, listed
+from autopar.errors import CheckpointError, ConfigError, listed
+from autopar.setup.steps import Given, Parallelized
 from autopar.storage.safetensors_io import dtype_of
+from autopar.swap import bind, unbind
 
+_OWNER = "adapters"
+_PUSH = "Use model.save_pretrained(dir) on every rank, then huggingface_hub.upload_folder on rank 0."
 _CARD = "README.md"
 
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the whole adapters of a parallelized ``PeftModel`` by its parameters' names. Every rank takes all.
-
-    Raises:
-        CheckpointError: it holds no adapters, or of several models.
-    """
+    """Yield the full adapters of a parallelized ``PeftModel`` by its parameters' names. Every rank takes all."""
     yield from Adapters(model, state_of(model), {}).whole(local_tensors(model, fsdp=True))
 
 
@@ -50,15 +51,14 @@ def save_adapters(
     """Write ``adapter_model.safetensors`` and ``adapter_config.json`` of each adapter. Every rank calls it.
 
     Args:
-        model: parallelized; a ``PeftModel``, or with one inside.
-        directory: returns the folder. Files in it that PEFT does not write stay there.
-        timeout: seconds to wait for the other ranks to call.
-        options: further arguments of ``PeftModel.save_pretrained``: ``selected_adapters``, ``save_embedding_layers``,
-            ``safe_serialization``.
+        model: Parallelized model; a ``PeftModel``, or with one inside.
+        directory: Function that returns the folder. Other files in it stay.
+        timeout: Seconds to wait for the other ranks to call.
+        options: Further arguments of ``PeftModel.save_pretrained``.
 
     Raises:
-        CheckpointError: the same on every rank, with the folder as it was, if there are no adapters, an argument is
-            wrong, ranks hold different values of a replicated weight, a rank did not call, or could not write.
+        CheckpointError: There are no adapters, an argument is wrong, ranks hold different values of a replicated
+            weight, a rank did not call, or could not write. The same on every rank, with the folder as it was.
     """
 
     def prepare() -> tuple[dict[str, Any], tuple[Adapters, Path], Snapshot]:
@@ -73,14 +73,7 @@ def save_adapters(
 
 
 def save_alone(model: nn.Module, directory: Callable[[], object], timeout: float, others: Mapping[str, Any]) -> None:
-    """Save adapters for ``save_parallelized(adapter_only=True)``.
-
-    Args:
-        others: its other arguments, which must have their defaults.
-
-    Raises:
-        CheckpointError: as :func:`save_adapters`.
-    """
+    """Save adapters for ``save_parallelized(adapter_only=True)``, whose other arguments must have their defaults."""
     usual = {"format": "safetensors", "max_shard_size": "5GB"}
 
     def folder() -> object:
@@ -97,25 +90,21 @@ def save_alone(model: nn.Module, directory: Callable[[], object], timeout: float
 
 
 def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-    """``PeftModel.save_pretrained``; every rank calls it, and rank 0 writes the files that it writes.
-
-    Raises:
-        CheckpointError: the same on every rank, if a rank did not call, or an argument asks for something else.
-    """
+    """Save adapters for ``PeftModel.save_pretrained``, which every rank calls. Raise as :func:`save_adapters`."""
     saver = type(self).save_pretrained
     if shard_of(self) is None:
         saver(self, save_directory, *args, **kwargs)
         return
     named = inspect.signature(saver).bind(self, save_directory, *args, **kwargs).arguments
-    save_adapters(self, lambda: save_directory, 20.0, _options_of_peft(named))
+    given = {**named, **named.get("kwargs", {})}
+    for name in (name for name in _NOT_OF_PEFT if given.get(name)):
+        raise CheckpointError(f"PeftModel.save_pretrained of a parallelized model does not support {name}=")
+    options = {name: given[name] for name in _OF_PEFT if name in given}
+    save_adapters(self, lambda: save_directory, 20.0, options)
 
 
 def check_merged(model: nn.Module) -> None:
-    """Check that the weights of the plain model in ``model`` are all that it computes with.
-
-    Raises:
-        CheckpointError: adapters are active that are not merged into them.
-    """
+    """Raise CheckpointError if adapters of ``model`` are active that are not merged into its weights."""
     for path, module in model.named_modules():
         adapted: Any = module if is_adapted(module) else None
         whole = adapted is not None and (adapted.merged or adapted.disable_adapters)
@@ -133,24 +122,15 @@ _OF_PEFT = ("selected_adapters", "save_embedding_layers", "safe_serialization")
 _NOT_OF_PEFT = ("state_dict", "path_initial_model_for_weight_conversion", "push_to_hub")
 
 
-def _options_of_peft(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a call of ``PeftModel.save_pretrained``. Raises CheckpointError for what cannot be had."""
-    given = {**arguments, **arguments.get("kwargs", {})}
-    for name in _NOT_OF_PEFT:
-        if given.get(name):
-            raise CheckpointError(f"PeftModel.save_pretrained of a parallelized model does not support {name}=")
-    return {name: given[name] for name in _OF_PEFT if name in given}
-
-
 class Adapters:
     """The adapters of one model, to be written by PEFT.
 
     Args:
-        model: parallelized; holds one ``PeftModel``.
-        options: of ``PeftModel.save_pretrained``.
+        model: Parallelized model that holds one ``PeftModel``.
+        options: Arguments of ``PeftModel.save_pretrained``.
 
     Raises:
-        CheckpointError: it holds none, or several; or PEFT would write something else than tensors of the model.
+        CheckpointError: The model holds none or several, or PEFT would write something else than its tensors.
     """
 
     def __init__(self, model: nn.Module, state: State, options: Mapping[str, Any]) -> None:
@@ -169,7 +149,7 @@ class Adapters:
 
     @contextlib.contextmanager
     def _all_parameters(self) -> Iterator[None]:
-        """Show PEFT every parameter, also those of other stages: it writes what it finds in the modules."""
+        """Show PEFT every parameter, also of other stages: it writes the parameters that it finds in the modules."""
         here = [(module, dict(own_parameters(module))) for module, _ in self.elsewhere]
         try:
             for module, had in self.elsewhere:
@@ -182,7 +162,7 @@ class Adapters:
                 own_parameters(module).update(has)
 
     def _names(self) -> frozenset[str]:
-        """Return the tensors that PEFT writes, by canonical name: it picks them out of a state dict without data."""
+        """Return the canonical names of the tensors that PEFT picks out of a state dict without data."""
         from peft import get_peft_model_state_dict
 
         peft_model: Any = self.peft_model
@@ -211,7 +191,7 @@ class Adapters:
         return frozenset(found)
 
     def _by_peft_name(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return tensors by all of their names in the state dict of the ``PeftModel``, from canonical ones."""
+        """Return tensors, given by canonical names, by all their names in the state dict of the ``PeftModel``."""
         plans = self.state.plan.tensors
         return {
             alias.removeprefix(self._start): tensor
@@ -221,7 +201,7 @@ class Adapters:
         }
 
     def whole(self, local: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Gather the adapters from this rank's tensors by canonical names, one after the other. Collective."""
+        """Gather the adapters from this rank's tensors, one after the other. Collective."""
         weights = WholeWeights(self.state, local)
         yield from ((name, weights.whole(name)) for name in sorted(self.names))
 
@@ -249,3 +229,74 @@ class Adapters:
                 fsync(temp / file)
                 os.replace(temp / file, target / file)
             fsync(target)
+
+
+def adapt_methods(model: nn.Module, state: Parallelized, given: Given) -> None:
+    """Let saves know adapters, and replace the methods of PEFT that would be wrong on shards."""
+    if not uses_peft(model):
+        return
+    saver = save_alone if any(is_peft_model(module) for module in model.modules()) else None
+    vars(model)[STATE] = replace(state_of(model), save_adapters=saver, before_merge=(check_merged,))
+    if is_peft_model(model):
+        push = refused("push_to_hub", f"{PART}  {_PUSH}")
+        bind(model, _OWNER, save_pretrained=save_pretrained, push_to_hub=push)
+        bind(model, _OWNER, get_nb_trainable_parameters=_nb_trainable)
+    if state.plan.tp > 1:
+        quantized = any(tensor.quantized for tensor in state.plan.tensors.values())
+        for module in model.modules():
+            _refuse_methods(module, quantized)
+    state.undo.append(lambda model, own: unbind(model, _OWNER))
+
+
+def _refuse_methods(module: nn.Module, quantized: bool) -> None:
+    names: tuple[str, ...] = ("add_adapter", "delete_adapter") if is_peft_model(module) else ()
+    if is_tuner(module):
+        names = tuple(name for name in _OF_TREES if hasattr(type(module), name))
+        if hasattr(type(module), "_enable_peft_forward_hooks"):
+            bind(module, _OWNER, _enable_peft_forward_hooks=_hooks_without_names)
+    if names:
+        bind(module, _OWNER, **{name: _refused(name, quantized) for name in names})
+
+
+def _hooks_without_names(self: Any, *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("adapter_names") is not None:
+        raise ConfigError(
+            "adapter_names, another adapter for each sample: PEFT goes through the adapters in an order of its own on "
+            "each tensor-parallel rank.\n  Compute the samples of one adapter after the other, with "
+            "model.set_adapter(name)."
+        )
+    return type(self)._enable_peft_forward_hooks(self, *args, **kwargs)
+
+
+_OF_TREES = ("merge_and_unload", "unload", "delete_adapter", "add_weighted_adapter", "add_adapter")
+
+
+def _refused(name: str, quantized: bool) -> Callable[..., NoReturn]:
+    def method(self: Any, *_: Any, **__: Any) -> NoReturn:
+        if name == "add_adapter":
+            raise ConfigError(
+                f"add_adapter: PEFT makes adapters by the sizes of the layers, and those of this {type(self).__name__} "
+                "are sharded.\n  Use autopar.integrations.add_adapter(model, name, config). After it, "
+                "model.load_adapter(dir, name) reads an adapter's files."
+            )
+        instead = (
+            "model.merge_adapter() merges in place, and then\n  model.save_parallelized(dir, merge_checkpoints=True) "
+            "writes the merged model."
+        )
+        if quantized:
+            instead = (
+                "With a quantized base\n  this is the only way: merge_checkpoints=True would leave its weights out."
+            )
+        raise ConfigError(
+            f"{name}: the plan of this {type(self).__name__}, whose layers are sharded, names its adapters.\n"
+            f"  autopar.deparallelize(model).{name}(...) works on the whole model. {instead}"
+        )
+
+    return method
+
+
+def _nb_trainable(self: Any) -> tuple[int, int]:
+    """Count the trained and all parameters of the full model, as ``PeftModel`` prints them; no communication."""
+    if shard_of(self) is None:
+        return type(self).get_nb_trainable_parameters(self)
+    return counted(self, True, False), counted(self, False, False)

@@ -11,6 +11,6 @@ FEATURE = Feature(
         "bitsandbytes.nn.modules": f"{_HERE}.bitsandbytes:find",
         "torchao.utils": f"{_HERE}.torchao:find",
     },
-    quantizers={"transformers": f"{_HERE}.quantizers:Quantizers"},
-    parts={"base": f"{_HERE}.checkpoint:Base"},
+    quantizers={"transformers": f"{_HERE}.files:Quantizers"},
+    parts={"base": f"{_HERE}.files:Base"},
 )

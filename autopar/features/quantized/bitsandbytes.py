@@ -1,14 +1,14 @@
 """Weights of bitsandbytes in 8 bit, and in 4 bit, also with quantized scales.
 
 In 8 bit (Dettmers et al., "LLM.int8()", 2022) each output has one scale. The layer's inputs are quantized, too, with a
-scale for each token, so ranks that have some of the inputs need the largest one of all (:meth:`EightBit.whole_rows`).
+scale for each token, so ranks with some of the inputs need the largest one of all (:meth:`EightBit.whole_rows`).
 
 In 4 bit (NF4 and FP4; Dettmers et al., "QLoRA", 2023) a block of 64 numbers along the inputs has one scale, and two
 numbers share a byte. Scales may be quantized in turn, in groups of 256 with a scale each. Where ranks cannot hold full
 groups, scales become the numbers that these stand for: the weight stays the same to the bit. The codes stay in main
 memory, for when the shards become full weights again.
 
-bitsandbytes is never imported here: a layer can only be its own where other code has imported it.
+bitsandbytes is never imported here: only other code that has imported it can make its layers.
 """
 
 from __future__ import annotations
@@ -27,23 +27,13 @@ from autopar.compat.tensors import own_parameters
 from autopar.distributed.axis import Axis
 from autopar.distributed.collectives import all_gather
 from autopar.errors import ConfigError
-from autopar.features.quantized.stored import (
-    InFile,
-    Piece,
-    QuantizedKind,
-    QuantizedWeight,
-    RowParallelStored,
-    ToFile,
-    largest,
-)
+from autopar.features.quantized.stored import InFile, Piece, QuantizedKind, QuantizedWeight, RowParallelStored, largest
 from autopar.layout import Layout
 
 _BLOCK = 64  # numbers that share a scale
-_NESTED = " with quantized scales"
 _GROUP = 256  # scales that are quantized together
 _CODES = "_autopar_codes"  # attribute of a state: the quantized one, of a shard with parts of groups
 _IN_FILES = {"bytes": "weight", "scales": "weight.absmax", "groups": "weight.nested_absmax"}
-_AT_A_TIME = 1 << 16  # scales
 
 
 def functional() -> Any:
@@ -52,7 +42,7 @@ def functional() -> Any:
 
 
 def with_memory(module: nn.Module, data: torch.Tensor) -> Any:
-    """Return the weight of a layer, which is another object from now on if it had no memory."""
+    """Return the weight of a layer, a new object if it had no memory."""
     weight: Any = own_parameters(module)["weight"]
     if weight.is_meta and not data.is_meta:
         made = type(weight)(data, requires_grad=False)
@@ -120,7 +110,7 @@ class FourBit(QuantizedWeight):
     def open(
         self, small: Mapping[str, torch.Tensor], shape: tuple[int, int], layout: Layout | None
     ) -> dict[str, InFile]:
-        """Return where bytes and scales lie, and take the rest."""
+        """Return the places of bytes and scales, and take the rest."""
         unread = {name: torch.empty(0) for name in ("absmax", "nested_absmax") if f"weight.{name}" not in small}
         if "weight.nested_quant_map" not in small:
             del unread["nested_absmax"]
@@ -136,28 +126,31 @@ class FourBit(QuantizedWeight):
             found["groups"] = InFile("weight.nested_absmax", (-(-count // state.state2.blocksize),), (0, 0))
         return found
 
-    def files(self, shape: tuple[int, int]) -> dict[str, ToFile]:
-        """Return bytes, scales, groups, and what the state of the whole weight says beside them."""
-        state, found = vars(self._state).get(_CODES) or self._state, {"weight": ToFile(self._weight.data)}
+    def files(self, shape: tuple[int, int]) -> dict[str, Piece]:
+        """Return bytes, scales, groups, and the rest of the full weight's state."""
+        state, found = vars(self._state).get(_CODES) or self._state, {"weight": Piece(self._weight.data)}
         if shape[1] % state.blocksize == 0:
-            found = {_IN_FILES[name]: ToFile(*piece, 1 + (name == "bytes")) for name, piece in self.pieces().items()}
+            pieces = self.pieces().items()
+            found = {_IN_FILES[name]: piece._replace(flat=1 + (name == "bytes")) for name, piece in pieces}
         whole = copy.copy(state)
         whole.shape = torch.Size(shape)
         rest = whole.as_dict(packed=True).items()
-        return found | {f"weight.{name}": ToFile(tensor) for name, tensor in rest if f"weight.{name}" not in found}
+        return found | {f"weight.{name}": Piece(tensor) for name, tensor in rest if f"weight.{name}" not in found}
 
     def take(self, tensors: dict[str, torch.Tensor], layout: Layout | None, rank: int) -> None:
-        """Take the pieces of a shard; codes whose groups lie on several ranks become the numbers that they are."""
+        """Take the pieces of a shard; codes whose groups lie on several ranks become numbers."""
         if layout is not None and "codes" in tensors:
-            state, blocks = self._state, self.shape[1] // self._state.blocksize
-            places = [torch.arange(count, device=tensors["codes"].device) for count in (self.shape[0], blocks)]
+            state, blocks, codes = self._state, self.shape[1] // self._state.blocksize, tensors["codes"]
+            places = [torch.arange(count, device=codes.device) for count in (self.shape[0], blocks)]
             held = Layout(0, layout.in_steps(self.block[layout.dim]).blocks)
             places[layout.dim] = held.shard(places[layout.dim], rank)
-            tensors = tensors | {"scales": _numbers(tensors["codes"], tensors["groups"], state, places, blocks)}
+            group = (places[0][:, None] * blocks + places[1]) // state.state2.blocksize  # [out, in/64] of the shard
+            numbers = state.state2.code[codes.int()] * tensors["groups"][group] + state.offset
+            tensors = tensors | {"scales": numbers}
         super().take(tensors, layout, rank)
 
     def beside(self) -> dict[str, torch.Tensor]:
-        """Return the scales and, of quantized ones, their groups and mean."""
+        """Return the scales, with groups and mean if these are quantized."""
         if self.pending:
             return {}
         state = self._state
@@ -199,12 +192,11 @@ class FourBit(QuantizedWeight):
         self.shape, self._opened = shape, None
 
     def keep_form(self, keep: bool) -> None:
-        """Keep evaluation on CPUs with AVX512-BF16 from packing the weight: a packed one passes no gradient on."""
+        """Keep evaluation on CPUs with AVX512-BF16 from packing the weight, which then passes no gradient."""
         may = getattr(sys.modules["bitsandbytes.nn.modules"], "has_avx512bf16", bool)
         self._module.support_avx512bf16_for_cpu = not keep and may()
 
     def fill(self, values: torch.Tensor, layout: Layout | None, axis: Any) -> None:
-        """Quantize a weight that is this rank's part of one that has no memory yet."""
         library, then = sys.modules["bitsandbytes.nn.modules"], self._weight
         nested = then.compress_statistics and layout is not None
         weight = library.Params4bit(
@@ -222,10 +214,10 @@ class FourBit(QuantizedWeight):
             self._nest(layout, axis)
 
     def _nest(self, layout: Any, axis: Any) -> None:
-        """Quantize the scales as those of the whole weight are."""
+        """Quantize the scales as the full weight's."""
         state, (rows, columns) = self._state, self.shape
         blocks, steps = columns // state.blocksize, layout.in_steps(self.block[layout.dim])
-        scales = all_gather(state.absmax.view(rows, blocks), axis, steps)  # [out, in/64] of the whole
+        scales = all_gather(state.absmax.view(rows, blocks), axis, steps)  # [out, in/64] of the full weight
         mean = scales.mean()
         codes, state2 = functional().quantize_blockwise(scales.reshape(-1) - mean, blocksize=_GROUP)
         state.nested, state.state2, state.offset = True, state2, mean
@@ -240,38 +232,15 @@ class FourBit(QuantizedWeight):
         self.take(tensors, layout, axis.rank)
 
     def drop(self) -> None:
-        """Free bytes and scales."""
         self._weight.data = self._weight.data.new_empty(0)
         self._weight.quant_state = self._module.quant_state = None
 
     def dequantized(self) -> torch.Tensor:
-        """Return the weight, ``[out, in]``."""
         return functional().dequantize_4bit(self._weight.data, self._state)
 
 
-def _numbers(
-    codes: torch.Tensor, groups: torch.Tensor, state: Any, places: list[torch.Tensor], blocks: int
-) -> torch.Tensor:
-    """Return the scales, ``[out, in/64]``, that codes of a shard stand for.
-
-    Args:
-        groups: of the whole weight, one for 256 codes.
-        places: of the shard's rows and columns in the whole one, which has so many ``blocks`` in a row.
-    """
-    found = torch.empty(codes.shape, device=codes.device)
-    step = max(1, _AT_A_TIME // max(1, codes.shape[1]))
-    for at in range(0, codes.shape[0], step):
-        group = (places[0][at : at + step, None] * blocks + places[1]) // state.state2.blocksize
-        found[at : at + step] = state.state2.code[codes[at : at + step].int()] * groups[group] + state.offset
-    return found
-
-
 def _groups(rows: int, blocks: int, width: int) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Return shape and block of groups of scales that are rectangles of the weight; None if they are not.
-
-    Args:
-        rows, blocks: of the scales, ``[out, in/width]``.
-    """
+    """Return shape and block of the groups of ``[rows, blocks]`` scales; None if some are not rectangular."""
     if blocks % _GROUP == 0:
         return (rows, blocks // _GROUP), (1, _GROUP * width)
     if _GROUP % blocks == 0 and rows * blocks % _GROUP == 0:
@@ -280,7 +249,7 @@ def _groups(rows: int, blocks: int, width: int) -> tuple[tuple[int, int], tuple[
 
 
 def _four_bit(shape: tuple[int, int], layout: Layout | None, rank: int, *, nested: bool) -> int:
-    """Return the bytes of a shard: 4-bit numbers, and scales in fp32 or, quantized, with groups and their mean."""
+    """Return the bytes of a shard: 4-bit numbers, and scales in fp32, or quantized with groups and their mean."""
     rows, columns = shape if layout is None else layout.local_shape(shape, rank)
     packed, scales = -(-rows * columns // 2), -(-rows * columns // _BLOCK)
     if not nested:
@@ -305,17 +274,17 @@ def _divides(block: tuple[int, int], layout: Layout) -> bool:
 
 def _kind_of(name: str, nested: bool) -> QuantizedKind:
     how = {"load_in_4bit": True, "bnb_4bit_quant_type": name, "bnb_4bit_use_double_quant": nested}
-    form = f"bitsandbytes {name}{_NESTED if nested else ''}"
+    form = f"bitsandbytes {name}{' with quantized scales' * nested}"
     nbytes, config = functools.partial(_four_bit, nested=nested), functools.partial(BitsAndBytesConfig, **how)
     return QuantizedKind(form, (1, _BLOCK), False, nbytes, config)
 
 
-LIBRARY = "bitsandbytes.nn.modules"  # imported by whoever has made such a layer
+LIBRARY = "bitsandbytes.nn.modules"  # imported by the code that has made such a layer
 _PADDING = 4  # columns; the product of 8-bit matrices wants multiples of 4
 
 
 def find(module: nn.Module) -> FourBit | EightBit | None:
-    """Return the weight of a layer of bitsandbytes; None of any other layer."""
+    """Return the weight of a layer of bitsandbytes; None for any other layer."""
     library = sys.modules.get(LIBRARY)
     if library is None or not isinstance(module, library.Linear4bit | library.Linear8bitLt):
         return None
@@ -327,7 +296,7 @@ def find(module: nn.Module) -> FourBit | EightBit | None:
 
 
 class EightBit(QuantizedWeight):
-    """The weight of a ``Linear8bitLt``. The shard of a rank that has some of the inputs has four columns more, of 0."""
+    """The weight of a ``Linear8bitLt``. A shard with some of the inputs has four more columns, of 0."""
 
     hidden = ("state",)
 
@@ -348,22 +317,19 @@ class EightBit(QuantizedWeight):
     def open(
         self, small: Mapping[str, torch.Tensor], shape: tuple[int, int], layout: Layout | None
     ) -> dict[str, InFile]:
-        """Return where numbers and scales lie."""
         self.shape = shape
         return {"numbers": InFile("weight", shape, self.block), "scales": InFile("SCB", (shape[0], 1), (1, 0))}
 
-    def files(self, shape: tuple[int, int]) -> dict[str, ToFile]:
-        """Return numbers, scales, and that rows are not tiled."""
+    def files(self, shape: tuple[int, int]) -> dict[str, Piece]:
+        """Return numbers, scales, and the format of rows that are not tiled."""
         numbers, scales = self.pieces().values()
-        row_major = ToFile(torch.tensor(0, dtype=torch.uint8))
-        return {"weight": ToFile(*numbers), "SCB": ToFile(*scales, flat=1), "weight_format": row_major}
+        row_major = Piece(torch.tensor(0, dtype=torch.uint8))
+        return {"weight": numbers, "SCB": scales._replace(flat=1), "weight_format": row_major}
 
     def layer_class(self, rule: str) -> Any:
-        """Return the class of a layer with sharded outputs or inputs."""
         return RowParallelEightBit if rule == "row" else super().layer_class(rule)
 
     def beside(self) -> dict[str, torch.Tensor]:
-        """Return the scales."""
         return {} if self.pending else {"scales": self._scales}
 
     def put(self, shape: tuple[int, int], tensors: dict[str, torch.Tensor]) -> None:
@@ -378,10 +344,9 @@ class EightBit(QuantizedWeight):
         self.shape = shape
 
     def fill(self, values: torch.Tensor, layout: Layout | None, axis: Any) -> None:
-        """Quantize a weight that is this rank's part of one that has no memory yet."""
         shape = (values.shape[0], values.shape[1])
         values = values.to(torch.float16)
-        if layout is not None and layout.dim == 1:  # the scale of an output is that of all its inputs
+        if layout is not None and layout.dim == 1:  # an output has one scale for all its inputs
             most = largest(values.abs().amax(1, keepdim=True).float(), axis)
             values = torch.cat([values, most.to(values.dtype)], 1)
             self.shape = (shape[0], layout.size)
@@ -392,7 +357,6 @@ class EightBit(QuantizedWeight):
         self.put(shape, {"numbers": numbers[:, : shape[1]].contiguous(), "scales": scales})
 
     def drop(self) -> None:
-        """Free numbers and scales."""
         self._weight.data = self._weight.data.new_empty(0)
         self._weight.CB = self._weight.SCB = self._module.state.CB = self._module.state.SCB = None
 
@@ -402,11 +366,11 @@ class EightBit(QuantizedWeight):
         return numbers.float() * (self._scales.view(-1, 1) / 127.0)
 
     def whole_rows(self, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        """Return inputs of which each token has the scale that it has with all inputs, ``[..., in/tp + 4]``.
+        """Return ``x``, ``[..., in/tp + 4]``, in which each token has the scale of all its inputs.
 
         Args:
-            x: ``[..., in/tp]``; a token's scale is its largest number that counts as no outlier.
-            axis: the ranks that have the other inputs.
+            x: This rank's inputs, ``[..., in/tp]``; a token's scale is its largest number below the outliers.
+            axis: The ranks with the other inputs.
         """
         size, threshold = x.detach().to(torch.float16).abs(), self._module.state.threshold
         if threshold > 0:
@@ -416,7 +380,7 @@ class EightBit(QuantizedWeight):
 
 
 class RowParallelEightBit(RowParallelStored):
-    """A layer that quantizes its inputs, which are sharded: the scale of a token is that of all inputs."""
+    """A layer that quantizes its sharded inputs, with each token's scale over all inputs."""
 
     def _multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         y = super()._multiply(EightBit(self).whole_rows(x, self.tp), weight, bias)
@@ -425,7 +389,7 @@ class RowParallelEightBit(RowParallelStored):
 
 
 def _eight_bit(shape: tuple[int, int], layout: Layout | None, rank: int) -> int:
-    """Return the bytes of a shard: of numbers, of four columns more where inputs are cut, and of scales in fp32."""
+    """Return the bytes of a shard: numbers, four more columns where inputs are sharded, and scales in fp32."""
     rows, columns = shape if layout is None else layout.local_shape(shape, rank)
     return rows * (columns + (_PADDING if columns < shape[1] else 0)) + 4 * rows
 
@@ -433,4 +397,4 @@ def _eight_bit(shape: tuple[int, int], layout: Layout | None, rank: int) -> int:
 _FOUR = {f"{name}{'-double' * nested}": _kind_of(name, nested) for name in ("nf4", "fp4") for nested in (False, True)}
 _INT8 = functools.partial(BitsAndBytesConfig, load_in_8bit=True)
 KINDS = {**_FOUR, "int8": QuantizedKind("bitsandbytes int8", EightBit.block, True, _eight_bit, _INT8)}
-"""The forms that a plan can be made for without any weights, by the name that a user gives them."""
+"""The forms that a plan can be made for without any weights, by their names in commands."""

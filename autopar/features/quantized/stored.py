@@ -1,6 +1,6 @@
-"""A weight that is stored in several tensors, none of which has its shape; cut for a rank, and joined again.
+"""A weight that is stored in several tensors, none of which has its shape: shards of it, and the full weight again.
 
-A form says which tensors stand for the weight, and how their entries lie along its outputs and inputs. Cutting,
+A form says which tensors stand for the weight, and how their entries lie along its outputs and inputs. Sharding,
 joining, reading and multiplying are the same for all forms.
 """
 
@@ -30,34 +30,8 @@ class Piece(NamedTuple):
     """One tensor of a stored weight, viewed with a dim for the outputs and one for the inputs, ``[out, in, ...]``.
 
     Attributes:
-        block: elements of the weight that one entry stands for, along each of the two; 0: it stands for all of them.
-    """
-
-    tensor: torch.Tensor
-    block: tuple[int, int]
-
-
-class InFile(NamedTuple):
-    """A tensor of a stored weight as ``save_pretrained`` writes it.
-
-    Attributes:
-        name: in the file, after the path of the layer.
-        shape: that it is viewed in, ``[out, in, ...]``.
-        block: as :attr:`Piece.block`.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    block: tuple[int, int]
-
-
-class ToFile(NamedTuple):
-    """A tensor of a stored weight, or of a shard of one, on its way into a file.
-
-    Attributes:
-        tensor: viewed as in :class:`Piece`.
-        block: as :attr:`Piece.block`.
-        flat: dims that the file has it in: 1: ``[n]``, 2: ``[n, 1]``; 0: as it is.
+        block: Elements of the weight per entry, along each of the two dims; 0 stands for all elements.
+        flat: Number of dims in a file: 1 for ``[n]``, 2 for ``[n, 1]``; 0 for the tensor's own shape.
     """
 
     tensor: torch.Tensor
@@ -65,14 +39,28 @@ class ToFile(NamedTuple):
     flat: int = 0
 
 
+class InFile(NamedTuple):
+    """A tensor of a stored weight as ``save_pretrained`` writes it.
+
+    Attributes:
+        name: Name in the file, after the path of the layer.
+        shape: Shape of the view, ``[out, in, ...]``.
+        block: Elements per entry, as :attr:`Piece.block`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    block: tuple[int, int]
+
+
 @dataclass(frozen=True)
 class QuantizedKind(Kind):
     """A form of quantized weights, before there are any.
 
     Attributes:
-        parts: Returns the bytes of a rank's shard of a weight of this shape, with its scales; the layout is None of a
-            weight that every rank has.
-        config: Makes transformers' ``quantization_config``, where the name alone says all of it.
+        parts: Function that returns the bytes of a rank's shard of a weight of this shape, with its scales; the layout
+            of a replicated weight is None.
+        config: Function that makes transformers' ``quantization_config``, where the name alone determines it.
     """
 
     parts: Callable[[tuple[int, int], Layout | None, int], int]
@@ -83,11 +71,7 @@ class QuantizedKind(Kind):
         return self.parts(shape, layout if layout is not None and layout.axis_size > 1 else None, rank)
 
     def check(self, shown: str, shape: torch.Size, layout: Layout, match: RuleMatch) -> None:
-        """Check that ranks hold whole blocks, and inside of a region all inputs that a layer quantizes.
-
-        Raises:
-            ConfigError: They do not; with a size that fits.
-        """
+        """Raise ConfigError if a rank would hold part of a block, or too few inputs of a layer that quantizes them."""
         if layout.axis_size == 1:
             return
         step, dim, table = self.block[layout.dim], layout.dim, match.scope.table
@@ -123,58 +107,50 @@ class QuantizedKind(Kind):
 
 
 def largest(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return the largest numbers of all ranks, in place."""
+    """Return the maximum over the ranks, in place."""
     all_reduce(x, op=dist.ReduceOp.MAX, group=axis.group)
     return x
 
 
 class QuantizedWeight(StoredWeight):
-    """The weight of one linear layer in the form of one library.
-
-    Attributes:
-        block: As :attr:`Kind.block`.
-    """
+    """The weight of one linear layer in the form of one library; ``block`` as in its :class:`Kind`."""
 
     block: tuple[int, int] = (1, 1)
     _module: Any
 
     def pieces(self, layout: Layout | None = None) -> dict[str, Piece]:
-        """Return the tensors that stand for the weight, by name, in a form that can be cut by ``layout``."""
+        """Return the tensors that stand for the weight, by name, in a form that ``layout`` can shard."""
         raise NotImplementedError
 
     def open(
         self, small: Mapping[str, torch.Tensor], shape: tuple[int, int], layout: Layout | None
     ) -> dict[str, InFile]:
-        """Return where the tensors lie that stand for a weight of this shape, in a form that can be cut by ``layout``.
+        """Return the places of the tensors of a weight in a file, in a form that ``layout`` can shard.
 
         Args:
-            small: those of a file that are the same for all shards, by the names that they have there.
+            small: Tensors of the file that are identical for all shards, by their names there.
         """
         raise NotImplementedError
 
-    def files(self, shape: tuple[int, int]) -> dict[str, ToFile]:
-        """Return the tensors that stand for a part of a weight of this shape in files, by the names that they have."""
+    def files(self, shape: tuple[int, int]) -> dict[str, Piece]:
+        """Return the tensors for files of a shard of a weight of this shape, by their names there."""
         raise NotImplementedError
 
     def note(self, shape: tuple[int, int]) -> str:
-        """Return what the head of a file says of a weight of this shape; "" if all of it is in tensors."""
+        """Return the note on a weight of this shape in the head of a file; empty if its tensors suffice."""
         return ""
 
     def take(self, tensors: dict[str, torch.Tensor], layout: Layout | None, rank: int) -> None:
-        """Take what ``rank`` has of the pieces of a whole weight."""
+        """Take the shard of ``rank`` of a full weight's pieces."""
         rows, columns = self.shape if layout is None else layout.local_shape(self.shape, rank)
         self.put((rows, columns), tensors)
 
     def put(self, shape: tuple[int, int], tensors: dict[str, torch.Tensor]) -> None:
-        """Take other ones, viewed likewise, in their place; the parameter stays the same object."""
+        """Replace the tensors of the weight; the parameter stays the same object."""
         raise NotImplementedError
 
     def fill(self, values: torch.Tensor, layout: Layout | None, axis: Any) -> None:
-        """Quantize this rank's shard of a weight that has no memory yet, to what a shard of the full weight is.
-
-        Args:
-            layout, axis: None of a weight that every rank has.
-        """
+        """Quantize this rank's shard, or without a layout the full weight, of a pending one, to the same bytes."""
         raise NotImplementedError
 
     def layer_class(self, rule: str) -> Any:
@@ -182,14 +158,10 @@ class QuantizedWeight(StoredWeight):
         return ColumnParallelStored if rule == "column" else RowParallelStored
 
     def shard(self, layout: Layout, rank: int) -> None:
-        """Keep the shard of ``rank``.
-
-        Raises:
-            ValueError: a rank would hold a part of a block.
-        """
+        """Keep the shard of ``rank``; raise ValueError if a rank would hold part of a block."""
         tensors = {
             name: layout.in_steps(step).shard(tensor, rank) if (step := block[layout.dim]) else tensor
-            for name, (tensor, block) in self.pieces(layout).items()
+            for name, (tensor, block, _) in self.pieces(layout).items()
         }
         self.take(tensors, layout, rank)
 
@@ -197,7 +169,7 @@ class QuantizedWeight(StoredWeight):
         """Undo :meth:`shard`."""
         tensors = {
             name: all_gather(tensor, axis, layout.in_steps(step)) if (step := block[layout.dim]) else tensor
-            for name, (tensor, block) in self.pieces().items()
+            for name, (tensor, block, _) in self.pieces().items()
         }
         whole = list(self.shape)
         whole[layout.dim] = layout.size
@@ -216,14 +188,14 @@ class QuantizedWeight(StoredWeight):
     def located(
         self, parts: Mapping[str, LazyTensor], shape: tuple[int, int], layout: Layout | None, device: torch.device
     ) -> dict[str, tuple[LazyTensor, tuple[int, int]]]:
-        """Return the pieces of a weight as they lie in files, and what one entry stands for along each dim.
+        """Return the pieces of a weight in files, each with the elements per entry.
 
         Args:
-            parts: all tensors of the weight, by their names after the path of the layer.
-            shape: of the whole weight.
+            parts: All tensors of the weight, by their names after the path of the layer.
+            shape: Shape of the full weight.
 
         Raises:
-            ValueError, KeyError: they do not stand for a weight of this shape.
+            ValueError, KeyError: The tensors do not stand for a weight of this shape.
         """
         small = {name: part.read().to(device) for name, part in parts.items() if not name.endswith(_LARGE)}
         found = {}
@@ -253,15 +225,11 @@ class QuantizedWeight(StoredWeight):
         self.take(tensors, layout, mpu.shards.rank)
 
 
-_LARGE = ("absmax", "SCB", "qdata", "scale", "zero_point", "weight")  # ends of names of what has several entries
+_LARGE = ("absmax", "SCB", "qdata", "scale", "zero_point", "weight")  # ends of names of tensors that are sharded
 
 
 class Packed(LazyTensor):
-    """A weight that lies in files as several tensors.
-
-    Attributes:
-        parts: by their names after the path of the layer.
-    """
+    """A weight that lies in files as several tensors, ``parts``, by their names after the path of the layer."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, parts: Mapping[str, LazyTensor]) -> None:
         super().__init__(shape, dtype, parts.values())

@@ -1,10 +1,10 @@
 """Weights of torchao, int8 and float8 weight-only: numbers of 8 bits, and scales for rows or for groups of inputs.
 
-The parameter is a tensor of a class of torchao, with the shape and the dtype of the weight; the numbers and the scales
-are attributes of it. A layer computes what its slice of such a tensor computes, so shards are slices: exact to the bit
-where outputs are cut. Scales of rows are replicated where inputs are.
+The parameter is a tensor subclass of torchao, with the shape and the dtype of the weight; numbers and scales are its
+attributes. A layer computes the same with a slice of such a tensor, so shards are slices: exact to the bit where
+outputs are sharded. Where inputs are, the scales of rows are replicated.
 
-torchao is never imported here: a weight can only be its own where somebody else has imported it.
+torchao is never imported here: only other code that has imported it can make its weights.
 """
 
 from __future__ import annotations
@@ -21,47 +21,36 @@ from torch import nn
 
 from autopar.compat.tensors import own_parameters
 from autopar.errors import ConfigError
-from autopar.features.quantized.stored import InFile, Piece, QuantizedKind, QuantizedWeight, ToFile, largest
+from autopar.features.quantized.stored import InFile, Piece, QuantizedKind, QuantizedWeight, largest
 from autopar.layout import Layout
 
-LIBRARY = "torchao.utils"  # imported by whoever has made such a layer
+LIBRARY = "torchao.utils"  # imported by the code that has made such a layer
 _FORMATS = {"Int8Tensor": "torchao int8", "Float8Tensor": "torchao float8"}
-_STEP = "_autopar_step"  # attribute of a layer: what its weight does not show
+_STEP = "_autopar_step"  # attribute of a layer whose weight does not show it
 _OF_INPUTS = ("act_quant_kwargs", "act_quant_scale", "act_quant_zero_point", "act_pre_scale")
 
 
 def find(module: nn.Module) -> EightBitTensor | None:
-    """Return the weight of a layer if it is one of torchao; else None.
-
-    Raises:
-        ConfigError: it is a form that cannot be sharded.
-    """
+    """Return the weight of a layer of torchao, else None; raise ConfigError for a form that cannot be sharded."""
     library: Any = sys.modules.get(LIBRARY)
     weight = own_parameters(module).get("weight")
     if library is None or not isinstance(weight, library.TorchAOBaseTensor):
         return None
     kind, layer = type(weight).__name__, type(module).__name__
-    if kind not in _FORMATS or not isinstance(module, nn.Linear):
+    inputs = any(getattr(weight, name, None) is not None for name in _OF_INPUTS)
+    if kind not in _FORMATS or inputs or not isinstance(module, nn.Linear):
         raise ConfigError(
-            f"the weight of a layer ({layer}) is torchao's {kind}: Int8WeightOnlyConfig and Float8WeightOnlyConfig "
-            "of linear layers\n  are what autopar takes."
-        )
-    if any(getattr(weight, name, None) is not None for name in _OF_INPUTS):
-        raise ConfigError(
-            f"torchao's {kind} with quantized inputs: Int8WeightOnlyConfig and Float8WeightOnlyConfig quantize weights "
-            "alone,\n  and that is what autopar takes."
+            f"the weight of a layer ({layer}) is torchao's {kind}{' with quantized inputs' * inputs}: "
+            "Int8WeightOnlyConfig and Float8WeightOnlyConfig\n  of linear layers are supported."
         )
     return EightBitTensor(module)
 
 
 def prepare(model: nn.Module, quantizer: Any) -> None:
-    """Give the layers of a model without memory that transformers would quantize the weights that it would give them.
-
-    Args:
-        quantizer: transformers' object that knows which these are.
+    """Give the layers of a model without memory the weights that transformers' ``quantizer`` would give them.
 
     Raises:
-        ConfigError: it quantizes layers in ways of their own, or a copy of the embedding.
+        ConfigError: It quantizes some layers differently, or a copy of the embedding.
     """
     settings = quantizer.quantization_config
     library: Any = sys.modules.get("torchao.quantization")
@@ -79,7 +68,7 @@ def prepare(model: nn.Module, quantizer: Any) -> None:
 
 
 def empty_weight(quantizer: Any, name: str, parts: Mapping[str, torch.Tensor]) -> nn.Parameter:
-    """Return the weight that parts of these shapes, in a file of torchao, stand for."""
+    """Return the weight for parts of these shapes in a file of torchao."""
     library: Any = importlib.import_module("torchao.prototype.safetensors.safetensors_support")
     path = name.rpartition(".")[0]
     held = {f"{path}.{key}": part for key, part in parts.items()}
@@ -103,18 +92,17 @@ class EightBitTensor(QuantizedWeight):
 
     @property
     def _step(self) -> tuple[int, int]:
-        """Outputs and inputs of one scale; 0: all of them."""
+        """Outputs and inputs of one scale; 0 stands for all."""
         known: tuple[int, int] | None = vars(self._module).get(_STEP)
         return _step_of(self._weight) if known is None else known
 
     def pieces(self, layout: Layout | None = None) -> dict[str, Piece]:
-        """Return numbers, ``[out, in]``, and scales and zero points, which are ``[out, 1]`` where rows have one."""
+        """Return numbers, ``[out, in]``, and scales and zero points, ``[out, 1]`` where each row has one."""
         return {name: Piece(x, (1, 1) if name == "qdata" else self._step) for name, x in self._held().items()}
 
     def open(
         self, small: Mapping[str, torch.Tensor], shape: tuple[int, int], layout: Layout | None
     ) -> dict[str, InFile]:
-        """Return where all of them lie."""
         self.shape = shape
         blocks = {name: (1, 1) if name == "qdata" else self._step for name in self._held()}
         sizes = {
@@ -123,9 +111,8 @@ class EightBitTensor(QuantizedWeight):
         }
         return {name: InFile(f"_weight_{name}", sizes[name], block) for name, block in blocks.items()}
 
-    def files(self, shape: tuple[int, int]) -> dict[str, ToFile]:
-        """Return all of them."""
-        return {f"_weight_{name}": ToFile(*piece) for name, piece in self.pieces().items()}
+    def files(self, shape: tuple[int, int]) -> dict[str, Piece]:
+        return {f"_weight_{name}": piece for name, piece in self.pieces().items()}
 
     def note(self, shape: tuple[int, int]) -> str:
         """Return the class and the settings of the weight, as torchao writes them."""
@@ -140,7 +127,7 @@ class EightBitTensor(QuantizedWeight):
         return {name: getattr(self._weight, name) for name in names}
 
     def beside(self) -> dict[str, torch.Tensor]:
-        """Return all of them, by their names in torchao."""
+        """Return all tensors, by their names in torchao."""
         return {} if self.pending else self._held()
 
     def put(self, shape: tuple[int, int], tensors: dict[str, torch.Tensor]) -> None:
@@ -162,10 +149,9 @@ class EightBitTensor(QuantizedWeight):
             vars(self._module)[_STEP] = step
 
     def fill(self, values: torch.Tensor, layout: Layout | None, axis: Any) -> None:
-        """Quantize a weight that is this rank's part of one that has no memory yet."""
         library, step = sys.modules["torchao.quantization"], self._step
         shape, kind = (values.shape[0], values.shape[1]), type(self._weight)
-        if layout is not None and step[layout.dim] == 0:  # a scale is that of what other ranks have, too
+        if layout is not None and step[layout.dim] == 0:  # a scale covers the other ranks' numbers, too
             dims = [dim for dim in (0, 1) if step[dim] == 0]
             most = largest(values.abs().amax(dims, keepdim=True).float(), axis).to(values.dtype)
             values = torch.cat([values, most.expand_as(values.narrow(layout.dim, 0, 1))], layout.dim)
@@ -180,7 +166,7 @@ class EightBitTensor(QuantizedWeight):
         self.put(shape, self._held() | {"qdata": self._weight.qdata[: shape[0], : shape[1]].contiguous()})
 
     def check_dtype(self, path: str, dtype: torch.dtype) -> None:
-        """Raise ConfigError if the weight was quantized from another dtype, which torchao does not change."""
+        """Raise ConfigError if the weight was quantized from another dtype, which torchao keeps."""
         if self.dtype != dtype:
             raise ConfigError(
                 f"precision.dtype is {dtype}, and the weight of {path} ({self.kind.form}) was quantized as one of "
@@ -188,16 +174,14 @@ class EightBitTensor(QuantizedWeight):
             )
 
     def drop(self) -> None:
-        """Free numbers and scales."""
         self.put((0, 0), {name: x.new_empty(0, 0) for name, x in self._held().items()})
 
     def dequantized(self) -> torch.Tensor:
-        """Return the weight, ``[out, in]``."""
         return self._weight.dequantize()
 
 
 def _nbytes(shape: tuple[int, int], layout: Layout | None, rank: int, *, step: tuple[int, int], beside: int) -> int:
-    """Return the bytes of a shard: of numbers, and of scales, each with ``beside`` bytes in all."""
+    """Return the bytes of a shard: its numbers, and ``beside`` bytes for each scale."""
     rows, columns = shape if layout is None else layout.local_shape(shape, rank)
     scales = (rows // step[0] if step[0] else 1) * (columns // step[1] if step[1] else 1)
     return rows * columns + scales * beside

@@ -1,30 +1,32 @@
-"""The parallel config of a trainer: from what the user gives and ``TrainingArguments`` ask for; what is refused."""
+"""The parallel config of a trainer, from the user's config and ``TrainingArguments``, and the refused arguments."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from autopar.config import ParallelConfig
 from autopar.errors import ConfigError
 
-# Of args.optim: what steps in backward; and what works element by element, and may be made of shards.
+# Values of args.optim: optimizers that step in backward; and element-wise ones, which may be made of shards.
 _LAYERWISE = ("galore_adamw", "galore_adamw_8bit", "galore_adafactor", "apollo_adamw")
 _IN_BACKWARD = ("lomo", "adalomo", *(f"{name}_layerwise" for name in _LAYERWISE))
 _OF_ELEMENTS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "lion_32bit", "ademamix")
 
 
 def parse_parallel_config(given: Any, args: Any, world_size: int) -> ParallelConfig:
-    """Return the config that ``parallel_config`` and ``args.parallelism_config`` ask for.
+    """Return the config from ``parallel_config`` or ``args.parallelism_config``.
 
     Args:
-        given: what ``initialize`` takes, or accelerate's ``ParallelismConfig``; None takes ``args.parallelism_config``.
+        given: The config, as for ``initialize``, or accelerate's ``ParallelismConfig``; None takes
+            ``args.parallelism_config``.
         args: ``TrainingArguments``.
 
     Raises:
-        ConfigError: both are given, or the sizes are none that autopar has or that fit the world.
+        ConfigError: Both are given, or autopar does not support the sizes, or they do not fit the world.
     """
     theirs = args.parallelism_config
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
@@ -59,12 +61,12 @@ def _from_accelerate(sizes: Any, world_size: int) -> ParallelConfig:
 
 
 def merge_arguments(config: ParallelConfig, args: Any) -> ParallelConfig:
-    """Return ``config`` with what ``args`` ask for: precision, clipping and activation checkpointing.
+    """Return ``config`` with the precision, clipping and activation checkpointing of ``args``.
 
-    Clipping is the trainer's own, before the step; in fp16 the optimizer's, which takes the loss scale off first.
+    The trainer clips before the step; in fp16 the optimizer does, after it has removed the loss scale.
 
     Raises:
-        ConfigError: they contradict each other.
+        ConfigError: They contradict each other.
     """
     asked = _precision_of(args)
     if asked != "fp32" and config.precision not in ("fp32", asked):
@@ -99,13 +101,10 @@ def _check_clipping(config: ParallelConfig, args: Any) -> None:
 
 
 def check_parallelized(config: ParallelConfig, args: Any, optimizer: Any, step: Any) -> None:
-    """Check that ``args`` and ``optimizer`` fit a model that was parallelized before the trainer was made.
+    """Raise ConfigError if ``args`` or ``optimizer`` do not fit a model that was parallelized before the trainer.
 
     Args:
-        step: what happens around the step of the model's optimizer; None without one.
-
-    Raises:
-        ConfigError: they ask for another precision or norm, or the trainer would step another optimizer.
+        step: autopar's part of the step of the model's optimizer; None without one.
     """
     asked = _precision_of(args)
     if asked not in ("fp32", config.precision):
@@ -127,7 +126,7 @@ def check_parallelized(config: ParallelConfig, args: Any, optimizer: Any, step: 
 
 
 def check_arguments(args: Any) -> None:
-    """Raise ConfigError for what a parallelized model cannot do in a trainer; lists all that is asked for."""
+    """Raise ConfigError that lists all arguments that a parallelized model does not support in a trainer."""
     problems = [*_refused(args)]
     if len(problems) == 1:
         raise ConfigError(problems[0])
@@ -136,27 +135,24 @@ def check_arguments(args: Any) -> None:
         raise ConfigError("\n".join([f"the arguments have {len(problems)} problems:", *lines]), problems)
 
 
+_REFUSED = (  # each begins with the name of the argument
+    "args.fsdp would shard what is sharded already: zero: {stage: 3} in parallel_config is torch's FSDP2",
+    "args.deepspeed would take over the model and the optimizer: zero: {stage: 1} is in parallel_config",
+    "args.torch_compile compiles the plain model: write compile: {enable: true} into parallel_config",
+    "args.use_liger_kernel replaces layers that are sharded already: apply it to the plain model before",
+    "args.use_vllm would send vLLM this rank's shards: leave it out, the model samples on its own ranks; an engine "
+    "beside it gets whole weights from autopar.hf_weights(model)",
+    "args.auto_find_batch_size: the rank that runs out of memory would go on alone; give a batch size",
+    "args.save_on_each_node: a checkpoint is one folder, on a file system that all nodes share",
+    "args.eval_use_gather_object: objects are not gathered over the replicas; tensors are, padded",
+)
+
+
 def _refused(args: Any) -> Iterator[str]:
-    if args.fsdp:
-        yield "args.fsdp would shard what is sharded already: zero: {stage: 3} in parallel_config is torch's FSDP2"
-    if args.deepspeed:
-        yield "args.deepspeed would take over the model and the optimizer: zero: {stage: 1} is in parallel_config"
-    if args.torch_compile:
-        yield "args.torch_compile compiles the plain model: write compile: {enable: true} into parallel_config"
-    if args.use_liger_kernel:
-        yield "args.use_liger_kernel replaces layers that are sharded already: apply it to the plain model before"
-    if getattr(args, "use_vllm", False):
-        yield (
-            "args.use_vllm would send vLLM this rank's shards: leave it out, the model samples on its own ranks; an "
-            "engine beside it gets whole weights from autopar.hf_weights(model)"
-        )
-    if args.auto_find_batch_size:
-        yield "args.auto_find_batch_size: the rank that runs out of memory would go on alone; give a batch size"
+    yield from (text for text in _REFUSED if getattr(args, re.findall(r"\w+", text)[1], None))
     for name in ("fp16_full_eval", "bf16_full_eval"):
         if getattr(args, name):
             yield f"args.{name} would leave the model in {name[:4]}: write precision: {{dtype: {name[:4]}}} instead"
-    if args.save_on_each_node:
-        yield "args.save_on_each_node: a checkpoint is one folder, on a file system that all nodes share"
     if args.train_sampling_strategy == "batch_rebalance":
         yield "args.train_sampling_strategy='batch_rebalance' deals batches out to processes, not to replicas"
     if _recomputes(args) and (
@@ -171,8 +167,6 @@ def _refused(args: Any) -> Iterator[str]:
         yield "accelerator_config.dispatch_batches=True reads on rank 0 only; every rank reads its replica's samples"
     if not loading.even_batches:
         yield "accelerator_config.even_batches=False: a replica with fewer batches would keep the others waiting"
-    if args.eval_use_gather_object:
-        yield "args.eval_use_gather_object: objects are not gathered over the replicas; tensors are, padded"
     if optim_of(args) in _IN_BACKWARD:
         yield (
             f"args.optim={optim_of(args)} steps inside of backward, before gradients are averaged and clipped: take "
@@ -181,17 +175,17 @@ def _refused(args: Any) -> Iterator[str]:
 
 
 def optim_of(args: Any) -> str:
-    """Return the name of the optimizer that ``args`` ask for."""
+    """Return the name of the optimizer of ``args``."""
     return str(getattr(args.optim, "value", args.optim))
 
 
 def wants_whole_model(args: Any) -> bool:
-    """Return whether the optimizer of ``args`` has to be made of the plain model: it may look at whole matrices."""
+    """Return whether the optimizer of ``args`` may read full matrices, and so is made before ``initialize``."""
     return optim_of(args) not in _OF_ELEMENTS
 
 
 def check_stages(config: ParallelConfig, trainer: Any) -> None:
-    """Raise ConfigError for what a trainer does around the forward of a model, where stages have no such place."""
+    """Raise ConfigError for code of a trainer around the forward of a model, which stages do not run."""
     stages, args = config.pipeline_parallel_size, trainer.args
     if stages == 1:
         return

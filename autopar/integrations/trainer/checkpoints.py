@@ -1,6 +1,6 @@
-"""Checkpoints of a trainer: its own folders, in which the training state lies in shards that any mesh reads.
+"""Checkpoints of a trainer: its folders, with the training state in shards that any mesh reads.
 
-``checkpoint-N`` holds what plain ``from_pretrained`` reads, the files of the trainer, and :data:`SHARDS` instead of
+``checkpoint-N`` holds the files of ``save_pretrained`` and of the trainer, and :data:`SHARDS` instead of
 ``optimizer.pt``: weights, fp32 weights and moments, one file a rank.
 """
 
@@ -21,21 +21,16 @@ from autopar.errors import CheckpointError
 from autopar.integrations.trainer.steps import ParallelBase
 
 SHARDS = "optimizer_shards"
-_TIMEOUT = 600.0  # seconds in which the other ranks come to a save or a load; callbacks run on rank 0 meanwhile
+_TIMEOUT = 600.0  # seconds to wait for the other ranks at a save or a load; callbacks run on rank 0 meanwhile
 
 
 class CheckpointMixin(ParallelBase):
     """Saving and resuming. Every rank calls all of it."""
 
-    _restored: Any = None  # random states of the checkpoint that training goes on from
-
-    # -- saving -------------------------------------------------------------------------------------------------------
+    _restored: Any = None  # random states of the checkpoint that training continues from
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Write what ``save_pretrained`` of the plain model writes, with the processing class and arguments.
-
-        For a ``PeftModel`` these are its adapters.
-        """
+        """Write the files of ``save_pretrained`` (of a ``PeftModel`` its adapters), processing class and arguments."""
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
         what = "adapter_only" if is_peft_model(self.model) else "merge_checkpoints"
         self.model.save_parallelized(folder, timeout=_TIMEOUT, **{what: True})
@@ -51,10 +46,8 @@ class CheckpointMixin(ParallelBase):
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
-    # -- resuming -----------------------------------------------------------------------------------------------------
-
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Check that the folder has a training state; weights and state are loaded when the optimizer is there."""
+        """Check that the folder has a training state, which is loaded when the optimizer exists."""
         shards = Path(resume_from_checkpoint) / SHARDS
         if not (shards / MANIFEST).is_file():
             raise CheckpointError(
@@ -73,7 +66,7 @@ class CheckpointMixin(ParallelBase):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._restored is not None:
-            restore(self._restored)  # a rank's own file is that of one place in one mesh
+            restore(self._restored)  # a rank's own file is valid for one place in one mesh
 
     def _load_best_model(self) -> None:
         folder = Path(str(self.state.best_model_checkpoint))
@@ -91,7 +84,7 @@ class CheckpointMixin(ParallelBase):
             self._refresh_masters()
 
     def _refresh_masters(self) -> None:
-        """Let the fp32 weights of an optimizer follow the model's, which were loaded."""
+        """Copy the loaded weights of the model into the fp32 weights of the optimizer."""
         step = self.model._autopar.dp.step
         for parameter in step.names if step is not None else ():
             owned = parameter.requires_grad and step.owns(parameter)

@@ -1,11 +1,11 @@
-"""Replicas as the processes that a trainer counts in its own methods, which sample, gather rewards and slice them.
+"""Replicas as the processes that a trainer counts in its methods, which sample, gather rewards and slice them.
 
-TRL's trainers deal prompts out to processes, sample completions, gather the rewards of a group and take their slice by
+TRL's trainers deal out prompts to processes, sample completions, gather the rewards of a group and take their slice by
 ``accelerator.process_index``. All ranks of a replica have the same prompts and completions. So a process is a replica
-in their steps: where they slice, where they seed, and in the numbers of samples that their arguments derive.
+where trainers slice and seed, and in the numbers of samples that their arguments derive.
 
-They take log-probabilities of some tokens at a time from ``get_output_embeddings().weight``. Every rank does the same
-there, with the same hidden states: so the weight is gathered before, and each rank keeps its shard of its gradient.
+They compute log-probabilities of some tokens at a time from ``get_output_embeddings().weight``, on every rank from the
+same hidden states: so the weight is gathered first, and each rank keeps its shard of the gradient.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autopar.distributed.failures import waiting
 from autopar.distributed.gloo_collectives import all_reduce
 from autopar.distributed.process import device_of_numbers
 from autopar.errors import ConfigError, ConsistencyError
-from autopar.integrations.accelerate import counting_replicas
+from autopar.integrations.accelerate import meaning
 from autopar.integrations.trainer.steps import ParallelBase
 from autopar.swap import bind, unbind
 
@@ -52,12 +52,12 @@ class ReplicaView(ParallelBase):
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run a step of the trainer, which may sample, score and slice in it."""
-        with counting_replicas(self.model.mpu):
+        with meaning(self.model.mpu, deals=True):
             return super().training_step(*args, **kwargs)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch, which a trainer may sample first."""
-        with counting_replicas(self.model.mpu):
+        with meaning(self.model.mpu, deals=True):
             return super().prediction_step(*args, **kwargs)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
@@ -69,11 +69,7 @@ class ReplicaView(ParallelBase):
         return self._same_in_replica(super()._generate_and_score_completions(inputs))  # type: ignore[misc]
 
     def _same_in_replica(self, made: Any) -> Any:
-        """Return what a trainer's own code made of a batch, if all ranks of the replica made the same.
-
-        Raises:
-            ConsistencyError: they did not.
-        """
+        """Return a batch of the trainer's own code; raise ConsistencyError if it differs within the replica."""
         mpu = self.model.mpu if self.autopar_ready else None
         if mpu is None or mpu.model.size == 1:
             return made
@@ -103,7 +99,7 @@ class ReplicaView(ParallelBase):
         return self._of_first_rank(super()._calculate_rewards_from_functions(*args, **kwargs))  # type: ignore[misc]
 
     def _of_first_rank(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Take the rewards of a replica's first rank: a function may draw, or ask a judge who answers otherwise."""
+        """Take the rewards of a replica's first rank: a function may draw, or query a judge with another answer."""
         mpu, rewards = self.model.mpu, rewards.contiguous()
         with waiting(mpu, "rewards", mpu.model.ranks):
             collectives.broadcast(rewards, mpu.model)
@@ -114,7 +110,7 @@ def count_replicas(args: Any, replicas: int) -> None:
     """Let the numbers of samples that ``args`` derived from the number of processes count ``replicas``.
 
     Raises:
-        ConfigError: a group of completions does not fit into the batches of all replicas.
+        ConfigError: A group of completions does not fit into the batches of all replicas.
     """
     steps, group = (getattr(args, name, None) for name in ("steps_per_generation", "num_generations"))
     if steps is None or group is None or getattr(args, "generation_batch_size", None) is None:
@@ -148,7 +144,7 @@ def seed_by_replica(model: Any, args: Any) -> None:
 
 
 def check_heads(config: ParallelConfig, model: Any, args: Any) -> None:
-    """Raise ConfigError where log-probabilities of whole sequences, or a reference that follows, have no place."""
+    """Raise ConfigError where log-probabilities of full sequences, or a synchronized reference, are not supported."""
     parts = {"context_parallel_size": config.context_parallel_size > 1, "sequence_parallel": config.sequence_parallel}
     for key in (key for key, wanted in parts.items() if wanted and has_fused_head(model)):
         raise ConfigError(
@@ -163,7 +159,7 @@ def check_heads(config: ParallelConfig, model: Any, args: Any) -> None:
 
 
 def parallelize_reference(reference: Any, model: Any, like: Any, policy: Any) -> None:
-    """Shard a trainer's reference model as ``model`` was, if it is a plain one of the same class as ``like``."""
+    """Shard a trainer's reference model as ``model``, if it is of the same class as ``like``."""
     if not isinstance(reference, nn.Module) or type(reference) is not type(like):
         return
     if "_autopar" not in vars(reference):
@@ -184,11 +180,7 @@ def has_fused_head(model: nn.Module) -> bool:
 
 
 def give_whole_head(model: Any, root: Any) -> None:
-    """Give a forward with ``fused_lm_head=True`` the whole weight of the head of ``model``.
-
-    Args:
-        root: the parallelized model, which is ``model`` or has it inside.
-    """
+    """Give a forward with ``fused_lm_head=True`` the full weight of the head of ``model``, which is in ``root``."""
     inner = vars(model)["forward"].__func__
 
     @functools.wraps(inner)
@@ -206,7 +198,7 @@ def give_whole_head(model: Any, root: Any) -> None:
 
 
 def _whole(model: Any, root: Any) -> SimpleNamespace:
-    """Return the head's weight and bias, all-gathered over tp. A collective, also of the backward pass: none."""
+    """Return the head's weight and bias, all-gathered over tp. A collective of the forward alone."""
     head = model.get_output_embeddings()
     state = root._autopar
     names = {id(parameter): name for name, parameter in root.named_parameters()}

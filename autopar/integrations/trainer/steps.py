@@ -1,6 +1,6 @@
 """Steps of a parallelized model: averaged over the replicas, through stages, clipped by the norm of the full model.
 
-An evaluation takes every sample once, in the order of the dataset, with the loss of one process.
+An evaluation takes every sample once, in the order of the dataset, and has the loss of one process.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,14 +43,14 @@ class ParallelBase(Trainer):
     """transformers' trainer, whose model is parallelized when its ``__init__`` ends.
 
     Attributes:
-        model: it has ``mpu`` and ``_autopar``.
-        autopar_ready: whether it is parallelized already.
-        autopar_alone: while a loss is computed: whether the trainer must not multiply it, see ``get_tp_size``.
-        autopar_evaluates: whether a loss is evaluated.
-        autopar_weight: the weight of this replica's loss in a training step; None where it is not weighted.
-        autopar_reached: whether the last loss came from ``compute_loss`` of this class, which weighs it.
-        autopar_counts: the labels of the replicas' last batches, where they differ.
-        autopar_told: whether the warning that losses of replicas are averaged equally was given.
+        model: The model, with ``mpu`` and ``_autopar``.
+        autopar_ready: True if the model is parallelized already.
+        autopar_alone: True if the trainer must not multiply the loss that is computed, see ``get_tp_size``.
+        autopar_evaluates: True if a loss is evaluated.
+        autopar_weight: Weight of this replica's loss in a training step; None for no weight.
+        autopar_reached: True if ``compute_loss`` of this class computed the last loss, and weighted it.
+        autopar_counts: Numbers of labels of the replicas' last batches, where they differ.
+        autopar_told: True if the warning about equally averaged losses was given.
     """
 
     model: Any
@@ -71,15 +72,15 @@ class ParallelBase(Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute the loss as the trainer does, weighted so that the mean over the replicas is that of their batch.
+        """Compute the trainer's loss, weighted so that the mean over the replicas is the loss of their joint batch.
 
         A loss that is a mean is multiplied by the weight. A loss that is divided by the number of items does not
-        change, since this number is multiplied by the weight, too. So it need not be known which one it is.
+        change, since this number is multiplied by the weight, too. So both kinds are treated equally.
         """
         self._refuse_user_function(inputs)
         routers, weight = self.model._autopar.features.get("router_loss"), self.autopar_weight
         items = num_items_in_batch
-        # the trainer multiplies a loss that was given their number by the replicas
+        # given the number of items, the trainer multiplies the loss by the replicas
         replicas = self.model.mpu.dp.size if items is not None and self.args.average_tokens_across_devices else 1
         weighted = self._is_weighted(inputs)
         self.autopar_reached, self.autopar_alone = True, weighted or not self._sums_over_replicas(inputs)
@@ -108,27 +109,24 @@ class ParallelBase(Trainer):
             )
 
     def _is_weighted(self, inputs: Any) -> bool:
-        """Return whether ``compute_loss`` of this class weighs the losses of the replicas.
+        """Return whether ``compute_loss`` of this class weights the losses of the replicas.
 
-        A trainer that derives from transformers' may have weighted its loss itself. The loss of routers is one of all
-        replicas.
+        A subclass of transformers' trainer may weight its loss itself. A routers' loss covers all replicas.
         """
         of_transformers = getattr(super().compute_loss, "__func__", None) is Trainer.compute_loss
         routed = "router_loss" in self.model._autopar.features and adds_router_loss(base_of(self.model), inputs)
         return of_transformers and self.model.mpu.dp.size > 1 and not routed
 
     def has_own(self, method: str) -> bool:
-        """Return whether a class between autopar's and transformers' trainer has a ``method`` of its own."""
+        """Return whether a class between autopar's and transformers' trainer overrides ``method``."""
         homes = [home for home in type(self).__mro__ if method in vars(home)]
         return next((home for home in homes if not home.__module__.startswith("autopar.")), Trainer) is not Trainer
 
     def _weight_of(self, inputs: Any, samples: int | None = None) -> float:
-        """Return the weight of this replica's loss, which makes the mean over the replicas that of their batch.
-
-        A collective of the replicas.
+        """Return the weight of this replica's loss, with which the mean is the loss of the joint batch. Collective.
 
         Args:
-            samples: of the batch that belong to the dataset, 0 if it only fills up; None in training.
+            samples: Number of samples of the dataset in the batch, 0 if it only fills up; None in training.
         """
         counts, kind = self._counts(inputs) if samples != 0 else ([], "mean")
         dp = self.model.mpu.dp
@@ -150,8 +148,8 @@ class ParallelBase(Trainer):
         """Count the labels of a batch, or its samples, over which its loss is a mean.
 
         Returns:
-            The count, and ``mean``, or ``sum`` for a loss that is none; or the count of each target, and ``unknown``,
-            for a loss of which nothing is known, or that is made of several means.
+            The count, and ``mean``, or ``sum`` for a sum; or the count of each target, and
+            ``unknown``, for any other loss, and for one that is made of several means.
         """
         model, main_input = base_of(self.model), getattr(base_of(self.model), "main_input_name", "")
         if not isinstance(inputs, Mapping) or not any(isinstance(value, torch.Tensor) for value in inputs.values()):
@@ -173,7 +171,7 @@ class ParallelBase(Trainer):
         return counts or [float(rows_of(inputs))], "unknown"
 
     def _warn_of_replicas(self, name: str, advice: str) -> None:
-        """Warn once that losses of batches with different numbers of labels are averaged equally."""
+        """Warn once about equally averaged losses of batches with different numbers of labels."""
         if self.autopar_counts and not self.autopar_told:
             self.autopar_told = True
             counts = " and ".join(map(str, self.autopar_counts))
@@ -184,7 +182,7 @@ class ParallelBase(Trainer):
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def _sums_over_replicas(self, inputs: Any) -> bool:
-        """Return whether the loss of a batch is divided by the labels of all replicas, so that their losses add up."""
+        """Return whether the replicas' losses add up: each is divided by the labels of all replicas."""
         if not (self.args.average_tokens_across_devices and "labels" in inputs):
             return False
         if self.compute_loss_func is not None:
@@ -195,7 +193,7 @@ class ParallelBase(Trainer):
 
 
 def base_of(model: Any) -> Any:
-    """Return the model in a ``PeftModel``; any other is returned as it is."""
+    """Return the model in a ``PeftModel``, or ``model`` itself."""
     return model.get_base_model() if is_peft_model(model) else model
 
 
@@ -252,16 +250,21 @@ class StepMixin(ParallelBase):
             weight = self._weight_of(batch)
         if reduction == "microbatch":
             scale, weight = scale * weight, 1.0  # the gradients of a mean are weighted already
-        scaling = _Scaling(scale, getattr(self._torch_optimizer(), "scale_loss", None))
+        own = getattr(self._torch_optimizer(), "scale_loss", None)
+
+        def scale_loss(loss: torch.Tensor) -> torch.Tensor:
+            return loss * scale if own is None else own(loss * scale)
+
         with model.no_sync():
+            scaling = SimpleNamespace(scale_loss=scale_loss)
             out = model.execute_pipeline(batch, optimizer=scaling, broadcast_loss=True)
         return _times(out.loss.to(self.args.device), weight) * scale
 
     def get_tp_size(self) -> int:
-        """Return 1: the processes that the accelerator counts are replicas.
+        """Return 1: the accelerator counts replicas. Their number around a loss that is a mean over this replica's
+        labels.
 
-        The trainer multiplies a loss by their number over this. Around a loss that is a mean over this replica's
-        labels, and no share of a sum over all replicas, it is their number: their average is the mean already.
+        The trainer multiplies a loss by their number over this; the average of such means is right already.
         """
         return int(self.accelerator.num_processes) if self.autopar_alone else 1
 
@@ -280,7 +283,7 @@ class StepMixin(ParallelBase):
         return bool(config.precision == "fp16" or config.gradient_clipping)
 
     def _watch_norm(self) -> None:
-        """Keep a number, where the optimizer clips, that its step fills in, and that is read when it is logged."""
+        """Keep the norm for logs in a tensor that the step of a clipping optimizer fills in."""
         if not self._clips_inside() or not self.args.max_grad_norm:
             return
         norm = self._norm = torch.zeros((), device=self.args.device)
@@ -291,10 +294,8 @@ class StepMixin(ParallelBase):
 
         self._torch_optimizer().register_step_post_hook(fill)
 
-    # -- evaluation ---------------------------------------------------------------------------------------------------
-
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate on all ranks; what is gathered leaves out the samples that fill the last batch up."""
+        """Evaluate on all ranks; gathered results leave out the samples that fill up the last batch."""
         replicas = self.model.mpu.dp.size
         if replicas > 1 and not has_length(getattr(dataloader, "dataset", None)):
             raise ConfigError(
@@ -307,10 +308,7 @@ class StepMixin(ParallelBase):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **others: Any
     ) -> Any:
-        """Evaluate a batch of this replica; the loss is that of the batch of all replicas, on each of them.
-
-        Samples that only fill a batch up do not count in it.
-        """
+        """Evaluate a batch of this replica, with the loss of the joint batch; samples that fill it up do not count."""
         if self.model.mpu.dp.size == 1:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **others)
         own, rows = self._own_rows(inputs), rows_of(inputs)
@@ -328,17 +326,14 @@ class StepMixin(ParallelBase):
         return loss, logits, labels
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Count the items to divide by; in evaluation such that a loss is a mean over this replica's labels.
-
-        A loss that was to be divided by the items of all replicas is to be multiplied by their number, too.
-        """
+        """Count the items to divide by; in evaluation such that a loss is a mean over this replica's labels."""
         items = super()._get_num_items_in_batch(*args, **kwargs)
         if items is None or not self._items_weight or not self.args.average_tokens_across_devices:
             return items
         return items * self._items_weight
 
     def _own_samples(self, inputs: Any, own: int, rows: int) -> Any:
-        """Return the first ``own`` of ``rows`` samples, or all, of which the labels of these alone count."""
+        """Return the first ``own`` of ``rows`` samples, or all with the labels of these alone."""
         if own == rows:
             return inputs
         gathers = self.has_own("compute_loss")  # perhaps over the replicas
@@ -350,7 +345,7 @@ class StepMixin(ParallelBase):
         return {**inputs, "labels": labels.index_fill(0, torch.arange(own, rows, device=labels.device), -100)}
 
     def _own_rows(self, inputs: Any) -> int:
-        """Return how many samples of this replica's batch belong to the dataset."""
+        """Return the number of samples of the dataset in this replica's batch."""
         state, rows = self.accelerator.gradient_state, rows_of(inputs)
         if not state.end_of_dataloader or state.remainder <= 0:
             return rows
@@ -370,7 +365,7 @@ class _SeededAlike(DataLoader[Any]):
     autopar_mpu: Any
 
     def __iter__(self) -> Any:
-        if self._iterator is not None:  # persistent workers go on
+        if self._iterator is not None:  # persistent workers continue
             return super().__iter__()
         mpu, own = self.autopar_mpu, torch.get_rng_state()
         shared = own.to(device_of_numbers(mpu.model.group), copy=True)
@@ -389,19 +384,8 @@ def _times(loss: torch.Tensor, weight: float) -> torch.Tensor:
     return (loss if weight else loss.nan_to_num()) * weight
 
 
-class _Scaling:
-    """An optimizer as ``execute_pipeline`` sees it: what multiplies a micro-batch's loss before its backward pass."""
-
-    def __init__(self, factor: float, scale_loss: Any) -> None:
-        self.factor, self._scale_loss = factor, scale_loss
-
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        loss = loss * self.factor
-        return loss if self._scale_loss is None else self._scale_loss(loss)
-
-
 def rows_of(inputs: Any) -> int:
-    """Count the samples of a batch; one that is not collated lists them."""
+    """Count the samples of a batch, also one that is not collated."""
     if isinstance(inputs, torch.Tensor):
         return inputs.shape[0] if inputs.ndim else 0
     if isinstance(inputs, list) and inputs and isinstance(inputs[0], Mapping):
@@ -416,14 +400,14 @@ def _first_rows(value: Any, count: int, rows: int) -> Any:
 
 
 def _refill(value: Any, count: int, rows: int) -> Any:
-    """Repeat the last sample, so that every replica has as many; they are left out of what is gathered."""
+    """Repeat the last sample, so that every replica has as many; gathered results leave them out."""
     return _changed(
         value, lambda x: torch.cat([x, x[-1:].expand(rows - count, *x.shape[1:])]) if x.shape[0] == count else x
     )
 
 
 def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Change the tensors in mappings, which become dicts, tuples and lists, but for those that are one number."""
+    """Change the tensors in mappings, which become dicts, tuples and lists, but no single numbers."""
     if isinstance(value, Mapping):
         return {name: _changed(entry, change) for name, entry in value.items()}
     if isinstance(value, tuple | list):

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,31 +45,29 @@ from autopar.integrations.trainer.replica_view import (
     seed_by_replica,
 )
 from autopar.integrations.trainer.steps import StepMixin, base_of
+from autopar.policy.schema import Policy
 from autopar.swap import swap
-
-if TYPE_CHECKING:
-    from autopar.policy.schema import Policy
 
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
 class ParallelTrainerMixin(ReplicaView, StepMixin, CheckpointMixin):
-    """Make a trainer of transformers, or one that derives from it, parallel: put it first among the base classes.
+    """Makes a trainer of transformers, or a subclass of one, parallel, as the first of the base classes.
 
     ``class ParallelSFTTrainer(ParallelTrainerMixin, SFTTrainer)`` is TRL's. All arguments, callbacks, logs and folders
-    are the trainer's own; these two come in addition.
+    are the trainer's; two arguments come in addition.
 
     Args:
-        parallel_config: what :func:`autopar.initialize` takes as ``config``, or accelerate's ``ParallelismConfig``.
-            None for a model that is parallelized already. ``args.bf16``, ``args.fp16``, ``args.max_grad_norm`` and
+        parallel_config: Config of :func:`autopar.initialize`, or accelerate's ``ParallelismConfig``; None for a model
+            that is parallelized already. ``args.bf16``, ``args.fp16``, ``args.max_grad_norm`` and
             ``args.activation_checkpointing`` are added to it.
-        policy: what ``initialize`` takes.
+        policy: Policy of ``initialize``.
 
-    The batch size of ``args`` is that of a replica. Every rank calls every method (``train``, ``evaluate``,
+    The batch size of ``args`` counts one replica. Every rank calls every method (``train``, ``evaluate``,
     ``predict``, ``save_model``).
 
     Raises:
-        ConfigError: what cannot be done with a parallelized model, before anything is changed.
+        ConfigError: A parallelized model does not support an argument; before anything is changed.
     """
 
     def __init__(
@@ -85,8 +82,6 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, CheckpointMixin):
     def mpu(self) -> MPU:
         """Sizes, ranks and process groups of the model."""
         return self.model.mpu
-
-    # -- while transformers' __init__ runs ----------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
         """Check the arguments, and make an accelerator that neither wraps nor casts the model."""
@@ -133,21 +128,16 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, CheckpointMixin):
                 f"{', because this machine has no GPU' if without_gpu else ''}\n  {fix}"
             )
         state = vars(model).get("_autopar")
-        if state is None:
-            self.autopar_config = parse_parallel_config(self.autopar_given, self.args, world)
-            check_arguments(self.args)
-            self.autopar_config = merge_arguments(self.autopar_config, self.args)
-        elif self.autopar_given is not None:
+        if state is not None and self.autopar_given is not None:
             raise ConfigError(
                 f"parallel_config is given, and the model is parallelized already ({model.mpu.sizes.in_words()}): "
                 "leave parallel_config out, or give the plain model."
             )
-        else:
-            check_arguments(self.args)
+        given = None if state is not None else parse_parallel_config(self.autopar_given, self.args, world)
+        check_arguments(self.args)
+        self.autopar_config = None if given is None else merge_arguments(given, self.args)
         config: ParallelConfig = self.autopar_config or state.config
         count_replicas(self.args, config.data_parallel_size(world))
-
-    # -- after it -----------------------------------------------------------------------------------------------------
 
     def _parallelize(self, policy: Any) -> None:
         model = self.model
@@ -176,10 +166,11 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, CheckpointMixin):
             register_fsdp_forward_method(model, "generate")  # an encoder is called without the model around it
         if has_fused_head(base_of(model)):
             give_whole_head(base_of(model), model)
-        show_replicas(self.accelerator, model, model.mpu)
+        self.accelerator.dataloader_config.dispatch_batches = False  # every rank reads its replica's samples
+        swap(self.accelerator, _Replicas, autopar_model=model, autopar_mpu=model.mpu)
         seed_by_replica(model, self.args)
         self._watch_norm()
-        agree_in_events(self.callback_handler, model.mpu)
+        swap(self.callback_handler, _AgreedEvents, autopar_mpu=model.mpu)
         self.autopar_ready = True
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -197,20 +188,16 @@ class ParallelTrainerMixin(ReplicaView, StepMixin, CheckpointMixin):
         _agree(self.control, self.mpu)
         control = self.control
         calls_more = control.should_log or control.should_evaluate or control.should_save
-        handler: Any = self.callback_handler
-        handler.autopar_log_follows = control.should_log and self.state.global_step > self._globalstep_last_logged
         super()._maybe_log_save_evaluate(*args, **kwargs)
         if calls_more:  # on_log, on_evaluate or on_save
             _agree(self.control, self.mpu)
-
-    # -- what the trainer counts --------------------------------------------------------------------------------------
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the samples of one optimizer step, of all replicas."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.mpu.dp.size)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
-        """Return this rank's part of the operations of its replica; the trainer sums over all ranks."""
+        """Return this rank's share of its replica's operations; the trainer sums over all ranks."""
         return super().floating_point_ops(inputs) / self.mpu.model.size
 
 
@@ -242,22 +229,8 @@ def __getattr__(name: str) -> Any:
     return globals().setdefault(name, made)
 
 
-# -- what the trainer has: its accelerator, and its handler of callbacks -----------------------------------------------
-
-
-def show_replicas(accelerator: Any, model: nn.Module, mpu: MPU) -> None:
-    """Let ``accelerator`` count, shard and gather over the data-parallel axis of ``mpu``; changed in place.
-
-    Args:
-        accelerator: an ``accelerate.Accelerator`` without mixed precision that has prepared nothing yet.
-        model: the parallelized model, which it leaves as it is.
-    """
-    accelerator.dataloader_config.dispatch_batches = False  # every rank reads its replica's samples
-    swap(accelerator, _Replicas, autopar_model=model, autopar_mpu=mpu)
-
-
 class _Replicas:
-    """Class before that of an ``Accelerator``."""
+    """A mixin before the class of an ``Accelerator``, which counts, shards and gathers over the replicas."""
 
     autopar_model: nn.Module
     autopar_mpu: MPU
@@ -289,17 +262,21 @@ class _Replicas:
         super().backward(loss, **kwargs)  # type: ignore[misc]
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip by the norm of the whole model's gradients, the same on every rank.
-
-        Raises:
-            ConfigError: ``parameters`` are not those of the model, all of them.
-        """
+        """Clip by the norm of the full model's gradients; raise ConfigError unless ``parameters`` are all of its."""
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        _check_all(listed, self.autopar_model)
+        given = {id(parameter) for parameter in listed}
+        named = self.autopar_model.named_parameters()
+        missing = next((name for name, p in named if p.grad is not None and id(p) not in given), None)
+        if missing is not None:
+            raise ConfigError(
+                f"clip_grad_norm_ got {len(given)} parameters, without {missing}: a parallelized model is clipped by "
+                "the norm of all its gradients.\n  Give model.parameters(), or autopar.clip_grad_norm_(model, "
+                "max_norm)."
+            )
         return clip_grad_norm_(self.autopar_model, max_norm, norm_type)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather over the replicas; of the last batch only the samples that the dataset has."""
+        """Gather over the replicas, without the samples that fill up the last batch."""
         if use_gather_object or not _only_tensors(input_data):
             raise ConfigError(
                 "gather_for_metrics of objects (eval_use_gather_object) is not supported for a parallelized model: "
@@ -314,38 +291,10 @@ def _only_tensors(value: Any) -> bool:
     return all(map(_only_tensors, value)) if isinstance(value, tuple | list) else isinstance(value, torch.Tensor)
 
 
-def _check_all(parameters: Iterable[Any], model: nn.Module) -> None:
-    given = {id(parameter) for parameter in parameters}
-    missing = [name for name, p in model.named_parameters() if p.grad is not None and id(p) not in given]
-    if missing:
-        raise ConfigError(
-            f"clip_grad_norm_ got {len(given)} parameters, without {missing[0]}: a parallelized model is clipped by "
-            "the norm of all its gradients.\n  Give model.parameters(), or autopar.clip_grad_norm_(model, max_norm)."
-        )
-
-
-def agree_in_events(handler: Any, mpu: MPU) -> None:
-    """Let the trainer's ``CallbackHandler`` agree after the other events whose flags the trainer reads at once."""
-    swap(handler, _AgreedEvents, autopar_mpu=mpu, autopar_log_follows=False)
-
-
 class _AgreedEvents:
-    """Class before that of a ``CallbackHandler``.
-
-    Attributes:
-        autopar_log_follows: Whether the next log is the trainer's own in a step, which every rank makes. User code
-            may call ``trainer.log`` on one rank alone at any other time.
-    """
+    """A mixin before the class of a ``CallbackHandler``, for flags that the trainer reads right after an event."""
 
     autopar_mpu: MPU
-    autopar_log_follows: bool
-
-    def on_log(self, *args: Any, **kwargs: Any) -> Any:
-        control = super().on_log(*args, **kwargs)  # type: ignore[misc]
-        if not self.autopar_log_follows:
-            return control
-        self.autopar_log_follows = False
-        return _agree(control, self.autopar_mpu)
 
     def on_substep_end(self, *args: Any, **kwargs: Any) -> Any:
         return _agree(super().on_substep_end(*args, **kwargs), self.autopar_mpu)  # type: ignore[misc]
@@ -355,7 +304,7 @@ class _AgreedEvents:
 
 
 def _agree(control: TrainerControl, mpu: MPU) -> TrainerControl:
-    """Set each flag that some rank has set, on all ranks. One small collective on the CPU, over the world."""
+    """Set each flag that some rank has set, on all ranks. A collective on the CPU, over the world."""
     if mpu.world_size > 1:
         flags = torch.tensor([getattr(control, flag) for flag in _FLAGS], dtype=torch.int32, device="cpu")
         with waiting(mpu, "the flags that callbacks set", range(mpu.world_size)):

@@ -53,41 +53,9 @@ def test_pipelines_and_streamers() -> None:
         program = TextIteratorStreamer(words)
         model.generate(ids, streamer=program, **settings)
         assert "".join(program) == whole  # on every rank
-
-
-class Disconnected(TextIteratorStreamer):
-    """A client that has gone after some tokens."""
-
-    def put(self, value: Any) -> None:
-        super().put(value)
-        self.left -= 1
-        if self.left == 0:
-            raise BrokenPipeError("the client has gone")
-
-    def __init__(self, words: Any, left: int) -> None:
-        super().__init__(words)
-        self.left = left
-
-
-@pooled(world_size=2)
-def test_a_streamer_that_raises_on_one_rank_ends_the_request_on_all() -> None:
-    words, settings = tokenizer(), {"max_new_tokens": 8, "do_sample": False}
-    ids = torch.tensor([[5, 6, 7]])
-    expected = grouped().generate(ids, **settings)
-    for mesh in ({"tp": 2}, {"pp": 2}):
-        model = autopar.initialize(grouped(), mesh)
-        for left, ranks in ((1, (0,)), (4, (0,)), (3, (1,)), (4, (0, 1))):
-            streamer = Disconnected(words, left) if model.mpu.rank in ranks else None
-            raises = (
-                pytest.raises(BrokenPipeError, match="the client has gone") if streamer else contextlib.nullcontext()
-            )
-            tokens = None
-            with raises:
-                tokens = model.generate(ids, streamer=streamer, **settings)
-            if tokens is not None:  # what there was when the client left
-                assert torch.equal(tokens, expected[:, : tokens.shape[1]]) and 4 <= tokens.shape[1] < 11
-            program = TextIteratorStreamer(words) if model.mpu.rank in ranks else None
-            assert torch.equal(model.generate(ids, streamer=program, **settings), expected)  # the next request
+        served = TextIteratorStreamer(words) if dist.get_rank() == 0 else None  # a server's client
+        model.generate(ids, streamer=served, **settings)
+        assert served is None or "".join(served) == whole
 
 
 def drafter() -> Any:

@@ -4,9 +4,9 @@ import torch.distributed as dist
 
 from autopar.distributed.mesh import MPU
 from autopar.errors import ConfigError
-from autopar.features.megatron.data import broadcast_data
 from autopar.features.megatron.toolbox import (
     VocabUtility,
+    broadcast_data,
     gather_split_1d_tensor,
     split_tensor_along_last_dim,
     split_tensor_into_1d_equal_chunks,

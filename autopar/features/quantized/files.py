@@ -1,8 +1,8 @@
-"""Models that transformers quantizes: methods that are refused, and the sources of packed weights in files.
+"""Quantized weights in files: folders of transformers, methods that it quantizes by, and checkpoints.
 
-Each rank reads its shard of the numbers and scales of quantized weights. transformers puts the tensors of a weight
-together in one operation of each library. While a model is loaded lazily, a :class:`Collector` takes the place of that
-operation and notes the tensors, after all renames.
+Each rank reads its shard of the numbers and scales of quantized weights. transformers assembles the tensors of a weight
+in one operation of each library. While a model is loaded lazily, a :class:`Collector` takes the place of this operation
+and notes the tensors, after all renames.
 """
 
 from __future__ import annotations
@@ -11,19 +11,25 @@ import dataclasses
 import functools
 import inspect
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+from autopar.checkpoint.shards import Shards
+from autopar.checkpoint.state import State
 from autopar.compat.tensors import own_parameters
 from autopar.compat.transformers import INITIALIZED
 from autopar.deferred_init.files import set_source
 from autopar.errors import CheckpointError, ConfigError
 from autopar.features.quantized import torchao
 from autopar.features.quantized.stored import Packed, QuantizedWeight
+from autopar.plan.plan import Piece, TensorPlan
 from autopar.storage.lazy_tensor import LazyTensor
+from autopar.storage.safetensors_io import dtype_name
 from autopar.stored import stored_weight, stored_weights
 from autopar.swap import NotCopied
 
@@ -35,11 +41,7 @@ class Quantizers:
 
     @staticmethod
     def check(what: str, method: str) -> None:
-        """Check that weights quantized by a method can be sharded.
-
-        Raises:
-            ConfigError: They cannot; with the argument that dequantizes where there is one.
-        """
+        """Raise ConfigError if weights quantized by ``method`` cannot be sharded, with an argument that dequantizes."""
         if method in _SHARDED:
             return
         instead = (
@@ -51,11 +53,7 @@ class Quantizers:
 
     @staticmethod
     def check_config(what: str, text: bytes) -> None:
-        """Check that a ``config.json`` is one of weights that are plain, or can be sharded or dequantized.
-
-        Raises:
-            ConfigError: They cannot.
-        """
+        """Raise ConfigError if a ``config.json`` has quantized weights that cannot be sharded or dequantized."""
         try:
             method = json.loads(text)["quantization_config"]["quant_method"]
         except (ValueError, KeyError, TypeError):  # plain, or damaged: transformers says so
@@ -65,11 +63,7 @@ class Quantizers:
 
     @staticmethod
     def read(original: Callable[..., Any], model: Any, config: Any) -> tuple[Callable[..., Any], Any]:
-        """Return transformers' ``_load_pretrained_model`` and its config, for a quantized model without memory.
-
-        Raises:
-            ConfigError: It quantizes layers in a way that cannot be sharded.
-        """
+        """Return transformers' ``_load_pretrained_model`` and its config, for a quantized model without memory."""
         quantizer = config.hf_quantizer
         if not quantizer.pre_quantized:
             torchao.prepare(model, quantizer)
@@ -83,7 +77,7 @@ class Quantizers:
 
 
 def _with_argument(method: str) -> str:
-    """Return the name of the configuration class of a method whose weights transformers can dequantize; else ``""``."""
+    """Return the configuration class of a method whose weights transformers can dequantize, by name; else ``""``."""
     kind = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
     return kind.__name__ if kind is not None and "dequantize" in inspect.signature(kind).parameters else ""
 
@@ -112,18 +106,14 @@ def _quantizes(operation: Any) -> bool:
 
 
 class Collector(NotCopied):
-    """Stands for the operation of transformers that makes a quantized weight.
-
-    Attributes:
-        found: name of the weight -> its tensors.
-    """
+    """Stands for the operation of transformers that makes a quantized weight; notes its tensors in ``found``."""
 
     def __init__(self, operation: Any, found: dict[str, dict[str, LazyTensor]]) -> None:
-        self.hf_quantizer = operation.hf_quantizer  # by which transformers knows that no dtype is changed before it
+        self.hf_quantizer = operation.hf_quantizer  # with it transformers changes no dtype before the operation
         self.found = found
 
     def convert(self, tensors: dict[str, Any], full_layer_name: str, **_: Any) -> dict[str, Any]:
-        """Note what a weight is made of, and give its numbers back; a plain one is given back as it is."""
+        """Note the tensors of a weight, and return its numbers; an unquantized weight is returned as it is."""
         parts = {name: one[0] if isinstance(one, list) else one for name, one in tensors.items()}
         if len(parts) == 1:
             return parts if "weight" in parts else {full_layer_name: next(iter(parts.values()))}
@@ -134,14 +124,14 @@ class Collector(NotCopied):
 def _point_to_packed(
     model: Any, quantizer: Any, plain: Mapping[str, Any], found: Mapping[str, Mapping[str, LazyTensor]], folder: str
 ) -> None:
-    """Give the quantized layers of a model without memory their library's weights, and these their places in files.
+    """Give quantized layers without memory their library's weights, with their places in files.
 
     Args:
-        plain: weights by the path of their layer that the library made before anything was loaded.
-        found: tensors by the name of their weight, as :class:`Collector` finds them.
+        plain: Weights that the library made before anything was loaded, by the path of their layer.
+        found: Tensors by the name of their weight, from :class:`Collector`.
 
     Raises:
-        CheckpointError: a weight lacks its scales, or has them for another shape.
+        CheckpointError: A weight lacks its scales, or has scales for another shape.
     """
     lacking = [path for path in plain if f"{path}.weight" not in found]
     if lacking:
@@ -165,3 +155,58 @@ def _point_to_packed(
             stored.located(parts, (module.out_features, module.in_features), None, torch.device("cpu"))
         except (ValueError, KeyError, AssertionError) as error:
             raise CheckpointError(f"{folder} does not hold {name} as {stored.kind.form}: {error}") from error
+
+
+class Base:
+    """The part ``base`` of a checkpoint, which is left out under adapters.
+
+    It holds bytes and scales as their library writes them, viewed with a dim for the outputs and one for the inputs.
+    """
+
+    @staticmethod
+    def collect(model: nn.Module, state: State) -> tuple[list[tuple[str, TensorPlan, torch.Tensor]], dict[str, str]]:
+        """Return weight, plan and tensor of each piece on this rank, and notes for the heads of files."""
+        tensors: list[tuple[str, TensorPlan, torch.Tensor]] = []
+        notes: dict[str, str] = {}
+        found: dict[str, Any] = {**stored_weights(model)}
+        for path, stored in found.items():
+            weight = state.quantized[f"{path}.weight"]
+            form = (weight.shape[0], weight.shape[1])
+            layout = weight.layout if state.plan.shards > 1 else None
+            saved = (weight.saved_as or weight.name).removesuffix("weight")
+            if note := stored.note(form):
+                notes[weight.name] = note
+            for name, (tensor, block, flat) in stored.files(form).items():
+                step = 0 if layout is None else block[layout.dim]
+                cut = layout.in_steps(step) if layout is not None and step else None
+                whole = list(tensor.shape)
+                if cut is not None:
+                    whole[cut.dim] = cut.size
+                count = math.prod(whole)
+                sizes = ((count, 1) if flat == 2 else (count,)) if flat else tuple(whole)
+                steps = tuple(torch.empty(sizes, device="meta").stride())
+                pieces = (Piece(f"{saved}{name}", sizes, steps, 0),)
+                full = f"{path}.{name}"
+                plan = TensorPlan(full, tuple(whole), dtype_name(tensor.dtype), cut, pieces=pieces)
+                tensors.append((weight.name, plan, tensor))
+        return tensors, notes
+
+    @staticmethod
+    def restore(model: nn.Module, state: State, shards: Shards, *, check: bool = False) -> None:
+        """Read this rank's shards of quantized weights, or only ``check`` that they fit, else raise CheckpointError."""
+        saved = shards.manifest.quantized
+        found: dict[str, Any] = {**stored_weights(model)}
+        for path, stored in found.items():
+            weight, start = state.quantized[f"{path}.weight"], f"{path}."
+            parts = {name[len(start) :]: shards.lazy(name, "base") for name in saved if name.startswith(start)}
+            layout = weight.layout if state.plan.shards > 1 else None
+            shape = (weight.shape[0], weight.shape[1])
+            try:
+                if check:
+                    stored.located(parts, shape, layout, state.mpu.device)
+                else:
+                    stored.read(parts, shape, layout, state.mpu)
+            except (ValueError, KeyError) as error:
+                raise CheckpointError(
+                    f"{shards.folder} does not hold {weight.name} as {stored.kind.form}: {error}"
+                ) from error
