@@ -160,8 +160,7 @@ class Tape:
     """
 
     def __init__(self, *, collectives: bool = True, operators: Collection[Any] = ()) -> None:
-        self._collectives = collectives
-        self._mode: Any = KeptOperators(self, operators) if operators else nullcontext()
+        self._collectives, self._operators = collectives, operators
         self._kept: list[tuple[str, Any]] = []  # name of a call, and its result
         self._next = -1  # place of the recomputation; -1 in the forward
 
@@ -220,16 +219,17 @@ class _Run(AbstractContextManager[None]):
 
     def __init__(self, tape: Tape, start: int) -> None:
         self._tape, self._start = tape, start
+        self._mode: Any = KeptOperators(tape, tape._operators) if tape._operators else nullcontext()
 
     def __enter__(self) -> None:
         self._outer, self._tape._next = running.tape, self._start
-        self._tape._mode.__enter__()
+        self._mode.__enter__()
         if self._tape._collectives:
             running.tape = self._tape
 
     def __exit__(self, *error: Any) -> None:
         running.tape = self._outer
-        self._tape._mode.__exit__(*error)
+        self._mode.__exit__(*error)
 
 
 class KeptOperators(TensorTracking):

@@ -103,7 +103,7 @@ def attention_over_rows(
     state: RowState = module._autopar_rows  # type: ignore[assignment]
     name, function = plain_attention(module)
     call = _Call(function, module, query, key, value, attention_mask, kwargs)
-    layout = state.layout(module._autopar_list) if state.cutting else None  # type: ignore[arg-type]
+    layout = state.layouts.get(module._autopar_list) if state.cutting else None  # type: ignore[arg-type]
     if not state.cutting:
         state.check_recomputed()
     if layout is None:
@@ -118,7 +118,9 @@ def attention_over_rows(
             "of initialize did not see:\n  whether its keys are rows or another sequence is not known. These inputs "
             "need tensor_parallel_size, or sequence_parallel."
         )
-    if not crosses and state.picks_ulysses(query.shape[1], key.shape[1]):
+    heads, kv_heads = query.shape[1], key.shape[1]
+    ulysses = state.method == "ulysses" or (state.method == "auto" and kv_heads % state.axis.size == 0)
+    if not crosses and ulysses and heads % kv_heads == 0:
         return _ulysses(state, layout, call), None
     if not crosses:
         key, value = (gather_sum(x, state.axis, 2, layout) for x in (key, value))

@@ -60,11 +60,9 @@ def rows(plans: ModelPlans, cp: int) -> RowPlan:
     return plans.once(("rows", cp), lambda: plan_rows(plans.inner, plans.policy, plans.prefix, cp))
 
 
-def make(plans: ModelPlans, config: ParallelConfig, stages: StagePlan) -> RowPlan | None:
-    """Return the plan of a configuration; None without context parallelism. Raises ConfigError if it does not fit."""
+def make(plans: ModelPlans, config: ParallelConfig, stages: StagePlan) -> RowPlan:
+    """Return the plan of a configuration. Raises ConfigError if the model does not fit."""
     cp = config.context_parallel_size
-    if cp == 1:
-        return None
     plan = rows(plans, cp)
     if config.sequence_parallel and config.tensor_parallel_size > 1:
         check_beside_sequence(plans.inner, plan, cp)

@@ -40,12 +40,11 @@ _MODELS = itertools.count(1)
 
 def run_on_rows_of_sequences(model: nn.Module, state: Parallelized, given: Given) -> None:
     """Inside the hooks of tensor parallelism: these see the full batch, and what they call sees this rank's rows."""
-    plan = state.features.get("context_parallel")
-    if plan is not None:
-        config, always = state.config, state.config.loss_gather_logits == "always"
-        rows = apply(state.inner_of(model), plan, state.mpu.cp, config.context_parallel_method, gather_logits=always)
-        state.region.beginning.append(rows.find_hooks)
-        state.undo.append(lambda model, own: undo(model))
+    plan, config = state.features["context_parallel"], state.config
+    always = config.loss_gather_logits == "always"
+    rows = apply(state.inner_of(model), plan, state.mpu.cp, config.context_parallel_method, gather_logits=always)
+    state.region.beginning.append(rows.find_hooks)
+    state.undo.append(lambda model, own: undo(model))
 
 
 def apply(model: nn.Module, plan: RowPlan, axis: Axis, method: str, *, gather_logits: bool = False) -> RowState:
@@ -176,7 +175,7 @@ _HIDDEN = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
 
 def _whole(value: Any, state: RowState, number: int) -> Any:
     """Gather the output of a block if it has own rows; that of a module with all rows is equal on all ranks."""
-    layout = state.layout(number)
+    layout = state.layouts.get(number)
     if isinstance(value, tuple | list):
         return type(value)(_whole(x, state, number) for x in value)
     if not isinstance(value, torch.Tensor) or layout is None or value.ndim < 2:
@@ -191,7 +190,7 @@ class BeforeHead(_RowHook):
 
     def __call__(self, head: Any, args: tuple[Any, ...]) -> Any:
         state = self.state
-        layout = state.layout(len(state.plan.lists) - 1)
+        layout = state.layouts.get(len(state.plan.lists) - 1)
         if not state.cutting or layout is None or not args or not isinstance(args[0], torch.Tensor):
             return None
         x = args[0]
@@ -207,7 +206,7 @@ class AfterHead(_RowHook):
 
     def __call__(self, head: Any, args: Any, logits: torch.Tensor) -> torch.Tensor | None:
         state = self.state
-        layout = state.layout(len(state.plan.lists) - 1)
+        layout = state.layouts.get(len(state.plan.lists) - 1)
         if not state.keeping or layout is None or logits.shape[1] != layout.local_size(state.axis.rank):
             return None
         state.region.draw_alike()
@@ -245,7 +244,7 @@ class BlockBoundary:
         if first or state.plan.between:
             x = dict(named).get(hidden)
             state.enter(number, _length(hidden, x, state), x.shape[0] if isinstance(x, torch.Tensor) else 0)
-        layout = state.layout(number)
+        layout = state.layouts.get(number)
         if layout is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         state.region.draw_per_rank(self.training)
@@ -373,7 +372,7 @@ class NeedsAllRows:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state, (number, where, path) = self._autopar_rows, self._autopar_whole
-        layout = state.layout(number)
+        layout = state.layouts.get(number)
         if not state.cutting or layout is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         if where.states is not None and state.tracking is None:

@@ -106,7 +106,7 @@ class RowState:
         region: Random draws that differ over the axis.
         links: The ranks next to this one, to which states are passed.
         entered: Lists of blocks that ran over rows; ``inside``: those whose rows are not joined yet.
-        batches: List of blocks -> number of its sequences.
+        batches, layouts: List of blocks -> number of its sequences, and their rows; none if it is not sharded.
     """
 
     def __init__(self, axis: Axis, method: str, plan: RowPlan) -> None:
@@ -122,13 +122,12 @@ class RowState:
         self.entered: set[int] = set()
         self.inside: set[int] = set()
         self.batches: dict[int, int] = {}
-        self._layouts: dict[int, Layout] = {}
+        self.layouts: dict[int, Layout] = {}
         self._narrowed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._dicts: dict[nn.Module, list[dict[int, Any]]] = {}  # torch's dicts of hooks, of each model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowState:
         copied = RowState(self.axis, self.method, self.plan)
-        memo[id(self)] = copied
         copied.region, copied.gathers_logits = deepcopy(self.region, memo), self.gathers_logits
         return copied
 
@@ -164,7 +163,7 @@ class RowState:
 
     def release(self) -> None:
         """Release the references to activations."""
-        self._layouts.clear()
+        self.layouts.clear()
         self.inside.clear()
         self._narrowed.clear()
 
@@ -172,14 +171,14 @@ class RowState:
         """Return the attributes that differ between forwards, for the recomputation of a block."""
         positions = {key: pair for key, pair in self._narrowed.items() if not pair[0].is_floating_point()}
         settings = {"cutting": self.cutting, "keeping": self.keeping, "batches": dict(self.batches)}
-        return {**settings, "_layouts": dict(self._layouts), "_narrowed": positions, "resuming": True}
+        return {**settings, "layouts": dict(self.layouts), "_narrowed": positions, "resuming": True}
 
     @contextmanager
     def resumed(self, forward: dict[str, Any]) -> Iterator[None]:
         """Recompute a block inside, with the snapshot of its forward."""
         now = {name: getattr(self, name) for name in forward}
         narrowed = {**self._narrowed, **forward["_narrowed"]}
-        vars(self).update({**forward, "_layouts": dict(forward["_layouts"]), "_narrowed": narrowed})
+        vars(self).update({**forward, "layouts": dict(forward["layouts"]), "_narrowed": narrowed})
         try:
             yield
         finally:
@@ -200,26 +199,15 @@ class RowState:
         if self.tracking is not None and length != self.tracking.prime * self.axis.size:
             return  # no words: sound, or an image
         self.entered.add(number)
+        self.layouts.pop(number, None)
         layout = self.rows_of(length)
-        if layout is None:
-            self._layouts.pop(number, None)
-        else:
-            self._layouts[number] = layout
+        if layout is not None:
+            self.layouts[number] = layout
             self.inside.add(number)
 
     def rows_of(self, length: int) -> Layout | None:
         """Return the layout of a sequence; None if it is too short to be sharded."""
         return rows_layout(length, self.axis.size, zigzag=self.method != "ulysses" and not self.plan.in_runs)
-
-    def layout(self, number: int) -> Layout | None:
-        """Return the rows of a list of blocks that runs; None if it is not sharded."""
-        return self._layouts.get(number)
-
-    def picks_ulysses(self, heads: int, kv_heads: int) -> bool:
-        """Return whether heads are exchanged for rows: with ``auto`` where each rank gets as many keys."""
-        if heads % kv_heads:
-            return False
-        return self.method == "ulysses" or (self.method == "auto" and kv_heads % self.axis.size == 0)
 
     def narrow(self, x: torch.Tensor, layout: Layout, dim: int) -> torch.Tensor:
         """Keep this rank's rows of ``x``; of a tensor without gradient, as rotary angles, once for all blocks."""

@@ -30,11 +30,8 @@ def gather_rows(x: torch.Tensor, axis: Axis, rows: Layout) -> torch.Tensor:
 
 def _enter_rows(x: torch.Tensor, gathered: torch.Tensor | None, axis: Axis, rows: Layout) -> torch.Tensor:
     """Return the result of :func:`gather_rows` for a sharded region; backward is a reduce-scatter."""
-    if x.ndim != 2:
-        return gather_sum(x, axis, 1, rows, gathered)
-    x = x.unflatten(0, (-1, rows.local_size(axis.rank)))
-    gathered = None if gathered is None else gathered.unflatten(0, (-1, rows.size))
-    return gather_sum(x, axis, 1, rows, gathered).flatten(0, 1)
+    known = gathered if gathered is None or x.ndim != 2 else gathered.unflatten(0, (-1, rows.size))
+    return _unflattened(x, rows.local_size(axis.rank), lambda y: gather_sum(y, axis, 1, rows, known))
 
 
 def own_rows(x: torch.Tensor, axis: Axis, rows: Layout) -> torch.Tensor:
@@ -105,9 +102,9 @@ class _Again:
         """Gather ``[tokens, in]``, once for all readers."""
         tokens = self._tokens
         if tokens is None:
-            if rows.ndim == 2:
-                rows = rows.unflatten(0, (-1, self.layout.local_size(self.axis.rank)))
-            tokens = self._tokens = _gather(rows, self.axis, self.layout).flatten(0, -2)
+            own = self.layout.local_size(self.axis.rank)
+            tokens = _unflattened(rows, own, lambda y: _gather(y, self.axis, self.layout)).flatten(0, -2)
+            self._tokens = tokens
         self.done += 1
         if self.done == self.readers:
             self.done, self._tokens = 0, None

@@ -227,16 +227,13 @@ def _gather(model: nn.Module, state: Parallelized, chosen: Sequence[str], grads:
     held = []
     for name, has in zip(kept, flags.tolist(), strict=True):
         parameter, due = own[name], state.plan.tensors[name]
-        holders = state.stages.holders(name)
-        here = mpu.pp.rank in holders
+        here, dtype = mpu.pp.rank in state.stages.holders(name), elsewhere.get(name, parameter.dtype)
         one = _Held(name, parameter, due.layout, parameter.data, parameter.grad if here else None)
-        parameter.grad = None
-        full_shape = torch.empty(due.shape, dtype=elsewhere.get(name, parameter.dtype), device=mpu.device)
-        gradient = None
+        parameter.grad = gradient = None
         if has and grads:
             mine = one.gradient if one.gradient is not None else torch.zeros_like(parameter.data)
-            gradient = _from_stage(_all(mine, due, state) if here else full_shape.clone(), holders, state)
-        parameter.data = _from_stage(_all(parameter.data, due, state) if here else full_shape, holders, state)
+            gradient = _full(mine, due, state, dtype)
+        parameter.data = _full(parameter.data, due, state, dtype)
         if gradient is not None:
             parameter.grad = gradient.to(parameter.dtype)
         one.before = _numbers(parameter)
@@ -244,20 +241,20 @@ def _gather(model: nn.Module, state: Parallelized, chosen: Sequence[str], grads:
     return held
 
 
-def _all(shard: torch.Tensor, due: TensorPlan, state: Parallelized) -> torch.Tensor:
+def _full(shard: torch.Tensor, due: TensorPlan, state: Parallelized, dtype: torch.dtype) -> torch.Tensor:
+    """Return the full tensor of a shard; of another stage from the first one that holds it, in ``dtype``."""
+    pp, holders = state.mpu.pp, state.stages.holders(due.name)
     axis, layout = _sharding(due, state.plan, state.mpu)
-    if layout is None or axis.size == 1:
-        return shard.clone()
-    return collectives.all_gather(shard, axis, layout)
-
-
-def _from_stage(tensor: torch.Tensor, holders: Sequence[int], state: Parallelized) -> torch.Tensor:
-    """Broadcast a full tensor from the first stage that holds it, if not all do."""
-    pp = state.mpu.pp
+    if pp.rank not in holders:
+        full = torch.empty(due.shape, dtype=dtype, device=state.mpu.device)
+    elif layout is None or axis.size == 1:
+        full = shard.clone()
+    else:
+        full = collectives.all_gather(shard, axis, layout)
     if pp.size > len(holders):
-        tensor = tensor.contiguous()
-        dist.broadcast(tensor.view(-1).view(torch.uint8), src=pp.ranks[min(holders)], group=pp.group)
-    return tensor
+        full = full.contiguous()
+        dist.broadcast(full.view(-1).view(torch.uint8), src=pp.ranks[min(holders)], group=pp.group)
+    return full
 
 
 def _numbers(parameter: nn.Parameter) -> _Numbers:

@@ -44,8 +44,8 @@ def local_hooks(module: nn.Module) -> None:
         module: A module inside of a parallelized model. Hooks on modules inside of it still see full tensors.
     """
     vars(module)[LOCAL_HOOKS] = True
-    for kind in HOOKS:
-        _unwrap(hooks_of(module, kind))
+    for hooks in (hooks_of(module, kind) for kind in HOOKS):
+        hooks.update({key: hook.user_hook for key, hook in hooks.items() if isinstance(hook, _WholeHook)})
 
 
 class WholeHooks:
@@ -89,21 +89,13 @@ class WholeHooks:
                 hooks[key] = _WholeHook(hook, kind, key in with_kwargs, dict(known))
 
     def unwrap(self) -> None:
-        """Put the hooks themselves back in their places."""
-        for hooks, _, _ in self._places:
-            _unwrap(hooks)
-        for everywhere in (hooks_of_all(kind)[0] for kind in HOOKS):
-            for key, hook in list(everywhere.items()):
+        """Put the hooks themselves back in their places; on all modules those that no other model wraps."""
+        for hooks in self.dicts:
+            for key, hook in list(hooks.items()):
                 if isinstance(hook, _WholeHook):
                     hook.known = {module: shards for module, shards in hook.known.items() if module not in self._known}
                     if not hook.known:
-                        everywhere[key] = hook.user_hook
-
-
-def _unwrap(hooks: dict[int, Any]) -> None:
-    for key, hook in list(hooks.items()):
-        if isinstance(hook, _WholeHook):
-            hooks[key] = hook.user_hook
+                        hooks[key] = hook.user_hook
 
 
 class _WholeHook:
