@@ -103,7 +103,7 @@ def attention_over_rows(
     state: RowState = module._autopar_rows  # type: ignore[assignment]
     name, function = plain_attention(module)
     call = _Call(function, module, query, key, value, attention_mask, kwargs)
-    layout = state.layouts.get(module._autopar_list) if state.cutting else None  # type: ignore[arg-type]
+    layout = state.layouts.get(module._autopar_list) if state.cutting else None  # type: ignore[call-overload]
     if not state.cutting:
         state.check_recomputed()
     if layout is None:

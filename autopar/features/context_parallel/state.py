@@ -127,7 +127,7 @@ class RowState:
         self._dicts: dict[nn.Module, list[dict[int, Any]]] = {}  # torch's dicts of hooks, of each model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowState:
-        copied = RowState(self.axis, self.method, self.plan)
+        copied = memo[id(self)] = RowState(self.axis, self.method, self.plan)
         copied.region, copied.gathers_logits = deepcopy(self.region, memo), self.gathers_logits
         return copied
 

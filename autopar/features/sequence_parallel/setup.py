@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -103,6 +104,7 @@ class SequenceState:
 
     Attributes:
         rows_are_out: True while a list of blocks has begun with rows, and its last block has not run.
+        made: Rows that the model may collect -> the function that gathers them.
     """
 
     def __init__(self, region: Region, *, one_stage: bool = False) -> None:
@@ -118,20 +120,15 @@ class SequenceState:
     def begin(self) -> None:
         """Forget what an interrupted forward left behind."""
         self.rows_are_out = False
-        self._made: Any = WeakTensorKeyDictionary()  # rows that the model may collect -> a function that gathers them
-
-    def note(self, x: torch.Tensor, gather: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Return ``x``, rows that the model may collect; ``gather`` makes full hidden states of them."""
-        self._made[x] = gather
-        return x
+        self.made: Any = WeakTensorKeyDictionary()
 
     def gathered(self, output: Any) -> Any:
         """Return the output of a model with its hidden states gathered; a collective of the axis if it holds rows."""
-        return tree_map_only(torch.Tensor, lambda x: self._made[x](x) if x in self._made else x, output)
+        return tree_map_only(torch.Tensor, lambda x: self.made[x](x) if x in self.made else x, output)
 
     def after_forward(self, model: nn.Module, output: Any) -> Any:
         """Return the output of a model in full. Raises ConfigError if its last block did not run."""
-        output = self.gathered(output) if len(self._made) else output
+        output = self.gathered(output) if len(self.made) else output
         if self.rows_are_out and self.one_stage:
             raise ConfigError(
                 f"sequence_parallel: the last block of {type(model).__name__} did not run in this forward, so what its "
@@ -229,7 +226,8 @@ class RowsOfList:
     def made(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x``, rows that the model may collect."""
         assert self.rows is not None
-        return self.state.note(x, functools.partial(self.leave, rows=self.rows))
+        self.state.made[x] = functools.partial(self.leave, rows=self.rows)
+        return x
 
     def leave(self, x: torch.Tensor, rows: Layout | None = None) -> torch.Tensor:
         """Return the full sequence of which ``x``, ``[batch, seq/tp, hidden]``, is rows."""
@@ -399,11 +397,9 @@ def apply(
 
 def undo(model: nn.Module, plan: SequencePlan) -> None:
     """Undo :func:`apply`, before earlier swaps are undone; the hooks of the model are removed together."""
-    modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
-    for blocks in plan.lists:
-        for path in blocks:
-            unswap(modules[path], RowsBlock, "rows_list", "rows_ends", "rows_parameters", "rows_hooked")
+    for path in itertools.chain(*plan.lists):
+        unswap(model.get_submodule(path), RowsBlock, "rows_list", "rows_ends", "rows_parameters", "rows_hooked")
     for path in plan.wholes:
-        unswap(modules[path], Whole, "rows_state")
+        unswap(model.get_submodule(path), Whole, "rows_state")
     for path in plan.entries:
-        unswap(modules[path], Entry, "rows_state")
+        unswap(model.get_submodule(path), Entry, "rows_state")

@@ -306,7 +306,7 @@ def _give_back(model: nn.Module, state: Parallelized, held: list[_Held], *, chan
     released = state.pp.released
     paths = {id(module): path for path, module in model.named_modules()}
     for module, order in released.orders:
-        for name, parameter in order.items():
-            if id(parameter) in released.parameters:
+        for name, emptied in order.items():
+            if id(emptied) in released.parameters:
                 del own_parameters(module)[name]
                 vars(module)[name] = released.placeholders[f"{paths[id(module)]}.{name}".lstrip(".")]

@@ -217,7 +217,7 @@ class Neighbours:
         since one may have begun forwards that others have not. nccl knows no tags.
         """
         self._lost, self._sent = self._sent, []  # another rank may still receive it
-        failed, ranks = self.failed, self.axis.ranks
+        failed, ranks = int(self.failed), self.axis.ranks
         if device_of(self.axis).type == "cpu":
             (begun, failed), _ = extremes_over(self.axis, [_BEGUN[ranks], failed])
             _BEGUN[ranks] = begun + 1
